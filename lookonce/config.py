@@ -1,0 +1,293 @@
+"""All configuration: one frozen dataclass per component, resolved once by `resolve`.
+
+Components receive the values they use, never this tree. Environment variables read anywhere in
+LookOnce: none (the Hugging Face libraries read their own).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from lookonce.errors import ConfigError
+from lookonce.types.media import MODALITIES
+
+NANO = "nano"
+NANO_FOLDER = Path(__file__).parent / "models" / "nano"
+GIB = 1 << 30
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    folder: str
+    """A local Hugging Face folder or a hub id."""
+    served_name: str
+    device: str = "cpu"
+    dtype: str = "float32"
+    max_model_len: int | None = None
+    """None: what the model's config says."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    """Token budget of one step; a chunk of prefill or one decode token per sequence draws on it."""
+    max_encoder_tokens: int = 2048
+    """Encoder rows computed in one step; a larger item runs alone."""
+    max_queue: int = 1024
+    """Waiting requests beyond which a new one is refused with 429."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVConfig:
+    cache_bytes: int = GIB
+    block_size: int | None = None
+    """Tokens per KV block; None: 16 on CPU, the backend's smallest legal size on CUDA."""
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    cache_bytes: int = GIB // 2
+
+
+@dataclass(frozen=True, slots=True)
+class MediaConfig:
+    """Limits for what clients send; bytes, pixels and seconds."""
+
+    limit_per_prompt: dict[str, int] = field(default_factory=lambda: {"image": 8, "audio": 2})
+    allowed_domains: tuple[str, ...] = ()
+    """Empty: every public host."""
+    allow_private: bool = False
+    local_path: str | None = None
+    timeout: float = 10.0
+    max_bytes: int = 50 * 1024 * 1024
+    max_image_pixels: int = 50_000_000
+    max_audio_seconds: float = 600.0
+    hash_algorithm: Literal["blake3", "sha256"] = "blake3"
+    processor_cache_bytes: int = 4 * GIB
+    """0 turns the processor cache off. Divided by the number of API processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    key: str
+    tenant: str = ""
+    inject: bool = False
+    admin: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    api_processes: int = 1
+    api_keys: tuple[ApiKey, ...] = ()
+    allow_injection: bool = False
+    chat_template: str | None = None
+    """A file's path."""
+    vllm_metric_names: bool = False
+    drain_timeout: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelConfig:
+    address: str
+    """ZMQ endpoint on a unix socket, private to this user."""
+    stall_timeout: float = 120.0
+    """Seconds a step may take before the engine counts as stuck."""
+    max_bytes_in_flight: int = 256 * 1024 * 1024
+    """Bytes a sender may have on the channel before a send waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    model: ModelConfig
+    scheduler: SchedulerConfig
+    kv: KVConfig
+    encoder: EncoderConfig
+    media: MediaConfig
+    server: ServerConfig
+    channel: ChannelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a user typed, before it is checked; the names are those of `lookonce serve`."""
+
+    model: str = NANO
+    served_model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    api_processes: int = 1
+    api_key: tuple[str, ...] = ()
+    allow_injection: bool = False
+    chat_template: str | None = None
+    device: str = "cpu"
+    dtype: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_queue: int = 1024
+    kv_cache_gb: float = 1.0
+    block_size: int | None = None
+    prefix_caching: bool = True
+    encoder_cache_gb: float = 0.5
+    mm_processor_cache_gb: float = 4.0
+    mm_hash_algorithm: str = "blake3"
+    limit_mm_per_prompt: str = "image=8,audio=2"
+    allowed_media_domains: tuple[str, ...] = ()
+    allow_private_media: bool = False
+    allowed_local_media_path: str | None = None
+    media_timeout: float = 10.0
+    max_media_bytes: int = 50 * 1024 * 1024
+    max_image_pixels: int = 50_000_000
+    max_audio_seconds: float = 600.0
+    engine_stall_timeout: float = 120.0
+    vllm_metric_names: bool = False
+
+
+def resolve(options: Options) -> Config:
+    """Check every option and build the configuration. Raises `ConfigError` naming the option."""
+    folder = str(NANO_FOLDER) if options.model == NANO else options.model
+    device = _device(options.device)
+    if options.api_processes < 1:
+        raise ConfigError("--api-processes must be at least 1")
+    if options.block_size is not None and options.block_size < 1:
+        raise ConfigError("--block-size must be at least 1")
+    _positive("--max-num-seqs", options.max_num_seqs)
+    _positive("--max-num-batched-tokens", options.max_num_batched_tokens)
+    _positive("--kv-cache-gb", options.kv_cache_gb)
+    _positive("--encoder-cache-gb", options.encoder_cache_gb)
+    _positive("--max-queue", options.max_queue)
+    if options.mm_processor_cache_gb < 0:
+        raise ConfigError("--mm-processor-cache-gb must not be negative (0 turns it off)")
+    return Config(
+        model=ModelConfig(
+            folder=folder,
+            served_name=options.served_model_name or options.model,
+            device=device,
+            dtype=_dtype(options.dtype, device),
+            max_model_len=options.max_model_len,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_encoder_tokens=options.max_num_batched_tokens,
+            max_queue=options.max_queue,
+        ),
+        kv=KVConfig(
+            cache_bytes=int(options.kv_cache_gb * GIB),
+            block_size=options.block_size,
+            prefix_caching=options.prefix_caching,
+        ),
+        encoder=EncoderConfig(cache_bytes=int(options.encoder_cache_gb * GIB)),
+        media=_media(options),
+        server=ServerConfig(
+            host=options.host,
+            port=options.port,
+            uds=options.uds,
+            api_processes=options.api_processes,
+            api_keys=_api_keys(options.api_key),
+            allow_injection=options.allow_injection,
+            chat_template=_existing_file("--chat-template", options.chat_template),
+            vllm_metric_names=options.vllm_metric_names,
+        ),
+        channel=ChannelConfig(
+            address=f"ipc://{_socket_path()}", stall_timeout=options.engine_stall_timeout
+        ),
+    )
+
+
+def _media(options: Options) -> MediaConfig:
+    if options.mm_hash_algorithm not in ("blake3", "sha256"):
+        raise ConfigError("--mm-hash-algorithm is blake3 or sha256")
+    local = options.allowed_local_media_path
+    if local is not None and not Path(local).is_dir():
+        raise ConfigError(f"--allowed-local-media-path: {local} is not a folder")
+    return MediaConfig(
+        limit_per_prompt=_limits(options.limit_mm_per_prompt),
+        allowed_domains=tuple(d.lower() for d in options.allowed_media_domains),
+        allow_private=options.allow_private_media,
+        local_path=None if local is None else str(Path(local).resolve()),
+        timeout=_positive("--media-timeout", options.media_timeout),
+        max_bytes=int(_positive("--max-media-bytes", options.max_media_bytes)),
+        max_image_pixels=int(_positive("--max-image-pixels", options.max_image_pixels)),
+        max_audio_seconds=_positive("--max-audio-seconds", options.max_audio_seconds),
+        hash_algorithm="sha256" if options.mm_hash_algorithm == "sha256" else "blake3",
+        processor_cache_bytes=int(options.mm_processor_cache_gb * GIB),
+    )
+
+
+def _positive(name: str, value: float) -> float:
+    if not value > 0:
+        raise ConfigError(f"{name} must be above 0, got {value}")
+    return value
+
+
+def _device(device: str) -> str:
+    if device != "cpu" and device.split(":")[0] != "cuda":
+        raise ConfigError(f"--device is cpu, cuda or cuda:N, got {device}")
+    return device
+
+
+def _dtype(dtype: str | None, device: str) -> str:
+    if dtype is None:
+        return "float32" if device == "cpu" else "bfloat16"
+    known = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(dtype, dtype)
+    if known not in DTYPES:
+        raise ConfigError(f"--dtype is one of {', '.join(DTYPES)}, got {dtype}")
+    return known
+
+
+def _limits(text: str) -> dict[str, int]:
+    limits = {"image": 8, "audio": 2}
+    for part in filter(None, text.split(",")):
+        name, _, count = part.partition("=")
+        if name not in MODALITIES or not count.isdigit():
+            raise ConfigError(
+                f"--limit-mm-per-prompt: {part!r} is not MODALITY=COUNT with a modality of "
+                f"{', '.join(MODALITIES)}"
+            )
+        limits[name] = int(count)
+    return limits
+
+
+def _api_keys(specs: tuple[str, ...]) -> tuple[ApiKey, ...]:
+    keys = []
+    for number, spec in enumerate(specs, 1):
+        parts = spec.split(":")
+        rights = set(parts[2:])
+        if not all(parts) or len(parts) > 4 or not rights <= {"inject", "admin"}:
+            raise ConfigError(
+                f"--api-key number {number} is not KEY, TENANT:KEY, TENANT:KEY:inject or "
+                "TENANT:KEY:admin"
+            )
+        tenant, key = ("", parts[0]) if len(parts) == 1 else (parts[0], parts[1])
+        keys.append(
+            ApiKey(key=key, tenant=tenant, inject="inject" in rights, admin="admin" in rights)
+        )
+    if len({k.key for k in keys}) != len(keys):
+        raise ConfigError("--api-key: the same key was given twice")
+    return tuple(keys)
+
+
+def _existing_file(name: str, path: str | None) -> str | None:
+    if path is not None and not Path(path).is_file():
+        raise ConfigError(f"{name}: {path} is not a file")
+    return path
+
+
+def _socket_path() -> str:
+    """A fresh path in a folder only this user can enter; unix socket paths are short (~100 B)."""
+    folder = Path(tempfile.mkdtemp(prefix="lookonce-"))
+    name = hashlib.sha256(os.urandom(16)).hexdigest()[:8]
+    return str(folder / f"{name}.sock")

@@ -1,0 +1,169 @@
+"""Every message between an API process and the engine process, declared once.
+
+Cache operations ride on the message that needs them, in a fixed order: drop, add, reference.
+The engine applies them on receipt, before and independently of judging the request.
+A message with another epoch than the engine's is discarded (its sender starts empty).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from lookonce.types.media import ProcessedItem
+from lookonce.types.model import ModelInfo
+from lookonce.types.request import GenerateRequest, TokenDelta
+
+
+class KeyedItem(msgspec.Struct, frozen=True, array_like=True):
+    key: bytes
+    item: ProcessedItem
+
+
+class CacheOps(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Changes to the sender's share of the store, exactly as its directory already made them."""
+
+    drops: tuple[bytes, ...] = ()
+    adds: tuple[KeyedItem, ...] = ()
+    adopts: tuple[bytes, ...] = ()
+    """Keys another sender added (a hint) that this sender now lists too."""
+
+
+NO_OPS = CacheOps()
+
+
+# --- API process → engine process -------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
+    """First message of a sender, and again after the engine came back."""
+
+    sender: str
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
+    epoch: int
+    seq: int
+    """Counts this sender's messages; `Received` answers it."""
+    ops: CacheOps
+    request: GenerateRequest
+    loose: tuple[KeyedItem, ...] = ()
+    """Items that travel with their request uncached: used by it, never listed."""
+    recoverable: bool = True
+    """False when no bytes stand behind some reference: a resend would be in vain."""
+
+
+class SupplyMedia(msgspec.Struct, frozen=True, tag="supply", array_like=True):
+    """The answer to `ResendMedia`: `ops.adds` and `loose` together hold what was asked."""
+
+    epoch: int
+    seq: int
+    ops: CacheOps
+    request_id: str
+    loose: tuple[KeyedItem, ...] = ()
+
+
+class UpdateCache(msgspec.Struct, frozen=True, tag="update", array_like=True):
+    """Cache operations without a request: injection, and clearing after `ClearCache`."""
+
+    epoch: int
+    seq: int
+    ops: CacheOps
+    cleared: int = 0
+    """Answers the `ClearCache` of that number: the sender's share is emptied before `ops`."""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
+    epoch: int
+    request_ids: tuple[str, ...]
+    index: int | None = None
+    """Only this sample of the (single) request, e.g. after a stop string; None: all of it."""
+
+
+class ResetCache(msgspec.Struct, frozen=True, tag="reset", array_like=True):
+    """Empties a tier: "mm" (by asking every sender), "encoder" or "prefix"."""
+
+    epoch: int
+    tier: str
+
+
+class GetStats(msgspec.Struct, frozen=True, tag="get_stats", array_like=True):
+    nonce: int
+
+
+ClientMessage = (
+    Hello | Submit | SupplyMedia | UpdateCache | Abort | ResetCache | GetStats
+)  # fmt: skip
+
+
+# --- engine process → API process -------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome", array_like=True):
+    epoch: int
+    model: ModelInfo
+    num_senders: int
+    """API processes the budget of the store is divided by."""
+    ready: bool
+
+
+class Received(msgspec.Struct, frozen=True, tag="received", array_like=True):
+    """The engine took this sender's messages up to `seq`: their room on the channel is free."""
+
+    seq: int
+
+
+class Accepted(msgspec.Struct, frozen=True, tag="accepted", array_like=True):
+    """The engine holds all the request needs; the client may forget its sources."""
+
+    request_id: str
+
+
+class ResendMedia(msgspec.Struct, frozen=True, tag="resend", array_like=True):
+    """The request waits aside until these items arrive."""
+
+    request_id: str
+    keys: tuple[bytes, ...]
+
+
+class Rejected(msgspec.Struct, frozen=True, tag="rejected", array_like=True):
+    request_id: str
+    error: tuple[str, str, str | None]
+
+
+class Deltas(msgspec.Struct, frozen=True, tag="deltas", array_like=True):
+    """All new tokens of one step for the requests of one sender."""
+
+    deltas: list[TokenDelta]
+
+
+class Hints(msgspec.Struct, frozen=True, tag="hints", array_like=True):
+    """Keys other senders added to the store, with sizes: worth adopting, possibly stale."""
+
+    keys: tuple[tuple[bytes, int], ...]
+
+
+class ClearCache(msgspec.Struct, frozen=True, tag="clear", array_like=True):
+    """Every sender empties its directory and says so in its own FIFO with `UpdateCache.cleared`."""
+
+    number: int
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", array_like=True):
+    """Sent by the input thread twice a second, so that health follows the step loop."""
+
+    epoch: int
+    ready: bool
+    stalled_seconds: float
+    """Seconds since the step loop last finished a step while it had work; 0 when idle."""
+
+
+class Stats(msgspec.Struct, frozen=True, tag="stats", array_like=True):
+    nonce: int
+    counters: dict[str, float]
+    """Metric name (without prefix) → value; monotone counters and gauges alike."""
+
+
+EngineMessage = (
+    Welcome | Received | Accepted | ResendMedia | Rejected | Deltas | Hints | ClearCache
+    | Heartbeat | Stats
+)  # fmt: skip

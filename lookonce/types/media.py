@@ -1,0 +1,163 @@
+"""The vocabulary of media: arrays without a framework, processed items, and their placeholders.
+
+Nothing here imports torch. An `Array` names its dtype as text because NumPy has no bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+Modality = Literal["image", "audio"]
+MODALITIES: tuple[Modality, ...] = ("image", "audio")
+
+ITEM_SIZE: dict[str, int] = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2,
+    "int16": 2, "uint8": 1, "int8": 1, "bool": 1,
+}  # fmt: skip
+"""dtype name → bytes of one element; the only dtypes an `Array` may have."""
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+class Array:
+    """An n-dimensional, C-contiguous, little-endian array: dtype name, shape and one flat buffer.
+
+    `data` may be read-only and may be a view into a received message or a shared region; nobody
+    writes it. Raises `ValueError` when dtype, shape and the buffer's size do not agree.
+    """
+
+    __slots__ = ("data", "dtype", "shape")
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], data: Buffer) -> None:
+        size = ITEM_SIZE.get(dtype)
+        if size is None:
+            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(ITEM_SIZE)}")
+        for n in shape:
+            if n < 0:
+                raise ValueError(f"shape {shape} has a negative dimension")
+            size *= n
+        view = memoryview(data)
+        if not view.c_contiguous:
+            raise ValueError("data is not contiguous")
+        if view.nbytes != size:
+            raise ValueError(
+                f"{dtype} array of shape {shape} needs {size} bytes, got {view.nbytes}"
+            )
+        self.dtype = dtype
+        self.shape = shape
+        self.data = view.cast("B") if view.nbytes else memoryview(b"")
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Array)
+            and (self.dtype, self.shape) == (other.dtype, other.shape)
+            and self.data == other.data
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Array({self.dtype}, {self.shape})"
+
+
+class Expansion(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one media item's placeholder becomes in the prompt, run-length encoded (~200 bytes).
+
+    `runs` are `(token_id, count)` in order. Every position whose token is `embed_token_id`
+    takes one row of the item's encoder output. `grid` is `(t, h, w)` in merged patches for
+    families with multi-axis rope, else None: positions must be computable without the item.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    embed_token_id: int
+    grid: tuple[int, int, int] | None = None
+
+    @property
+    def length(self) -> int:
+        """Prompt tokens the placeholder becomes."""
+        return sum(count for _, count in self.runs)
+
+    @property
+    def num_embeds(self) -> int:
+        """Rows of encoder output the item has."""
+        return sum(count for token, count in self.runs if token == self.embed_token_id)
+
+    def token_ids(self) -> list[int]:
+        ids: list[int] = []
+        for token, count in self.runs:
+            ids += [token] * count
+        return ids
+
+    def embed_ranges(self) -> tuple[tuple[int, int], ...]:
+        """`(start, end)` of each stretch of embed positions, relative to the expansion's start."""
+        ranges, at = [], 0
+        for token, count in self.runs:
+            if token == self.embed_token_id:
+                ranges.append((at, at + count))
+            at += count
+        return tuple(ranges)
+
+
+class ProcessedItem(msgspec.Struct, frozen=True, array_like=True):
+    """One media item after the processor: named arrays plus its expansion."""
+
+    modality: Modality
+    arrays: dict[str, Array]
+    expansion: Expansion
+
+    @property
+    def nbytes(self) -> int:
+        """What every cache accounts for this item, bytes: its arrays plus a flat overhead."""
+        return ITEM_OVERHEAD + sum(array.nbytes for array in self.arrays.values())
+
+
+ITEM_OVERHEAD = 512
+"""Bytes charged per item beside its arrays (names, expansion, bookkeeping)."""
+
+
+class MediaFeature(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where one media item sits in a prompt.
+
+    `offset` is the position of its first embed token and `offset + length` ends after its last;
+    between them `is_embed` gives the `(start, end)` stretches, relative to `offset`, that take
+    encoder output (None: all of them). `key` is the full 32-byte scoped key.
+    """
+
+    key: bytes
+    modality: Modality
+    offset: int
+    length: int
+    num_embeds: int
+    is_embed: tuple[tuple[int, int], ...] | None = None
+    grid: tuple[int, int, int] | None = None
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+def feature_at(key: bytes, modality: Modality, expansion: Expansion, start: int) -> MediaFeature:
+    """The feature of an item whose expansion begins at prompt position `start`.
+
+    Raises `ValueError` for an expansion without any embed token.
+    """
+    ranges = expansion.embed_ranges()
+    if not ranges:
+        raise ValueError("an expansion needs at least one embed token")
+    first, last = ranges[0][0], ranges[-1][1]
+    relative = tuple((a - first, b - first) for a, b in ranges)
+    return MediaFeature(
+        key=key,
+        modality=modality,
+        offset=start + first,
+        length=last - first,
+        num_embeds=expansion.num_embeds,
+        is_embed=None if len(relative) == 1 else relative,
+        grid=expansion.grid,
+    )

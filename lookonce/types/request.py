@@ -1,0 +1,104 @@
+"""A request on its way to the engine and the tokens on their way back."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from lookonce.types.media import Array, Expansion, MediaFeature, Modality, ProcessedItem
+from lookonce.types.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+ProcessorOutcome = Literal["hit", "miss", "injected", "shared", "bypass", "not_needed"]
+EncoderOutcome = Literal["hit", "miss", "skipped"]
+
+MAX_LISTED_ITEMS = 1000
+"""Media items a receipt lists one by one; totals always cover all."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the engine computes from: token ids with placeholders expanded, and where media sits."""
+
+    request_id: str
+    """Unique among all requests of all senders."""
+    scope: bytes
+    """32 bytes, H(tenant, cache_salt); the root of every block hash of this request."""
+    prompt: Array
+    """int32, shape [P], P >= 1."""
+    features: tuple[MediaFeature, ...]
+    """Sorted by offset, not overlapping."""
+    sampling: SamplingParams
+    arrival: float
+    """`time.monotonic()` when the server received it (one clock for all processes of a machine)."""
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Natural-log probability of the sampled token and of the best alternatives, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob) pairs."""
+
+
+class PrefillFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What was reused for a prompt, frozen at its first admission; sent with its first token."""
+
+    prefix_cached_tokens: int
+    external_cached_tokens: int = 0
+    encoder: tuple[EncoderOutcome, ...] = ()
+    """One per feature, at most `MAX_LISTED_ITEMS`."""
+    encode_ms: tuple[float, ...] = ()
+    """One per listed feature; 0.0 where nothing was encoded."""
+
+
+class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """New tokens of one sample of one request; the last one carries `finish_reason`."""
+
+    request_id: str
+    index: int
+    """Which of the request's `n` samples."""
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The entry of `stop_token_ids` that ended it, if one did."""
+    logprobs: list[TokenLogprob] | None = None
+    facts: PrefillFacts | None = None
+    """With the first delta of sample 0."""
+    error: tuple[str, str, str | None] | None = None
+    """`errors.error_to_wire` of what broke this request, with finish_reason "error"."""
+
+
+@dataclass(slots=True)
+class RenderedItem:
+    """One media part of a rendered prompt: its identity, and how to get its bytes if asked."""
+
+    key: bytes
+    media_hash: bytes
+    modality: Modality
+    expansion: Expansion
+    item: ProcessedItem | None
+    """None when the engine is expected to hold it already."""
+    recover: Callable[[], Awaitable[ProcessedItem]] | None = None
+    """Decodes and processes again from the source; None when no bytes stand behind a reference."""
+    outcome: ProcessorOutcome = "miss"
+    decode_ms: float = 0.0
+    process_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class RenderedPrompt:
+    """Everything the API process knows about one prompt once rendering has resolved."""
+
+    token_ids: list[int]
+    features: tuple[MediaFeature, ...] = ()
+    items: list[RenderedItem] = field(default_factory=list)
+    """One per feature, in the order of `features`."""
+    scope: bytes = b""
+    text: str | None = None
+
+    def modality_tokens(self, modality: Modality) -> int:
+        """Embed tokens of one modality, for usage."""
+        return sum(f.num_embeds for f in self.features if f.modality == modality)

@@ -1,0 +1,97 @@
+"""The one object that goes from scheduler to runner each step, and the one that comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookonce.errors import LookOnceError
+from lookonce.types.media import MediaFeature, ProcessedItem
+from lookonce.types.request import TokenLogprob
+from lookonce.types.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence the runner has not seen, or sees again after preemption."""
+
+    seq_id: int
+    """Unique for the engine's life; never reused."""
+    token_ids: NDArray[np.int32]
+    """[num_prompt + already generated]; the runner copies it."""
+    num_prompt_tokens: int
+    features: tuple[MediaFeature, ...]
+    sampling: SamplingParams
+    sample_index: int = 0
+    """Which of the request's n samples: with a seed, draws use seed + sample_index."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedSlice:
+    """Rows `[start, end)` of the encoder output `key` go to the chunk's rows from `row` on."""
+
+    key: bytes
+    start: int
+    end: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Positions `[start, start + num_tokens)` of one sequence, computed in this step."""
+
+    seq_id: int
+    start: int
+    num_tokens: int
+    new_block_ids: tuple[int, ...] = ()
+    """KV blocks appended to the sequence's block table before this step (prefix hits included)."""
+    embeds: tuple[EmbedSlice, ...] = ()
+    bidirectional: tuple[tuple[int, int], ...] = ()
+    """Absolute `(start, end)` of unsplittable items this chunk touches."""
+    sample: bool = False
+    """The chunk ends at the last known token: sample the next one from its last row."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeItem:
+    """Run the encoder on one item and keep the output under its key."""
+
+    key: bytes
+    item: ProcessedItem
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. The runner first forgets, then learns, then encodes, then computes."""
+
+    step_id: int
+    finished: tuple[int, ...] = ()
+    """Sequences to forget (finished, aborted, preempted)."""
+    dropped_outputs: tuple[bytes, ...] = ()
+    """Encoder outputs to free."""
+    new: tuple[NewSequence, ...] = ()
+    encode: tuple[EncodeItem, ...] = ()
+    scheduled: tuple[ScheduledSequence, ...] = ()
+    """Decodes (num_tokens 1 and sample) first, then prefill chunks."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step produced."""
+
+    token_ids: tuple[int, ...] = ()
+    """The sampled token of each `scheduled` entry with `sample`, in plan order; -1 where failed."""
+    logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """Aligned with token_ids; None when no sequence asked."""
+    failed_items: dict[bytes, LookOnceError] = field(default_factory=dict)
+    """Encoder outputs that could not be computed; their sequences were not computed this step."""
+    failed_sequences: dict[int, LookOnceError] = field(default_factory=dict)
+    """Sequences whose computation failed; their sampled token is -1."""
+    encode_seconds: dict[bytes, float] = field(default_factory=dict)
+    """Per item encoded in this step (a batch's time is shared equally)."""
