@@ -1,0 +1,43 @@
+"""Fixtures all floors share: random Hugging Face folders, built once per session, and nano."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lookonce.bench.folders import make_folder
+from lookonce.config import NANO_FOLDER
+
+os.environ["OMP_NUM_THREADS"] = "1"
+"""Read when torch is first imported: two threads on busy cores can be five times slower."""
+
+FolderMaker = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> FolderMaker:
+    """`folder(kind, seed=0, scale="tiny")`: a complete random folder; `folder("nano")`: nano."""
+    root = tmp_path_factory.mktemp("folders")
+
+    def get(kind: str, *, seed: int = 0, scale: str = "tiny") -> Path:
+        if kind == "nano":
+            return NANO_FOLDER
+        target = root / f"{kind}-{scale}-{seed}"
+        if not target.exists():
+            make_folder(kind, target, seed=seed, scale=scale)
+        return target
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def nano_folder() -> Path:
+    return NANO_FOLDER
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
