@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lookonce.types.media import ProcessedItem
+from lookonce.types.media import Expansion, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest, TokenDelta
 
@@ -24,8 +24,9 @@ class CacheOps(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
 
     drops: tuple[bytes, ...] = ()
     adds: tuple[KeyedItem, ...] = ()
-    adopts: tuple[bytes, ...] = ()
-    """Keys another sender added (a hint) that this sender now lists too."""
+    adopts: tuple[tuple[bytes, int], ...] = ()
+    """`(key, nbytes)` another sender added (a hint) that this sender now lists too. Where the
+    store has lost the item, the key is listed all the same and its next use is a resend."""
 
 
 NO_OPS = CacheOps()
@@ -38,6 +39,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
     """First message of a sender, and again after the engine came back."""
 
     sender: str
+    """Unique for one start of one process."""
+    epoch: int = 0
+    """The epoch the sender's directory belongs to; 0, or another than the engine's: it is empty."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
@@ -50,6 +54,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     """Items that travel with their request uncached: used by it, never listed."""
     recoverable: bool = True
     """False when no bytes stand behind some reference: a resend would be in vain."""
+    bindings: tuple[tuple[bytes, bytes], ...] = ()
+    """`(uuid name digest, MediaHash)` newly bound by this sender, for the other senders."""
 
 
 class SupplyMedia(msgspec.Struct, frozen=True, tag="supply", array_like=True):
@@ -69,7 +75,8 @@ class UpdateCache(msgspec.Struct, frozen=True, tag="update", array_like=True):
     seq: int
     ops: CacheOps
     cleared: int = 0
-    """Answers the `ClearCache` of that number: the sender's share is emptied before `ops`."""
+    """Not 0: the sender's share is emptied before `ops`. It answers the `ClearCache` of that
+    number; -1: the sender starts over by itself (a message of its could not be sent)."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
@@ -136,10 +143,20 @@ class Deltas(msgspec.Struct, frozen=True, tag="deltas", array_like=True):
     deltas: list[TokenDelta]
 
 
-class Hints(msgspec.Struct, frozen=True, tag="hints", array_like=True):
-    """Keys other senders added to the store, with sizes: worth adopting, possibly stale."""
+class Hint(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An item another sender added to the store; all a renderer must know to do without it."""
 
-    keys: tuple[tuple[bytes, int], ...]
+    key: bytes
+    nbytes: int
+    expansion: Expansion
+
+
+class Hints(msgspec.Struct, frozen=True, tag="hints", array_like=True):
+    """What other senders added: items worth adopting (possibly stale), and uuid bindings."""
+
+    items: tuple[Hint, ...] = ()
+    bindings: tuple[tuple[bytes, bytes], ...] = ()
+    """`(uuid name digest, MediaHash)`; the engine's word overrules the sender's own binding."""
 
 
 class ClearCache(msgspec.Struct, frozen=True, tag="clear", array_like=True):

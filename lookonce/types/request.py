@@ -86,6 +86,9 @@ class RenderedItem:
     outcome: ProcessorOutcome = "miss"
     decode_ms: float = 0.0
     process_ms: float = 0.0
+    pinned: bool = False
+    """This part owns one pin of the directory (a `lookup` that answered), handed to the sender:
+    it gives the pin back when the prompt is sent or cancelled, and clears this flag."""
 
 
 @dataclass(slots=True)

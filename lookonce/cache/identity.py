@@ -1,0 +1,142 @@
+"""Who an item is: MediaHash says what it is, the scope for whom, the key is both.
+
+Every digest is 32 bytes, over length-framed fields, and nothing truncates it: two inputs share a
+digest only if every field is equal. A MediaHash does not depend on how the bytes arrived.
+
+    MediaHash = H("media", version, modality, fingerprint, decode options, processor options,
+                  kind, what kind needs, bytes)
+    scope     = H("scope", tenant [, cache_salt])
+    key       = H("key", scope, MediaHash)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+from blake3 import blake3
+
+HashAlgorithm = Literal["blake3", "sha256"]
+DIGEST_BYTES = 32
+SCHEMA_VERSION = b"1"
+
+_NO_OPTIONS = b"\x80"
+"""The canonical form of no options (an empty msgpack map)."""
+_ORIENTATION_TAG = 0x0112
+_encoder = msgspec.msgpack.Encoder(order="deterministic")
+
+
+def media_hash(
+    data: Any,
+    *,
+    modality: str,
+    fingerprint: bytes = b"",
+    decode_options: Mapping[str, object] | None = None,
+    processor_options: Mapping[str, object] | None = None,
+    algorithm: HashAlgorithm = "blake3",
+) -> bytes:
+    """The 32-byte MediaHash of one media item.
+
+    `data` is the encoded media as it came (any bytes-like object), or a decoded PIL image or NumPy
+    array. `fingerprint` identifies the processor (class, config, model revision, image backend).
+    Options are compared by value; None equals no options. Raises `TypeError` for any other `data`
+    or for options that have no canonical form, `ValueError` for an unknown algorithm.
+    """
+    kind, payload = _encoded(data) if _is_bytes_like(data) else _in_memory(data)
+    head = frame(
+        b"media",
+        SCHEMA_VERSION,
+        modality.encode(),
+        fingerprint,
+        _canonical(decode_options),
+        _canonical(processor_options),
+        *kind,
+    )
+    return _digest(algorithm, head + _length(payload), payload)
+
+
+def external_hash(name: bytes, *, modality: str) -> bytes:
+    """The MediaHash of an item whose hash its client chose: a kind of its own.
+
+    It can equal no real MediaHash, so such a client reaches only what it injected itself.
+    """
+    return blake3(frame(b"external", SCHEMA_VERSION, modality.encode(), name)).digest()
+
+
+def scope_digest(tenant: str, cache_salt: str | None) -> bytes:
+    """For whom: 32 bytes. A salt narrows the tenant and never replaces it."""
+    fields = [b"scope", tenant.encode()]
+    if cache_salt is not None:
+        fields.append(cache_salt.encode())
+    return blake3(frame(*fields)).digest()
+
+
+def item_key(scope: bytes, media_hash: bytes) -> bytes:
+    """The key every tier uses. Raises `ValueError` unless both digests are whole."""
+    if len(scope) != DIGEST_BYTES or len(media_hash) != DIGEST_BYTES:
+        raise ValueError(f"a scope and a MediaHash have {DIGEST_BYTES} bytes each")
+    return blake3(frame(b"key", scope, media_hash)).digest()
+
+
+def frame(*fields: bytes) -> bytes:
+    """The fields, each behind its length (8 bytes), so that no two lists of fields coincide."""
+    return b"".join([part for field in fields for part in (_length(field), field)])
+
+
+def _length(field: bytes | memoryview) -> bytes:
+    return (field.nbytes if isinstance(field, memoryview) else len(field)).to_bytes(8, "little")
+
+
+def _digest(algorithm: HashAlgorithm, head: bytes, payload: bytes | memoryview) -> bytes:
+    if algorithm == "blake3":
+        return blake3(head).update(payload).digest()
+    if algorithm == "sha256":
+        state = hashlib.sha256(head)
+        state.update(payload)
+        return state.digest()
+    raise ValueError(f"hash algorithm {algorithm!r} is not blake3 or sha256")
+
+
+def _canonical(options: Mapping[str, object] | None) -> bytes:
+    return _encoder.encode(dict(options)) if options else _NO_OPTIONS
+
+
+def _is_bytes_like(data: object) -> bool:
+    return isinstance(data, bytes | bytearray | memoryview)
+
+
+def _encoded(data: bytes | bytearray | memoryview) -> tuple[list[bytes], bytes | memoryview]:
+    view = memoryview(data)
+    return [b"encoded"], view if view.c_contiguous else view.tobytes()
+
+
+def _in_memory(data: Any) -> tuple[list[bytes], bytes | memoryview]:
+    if hasattr(data, "getpalette") and hasattr(data, "mode"):
+        return _image(data)
+    if hasattr(data, "dtype") and hasattr(data, "shape") and hasattr(data, "tobytes"):
+        return _array(data)
+    raise TypeError(f"media is bytes, a PIL image or a NumPy array, not {type(data).__name__}")
+
+
+def _image(image: Any) -> tuple[list[bytes], bytes | memoryview]:
+    """Pixels mean nothing without size, mode, palette, transparency and orientation."""
+    pixels = image.tobytes()
+    palette = image.getpalette(None)
+    described = {
+        "size": list(image.size),
+        "mode": image.mode,
+        "palette": None if palette is None else [image.palette.mode, bytes(palette)],
+        "transparency": image.info.get("transparency"),
+        "orientation": image.getexif().get(_ORIENTATION_TAG, 1),
+    }
+    return [b"image", _encoder.encode(described)], pixels
+
+
+def _array(array: Any) -> tuple[list[bytes], bytes | memoryview]:
+    dtype = array.dtype
+    if dtype.hasobject:
+        raise TypeError("an array of Python objects has no bytes to hash")
+    described = {"dtype": [dtype.name, dtype.str], "shape": list(array.shape)}
+    return [b"array", _encoder.encode(described)], array.tobytes()

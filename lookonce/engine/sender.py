@@ -1,0 +1,281 @@
+"""The API process's half of the cache protocol. It does no input and no output.
+
+Each method that changes the directory returns the one message that makes the same change to the
+engine's store. The caller awaits room on the channel first, then calls the method, serialises and
+enqueues without awaiting in between: directory and store see one order of changes.
+
+    lookup … lookup      the renderer pins what it relies on            (Directory)
+    submit | cancel      pins are given back; only submit changes anything
+    supply               the answer to ResendMedia
+    update               injection
+    clear | resync       the directory is emptied, by the engine's wish or our own
+
+An entry that this message needs is pinned while it is put together, so no message drops what it
+refers to; what does not fit beside the pins travels loose, for its request alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Self
+
+from lookonce.cache.directory import Directory
+from lookonce.cache.uuids import UuidBindings
+from lookonce.errors import MediaNotCachedError, NotReadyError
+from lookonce.ipc.messages import (
+    NO_OPS,
+    CacheOps,
+    ClearCache,
+    Hello,
+    Hints,
+    KeyedItem,
+    Submit,
+    SupplyMedia,
+    UpdateCache,
+    Welcome,
+)
+from lookonce.types.media import ProcessedItem
+from lookonce.types.request import GenerateRequest, RenderedItem, RenderedPrompt
+
+STARTED_OVER = -1
+"""`UpdateCache.cleared` of a sender that empties its share by itself."""
+
+_NOT_HELD = "referenced media is not held any more; send it again with its bytes"
+
+
+class Sender:
+    """One API process's end of the cache protocol.
+
+    `capacity_bytes` is the whole budget of the processor cache (0: off); this sender uses its
+    part of it, which the engine's welcome tells.
+    """
+
+    def __init__(
+        self, sender_id: str, *, capacity_bytes: int, uuids: UuidBindings | None = None
+    ) -> None:
+        self.sender_id = sender_id
+        self.epoch = 0
+        """The engine's; 0 until the first welcome."""
+        self.directory = Directory(capacity_bytes)
+        self.uuids = uuids if uuids is not None else UuidBindings()
+        self.resends = 0
+        """Items the engine asked for again."""
+        self._capacity_bytes = capacity_bytes
+        self._num_senders = 1
+        self._seq = 0
+
+    def hello(self) -> Hello:
+        return Hello(self.sender_id, self.epoch)
+
+    def welcome(self, message: Welcome) -> None:
+        """Begin a new epoch with an empty directory; a repeated welcome changes nothing."""
+        if message.epoch == self.epoch:
+            return
+        self.epoch = message.epoch
+        self._num_senders = message.num_senders
+        self.directory.restart(self._capacity_bytes // message.num_senders)
+
+    def submit(self, request: GenerateRequest, rendered: RenderedPrompt) -> Submit:
+        """Commit: list what fits, give back the prompt's pins, and return the message to send.
+
+        Raises `NotReadyError` before the first welcome; the pins are given back all the same.
+        """
+        parts = _unique(rendered.items)
+        try:
+            self._require_epoch()
+            with _Change(self.directory, parts) as change:
+                for key, part in parts.items():
+                    change.refer(key, part.item)
+        finally:
+            self.cancel(rendered)
+        return Submit(
+            epoch=self.epoch,
+            seq=self._next_seq(),
+            ops=change.ops(),
+            request=request,
+            loose=tuple(change.loose),
+            recoverable=all(part.item or part.recover for part in parts.values()),
+            bindings=self._fresh_bindings(),
+        )
+
+    def cancel(self, rendered: RenderedPrompt) -> None:
+        """Give back the pins of a prompt that is not sent. May be called again."""
+        for part in rendered.items:
+            if part.pinned:
+                part.pinned = False
+                self.directory.unpin(part.key)
+
+    def to_recover(
+        self, rendered: RenderedPrompt, keys: Iterable[bytes]
+    ) -> tuple[RenderedItem, ...]:
+        """The parts whose `recover` must run before `supply`; the others still have their item.
+
+        Raises `MediaNotCachedError` (422) when no bytes stand behind one of them.
+        """
+        parts = _unique(rendered.items)
+        lacking = [parts[key] for key in dict.fromkeys(keys) if parts[key].item is None]
+        if any(part.recover is None for part in lacking):
+            raise MediaNotCachedError(_NOT_HELD)
+        return tuple(lacking)
+
+    def supply(
+        self,
+        request_id: str,
+        rendered: RenderedPrompt,
+        keys: Iterable[bytes],
+        recovered: Mapping[bytes, ProcessedItem],
+    ) -> SupplyMedia:
+        """Commit the answer to `ResendMedia(keys)`: recovered items, else those rendered.
+
+        Raises `MediaNotCachedError`, with nothing changed, when an item is in neither.
+        """
+        items = _gather(_unique(rendered.items), keys, recovered)
+        with _Change(self.directory, items) as change:
+            for key, item in items.items():
+                change.supply(key, item)
+        self.resends += len(items)
+        return SupplyMedia(
+            epoch=self.epoch,
+            seq=self._next_seq(),
+            ops=change.ops(),
+            request_id=request_id,
+            loose=tuple(change.loose),
+        )
+
+    def update(self, items: Iterable[KeyedItem]) -> UpdateCache:
+        """Commit injected items. One that neither is in `ops.adds` nor was listed before does not
+        fit beside the pins and is not stored. Raises `NotReadyError` before the first welcome.
+        """
+        self._require_epoch()
+        given = {keyed.key: keyed.item for keyed in items}
+        with _Change(self.directory, given) as change:
+            for key, item in given.items():
+                change.supply(key, item)
+        return self._update(change.ops())
+
+    def clear(self, message: ClearCache) -> UpdateCache:
+        """Commit a reset: everything listed here is forgotten on both sides, pins stay."""
+        self.directory.reset()
+        return self._update(NO_OPS, cleared=message.number)
+
+    def resync(self) -> UpdateCache:
+        """Start over after a message of ours could not be sent although it was committed."""
+        self.directory.reset()
+        return self._update(NO_OPS, cleared=STARTED_OVER)
+
+    def hint(self, message: Hints) -> None:
+        """Take note of what other senders added."""
+        for hint in message.items:
+            self.directory.hint(hint.key, hint.nbytes, hint.expansion)
+        for name, digest in message.bindings:
+            self.uuids.learn(name, digest)
+
+    def _update(self, ops: CacheOps, cleared: int = 0) -> UpdateCache:
+        return UpdateCache(epoch=self.epoch, seq=self._next_seq(), ops=ops, cleared=cleared)
+
+    def _require_epoch(self) -> None:
+        if self.epoch == 0:
+            raise NotReadyError("the engine is still starting")
+
+    def _next_seq(self) -> int:
+        self._seq += 1
+        return self._seq
+
+    def _fresh_bindings(self) -> tuple[tuple[bytes, bytes], ...]:
+        fresh = self.uuids.take_fresh()
+        return fresh if self._num_senders > 1 else ()
+
+
+class _Change:
+    """The changes of one message: made in the directory at once, collected for the store.
+
+    All keys of the message are pinned while it is open, so that none evicts another.
+    """
+
+    def __init__(self, directory: Directory, keys: Iterable[bytes]) -> None:
+        self.loose: list[KeyedItem] = []
+        self._directory = directory
+        self._keys = tuple(keys)
+        self._drops: list[bytes] = []
+        self._adds: list[KeyedItem] = []
+        self._adopts: list[tuple[bytes, int]] = []
+
+    def __enter__(self) -> Self:
+        for key in self._keys:
+            self._directory.pin(key)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for key in self._keys:
+            self._directory.unpin(key)
+
+    def refer(self, key: bytes, item: ProcessedItem | None) -> None:
+        """A reference to `key`; where it is not listed it is adopted, added, or sent loose.
+
+        Without an item it goes ahead: the engine asks if it must have it.
+        """
+        if key in self._directory or self._adopt(key) or item is None:
+            return
+        self._add(key, item)
+
+    def supply(self, key: bytes, item: ProcessedItem) -> None:
+        """An item the engine may lack: added, or sent loose, unless it has it for certain."""
+        listing = self._directory.listing(key)
+        if listing is None:
+            self._add(key, item)
+        elif listing.adopted:
+            self._directory.unlist(key)
+            self._drops.append(key)
+            self._add(key, item)
+
+    def ops(self) -> CacheOps:
+        return CacheOps(tuple(self._drops), tuple(self._adds), tuple(self._adopts))
+
+    def _adopt(self, key: bytes) -> bool:
+        hint = self._directory.hinted(key)
+        if hint is None:
+            return False
+        evicted = self._directory.try_list(key, hint.nbytes, hint.expansion, adopted=True)
+        if evicted is None:
+            return False
+        self._drops += evicted
+        self._adopts.append((key, hint.nbytes))
+        return True
+
+    def _add(self, key: bytes, item: ProcessedItem) -> None:
+        keyed = KeyedItem(key, item)
+        evicted = self._directory.try_list(key, item.nbytes, item.expansion)
+        if evicted is None:
+            self._directory.learn(key, item.expansion)
+            self.loose.append(keyed)
+        else:
+            self._drops += evicted
+            self._adds.append(keyed)
+
+
+def _unique(parts: Iterable[RenderedItem]) -> dict[bytes, RenderedItem]:
+    """One part per key, in order; of copies, one that has its item, else one that can recover."""
+    unique: dict[bytes, RenderedItem] = {}
+    for part in parts:
+        best = unique.get(part.key)
+        if best is None or _worth(part) > _worth(best):
+            unique[part.key] = part
+    return unique
+
+
+def _gather(
+    parts: Mapping[bytes, RenderedItem],
+    keys: Iterable[bytes],
+    recovered: Mapping[bytes, ProcessedItem],
+) -> dict[bytes, ProcessedItem]:
+    items = {}
+    for key in keys:
+        item = recovered.get(key) or parts[key].item
+        if item is None:
+            raise MediaNotCachedError(_NOT_HELD)
+        items[key] = item
+    return items
+
+
+def _worth(part: RenderedItem) -> int:
+    return 2 if part.item is not None else int(part.recover is not None)
