@@ -1,0 +1,128 @@
+"""Attention in plain torch, every feature, any device: the meaning of the other backends.
+
+It gathers each sequence's keys and values and attends to them one sequence at a time. Used where
+a faster backend lacks a feature, and by the tests as one of two references.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lookonce.model.attention.backend import AttentionFeatures, AttentionMetadata
+from lookonce.model.kv_pages import LayerPages
+
+
+def write_pages(layer: LayerPages, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+    """Put new keys and values [T, Hkv, D] where `slot_mapping` [T] says."""
+    layer.keys.flatten(0, 1).index_copy_(0, slot_mapping, key.to(layer.keys.dtype))
+    layer.values.flatten(0, 1).index_copy_(0, slot_mapping, value.to(layer.values.dtype))
+
+
+class ReferenceBackend:
+    """Gather, then SDPA; explicit softmax where softcap or sinks are asked for."""
+
+    name = "reference"
+    default_block_size = 16
+    block_size_multiple = 1
+
+    def supports(self, features: AttentionFeatures) -> bool:
+        return True
+
+    def forward(
+        self,
+        layer: LayerPages,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        write_pages(layer, key, value, metadata.slot_mapping)
+        output = query.new_empty(query.shape)
+        start = 0
+        for index, (length, total) in enumerate(
+            zip(metadata.query_lens, metadata.context_lens, strict=True)
+        ):
+            rows = slice(start, start + length)
+            blocks = metadata.block_tables[index, : -(-total // layer.keys.shape[1])]
+            output[rows] = _attend(
+                query[rows],
+                layer.keys[blocks].flatten(0, 1)[:total].to(query.dtype),
+                layer.values[blocks].flatten(0, 1)[:total].to(query.dtype),
+                visibility(metadata, index, start, sliding_window),
+                scale,
+                softcap,
+                sinks,
+            )
+            start += length
+        return output
+
+
+def visibility(
+    metadata: AttentionMetadata, index: int, start: int, sliding_window: int | None
+) -> Tensor | None:
+    """[query_len, kv_len] bool of sequence `index` whose first row is `start`; None: all seen."""
+    length, total = metadata.query_lens[index], metadata.context_lens[index]
+    windowed = sliding_window is not None and sliding_window < total
+    if length == 1 and not windowed:
+        return None
+    device = metadata.kv_lens.device
+    positions = torch.arange(total - length, total, device=device)[:, None]
+    keys = torch.arange(total, device=device)[None]
+    if metadata.visible_end is None:
+        seen = keys <= positions
+    else:
+        seen = keys < metadata.visible_end[start : start + length, None]
+    if sliding_window is not None:
+        seen &= keys > positions - sliding_window
+    return seen
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """query [Q, Hq, D], keys and values [L, Hkv, D], seen [Q, L] → [Q, Hq, D]."""
+    query, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (query, keys, values))
+    if softcap is None and sinks is None:
+        output = functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=seen, scale=scale, enable_gqa=True
+        )
+    else:
+        output = _explicit_attend(query, keys, values, seen, scale, softcap, sinks)
+    return output[0].transpose(0, 1)
+
+
+def _explicit_attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    group = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    scores = (query @ keys.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    return weights.to(query.dtype) @ values

@@ -1,0 +1,29 @@
+"""Which backend serves a model on a device."""
+
+from __future__ import annotations
+
+import torch
+
+from lookonce.errors import ConfigError
+from lookonce.model.attention.backend import AttentionBackend, AttentionFeatures
+from lookonce.model.attention.cpu import CpuBackend
+from lookonce.model.attention.cuda import VarlenBackend
+from lookonce.model.attention.reference import ReferenceBackend
+
+
+def select_backend(device: torch.device | str, features: AttentionFeatures) -> AttentionBackend:
+    """The fastest backend on `device` that has every feature the model needs."""
+    fast: AttentionBackend = CpuBackend() if torch.device(device).type == "cpu" else VarlenBackend()
+    return fast if fast.supports(features) else ReferenceBackend()
+
+
+def resolve_block_size(backend: AttentionBackend, requested: int | None) -> int:
+    """`requested` if the backend can page by it, its default if None; else `ConfigError`."""
+    if requested is None:
+        return backend.default_block_size
+    if requested < 1 or requested % backend.block_size_multiple:
+        raise ConfigError(
+            f"--block-size must be a multiple of {backend.block_size_multiple} for the "
+            f"{backend.name} attention backend, got {requested}"
+        )
+    return requested
