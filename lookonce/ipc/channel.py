@@ -1,0 +1,159 @@
+"""The typed channel between API process and engine process, on top of a link.
+
+Commit at send: a sender first waits for room, then calls `send_now`, which is synchronous, keeps
+order and can neither block nor drop. What it put under way counts until the engine says
+`Received`; that is the only back pressure there is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from lookonce.errors import EngineDeadError, ProtocolError
+from lookonce.ipc.codec import (
+    Encoder,
+    client_message_decoder,
+    engine_message_decoder,
+    frames_nbytes,
+)
+from lookonce.ipc.credits import Credits
+from lookonce.ipc.links import ClientLink, EngineLink
+from lookonce.ipc.messages import (
+    ClientMessage,
+    EngineMessage,
+    Received,
+    Submit,
+    SupplyMedia,
+    UpdateCache,
+)
+from lookonce.types.media import Buffer
+
+logger = logging.getLogger(__name__)
+
+
+class ChannelListener(Protocol):
+    """Who is told what comes over a `ClientChannel`, always from within the event loop."""
+
+    def connected(self) -> None: ...
+
+    def disconnected(self) -> None: ...
+
+    def received(self, message: EngineMessage) -> None: ...
+
+
+class ClientChannel:
+    """The API process's end: one FIFO to the engine, and everything the engine says.
+
+    `Received` is the channel's own affair and reaches no listener.
+    """
+
+    def __init__(self, link: ClientLink, *, max_bytes_in_flight: int) -> None:
+        self._link = link
+        self._capacity = max_bytes_in_flight
+        self._credits = Credits(max_bytes_in_flight)
+        self._under_way: deque[tuple[int, int]] = deque()
+        """`(seq, bytes)` of what the engine has not received yet, oldest first."""
+        self._encoder = Encoder()
+        self._decoder = engine_message_decoder()
+        self._up = False
+
+    @property
+    def bytes_in_flight(self) -> int:
+        return self._credits.used
+
+    def open(self, listener: ChannelListener) -> None:
+        """Connect, and connect again by itself; call within a running event loop."""
+        self._listener = listener
+        self._link.open(self)
+
+    def close(self) -> None:
+        self._up = False
+        self._credits.fail(EngineDeadError("the channel to the engine is closed"))
+        self._link.close()
+
+    @asynccontextmanager
+    async def room(self, nbytes: int) -> AsyncIterator[None]:
+        """Wait until `nbytes` more may be under way; send inside the block, without awaiting.
+
+        Raises `EngineDeadError` when the engine goes away meanwhile.
+        """
+        credits = self._credits  # a disconnect replaces it; what was taken goes back where it came from
+        await credits.acquire(nbytes)
+        try:
+            yield
+        finally:
+            credits.release(nbytes)
+
+    def send_now(self, message: ClientMessage) -> None:
+        """Put a message on the FIFO. Raises `EngineDeadError` when nobody is connected."""
+        if not self._up:
+            raise EngineDeadError("the engine is not running")
+        frames = self._encoder.encode(message)
+        if isinstance(message, Submit | SupplyMedia | UpdateCache):
+            nbytes = frames_nbytes(frames)
+            self._under_way.append((message.seq, nbytes))
+            self._credits.take(nbytes)
+        self._link.send(frames)
+
+    def link_up(self) -> None:
+        self._up = True
+        self._listener.connected()
+
+    def link_down(self) -> None:
+        self._up = False
+        self._under_way.clear()
+        stale, self._credits = self._credits, Credits(self._capacity)
+        stale.fail(EngineDeadError("the engine went away"))
+        self._listener.disconnected()
+
+    def link_frames(self, frames: Sequence[Buffer]) -> None:
+        try:
+            message = self._decoder.decode(frames)
+        except ProtocolError as error:
+            logger.error("dropped a message from the engine: %s", error.message)
+            return
+        if isinstance(message, Received):
+            self._free(message.seq)
+        else:
+            self._listener.received(message)
+
+    def _free(self, seq: int) -> None:
+        while self._under_way and self._under_way[0][0] <= seq:
+            self._credits.release(self._under_way.popleft()[1])
+
+
+class EngineChannel:
+    """The engine process's end, owned by one thread; only `wake` may be called from others."""
+
+    def __init__(self, link: EngineLink) -> None:
+        self._link = link
+        self._encoder = Encoder()
+        self._decoder = client_message_decoder()
+
+    def poll(self, timeout: float) -> list[tuple[str, ClientMessage]]:
+        """`(sender, message)` in the order they came; waits up to `timeout` seconds.
+
+        A malformed message is logged and dropped: it harms nobody but its sender.
+        """
+        received = []
+        for sender, frames in self._link.poll(timeout):
+            try:
+                received.append((sender, self._decoder.decode(frames)))
+            except ProtocolError as error:
+                logger.error("dropped a message from sender %.40r: %s", sender, error.message)
+        return received
+
+    def send(self, sender: str, message: EngineMessage) -> bool:
+        """Enqueue for one sender; False when it is no longer connected."""
+        return self._link.send(sender, self._encoder.encode(message))
+
+    def wake(self) -> None:
+        """End a `poll` that waits in the owning thread, or the next one."""
+        self._link.wake()
+
+    def close(self) -> None:
+        self._link.close()

@@ -1,0 +1,98 @@
+"""Messages to frames and back: msgpack for the structure, arrays beside it without copies.
+
+A message becomes `[head, array frame, array frame, ...]`. Inside the head an `Array` is
+`[dtype, shape, payload]`, where the payload is either its bytes (below `INLINE_LIMIT`) or the number
+of the frame that holds them. Decoded arrays are read-only views into the frames they came in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from lookonce.errors import LookOnceError, ProtocolError
+from lookonce.ipc.messages import ClientMessage, EngineMessage
+from lookonce.types.media import Array, Buffer
+
+INLINE_LIMIT = 1024
+"""Arrays of fewer bytes travel inside the head: an own frame would cost more than the copy."""
+
+Message = TypeVar("Message")
+_WireArray = tuple[str, tuple[int, ...], int | bytes]
+
+
+class Encoder:
+    """Turns messages into frames. Not for use by two threads at once."""
+
+    def __init__(self) -> None:
+        self._msgpack = msgspec.msgpack.Encoder(enc_hook=self._array)
+        self._frames: list[Buffer] = []
+
+    def encode(self, message: msgspec.Struct) -> list[Buffer]:
+        """The head, then one frame per large array: views of the arrays' own buffers."""
+        frames = self._frames = []
+        head = self._msgpack.encode(message)
+        return [head, *frames]
+
+    def _array(self, value: object) -> object:
+        if not isinstance(value, Array):
+            raise NotImplementedError(f"a message cannot hold a {type(value).__name__}")
+        if value.nbytes < INLINE_LIMIT:
+            return value.dtype, value.shape, value.data
+        self._frames.append(value.data)
+        return value.dtype, value.shape, len(self._frames) - 1
+
+
+class Decoder(Generic[Message]):
+    """Turns frames into messages of one union. Not for use by two threads at once."""
+
+    def __init__(self, union: Any) -> None:
+        self._msgpack: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
+            union, dec_hook=self._array
+        )
+        self._frames: Sequence[Buffer] = ()
+        self._used: set[int] = set()
+
+    def decode(self, frames: Sequence[Buffer]) -> Message:
+        """The message whose head is the first frame. Raises `ProtocolError` for anything else."""
+        if not frames:
+            raise ProtocolError("a message without frames")
+        self._frames = frames[1:]
+        self._used = set()
+        try:
+            message = self._msgpack.decode(frames[0])
+        except (msgspec.MsgspecError, LookOnceError, ValueError, RecursionError) as error:
+            raise ProtocolError(f"malformed message: {error}") from error
+        finally:
+            num_frames, self._frames = len(self._frames), ()
+        if len(self._used) != num_frames:
+            raise ProtocolError(f"{num_frames} array frames came, {len(self._used)} were used")
+        return message
+
+    def _array(self, kind: type, value: object) -> object:
+        if kind is not Array:
+            raise NotImplementedError(f"a message cannot hold a {kind.__name__}")
+        dtype, shape, payload = msgspec.convert(value, _WireArray)
+        if isinstance(payload, bytes):
+            return Array(dtype, shape, payload)
+        if not 0 <= payload < len(self._frames) or payload in self._used:
+            raise ValueError(f"array frame {payload} does not exist or is used twice")
+        self._used.add(payload)
+        return Array(dtype, shape, memoryview(self._frames[payload]).toreadonly())
+
+
+def client_message_decoder() -> Decoder[ClientMessage]:
+    """What the engine process decodes with."""
+    return Decoder(ClientMessage)
+
+
+def engine_message_decoder() -> Decoder[EngineMessage]:
+    """What an API process decodes with."""
+    return Decoder(EngineMessage)
+
+
+def frames_nbytes(frames: Sequence[Buffer]) -> int:
+    """Bytes of all frames: what a message weighs on the channel."""
+    return sum(len(frame) if isinstance(frame, bytes) else memoryview(frame).nbytes for frame in frames)
