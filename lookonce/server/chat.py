@@ -1,0 +1,136 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lookonce.errors import BadRequestError
+from lookonce.server.exchange import Exchange, Sample, answer, open_exchange
+from lookonce.server.generation import Piece
+from lookonce.server.logprobs import chat_logprobs
+from lookonce.server.parsing import receive
+from lookonce.server.protocol import ChatRequest
+from lookonce.server.responses import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+)
+from lookonce.server.sampling import chat_sampling
+from lookonce.types.request import TokenLogprob
+from lookonce.types.sampling import SamplingParams
+
+
+async def chat_completions(request: Request) -> Response:
+    arrival = time.monotonic()
+    body = await receive(request, ChatRequest)
+    exchange = open_exchange(request, body, arrival)
+    _check(body)
+    sampling = chat_sampling(body, exchange.services.defaults)
+    return await answer(request, exchange, ChatFormat(exchange, body, sampling))
+
+
+def _check(body: ChatRequest) -> None:
+    if not body.messages:
+        raise BadRequestError("messages must not be empty", param="messages")
+    if body.modalities not in (None, [], ["text"]):
+        raise BadRequestError("modalities other than text are not supported", param="modalities")
+
+
+class ChatFormat:
+    """Chat completion objects, whole and in chunks."""
+
+    def __init__(self, exchange: Exchange, body: ChatRequest, sampling: SamplingParams) -> None:
+        self._exchange = exchange
+        self._body = body
+        self._sampling = sampling
+        self._greeted: set[int] = set()
+        self._id = f"chatcmpl-{exchange.request_id}"
+
+    async def render(self) -> None:
+        exchange, body = self._exchange, self._body
+        with exchange.services.metrics.render.time():
+            rendered = await exchange.services.renderer.render_chat(
+                body.messages,
+                tenant=exchange.principal.tenant,
+                cache_salt=body.cache_salt,
+                options={},
+            )
+        exchange.add_prompt(rendered, self._sampling)
+
+    def whole(self, samples: Sequence[Sample]) -> ChatCompletion:
+        exchange = self._exchange
+        return ChatCompletion(
+            id=self._id,
+            created=exchange.created,
+            model=exchange.model,
+            request_id=exchange.request_id,
+            choices=[self._choice(index, sample) for index, sample in enumerate(samples)],
+            usage=exchange.usage(),
+            reuse_receipt=exchange.receipt(),
+        )
+
+    def _choice(self, index: int, sample: Sample) -> ChatChoice:
+        return ChatChoice(
+            index=index,
+            message=ChatMessage(content="".join(sample.text)),
+            logprobs=self._logprobs(sample.token_ids, sample.logprobs),
+            finish_reason=sample.finish_reason,
+            stop_reason=sample.stop_reason,
+        )
+
+    def chunks(self, piece: Piece) -> Iterator[ChatChunk]:
+        """The role first, then text as it comes, then an empty delta with the finish reason."""
+        if piece.index not in self._greeted:
+            self._greeted.add(piece.index)
+            yield self._chunk(piece.index, ChatDelta(role="assistant", content=""))
+        logprobs = self._logprobs(piece.token_ids, piece.logprobs)
+        if piece.text or logprobs is not None:
+            yield self._chunk(piece.index, ChatDelta(content=piece.text), logprobs)
+        if piece.finish_reason is not None:
+            yield self._finish_chunk(piece)
+
+    def _finish_chunk(self, piece: Piece) -> ChatChunk:
+        chunk = self._chunk(piece.index, ChatDelta())
+        chunk.choices[0].finish_reason = piece.finish_reason
+        chunk.choices[0].stop_reason = piece.stop_reason
+        if self._exchange.finished and not self._exchange.include_usage:
+            chunk.reuse_receipt = self._exchange.receipt()
+        return chunk
+
+    def usage_chunk(self) -> ChatChunk:
+        chunk = self._envelope([])
+        chunk.usage = self._exchange.usage()
+        chunk.reuse_receipt = self._exchange.receipt()
+        return chunk
+
+    def _chunk(
+        self, index: int, delta: ChatDelta, logprobs: ChatLogprobs | None = None
+    ) -> ChatChunk:
+        return self._envelope([ChatChunkChoice(index=index, delta=delta, logprobs=logprobs)])
+
+    def _envelope(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        exchange = self._exchange
+        return ChatChunk(
+            id=self._id,
+            created=exchange.created,
+            model=exchange.model,
+            request_id=exchange.request_id,
+            choices=choices,
+            usage=None if exchange.include_usage else UNSET,
+        )
+
+    def _logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
+    ) -> ChatLogprobs | None:
+        if self._sampling.logprobs is None or not logprobs:
+            return None
+        return chat_logprobs(token_ids, logprobs, self._exchange.services.renderer.token_bytes)

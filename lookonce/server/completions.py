@@ -1,0 +1,122 @@
+"""`POST /v1/completions`: one or many prompts, as text or token ids."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lookonce.errors import BadRequestError
+from lookonce.server.exchange import Exchange, Sample, answer, open_exchange
+from lookonce.server.generation import Piece
+from lookonce.server.logprobs import CompletionFormat as LogprobsFormat
+from lookonce.server.parsing import receive
+from lookonce.server.protocol import CompletionRequest
+from lookonce.server.responses import Completion, CompletionChoice, CompletionLogprobs
+from lookonce.server.sampling import completion_sampling
+from lookonce.types.request import TokenLogprob
+from lookonce.types.sampling import SamplingParams
+
+MAX_PROMPTS = 256
+
+
+async def completions(request: Request) -> Response:
+    arrival = time.monotonic()
+    body = await receive(request, CompletionRequest)
+    exchange = open_exchange(request, body, arrival)
+    sampling = completion_sampling(body, exchange.services.defaults)
+    return await answer(request, exchange, CompletionFormat(exchange, body, sampling))
+
+
+def prompts_of(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """The prompts one by one; raises `BadRequestError` for none, too many, or a mixture."""
+    if isinstance(prompt, str):
+        return [prompt]
+    token_ids = [part for part in prompt if isinstance(part, int)]
+    if token_ids and len(token_ids) == len(prompt):
+        return [token_ids]
+    prompts = [part for part in prompt if not isinstance(part, int)]
+    if token_ids or not prompts:
+        raise BadRequestError("prompt is text, token ids or a list of either", param="prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise BadRequestError(
+            f"prompt has {len(prompts)} prompts, {MAX_PROMPTS} are allowed", param="prompt"
+        )
+    return prompts
+
+
+class CompletionFormat:
+    """Text completion objects, whole and in chunks."""
+
+    def __init__(
+        self, exchange: Exchange, body: CompletionRequest, sampling: SamplingParams
+    ) -> None:
+        self._exchange = exchange
+        self._body = body
+        self._sampling = sampling
+        self._logprob_formats: dict[int, LogprobsFormat] = {}
+        self._id = f"cmpl-{exchange.request_id}"
+
+    async def render(self) -> None:
+        exchange = self._exchange
+        for prompt in prompts_of(self._body.prompt):
+            with exchange.services.metrics.render.time():
+                rendered = await exchange.services.renderer.render_completion(
+                    prompt,
+                    tenant=exchange.principal.tenant,
+                    cache_salt=self._body.cache_salt,
+                    add_special_tokens=self._body.add_special_tokens,
+                )
+            exchange.add_prompt(rendered, self._sampling)
+
+    def whole(self, samples: Sequence[Sample]) -> Completion:
+        body = self._envelope([self._choice(i, sample) for i, sample in enumerate(samples)])
+        body.usage = self._exchange.usage()
+        body.reuse_receipt = self._exchange.receipt()
+        return body
+
+    def _choice(self, index: int, sample: Sample) -> CompletionChoice:
+        return CompletionChoice(
+            index=index,
+            text="".join(sample.text),
+            logprobs=self._logprobs(index, sample.token_ids, sample.logprobs),
+            finish_reason=sample.finish_reason,
+            stop_reason=sample.stop_reason,
+        )
+
+    def chunks(self, piece: Piece) -> Iterator[Completion]:
+        logprobs = self._logprobs(piece.index, piece.token_ids, piece.logprobs)
+        if piece.text or logprobs is not None or piece.finish_reason is not None:
+            choice = CompletionChoice(index=piece.index, text=piece.text, logprobs=logprobs)
+            chunk = self._envelope([choice])
+            if piece.finish_reason is not None:
+                choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
+                if self._exchange.finished and not self._exchange.include_usage:
+                    chunk.reuse_receipt = self._exchange.receipt()
+            yield chunk
+
+    def usage_chunk(self) -> Completion:
+        return self.whole([])
+
+    def _envelope(self, choices: list[CompletionChoice]) -> Completion:
+        exchange = self._exchange
+        return Completion(
+            id=self._id,
+            created=exchange.created,
+            model=exchange.model,
+            request_id=exchange.request_id,
+            choices=choices,
+            usage=None if exchange.include_usage else UNSET,
+        )
+
+    def _logprobs(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
+    ) -> CompletionLogprobs | None:
+        if self._sampling.logprobs is None or not logprobs:
+            return None
+        token_bytes = self._exchange.services.renderer.token_bytes
+        formats = self._logprob_formats.setdefault(index, LogprobsFormat(token_bytes))
+        return formats.take(token_ids, logprobs)

@@ -1,0 +1,165 @@
+"""One generation request from its body to its answer: what chat and plain completions share."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lookonce.errors import BadRequestError
+from lookonce.server.auth import Principal
+from lookonce.server.connection import while_connected
+from lookonce.server.generation import Generation, Piece, merged
+from lookonce.server.protocol import Generate
+from lookonce.server.receipt import reuse_receipt, usage
+from lookonce.server.responding import json_response
+from lookonce.server.responses import ReuseReceipt, StopReason, Usage
+from lookonce.server.services import Services, check_fits
+from lookonce.server.stream import stream_response
+from lookonce.types.request import RenderedPrompt, TokenLogprob
+from lookonce.types.sampling import SamplingParams
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What every chunk and the final body of one response have in common."""
+
+    services: Services
+    principal: Principal
+    model: str
+    request_id: str
+    """The client's or a fresh one; the engine gets its own, for clients may repeat theirs."""
+    stream: bool
+    include_usage: bool
+    wants_receipt: bool
+    cache_salt: str | None
+    arrival: float
+    created: int = field(default_factory=lambda: int(time.time()))
+    generations: list[Generation] = field(default_factory=list)
+
+    def add_prompt(self, rendered: RenderedPrompt, sampling: SamplingParams) -> None:
+        """Raises `BadRequestError` where the model cannot take it."""
+        check_fits(rendered, sampling, self.services.engine.model)
+        generation = Generation(
+            self.services,
+            rendered,
+            sampling,
+            secrets.token_hex(16),
+            arrival=self.arrival,
+            index_base=len(self.generations) * sampling.n,
+        )
+        self.generations.append(generation)
+
+    @property
+    def finished(self) -> bool:
+        return all(generation.finished for generation in self.generations)
+
+    def usage(self) -> Usage:
+        return usage(self.generations)
+
+    def receipt(self) -> ReuseReceipt | msgspec.UnsetType:
+        return reuse_receipt(self.generations) if self.wants_receipt else msgspec.UNSET
+
+
+@dataclass(slots=True)
+class Sample:
+    """All pieces of one sample, for the answer that is not streamed."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str = ""
+    stop_reason: StopReason = None
+
+    def take(self, piece: Piece) -> None:
+        self.text.append(piece.text)
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs or ()
+        if piece.finish_reason is not None:
+            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+
+
+class Format(Protocol):
+    """How one route writes its answer. The prompts are rendered before any other call."""
+
+    async def render(self) -> None: ...
+
+    def whole(self, samples: Sequence[Sample]) -> msgspec.Struct: ...
+
+    def chunks(self, piece: Piece) -> Iterator[msgspec.Struct]: ...
+
+    def usage_chunk(self) -> msgspec.Struct: ...
+
+
+def open_exchange(request: Request, body: Generate, arrival: float) -> Exchange:
+    """Checks who asks for what; raises before anything costs time."""
+    services: Services = request.app.state.services
+    principal: Principal = request.state.principal
+    model = services.require_model(body.model)
+    services.require_ready()
+    if body.response_format is not None and body.response_format.type != "text":
+        raise BadRequestError(
+            "response_format other than text is not supported",
+            param="response_format",
+            code="unsupported_parameter",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise BadRequestError("stream_options needs stream to be true", param="stream_options")
+    return Exchange(
+        services=services,
+        principal=principal,
+        model=model,
+        request_id=_request_id(request, body.request_id),
+        stream=bool(body.stream),
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        wants_receipt=body.reuse_receipt or request.headers.get("x-reuse-receipt") == "1",
+        cache_salt=body.cache_salt,
+        arrival=arrival,
+    )
+
+
+def _request_id(request: Request, asked: str | None) -> str:
+    if asked is None:
+        return str(request.state.request_id)
+    if not REQUEST_ID.fullmatch(asked):
+        raise BadRequestError(
+            "request_id takes 1 to 128 letters, digits and . _ : -", param="request_id"
+        )
+    request.state.request_id = asked  # the response's header follows
+    return asked
+
+
+async def answer(request: Request, exchange: Exchange, form: Format) -> Response:
+    """Render, generate, and answer whole or streamed."""
+    if exchange.stream:
+        return await stream_response(request, _streamed(exchange, form))
+    return json_response(await while_connected(request.receive, _collected(exchange, form)))
+
+
+async def _collected(exchange: Exchange, form: Format) -> msgspec.Struct:
+    await form.render()
+    samples = [Sample() for g in exchange.generations for _ in range(g.sampling.n)]
+    async with aclosing(merged(exchange.generations)) as pieces:
+        async for piece in pieces:
+            samples[piece.index].take(piece)
+    return form.whole(samples)
+
+
+async def _streamed(exchange: Exchange, form: Format) -> AsyncGenerator[msgspec.Struct, None]:
+    await form.render()
+    async with aclosing(merged(exchange.generations)) as pieces:
+        async for piece in pieces:
+            for chunk in form.chunks(piece):
+                yield chunk
+    if exchange.include_usage:
+        yield form.usage_chunk()

@@ -1,0 +1,162 @@
+"""One prompt's samples: the engine's token deltas become pieces of text.
+
+A `Generation` owns one engine request. Leaving its iterator, for whatever reason, aborts what the
+engine still computes for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from lookonce.errors import RequestFailedError, error_from_wire
+from lookonce.server.responses import StopReason
+from lookonce.server.services import Detokenizer, Services
+from lookonce.types.request import PrefillFacts, RenderedPrompt, TokenDelta, TokenLogprob
+from lookonce.types.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one delta adds to one sample."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    stop_reason: StopReason = None
+
+
+class Generation:
+    """Samples `index_base` to `index_base + n - 1` of one response, from one prompt."""
+
+    def __init__(
+        self,
+        services: Services,
+        rendered: RenderedPrompt,
+        sampling: SamplingParams,
+        engine_id: str,
+        *,
+        arrival: float,
+        index_base: int = 0,
+    ) -> None:
+        self.rendered = rendered
+        self.sampling = sampling
+        self.facts: PrefillFacts | None = None
+        self.completion_tokens = 0
+        self._services = services
+        self._engine_id = engine_id
+        self._index_base = index_base
+        self._arrival = arrival
+        self._texts: dict[int, Detokenizer] = {
+            index: services.renderer.detokenizer(sampling) for index in range(sampling.n)
+        }
+        self._last_delta: dict[int, float] = {}
+        self._first_reason = ""
+
+    @property
+    def finished(self) -> bool:
+        """Every sample has its finish reason."""
+        return not self._texts
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Every sample's pieces until all are finished. Raises what broke the request."""
+        deltas = self._services.engine.generate(self.rendered, self.sampling, self._engine_id)
+        async with aclosing(deltas):
+            async for delta in deltas:
+                self._observe(delta)
+                piece = self._piece(delta)
+                if piece is None:
+                    continue
+                if piece.finish_reason and delta.finish_reason is None and self._texts:
+                    await self._services.engine.abort(self._engine_id, delta.index)
+                yield piece
+                if not self._texts:
+                    return
+        raise RequestFailedError("the engine ended the request without finishing it")
+
+    def _piece(self, delta: TokenDelta) -> Piece | None:
+        """None for what the engine still computed of a sample that a stop string has ended."""
+        if delta.error is not None:
+            raise error_from_wire(*delta.error)
+        detokenizer = self._texts.get(delta.index)
+        if detokenizer is None:
+            return None
+        self.completion_tokens += len(delta.token_ids)
+        piece = Piece(
+            index=self._index_base + delta.index,
+            text=detokenizer.push(delta.token_ids),
+            token_ids=delta.token_ids,
+            logprobs=delta.logprobs,
+        )
+        if detokenizer.stopped is not None:
+            piece.finish_reason, piece.stop_reason = "stop", detokenizer.stopped
+        elif delta.finish_reason is not None:
+            piece.text += detokenizer.finish()
+            piece.finish_reason, piece.stop_reason = delta.finish_reason, delta.stop_token_id
+        if piece.finish_reason is not None:
+            self._close_sample(delta.index, piece.finish_reason)
+        return piece
+
+    def _close_sample(self, index: int, reason: str) -> None:
+        del self._texts[index]
+        if index == 0:
+            self._first_reason = reason
+        if not self._texts:
+            metrics = self._services.metrics
+            metrics.success.labels(self._first_reason).inc()
+            metrics.request_latency.observe(time.monotonic() - self._arrival)
+
+    def _observe(self, delta: TokenDelta) -> None:
+        metrics, now = self._services.metrics, time.monotonic()
+        if not self._last_delta:
+            metrics.time_to_first_token.observe(now - self._arrival)
+            metrics.prompt_tokens.inc(len(self.rendered.token_ids))
+        elif delta.index in self._last_delta:
+            metrics.inter_token_latency.observe(now - self._last_delta[delta.index])
+        self._last_delta[delta.index] = now
+        metrics.generation_tokens.inc(len(delta.token_ids))
+        if delta.facts is not None:
+            self.facts = delta.facts
+
+
+async def merged(generations: list[Generation]) -> AsyncGenerator[Piece, None]:
+    """The pieces of all, as they come. The first failure ends all of them."""
+    if len(generations) == 1:
+        async with aclosing(generations[0].pieces()) as pieces:
+            async for piece in pieces:
+                yield piece
+        return
+    queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_forward(g.pieces(), queue)) for g in generations]
+    try:
+        remaining = len(tasks)
+        while remaining:
+            match await queue.get():
+                case None:
+                    remaining -= 1
+                case BaseException() as error:
+                    raise error
+                case piece:
+                    yield piece
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _forward(
+    pieces: AsyncGenerator[Piece, None], queue: asyncio.Queue[Piece | BaseException | None]
+) -> None:
+    try:
+        async with aclosing(pieces):
+            async for piece in pieces:
+                queue.put_nowait(piece)
+    except Exception as error:  # noqa: BLE001 - handed to the reader, who raises it
+        queue.put_nowait(error)
+    else:
+        queue.put_nowait(None)

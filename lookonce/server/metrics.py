@@ -1,0 +1,179 @@
+"""Prometheus metrics: what this process counts itself, and what others count for it.
+
+Counters that live elsewhere (renderer, directory, engine) are read when somebody asks: a source is
+a function that answers `{name: value}`, where a name may carry one label as `name:label value`.
+Names have no prefix inside LookOnce; `lookonce_`, and `vllm:` where asked for, come on at the door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+Counts = Mapping[str, float]
+Source = Callable[[], Counts]
+
+LATENCY_BUCKETS = (
+    .001, .0025, .005, .01, .02, .04, .06, .08, .1, .15, .25, .5, .75, 1, 2.5, 5, 10, 20, 40, 80,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    help: str
+    label: str | None = None
+    vllm: str | None = None
+    """The name of the same figure in vLLM, without its prefix."""
+
+
+COUNTED_ELSEWHERE: dict[str, Described] = {
+    "mm_cache_queries_total": Described(
+        "Media parts looked up in the processor cache", vllm="mm_cache_queries_total"
+    ),
+    "mm_cache_hits_total": Described(
+        "Media parts that caused no processing", vllm="mm_cache_hits_total"
+    ),
+    "mm_cache_evictions_total": Described("Items the processor cache dropped for room"),
+    "mm_cache_bytes": Described("Bytes of items this server lists in the processor cache"),
+    "mm_cache_resends_total": Described("Items the engine had to ask for again"),
+    "encoder_cache_queries_total": Described("Encoder outputs looked up"),
+    "encoder_cache_hits_total": Described("Encoder outputs found"),
+    "encoder_cache_bytes": Described("Bytes of encoder outputs held"),
+    "encoder_runs_total": Described("Media items the encoder was run on"),
+    "prefix_cache_queries_total": Described(
+        "Prompt tokens looked up in the prefix cache", vllm="prefix_cache_queries_total"
+    ),
+    "prefix_cache_hits_total": Described(
+        "Prompt tokens found in the prefix cache", vllm="prefix_cache_hits_total"
+    ),
+    "preemptions_total": Described(
+        "Sequences preempted and recomputed", vllm="num_preemptions_total"
+    ),
+    "media_fetches_total": Described("Media fetched or read", label="modality"),
+    "media_decodes_total": Described("Media decoded", label="modality"),
+    "media_processed_total": Described("Media run through the processor", label="modality"),
+    "num_requests_running": Described("Sequences being computed", vllm="num_requests_running"),
+    "num_requests_waiting": Described(
+        "Requests waiting to be computed", vllm="num_requests_waiting"
+    ),
+    "kv_cache_usage_ratio": Described(
+        "Share of KV blocks in use, 0 to 1", vllm="kv_cache_usage_perc"
+    ),
+}
+"""Every figure another part counts, and what it means. Others are not exported."""
+
+VLLM_NAMES = {
+    "time_to_first_token_seconds": "time_to_first_token_seconds",
+    "inter_token_latency_seconds": "inter_token_latency_seconds",
+    "e2e_request_latency_seconds": "e2e_request_latency_seconds",
+    "request_success": "request_success",
+    "prompt_tokens": "prompt_tokens",
+    "generation_tokens": "generation_tokens",
+}
+"""Families counted here → vLLM's name of the same figure."""
+
+
+@dataclass(slots=True)
+class Metrics:
+    """One per API process."""
+
+    served_name: str
+    vllm_names: bool = False
+    sources: list[Source] = field(default_factory=list)
+    """Counted in this process: summed over all API processes of a server."""
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    time_to_first_token: Histogram = field(init=False)
+    inter_token_latency: Histogram = field(init=False)
+    request_latency: Histogram = field(init=False)
+    render: Histogram = field(init=False)
+    success: Counter = field(init=False)
+    prompt_tokens: Counter = field(init=False)
+    generation_tokens: Counter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.time_to_first_token = self._seconds(
+            "time_to_first_token", "From a request's arrival to its first token"
+        )
+        self.inter_token_latency = self._seconds(
+            "inter_token_latency", "Between one sample's deliveries of tokens"
+        )
+        self.request_latency = self._seconds(
+            "e2e_request_latency", "From a request's arrival to its last token"
+        )
+        self.render = self._seconds("render", "Media, template and tokens of one prompt")
+        self.success = Counter(
+            "lookonce_request_success",
+            "Requests answered completely",
+            ["finished_reason"],
+            registry=self.registry,
+        )
+        self.prompt_tokens = self._count("prompt_tokens", "Prompt tokens of accepted requests")
+        self.generation_tokens = self._count("generation_tokens", "Tokens generated")
+
+    def _seconds(self, name: str, text: str) -> Histogram:
+        return Histogram(
+            f"lookonce_{name}_seconds", text, buckets=LATENCY_BUCKETS, registry=self.registry
+        )
+
+    def _count(self, name: str, text: str) -> Counter:
+        return Counter(f"lookonce_{name}", text, registry=self.registry)
+
+    def local_families(self) -> list[Metric]:
+        """Everything counted in this process."""
+        counts: dict[str, float] = {}
+        for source in self.sources:
+            for name, value in source().items():
+                counts[name] = counts.get(name, 0) + value
+        return [*self.registry.collect(), *_families(counts)]
+
+    def exposition(self, local: Iterable[Metric], engine: Counts) -> bytes:
+        """The text of `/metrics`: `local` families (of all API processes) and the engine's."""
+        families = [*local, *_families(engine)]
+        if self.vllm_names:
+            families += [alias for f in families for alias in self._vllm_alias(f)]
+        return generate_latest(_Fixed(families))
+
+    def _vllm_alias(self, family: Metric) -> Iterable[Metric]:
+        name = family.name.removeprefix("lookonce_")
+        described = COUNTED_ELSEWHERE.get(name) or COUNTED_ELSEWHERE.get(f"{name}_total")
+        vllm = VLLM_NAMES.get(name) if described is None else described.vllm
+        if vllm is not None:
+            alias = Metric(f"vllm:{vllm.removesuffix('_total')}", family.documentation, family.type)
+            for sample in family.samples:
+                suffix = sample.name.removeprefix(family.name)
+                labels = {"model_name": self.served_name, **sample.labels}
+                alias.add_sample(alias.name + suffix, labels, sample.value)
+            yield alias
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """A collector of families that are already collected."""
+
+    families: list[Metric]
+
+    def collect(self) -> list[Metric]:
+        return self.families
+
+
+def _families(counts: Counts) -> list[Metric]:
+    """The described figures among `counts`, as Prometheus families."""
+    found: dict[str, Metric] = {}
+    for key, value in sorted(counts.items()):
+        name, _, label_value = key.partition(":")
+        described = COUNTED_ELSEWHERE.get(name)
+        if described is None:
+            continue
+        if name not in found:
+            found[name] = _family(name, described)
+        found[name].add_metric([label_value] if described.label else [], value)  # type: ignore[attr-defined]
+    return list(found.values())
+
+
+def _family(name: str, described: Described) -> Metric:
+    labels = [described.label] if described.label else []
+    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    return kind(f"lookonce_{name}", described.help, labels=labels)

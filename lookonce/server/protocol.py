@@ -1,0 +1,137 @@
+"""What clients send, as declared structs that msgspec decodes straight from the body's bytes.
+
+Fields that are not declared are ignored: they are harmless (`user`, `store`, `metadata`, ...).
+Fields that would change the answer and are not built yet are declared in an `Unbuilt` base as raw
+JSON: `parsing.parse` refuses them with a clear 400 unless their value asks for nothing.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+
+Raw = msgspec.Raw
+NOTHING = msgspec.Raw(b"")
+
+
+class Unbuilt(msgspec.Struct, kw_only=True):
+    """Base of requests with fields that are refused. Those fields are the ones of type `Raw`."""
+
+    use_beam_search: Raw = NOTHING
+    prompt_logprobs: Raw = NOTHING
+    logits_processors: Raw = NOTHING
+    allowed_token_ids: Raw = NOTHING
+    bad_words: Raw = NOTHING
+    truncate_prompt_tokens: Raw = NOTHING
+    structured_outputs: Raw = NOTHING
+    guided_json: Raw = NOTHING
+    guided_regex: Raw = NOTHING
+    guided_choice: Raw = NOTHING
+    guided_grammar: Raw = NOTHING
+    echo: Raw = NOTHING
+
+    @classmethod
+    @cache
+    def unbuilt_fields(cls) -> tuple[str, ...]:
+        return tuple(f.name for f in msgspec.structs.fields(cls) if f.type is Raw)
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class ResponseFormat(msgspec.Struct):
+    type: str = "text"
+
+
+class Sampling(Unbuilt, kw_only=True):
+    """Sampling controls both generation routes share; None means the served model's default."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    skip_special_tokens: bool = True
+
+
+class Generate(Sampling, kw_only=True):
+    """What is not about sampling and is the same for chat and plain completions."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    reuse_receipt: bool = False
+
+
+class ChatRequest(Generate, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]]
+    """The renderer judges roles and parts: it knows what the model takes."""
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    modalities: list[str] | None = None
+
+    tools: Raw = NOTHING
+    functions: Raw = NOTHING
+    audio: Raw = NOTHING
+    web_search_options: Raw = NOTHING
+    documents: Raw = NOTHING
+    chat_template: Raw = NOTHING
+
+
+class CompletionRequest(Generate, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str | int | list[int]]
+    """One prompt as text or as token ids, or a list of either."""
+    best_of: int | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+    suffix: Raw = NOTHING
+    prompt_embeds: Raw = NOTHING
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """`POST /tokenize`: `prompt` or `messages`, as vLLM's."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    """None: yes for a prompt, no for messages, whose template writes its own."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """`POST /detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None

@@ -1,0 +1,66 @@
+"""Usage, and the reuse receipt: where each piece of an answer came from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lookonce.server.generation import Generation
+from lookonce.server.responses import PromptTokensDetails, ReceiptItem, ReuseReceipt, Usage
+from lookonce.types.request import MAX_LISTED_ITEMS, PrefillFacts
+
+
+def usage(generations: Sequence[Generation]) -> Usage:
+    """Tokens of all prompts and all samples of one response."""
+    prompts = [generation.rendered for generation in generations]
+    prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    completion_tokens = sum(generation.completion_tokens for generation in generations)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=sum(_cached(generation.facts) for generation in generations),
+            image_tokens=sum(prompt.modality_tokens("image") for prompt in prompts),
+            audio_tokens=sum(prompt.modality_tokens("audio") for prompt in prompts),
+        ),
+    )
+
+
+def reuse_receipt(generations: Sequence[Generation]) -> ReuseReceipt:
+    """At most `MAX_LISTED_ITEMS` items are listed; totals cover all."""
+    facts = [generation.facts for generation in generations if generation.facts is not None]
+    items = [item for generation in generations for item in _items(generation)]
+    return ReuseReceipt(
+        prompt_tokens=sum(len(generation.rendered.token_ids) for generation in generations),
+        prefix_cached_tokens=sum(fact.prefix_cached_tokens for fact in facts),
+        external_cached_tokens=sum(fact.external_cached_tokens for fact in facts),
+        items=items[:MAX_LISTED_ITEMS],
+    )
+
+
+def _cached(facts: PrefillFacts | None) -> int:
+    return 0 if facts is None else facts.prefix_cached_tokens + facts.external_cached_tokens
+
+
+def _items(generation: Generation) -> list[ReceiptItem]:
+    if generation.facts is None:
+        return []
+    rendered = generation.rendered
+    listed = zip(  # the engine reports on at most MAX_LISTED_ITEMS, so the shortest ends it
+        rendered.items, rendered.features, generation.facts.encoder, generation.facts.encode_ms,
+        strict=False,
+    )  # fmt: skip
+    return [
+        ReceiptItem(
+            modality=item.modality,
+            hash=item.media_hash.hex()[:16],
+            offset=feature.offset,
+            length=feature.length,
+            processor=item.outcome,
+            encoder=encoder,
+            decode_ms=round(item.decode_ms, 3),
+            process_ms=round(item.process_ms, 3),
+            encode_ms=round(encode_ms, 3),
+        )
+        for item, feature, encoder, encode_ms in listed
+    ]

@@ -1,0 +1,196 @@
+"""What the server answers: OpenAI's shapes as structs, encoded straight to bytes by msgspec.
+
+Fields of type `... | UnsetType` are left out unless set; None is written as null.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+StopReason = str | int | None
+"""The stop string or stop token id that ended a sample."""
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    cached_tokens: int = 0
+    image_tokens: int = 0
+    audio_tokens: int = 0
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class ReceiptItem(msgspec.Struct, kw_only=True):
+    """Where the result of one media item came from."""
+
+    modality: str
+    hash: str
+    """First 16 hex digits of the MediaHash."""
+    offset: int
+    length: int
+    processor: str
+    encoder: str
+    decode_ms: float
+    process_ms: float
+    encode_ms: float
+
+
+class ReuseReceipt(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    prefix_cached_tokens: int
+    external_cached_tokens: int
+    items: list[ReceiptItem]
+
+
+class ErrorBody(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(msgspec.Struct):
+    error: ErrorBody
+
+
+# --- log-probabilities ------------------------------------------------------------------------
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenEntry(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenEntry]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+# --- chat ---------------------------------------------------------------------------------------
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: StopReason
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    request_id: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: None = None
+    reuse_receipt: ReuseReceipt | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, kw_only=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: StopReason | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    request_id: str
+    choices: list[ChatChunkChoice]
+    system_fingerprint: None = None
+    usage: Usage | UnsetType | None = UNSET
+    reuse_receipt: ReuseReceipt | UnsetType = UNSET
+
+
+# --- plain completions ----------------------------------------------------------------------------
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: StopReason | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """A whole completion, and each chunk of a streamed one."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    request_id: str
+    choices: list[CompletionChoice]
+    system_fingerprint: None = None
+    usage: Usage | UnsetType | None = UNSET
+    reuse_receipt: ReuseReceipt | UnsetType = UNSET
+
+
+# --- the rest -------------------------------------------------------------------------------------
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "lookonce"
+    root: str
+    parent: None = None
+    max_model_len: int | None
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Tokens(msgspec.Struct, kw_only=True):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Prompt(msgspec.Struct):
+    prompt: str

@@ -1,0 +1,120 @@
+"""From a request's sampling fields, and the model's own defaults, to `SamplingParams`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from lookonce.errors import BadRequestError
+from lookonce.server.protocol import ChatRequest, CompletionRequest, Sampling
+from lookonce.types.sampling import SamplingParams
+
+COMPLETION_MAX_TOKENS = 16
+"""What `/v1/completions` generates when the client names no limit (OpenAI's default)."""
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """What the model's `generation_config.json` recommends; used where a request is silent."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+    def value(self, name: str) -> float | None:
+        if name == "temperature" and self.do_sample is False:
+            return 0.0
+        found = getattr(self, name, None)
+        return None if found is None else float(found)
+
+
+def read_defaults(file: Path | None) -> SamplingDefaults:
+    """The defaults in a `generation_config.json`; none where the model has no such file."""
+    if file is None or not file.is_file():
+        return SamplingDefaults()
+    return msgspec.json.decode(file.read_bytes(), type=SamplingDefaults, strict=False)
+
+
+def chat_sampling(request: ChatRequest, defaults: SamplingDefaults) -> SamplingParams:
+    """Raises `BadRequestError` naming the field."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise BadRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    limit = request.max_completion_tokens
+    if limit is None:
+        limit = request.max_tokens
+    if limit is None:
+        limit = defaults.max_new_tokens
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return _sampling(request, defaults, limit, logprobs, "top_logprobs")
+
+
+def completion_sampling(request: CompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
+    """Raises `BadRequestError` naming the field."""
+    if request.best_of not in (None, 1, request.n):
+        raise BadRequestError("best_of is not supported beyond n", param="best_of")
+    limit = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    return _sampling(request, defaults, limit, request.logprobs, "logprobs")
+
+
+def _sampling(
+    request: Sampling,
+    defaults: SamplingDefaults,
+    max_tokens: int | None,
+    logprobs: int | None,
+    logprobs_name: str,
+) -> SamplingParams:
+    given = {
+        "n": request.n,
+        "temperature": _first(request.temperature, defaults.value("temperature")),
+        "top_p": _first(request.top_p, defaults.value("top_p")),
+        "top_k": _first(request.top_k, defaults.top_k),
+        "min_p": _first(request.min_p, defaults.value("min_p")),
+        "presence_penalty": request.presence_penalty,
+        "frequency_penalty": request.frequency_penalty,
+        "repetition_penalty": _first(
+            request.repetition_penalty, defaults.value("repetition_penalty")
+        ),
+        "logit_bias": _logit_bias(request.logit_bias),
+        "seed": request.seed,
+        "stop": _stop(request.stop),
+        "stop_token_ids": tuple(request.stop_token_ids or ()),
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+    }
+    try:
+        return SamplingParams(
+            include_stop_str_in_output=request.include_stop_str_in_output,
+            ignore_eos=request.ignore_eos,
+            min_tokens=request.min_tokens,
+            skip_special_tokens=request.skip_special_tokens,
+            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+        )
+    except BadRequestError as error:
+        if error.param == "logprobs":
+            message = error.message.replace("logprobs", logprobs_name, 1)
+            raise BadRequestError(message, param=logprobs_name) from None
+        raise
+
+
+def _first(asked: float | None, default: float | None) -> float | None:
+    return default if asked is None else asked
+
+
+def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
+    """JSON's keys are text; the tokens they name are numbers."""
+    if not bias:
+        return None
+    tokens = {}
+    for key, value in bias.items():
+        if not key.isdecimal() or len(key) > 10:
+            raise BadRequestError(f"logit_bias: {key[:20]!r} is not a token id", param="logit_bias")
+        tokens[int(key)] = value
+    return tokens

@@ -1,0 +1,168 @@
+"""What the handlers need, passed in: no globals, and every seam has a double in the tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from lookonce.config import Config
+from lookonce.errors import (
+    BadRequestError,
+    DrainingError,
+    EngineDeadError,
+    ModelNotFoundError,
+    NotReadyError,
+)
+from lookonce.server.auth import KeyRing
+from lookonce.server.metrics import Metrics
+from lookonce.server.sampling import SamplingDefaults
+from lookonce.types.model import ModelInfo
+from lookonce.types.request import RenderedPrompt, TokenDelta
+from lookonce.types.sampling import SamplingParams
+
+EngineState = Literal["starting", "ready", "stuck", "dead"]
+
+
+class Engine(Protocol):
+    """The part of `engine.client.EngineClient` the server uses."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def model(self) -> ModelInfo: ...
+
+    def generate(
+        self, rendered: RenderedPrompt, sampling: SamplingParams, request_id: str
+    ) -> AsyncGenerator[TokenDelta, None]: ...
+
+    async def abort(self, request_id: str, index: int | None = None) -> None: ...
+
+    async def stats(self) -> dict[str, float]: ...
+
+    async def reset_cache(self, tier: str) -> None: ...
+
+
+class Detokenizer(Protocol):
+    """Token ids of one sample → text, holding back what may become a stop string."""
+
+    stopped: str | None
+    """The stop string that ended the text."""
+
+    def push(self, token_ids: Sequence[int]) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class Renderer(Protocol):
+    """The part of `render.renderer.Renderer` the server uses."""
+
+    async def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tenant: str,
+        cache_salt: str | None,
+        options: dict[str, Any],
+    ) -> RenderedPrompt: ...
+
+    async def render_completion(
+        self,
+        prompt: str | list[int],
+        *,
+        tenant: str,
+        cache_salt: str | None,
+        add_special_tokens: bool,
+    ) -> RenderedPrompt: ...
+
+    def detokenizer(self, sampling: SamplingParams) -> Detokenizer: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class Drain:
+    """Counts the requests being served, and refuses new ones once draining has begun."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Around one request; raises `DrainingError` for a new one while draining."""
+        if self.draining:
+            raise DrainingError("the server is shutting down; send the request elsewhere")
+        self.active += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.active -= 1
+            if self.active == 0:
+                self._idle.set()
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()
+
+
+@dataclass(slots=True)
+class Services:
+    config: Config
+    renderer: Renderer
+    engine: Engine
+    metrics: Metrics
+    keys: KeyRing
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    drain: Drain = field(default_factory=Drain)
+
+    def require_ready(self) -> None:
+        """Raises what keeps the server from generating now."""
+        match self.engine.state:
+            case "starting":
+                raise NotReadyError("the model is still loading")
+            case "dead":
+                raise EngineDeadError("the engine is not running; it is being restarted")
+            case "stuck":
+                raise EngineDeadError("the engine does not answer")
+
+    def max_model_len(self) -> int | None:
+        """Prompt plus generated tokens of one sequence; None until the engine has told."""
+        return None if self.engine.state == "starting" else self.engine.model.max_model_len
+
+    def require_model(self, name: str | None) -> str:
+        """The served model's name; raises `ModelNotFoundError` for any other."""
+        served = self.config.model.served_name
+        if name is not None and name != served:
+            raise ModelNotFoundError(
+                f"the model {name[:200]!r} is not served here; {served!r} is", param="model"
+            )
+        return served
+
+
+def check_fits(rendered: RenderedPrompt, sampling: SamplingParams, model: ModelInfo) -> None:
+    """Refuse what the model cannot take; raises `BadRequestError` naming the field."""
+    prompt, limit = len(rendered.token_ids), model.max_model_len
+    if prompt == 0:
+        raise BadRequestError("the prompt is empty", param="prompt")
+    asked = sampling.max_tokens
+    if prompt + (asked or 1) > limit:
+        raise BadRequestError(
+            f"the prompt has {prompt} tokens and {asked or 'at least 1'} are to be generated, but "
+            f"the model's context is {limit} tokens",
+            param="max_tokens" if prompt < limit else "prompt",
+            code="context_length_exceeded",
+        )
+    named = {"stop_token_ids": sampling.stop_token_ids, "logit_bias": sampling.logit_bias or ()}
+    for name, token_ids in named.items():
+        for token in token_ids:
+            if not 0 <= token < model.vocab_size:
+                raise BadRequestError(
+                    f"{name}: token ids are 0 to {model.vocab_size - 1}, got {token}", param=name
+                )

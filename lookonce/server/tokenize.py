@@ -1,0 +1,62 @@
+"""`POST /tokenize` and `/detokenize`, as vLLM's."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lookonce.errors import BadRequestError
+from lookonce.server.auth import Principal
+from lookonce.server.connection import while_connected
+from lookonce.server.parsing import receive
+from lookonce.server.protocol import DetokenizeRequest, TokenizeRequest
+from lookonce.server.responding import json_response
+from lookonce.server.responses import Prompt, Tokens
+from lookonce.server.services import Services
+from lookonce.types.request import RenderedPrompt
+
+
+async def tokenize(request: Request) -> Response:
+    """Token ids as the engine would get them: with media placeholders expanded."""
+    services: Services = request.app.state.services
+    body = await receive(request, TokenizeRequest)
+    services.require_model(body.model)
+    work = _render(services, request.state.principal, body)
+    rendered = await while_connected(request.receive, work)
+    tokens = rendered.token_ids
+    return json_response(
+        Tokens(
+            count=len(tokens),
+            max_model_len=services.max_model_len(),
+            tokens=tokens,
+            token_strs=_strings(services, tokens) if body.return_token_strs else None,
+        )
+    )
+
+
+async def _render(
+    services: Services, principal: Principal, body: TokenizeRequest
+) -> RenderedPrompt:
+    if (body.prompt is None) == (body.messages is None):
+        raise BadRequestError("give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        return await services.renderer.render_chat(
+            body.messages, tenant=principal.tenant, cache_salt=None, options={}
+        )
+    return await services.renderer.render_completion(
+        body.prompt or "",
+        tenant=principal.tenant,
+        cache_salt=None,
+        add_special_tokens=body.add_special_tokens is not False,
+    )
+
+
+def _strings(services: Services, tokens: list[int]) -> list[str]:
+    return [services.renderer.token_bytes(token).decode(errors="replace") for token in tokens]
+
+
+async def detokenize(request: Request) -> Response:
+    services: Services = request.app.state.services
+    body = await receive(request, DetokenizeRequest)
+    services.require_model(body.model)
+    return json_response(Prompt(services.renderer.decode(body.tokens)))

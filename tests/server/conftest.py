@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from lookonce.config import Config, Options, resolve
+from lookonce.server.app import build_app
+from lookonce.server.auth import KeyRing
+from lookonce.server.metrics import Metrics
+from lookonce.server.services import Services
+from tests.server.doubles import ByteRenderer, RecitingEngine
+
+
+@pytest.fixture(scope="session")
+def config() -> Config:
+    return resolve(Options(served_model_name="recital"))
+
+
+@dataclasses.dataclass
+class Site:
+    """A server on doubles, and a client of it."""
+
+    services: Services
+    client: httpx.AsyncClient
+    engine: RecitingEngine
+    renderer: ByteRenderer
+
+    async def chat(self, text: str = "hello", **fields: object) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": text}], **fields}
+        return await self.client.post("/v1/chat/completions", json=body)
+
+
+@pytest.fixture
+def on_site(config: Config) -> Callable[..., None]:
+    """Runs `async def scenario(site)` against a fresh server; options are those of `serve`."""
+
+    def run(scenario: Callable[[Site], Awaitable[None]], **options: object) -> None:
+        asyncio.run(_run(scenario, options))
+
+    return run
+
+
+async def _run(scenario: Callable[[Site], Awaitable[None]], options: dict[str, object]) -> None:
+    async with site(**options) as here:
+        await scenario(here)
+        assert here.engine.running == {}
+        assert here.services.drain.active == 0
+
+
+@asynccontextmanager
+async def site(**options: object) -> AsyncIterator[Site]:
+    config = resolve(Options(served_model_name="recital", **options))  # type: ignore[arg-type]
+    engine, renderer = RecitingEngine(), ByteRenderer()
+    services = Services(
+        config=config,
+        renderer=renderer,
+        engine=engine,  # type: ignore[arg-type]
+        metrics=Metrics("recital", vllm_names=config.server.vllm_metric_names),
+        keys=KeyRing.of(config.server),
+    )
+    transport = httpx.ASGITransport(app=build_app(services))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield Site(services, client, engine, renderer)

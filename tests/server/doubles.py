@@ -1,0 +1,184 @@
+"""Doubles with behaviour: a renderer whose tokens are bytes, and an engine that recites."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from lookonce.errors import BadRequestError, LookOnceError, error_to_wire
+from lookonce.types.media import Expansion, feature_at
+from lookonce.types.model import ModelInfo
+from lookonce.types.request import (
+    PrefillFacts,
+    RenderedItem,
+    RenderedPrompt,
+    TokenDelta,
+    TokenLogprob,
+)
+from lookonce.types.sampling import SamplingParams
+
+IMAGE_TOKEN = 300
+END_TOKEN = 301
+EXPANSION = Expansion(runs=((IMAGE_TOKEN, 4),), embed_token_id=IMAGE_TOKEN)
+
+MODEL = ModelInfo(
+    name="recital",
+    model_type="recital",
+    vocab_size=512,
+    max_model_len=200,
+    eos_token_ids=(END_TOKEN,),
+    modalities=("image",),
+    dtype="float32",
+    encoder_row_bytes=64,
+)
+
+
+class ByteText:
+    """Tokens are UTF-8 bytes; text that may become a stop string is held back."""
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        self.stopped: str | None = None
+        self._stop = sampling.stop
+        self._keep = sampling.include_stop_str_in_output
+        self._held = ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self._held += bytes(token for token in token_ids if token < 256).decode()
+        for stop in self._stop:
+            if stop in self._held:
+                self.stopped = stop
+                before, _, _ = self._held.partition(stop)
+                return before + (stop if self._keep else "")
+        hold = max((len(stop) - 1 for stop in self._stop), default=0)
+        cut = len(self._held) - hold
+        out, self._held = self._held[: max(cut, 0)], self._held[max(cut, 0) :]
+        return out
+
+    def finish(self) -> str:
+        return self._held
+
+
+class ByteRenderer:
+    """Text parts are their bytes; every image part is four placeholder tokens."""
+
+    def __init__(self) -> None:
+        self.rendering = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def render_chat(
+        self, messages: list[dict[str, Any]], *, tenant: str, cache_salt: str | None, **_: Any
+    ) -> RenderedPrompt:
+        self.rendering += 1
+        try:
+            await self.gate.wait()
+            return self._chat(messages, f"{tenant}/{cache_salt}".encode())
+        finally:
+            self.rendering -= 1
+
+    def _chat(self, messages: list[dict[str, Any]], scope: bytes) -> RenderedPrompt:
+        prompt = RenderedPrompt([], scope=scope)
+        items, features = [], []
+        for number, message in enumerate(messages):
+            content = message.get("content")
+            if not isinstance(content, str | list):
+                param = f"messages[{number}].content"
+                raise BadRequestError(f"{param}: text or parts are needed", param=param)
+            for part in [{"text": content}] if isinstance(content, str) else content:
+                if "text" in part:
+                    prompt.token_ids += part["text"].encode()
+                    continue
+                key = str(part["image_url"]["url"]).encode().rjust(32, b"0")[-32:]
+                features.append(feature_at(key, "image", EXPANSION, len(prompt.token_ids)))
+                items.append(RenderedItem(key, key, "image", EXPANSION, None, outcome="hit"))
+                prompt.token_ids += EXPANSION.token_ids()
+        prompt.items, prompt.features = items, tuple(features)
+        return prompt
+
+    async def render_completion(
+        self, prompt: str | list[int], *, tenant: str, cache_salt: str | None, **_: Any
+    ) -> RenderedPrompt:
+        tokens = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+        return RenderedPrompt(tokens, scope=f"{tenant}/{cache_salt}".encode())
+
+    def detokenizer(self, sampling: SamplingParams) -> ByteText:
+        return ByteText(sampling)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b"<|end|>"
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token for token in token_ids if token < 256).decode()
+
+
+class RecitingEngine:
+    """Answers every request with `answer`, one byte a step, as long as `gate` is open.
+
+    `running` holds what it computes for now; `failure` breaks requests after `fail_after` tokens.
+    """
+
+    def __init__(self, answer: str = "a red circle") -> None:
+        self.answer = answer
+        self.state = "ready"
+        self.model = MODEL
+        self.running: dict[str, set[int]] = {}
+        self.tokens_made: Counter[tuple[str, int]] = Counter()
+        self.prompts: list[RenderedPrompt] = []
+        self.samplings: list[SamplingParams] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.refusal: LookOnceError | None = None
+        self.failure: LookOnceError | None = None
+        self.fail_after = 3
+        self.resets: list[str] = []
+        self.counters: dict[str, float] = {"num_requests_running": 0.0}
+
+    async def generate(
+        self, rendered: RenderedPrompt, sampling: SamplingParams, request_id: str
+    ) -> AsyncGenerator[TokenDelta, None]:
+        if self.refusal is not None:
+            raise self.refusal
+        self.prompts.append(rendered)
+        self.samplings.append(sampling)
+        self.running[request_id] = set(range(sampling.n))
+        try:
+            async for delta in self._recite(rendered, sampling, request_id):
+                yield delta
+        finally:
+            del self.running[request_id]
+
+    async def _recite(
+        self, rendered: RenderedPrompt, sampling: SamplingParams, request_id: str
+    ) -> AsyncGenerator[TokenDelta, None]:
+        tokens = [*self.answer.encode(), END_TOKEN][: sampling.max_tokens]
+        for position, token in enumerate(tokens):
+            await asyncio.sleep(0)
+            await self.gate.wait()
+            for index in sorted(self.running[request_id]):
+                self.tokens_made[request_id, index] += 1
+                delta = TokenDelta(request_id, index, [token])
+                if sampling.logprobs is not None:
+                    delta.logprobs = [TokenLogprob(-0.5, ((token, -0.5), (END_TOKEN, -2.0)))]
+                if position == 0 and index == 0:
+                    delta.facts = self._facts(rendered)
+                if self.failure is not None and position == self.fail_after:
+                    delta.error, delta.finish_reason = error_to_wire(self.failure), "error"
+                elif position == len(tokens) - 1:
+                    delta.finish_reason = "stop" if token == END_TOKEN else "length"
+                yield delta
+
+    @staticmethod
+    def _facts(rendered: RenderedPrompt) -> PrefillFacts:
+        count = len(rendered.features)
+        return PrefillFacts(2, 1, encoder=("miss",) * count, encode_ms=(1.5,) * count)
+
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        self.running[request_id] -= {index}
+
+    async def stats(self) -> dict[str, float]:
+        return {**self.counters, "num_requests_running": float(len(self.running))}
+
+    async def reset_cache(self, tier: str) -> None:
+        self.resets.append(tier)

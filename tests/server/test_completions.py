@@ -1,0 +1,118 @@
+"""`/v1/completions`, `/tokenize` and `/detokenize` on doubles."""
+
+from __future__ import annotations
+
+from tests.server.test_chat import events
+
+URL = "/v1/completions"
+
+
+def test_a_completion_has_openai_s_shape_and_sixteen_tokens_at_most(on_site):
+    async def scenario(site):
+        site.engine.answer = "x" * 40
+        body = (await site.client.post(URL, json={"prompt": "hello"})).json()
+        assert body["object"] == "text_completion"
+        assert body["choices"] == [
+            {
+                "index": 0,
+                "text": "x" * 16,
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+            }
+        ]
+        assert body["usage"]["total_tokens"] == 21
+
+    on_site(scenario)
+
+
+def test_prompts_come_as_text_tokens_or_lists_of_either(on_site):
+    async def scenario(site):
+        for prompt, count in [("ab", 1), ([97, 98], 1), (["a", "b", "c"], 3), ([[97], [98]], 2)]:
+            body = (await site.client.post(URL, json={"prompt": prompt, "n": 2})).json()
+            assert [c["index"] for c in body["choices"]] == list(range(2 * count))
+            assert {c["text"] for c in body["choices"]} == {"a red circle"}
+
+        for prompt in ([], [[97], 5], ["a", 5], None, 3, [True]):
+            response = await site.client.post(URL, json={"prompt": prompt})
+            assert response.status_code == 400
+
+    on_site(scenario)
+
+
+def test_many_prompts_stream_through_one_response(on_site):
+    async def scenario(site):
+        fields = {"stream": True, "stream_options": {"include_usage": True}, "n": 2}
+        response = await site.client.post(URL, json={"prompt": ["a", "bc"], **fields})
+        *chunks, last = events(response.text)
+        for index in range(4):
+            mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+            assert "".join(c["text"] for c in mine) == "a red circle"
+            assert mine[-1]["finish_reason"] == "stop"
+        assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (3, 52)
+
+    on_site(scenario)
+
+
+def test_one_prompt_that_fails_ends_them_all(on_site):
+    async def scenario(site):
+        response = await site.client.post(URL, json={"prompt": ["fine", "x" * 500]})
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        assert site.engine.tokens_made == {}
+
+    on_site(scenario)
+
+
+def test_logprobs_are_parallel_lists(on_site):
+    async def scenario(site):
+        fields = {"logprobs": 2, "max_tokens": 3}
+        body = (await site.client.post(URL, json={"prompt": "hi", **fields})).json()
+        assert body["choices"][0]["logprobs"] == {
+            "text_offset": [0, 1, 2],
+            "token_logprobs": [-0.5, -0.5, -0.5],
+            "tokens": ["a", " ", "r"],
+            "top_logprobs": [
+                {"a": -0.5, "<|end|>": -2.0},
+                {" ": -0.5, "<|end|>": -2.0},
+                {"r": -0.5, "<|end|>": -2.0},
+            ],
+        }
+        streamed = await site.client.post(URL, json={"prompt": "hi", **fields, "stream": True})
+        parts = [chunk["choices"][0]["logprobs"] for chunk in events(streamed.text)]
+        assert [part["text_offset"] for part in parts] == [[0], [1], [2]]
+
+    on_site(scenario)
+
+
+def test_what_is_not_built_is_refused(on_site):
+    async def scenario(site):
+        for field in ({"echo": True}, {"suffix": "end"}, {"best_of": 3}, {"prompt_embeds": "x"}):
+            response = await site.client.post(URL, json={"prompt": "hi", **field})
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == next(iter(field))
+        for field in ({"echo": False}, {"suffix": None}, {"best_of": 1}):
+            response = await site.client.post(URL, json={"prompt": "hi", **field})
+            assert response.status_code == 200
+
+    on_site(scenario)
+
+
+def test_tokenize_and_detokenize_undo_each_other(on_site):
+    async def scenario(site):
+        tokens = (await site.client.post("/tokenize", json={"prompt": "hello"})).json()
+        assert tokens == {
+            "count": 5, "max_model_len": 200, "tokens": list(b"hello"), "token_strs": None,
+        }  # fmt: skip
+        text = await site.client.post("/detokenize", json={"tokens": tokens["tokens"]})
+        assert text.json() == {"prompt": "hello"}
+
+        chat = {"messages": [{"role": "user", "content": "hi"}], "return_token_strs": True}
+        tokens = (await site.client.post("/tokenize", json=chat)).json()
+        assert tokens["token_strs"] == ["h", "i"]
+
+        for body in ({}, {"prompt": "a", "messages": []}, {"prompt": 3}):
+            assert (await site.client.post("/tokenize", json=body)).status_code == 400
+        assert (await site.client.post("/detokenize", json={"tokens": ["a"]})).status_code == 400
+
+    on_site(scenario)

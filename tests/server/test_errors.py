@@ -1,0 +1,228 @@
+"""Every refusal: its status, its shape, and the part it names."""
+
+from __future__ import annotations
+
+import pytest
+
+from lookonce.errors import (
+    ConflictError,
+    EngineDeadError,
+    MediaForbiddenError,
+    QueueFullError,
+    RequestFailedError,
+    UnprocessableMediaError,
+)
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+MALFORMED = [
+    (b"", None, "invalid_json"),
+    (b"{", None, "invalid_json"),
+    (b'{"messages": [NaN]}', None, "invalid_json"),
+    (b'{"messages": "\xff"}', None, "invalid_json"),
+    (b"[" * 100_000, None, "invalid_json"),
+    (b"[]", None, "invalid_value"),
+    (b"{}", None, "invalid_value"),
+    (b'{"messages": "hi"}', "messages", "invalid_value"),
+    (b'{"messages": [{"role": "user"}, 3]}', "messages[1]", "invalid_value"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "code"), MALFORMED)
+def test_a_malformed_body_is_400_and_names_its_part(on_site, body, param, code):
+    async def scenario(site):
+        response = await site.client.post("/v1/chat/completions", content=body)
+        error = response.json()["error"]
+        assert response.status_code == 400
+        assert (error["type"], error["param"], error["code"]) == (
+            "invalid_request_error", param, code,
+        )  # fmt: skip
+
+    on_site(scenario)
+
+
+WRONG_FIELDS = [
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"n": 0}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": -3}, "max_tokens"),
+    ({"max_tokens": 10**6}, "max_tokens"),
+    ({"stop": ["ok", 3]}, "stop[1]"),
+    ({"stop": ""}, "stop"),
+    ({"seed": 2**80}, "seed"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": "much"}}, "logit_bias['5']"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
+    ({"request_id": "with space"}, "request_id"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"audio": {"voice": "alloy"}}, "audio"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), WRONG_FIELDS)
+def test_a_wrong_field_is_400_and_named(on_site, fields, param):
+    async def scenario(site):
+        body = {"messages": HELLO, **fields}
+        response = await site.client.post("/v1/chat/completions", json=body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == param
+        assert error["message"]
+        assert site.engine.tokens_made == {}
+
+    on_site(scenario)
+
+
+RAISED = [
+    (QueueFullError("too many"), 429, "rate_limit_error", "queue_full"),
+    (MediaForbiddenError("no", param="messages[0].content[0]"), 403, "permission_error",
+     "media_not_allowed"),
+    (ConflictError("other bytes"), 409, "conflict_error", "uuid_conflict"),
+    (UnprocessableMediaError("broken"), 422, "invalid_request_error", "unprocessable_media"),
+    (EngineDeadError("gone"), 503, "service_unavailable_error", "engine_dead"),
+    (RequestFailedError("broke"), 500, "server_error", "request_failed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("raised", "status", "kind", "code"), RAISED)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_engine_refuses_gets_its_status(on_site, raised, status, kind, code, stream):
+    async def scenario(site):
+        site.engine.refusal = raised
+        response = await site.chat("hi", stream=stream)
+        assert response.status_code == status
+        assert response.json()["error"] == {
+            "message": raised.message, "type": kind, "code": code,
+            "param": getattr(raised, "param", None),
+        }  # fmt: skip
+        assert ("retry-after" in response.headers) == (status in (429, 503))
+
+    on_site(scenario)
+
+
+def test_a_failure_midway_ends_a_stream_with_an_error_event(on_site):
+    async def scenario(site):
+        site.engine.failure = EngineDeadError("the engine ended")
+        response = await site.chat("hi", stream=True)
+        assert response.status_code == 200
+        *_, error, done = response.text.strip().split("\n\n")
+        assert '"code":"engine_dead"' in error
+        assert done == "data: [DONE]"
+
+        whole = await site.chat("hi")
+        assert whole.status_code == 503
+
+    on_site(scenario)
+
+
+def test_an_unexpected_failure_is_500_and_tells_nothing(on_site):
+    async def scenario(site):
+        site.engine.refusal = ValueError("secret path /srv/x")  # type: ignore[assignment]
+        response = await site.chat("hi")
+        assert response.status_code == 500
+        assert "secret" not in response.text
+        assert response.json()["error"]["type"] == "server_error"
+
+    on_site(scenario)
+
+
+def test_no_generation_before_the_engine_is_ready(on_site):
+    async def scenario(site):
+        for state, code in [("starting", "not_ready"), ("dead", "engine_dead"),
+                            ("stuck", "engine_dead")]:  # fmt: skip
+            site.engine.state = state
+            response = await site.chat("hi")
+            assert (response.status_code, response.json()["error"]["code"]) == (503, code)
+
+    on_site(scenario)
+
+
+def test_another_model_is_404(on_site):
+    async def scenario(site):
+        response = await site.chat("hi", model="gpt-4o")
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "model_not_found"
+        assert (await site.client.get("/v1/models/gpt-4o")).status_code == 404
+
+    on_site(scenario)
+
+
+def test_an_unknown_route_or_method_has_the_same_shape(on_site):
+    async def scenario(site):
+        lost = await site.client.get("/v2/nothing")
+        assert (lost.status_code, lost.json()["error"]["code"]) == (404, "not_found")
+        wrong = await site.client.get("/v1/chat/completions")
+        assert wrong.status_code == 405
+        assert wrong.json()["error"]["type"] == "invalid_request_error"
+
+    on_site(scenario)
+
+
+def test_a_body_above_the_limit_is_413(on_site):
+    async def scenario(site):
+        async def endless():
+            while True:
+                yield b"x" * 1_000_000
+
+        url = "/v1/chat/completions"
+        declared = await site.client.post(url, content=b"x", headers={"Content-Length": "9" * 12})
+        assert declared.status_code == 413
+        streamed = await site.client.post(url, content=endless())
+        assert streamed.status_code == 413
+        assert streamed.json()["error"]["code"] == "too_large"
+
+    on_site(scenario, max_media_bytes=1000)
+
+
+def test_a_prompt_beyond_the_context_says_so(on_site):
+    async def scenario(site):
+        response = await site.chat("x" * 500)
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+
+    on_site(scenario)
+
+
+def test_keys_are_asked_for_where_they_are_set(on_site):
+    async def scenario(site):
+        assert (await site.chat("hi")).status_code == 401
+        wrong = await site.chat("hi")
+        assert wrong.headers["www-authenticate"] == "Bearer"
+        for header in ("Bearer nope", "Basic one", "one", "Bearer é"):
+            site.client.headers["Authorization"] = header
+            assert (await site.chat("hi")).status_code == 401
+        assert (await site.client.get("/health")).status_code == 200
+        assert (await site.client.get("/metrics")).status_code == 200
+        site.client.headers["Authorization"] = "Bearer one"
+        assert (await site.chat("hi")).status_code == 200
+
+    on_site(scenario, api_key=("one", "acme:two"))
+
+
+def test_caches_are_reset_by_admins_only(on_site):
+    async def scenario(site):
+        for key, status in [("one", 403), ("two", 200)]:
+            site.client.headers["Authorization"] = f"Bearer {key}"
+            for tier in ("mm", "encoder", "prefix"):
+                response = await site.client.post(f"/reset_{tier}_cache")
+                assert response.status_code == status
+        assert site.engine.resets == ["mm", "encoder", "prefix"]
+
+    on_site(scenario, api_key=("one", "acme:two:admin"))
