@@ -1,0 +1,135 @@
+"""Runs media encoders and holds their outputs by key until told to drop them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lookonce.errors import LookOnceError, RequestFailedError
+from lookonce.model.families.base import ModelFamily, Tensors
+from lookonce.model.inputs import item_tensors
+from lookonce.types.media import Modality
+from lookonce.types.step import EmbedSlice, EncodeItem
+
+logger = logging.getLogger(__name__)
+
+COMPUTE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError)
+"""What a model raises when its input is wrong or memory runs out: one request's failure."""
+
+
+@dataclass(slots=True)
+class EncodeReport:
+    """Which items failed and how long the others took, both by key."""
+
+    failed: dict[bytes, LookOnceError] = field(default_factory=dict)
+    seconds: dict[bytes, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    key: bytes
+    num_embeds: int
+    tensors: Tensors
+
+
+_BatchKey = tuple[Modality, Hashable, bytes | None]
+"""Modality, the family's key, and the item's own key where it must be encoded alone."""
+
+
+class Encoder:
+    """Encoder outputs [num_embeds, row_width] on the device, each in memory of its own."""
+
+    def __init__(self, family: ModelFamily, dtype: torch.dtype, device: torch.device) -> None:
+        self._family = family
+        self._dtype = dtype
+        self._device = device
+        self._outputs: dict[bytes, Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(output.nbytes for output in self._outputs.values())
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._outputs
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._outputs.pop(key, None)
+
+    def run(self, items: Sequence[EncodeItem]) -> EncodeReport:
+        """Encode each item that is not held yet; a failing item fails alone."""
+        report = EncodeReport()
+        groups: dict[_BatchKey, list[_Job]] = {}
+        for item in items:
+            if item.key not in self._outputs:
+                self._prepare(item, groups, report)
+        for (modality, _, _), jobs in groups.items():
+            self._encode_group(modality, jobs, report)
+        return report
+
+    def rows(self, slices: Sequence[EmbedSlice]) -> Tensor:
+        """The rows of all slices, one after the other. Raises `KeyError` for a key not held."""
+        parts = [self._outputs[part.key][part.start : part.end] for part in slices]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _prepare(
+        self, item: EncodeItem, groups: dict[_BatchKey, list[_Job]], report: EncodeReport
+    ) -> None:
+        modality = item.item.modality
+        try:
+            tensors = item_tensors(item.item, dtype=self._dtype, device=self._device)
+            batch = self._family.batch_key(modality, tensors)
+        except COMPUTE_ERRORS as error:
+            report.failed[item.key] = _failure(modality, error)
+            return
+        job = _Job(item.key, item.item.expansion.num_embeds, tensors)
+        alone = item.key if batch is None else None
+        groups.setdefault((modality, batch, alone), []).append(job)
+
+    def _encode_group(self, modality: Modality, jobs: list[_Job], report: EncodeReport) -> None:
+        """One call for all; if that fails, one call each, so that only the culprit fails."""
+        started = time.perf_counter()
+        try:
+            outputs = self._encode(modality, jobs)
+        except torch.AcceleratorError:
+            raise  # the device is lost, not the item
+        except COMPUTE_ERRORS as error:
+            if len(jobs) > 1:
+                for job in jobs:
+                    self._encode_group(modality, [job], report)
+            else:
+                report.failed[jobs[0].key] = _failure(modality, error)
+            return
+        share = (time.perf_counter() - started) / len(jobs)
+        for job, output in zip(jobs, outputs, strict=True):
+            self._outputs[job.key] = output
+            report.seconds[job.key] = share
+
+    def _encode(self, modality: Modality, jobs: list[_Job]) -> list[Tensor]:
+        outputs = self._family.encode(modality, [job.tensors for job in jobs])
+        for job, output in zip(jobs, outputs, strict=True):
+            expected = (job.num_embeds, self._family.row_width)
+            if output.shape != expected:
+                raise ValueError(f"encoder gave {tuple(output.shape)} rows, not {expected}")
+        owned = [_owned(output, self._dtype) for output in outputs]
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # so that a failure shows here, not later
+        return owned
+
+
+def _owned(output: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor that keeps nothing alive but itself: a view of a batch would hold the batch."""
+    output = output.to(dtype)
+    if output.untyped_storage().nbytes() > output.nbytes or not output.is_contiguous():
+        return output.clone(memory_format=torch.contiguous_format)
+    return output
+
+
+def _failure(modality: Modality, error: Exception) -> RequestFailedError:
+    logger.warning("encoding failed", extra={"modality": modality}, exc_info=error)
+    return RequestFailedError(f"the {modality} could not be encoded ({type(error).__name__})")

@@ -1,0 +1,117 @@
+"""What the runner must know about a family of models; the defaults are those of a text-only one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lookonce.model.attention.backend import AttentionFeatures
+from lookonce.types.media import Modality
+
+Tensors = dict[str, Tensor]
+"""One processed item's arrays by name, on the model's device, without a batch dimension."""
+
+Model = Any
+"""A transformers `PreTrainedModel`; the library is untyped here."""
+
+
+class ModelFamily:
+    """Binds one loaded model to the runner; a subclass states only where its family differs.
+
+    T is the number of tokens of a step, H the hidden size, N the number of encoder rows placed in
+    the step and W their width (H, or more where rows carry features for later layers too).
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ()
+    """`model_type` of the configs this class serves."""
+    modalities: ClassVar[tuple[Modality, ...]] = ()
+    unsplittable: ClassVar[tuple[Modality, ...]] = ()
+    """Modalities whose items attend to themselves in both directions."""
+    position_axes: ClassVar[Literal[1, 3, 4]] = 1
+    """Rows of position ids: 1 linear, 3 mrope, 4 linear and then mrope."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.config = model.config
+        self.text_config = model.config.get_text_config(decoder=True)
+        self.decoder: nn.Module = model.get_decoder()
+        self.embed_tokens: nn.Module = model.get_input_embeddings()
+        self.lm_head: nn.Linear = model.get_output_embeddings()
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.text_config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the width of the logits; placeholder ids may lie beyond it."""
+        return int(self.lm_head.weight.shape[0])
+
+    @property
+    def row_width(self) -> int:
+        """W."""
+        return self.hidden_size
+
+    @property
+    def largest_unsplittable(self) -> int:
+        """Prompt tokens of the largest item that no chunk may cut; 0 where there is none."""
+        return 0
+
+    @property
+    def final_softcap(self) -> float | None:
+        """Logits become `softcap * tanh(logits / softcap)`."""
+        softcap: float | None = getattr(self.text_config, "final_logit_softcapping", None)
+        return softcap
+
+    def attention_features(self, dtype: torch.dtype) -> AttentionFeatures:
+        """What the text model asks of its attention backend."""
+        text = self.text_config
+        layer_types = getattr(text, "layer_types", None) or ()
+        return AttentionFeatures(
+            dtype=dtype,
+            head_dim=self.head_dim,
+            sliding_window=any("sliding" in kind for kind in layer_types)
+            or bool(getattr(text, "sliding_window", None) and not layer_types),
+            softcap=getattr(text, "attn_logit_softcapping", None) is not None,
+            sinks=any("sinks" in name for name, _ in self.decoder.named_parameters()),
+            bidirectional=bool(self.unsplittable),
+        )
+
+    @property
+    def head_dim(self) -> int:
+        text = self.text_config
+        return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+    @property
+    def num_kv_heads(self) -> int:
+        text = self.text_config
+        return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.text_config.num_hidden_layers)
+
+    def batch_key(self, modality: Modality, item: Tensors) -> Hashable:
+        """Items of one modality with equal keys are encoded in one call; None: always alone."""
+        return None
+
+    def encode(self, modality: Modality, items: Sequence[Tensors]) -> list[Tensor]:
+        """Encoder output [num_embeds, W] of each item. Raises `ValueError` for a malformed one."""
+        raise ValueError(f"this model takes no {modality}")
+
+    def place(self, embeds: Tensor, at: Tensor, rows: Tensor) -> dict[str, Any]:
+        """Put encoder rows [N, W] into `embeds` [T, H], in place, at the indices `at` [N].
+
+        Returns what the decoder needs beside embeddings, as keyword arguments.
+        """
+        embeds.index_copy_(0, at, rows)
+        return {}
+
+
+class TextFamily(ModelFamily):
+    """Decoder-only text models that need nothing special."""
+
+    model_types = ("llama", "mistral", "qwen2", "qwen3")

@@ -1,0 +1,38 @@
+"""Qwen2.5-Omni's thinker: Qwen2.5-VL's pictures, and sound at 25 tokens a second. Nano is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lookonce.model.families.base import Tensors
+from lookonce.model.families.qwen2_5_vl import Qwen2_5VLFamily
+from lookonce.types.media import Modality
+
+
+class Qwen2_5OmniFamily(Qwen2_5VLFamily):  # noqa: N801
+    """Pictures as Qwen2.5-VL's; sounds: `input_features` [mel bins, frames] without padding, or
+    padded beside `feature_attention_mask` [frames]."""
+
+    model_types = ("qwen2_5_omni_thinker",)
+    modalities = ("image", "audio")
+
+    def encode(self, modality: Modality, items: Sequence[Tensors]) -> list[Tensor]:
+        if modality == "image":
+            return self.encode_images(items)
+        mels = [_unpadded(item) for item in items]
+        frames = torch.tensor([mel.shape[1] for mel in mels], device=mels[0].device)
+        tower = self.model.model.audio_tower
+        _, rows = tower._get_feat_extract_output_lengths(frames)
+        output = tower(torch.cat(mels, 1), feature_lens=frames).last_hidden_state
+        return list(output.split(rows.tolist()))
+
+
+def _unpadded(item: Tensors) -> Tensor:
+    """[mel bins, frames]."""
+    mel = item["input_features"]
+    mel = mel.view(mel.shape[-2:])
+    mask = item.get("feature_attention_mask")
+    return mel if mask is None else mel[:, mask.view(-1).bool()]

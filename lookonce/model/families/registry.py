@@ -1,0 +1,26 @@
+"""The one table of supported models: `model_type` of a config → family."""
+
+from __future__ import annotations
+
+from lookonce.errors import ModelLoadError
+from lookonce.model.families.base import ModelFamily, TextFamily
+from lookonce.model.families.gemma3 import Gemma3Family
+from lookonce.model.families.llava import LlavaFamily
+from lookonce.model.families.qwen2_5_omni import Qwen2_5OmniFamily
+from lookonce.model.families.qwen2_5_vl import Qwen2_5VLFamily
+
+FAMILIES: dict[str, type[ModelFamily]] = {
+    model_type: family
+    for family in (TextFamily, LlavaFamily, Qwen2_5VLFamily, Gemma3Family, Qwen2_5OmniFamily)
+    for model_type in family.model_types
+}
+
+
+def family_for(model_type: str) -> type[ModelFamily]:
+    """Raises `ModelLoadError` that lists what is supported."""
+    if model_type not in FAMILIES:
+        supported = ", ".join(sorted(FAMILIES))
+        raise ModelLoadError(
+            f"models of type {model_type!r} are not supported; supported types: {supported}"
+        )
+    return FAMILIES[model_type]

@@ -1,0 +1,203 @@
+"""Executes step plans on one device: forget, learn, encode, compute, sample."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Sequence
+
+import torch
+from torch import Tensor
+
+from lookonce.errors import LookOnceError, RequestFailedError
+from lookonce.model.attention.backend import AttentionBackend
+from lookonce.model.attention.hook import paged_forward_context
+from lookonce.model.encoder import COMPUTE_ERRORS, Encoder, EncodeReport
+from lookonce.model.kv_pages import KVPages
+from lookonce.model.loader import LoadedModel
+from lookonce.model.sampler import Sampled, Sampler
+from lookonce.model.sequences import SequenceTable
+from lookonce.model.step_inputs import StepInputBuilder, StepInputs
+from lookonce.model.token_logits import FAILED
+from lookonce.types.request import TokenLogprob
+from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class Runner:
+    """Implements `types.ports.ModelRunner` for a loaded Hugging Face model.
+
+    Holds the KV pages, the encoder outputs and a row of state per running sequence; what is in
+    them and for how long is the scheduler's decision alone.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_blocks: int,
+        block_size: int,
+        backend: AttentionBackend,
+        max_num_seqs: int,
+        max_num_batched_tokens: int = 2048,
+    ) -> None:
+        self._family = family = loaded.family
+        self._backend = backend
+        self._vocab_size = loaded.info.vocab_size
+        self._kv_pages = KVPages(
+            family.num_layers,
+            num_blocks,
+            block_size,
+            family.num_kv_heads,
+            family.head_dim,
+            loaded.dtype,
+            loaded.device,
+        )
+        self._encoder = Encoder(family, loaded.dtype, loaded.device)
+        self._sampler = Sampler(loaded.info.vocab_size, loaded.info.eos_token_ids)
+        self._table = SequenceTable(
+            max_num_seqs=max_num_seqs,
+            max_model_len=loaded.info.max_model_len,
+            block_size=block_size,
+        )
+        self._inputs = StepInputBuilder(
+            self._table,
+            position_axes=family.position_axes,
+            max_num_seqs=max_num_seqs,
+            max_num_tokens=max(max_num_batched_tokens, family.largest_unsplittable),
+            block_size=block_size,
+            device=loaded.device,
+        )
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. A failing item or sequence is reported and leaves the others alone."""
+        self._forget(plan.finished)
+        self._encoder.drop(plan.dropped_outputs)
+        for new in plan.new:
+            self._learn(new)
+        report = self._encoder.run(plan.encode)
+        for chunk in plan.scheduled:
+            self._table.append_blocks(self._table.row_of(chunk.seq_id), chunk.new_block_ids)
+        samples = _Samples()
+        self._compute(self._computable(plan.scheduled, report.failed, samples), samples)
+        return samples.result(plan, report)
+
+    def _forget(self, seq_ids: Sequence[int]) -> None:
+        self._table.forget(seq_ids)
+        for seq_id in seq_ids:
+            self._sampler.remove(seq_id)
+
+    def _learn(self, new: NewSequence) -> None:
+        self._table.learn(new, mrope=self._family.position_axes > 1)
+        prompt = new.token_ids[: new.num_prompt_tokens]
+        # Placeholder ids may lie outside the vocabulary, which penalties index.
+        known = prompt[prompt < self._vocab_size]
+        output = new.token_ids[new.num_prompt_tokens :]
+        self._sampler.add(new.seq_id, new.sampling, new.sample_index, known, output)
+
+    def _computable(
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        failed_items: Container[bytes],
+        samples: _Samples,
+    ) -> list[ScheduledSequence]:
+        """Leaves out sequences that need an encoder output there is not."""
+        kept = []
+        for chunk in scheduled:
+            missing = [part.key for part in chunk.embeds if part.key not in self._encoder]
+            if not missing:
+                kept.append(chunk)
+            elif not any(key in failed_items for key in missing):
+                samples.fail(chunk.seq_id, "an encoder output is missing")
+        return kept
+
+    def _compute(self, chunks: Sequence[ScheduledSequence], samples: _Samples) -> None:
+        """All sequences in one call; if that fails each alone, so that only the culprit fails.
+
+        Computing a chunk twice is safe: it writes the same keys and values to the same slots.
+        """
+        if not chunks:
+            return
+        try:
+            self._compute_batch(chunks, samples)
+        except torch.AcceleratorError:
+            raise  # the device is lost, not the sequence
+        except COMPUTE_ERRORS as error:
+            logger.warning("a step failed", extra={"sequences": len(chunks)}, exc_info=error)
+            if len(chunks) == 1:
+                samples.fail(chunks[0].seq_id, f"computing failed ({type(error).__name__})")
+                return
+            for chunk in chunks:
+                self._compute([chunk], samples)
+
+    def _compute_batch(self, chunks: Sequence[ScheduledSequence], samples: _Samples) -> None:
+        inputs = self._inputs.build(chunks)
+        hidden = self._forward(inputs)
+        sampled = [chunk for chunk in chunks if chunk.sample]
+        if not sampled:
+            return
+        if inputs.sample_rows is not None:
+            hidden = hidden.index_select(0, inputs.sample_rows)
+        seq_ids = [chunk.seq_id for chunk in sampled]
+        positions = [chunk.start + chunk.num_tokens for chunk in sampled]
+        outcome = self._sampler.sample(self.logits(hidden, seq_ids), seq_ids, positions)
+        self._table.write_tokens(seq_ids, positions, outcome.token_ids)
+        samples.add(seq_ids, outcome)
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        """Hidden states [T, H] after the last norm."""
+        family = self._family
+        embeds: Tensor = family.embed_tokens(inputs.token_ids)
+        extras = {}
+        if inputs.embed_at is not None:
+            extras = family.place(embeds, inputs.embed_at, self._encoder.rows(inputs.embeds))
+        with paged_forward_context(inputs.metadata, self._backend, self._kv_pages):
+            output = family.decoder(
+                inputs_embeds=embeds.unsqueeze(0),
+                position_ids=inputs.position_ids,
+                attention_mask=None,
+                use_cache=False,  # left out, transformers would build a cache of its own
+                **extras,
+            )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: Tensor, seq_ids: Sequence[int]) -> Tensor:
+        """Logits [S, V] float32 of the sampled sequences' last hidden states [S, H]."""
+        logits: Tensor = self._family.lm_head(hidden).float()
+        softcap = self._family.final_softcap
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        return logits
+
+
+class _Samples:
+    """What a step has produced so far, by sequence."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, int] = {}
+        self._logprobs: dict[int, TokenLogprob | None] = {}
+        self._failed: dict[int, LookOnceError] = {}
+
+    def fail(self, seq_id: int, reason: str) -> None:
+        self._failed[seq_id] = RequestFailedError(reason)
+
+    def add(self, seq_ids: Sequence[int], sampled: Sampled) -> None:
+        self._tokens.update(zip(seq_ids, sampled.token_ids, strict=True))
+        if sampled.logprobs is not None:
+            self._logprobs.update(zip(seq_ids, sampled.logprobs, strict=True))
+        for seq_id, token in zip(seq_ids, sampled.token_ids, strict=True):
+            if token == FAILED:
+                self.fail(seq_id, "the model's output was not a number")
+
+    def result(self, plan: StepPlan, report: EncodeReport) -> StepResult:
+        order = [chunk.seq_id for chunk in plan.scheduled if chunk.sample]
+        logprobs = tuple(self._logprobs.get(seq_id) for seq_id in order)
+        return StepResult(
+            token_ids=tuple(self._tokens.get(seq_id, FAILED) for seq_id in order),
+            logprobs=logprobs if self._logprobs else None,
+            failed_items=report.failed,
+            failed_sequences=self._failed,
+            encode_seconds=report.seconds,
+        )

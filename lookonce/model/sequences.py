@@ -1,0 +1,74 @@
+"""What the runner remembers of each running sequence: one row of arrays that outlive the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookonce.model.positions import MropePositions
+from lookonce.types.step import NewSequence
+
+
+class SequenceTable:
+    """Tokens, block tables and position deltas of up to `max_num_seqs` sequences.
+
+    Arrays are indexed [row, ...]; `row_of` gives a sequence's row, which is reused once the
+    sequence is forgotten. Untouched memory costs nothing: the system hands out pages lazily.
+    """
+
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        blocks = -(-max_model_len // block_size)
+        self.tokens = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        """[row, index]; one column more than a sequence may be long, for its last sample."""
+        self.block_tables = np.zeros((max_num_seqs, blocks), np.int32)
+        self.tail_starts = np.zeros(max_num_seqs, np.int64)
+        """[row]; from this index on a position is the index plus `tail_deltas[row]`."""
+        self.tail_deltas = np.zeros(max_num_seqs, np.int64)
+        self._num_blocks = [0] * max_num_seqs
+        self._positions: list[MropePositions | None] = [None] * max_num_seqs
+        self._rows: dict[int, int] = {}
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row_of(self, seq_id: int) -> int:
+        """Raises `KeyError` for a sequence not learnt."""
+        return self._rows[seq_id]
+
+    def learn(self, new: NewSequence, *, mrope: bool) -> None:
+        row = self._free.pop()
+        self._rows[new.seq_id] = row
+        self.tokens[row, : len(new.token_ids)] = new.token_ids
+        self._num_blocks[row] = 0
+        positions = MropePositions(new.features) if mrope else None
+        self._positions[row] = positions
+        self.tail_starts[row] = 0 if positions is None else positions.tail_start
+        self.tail_deltas[row] = 0 if positions is None else positions.tail_delta
+
+    def forget(self, seq_ids: Iterable[int]) -> None:
+        """A sequence that is not known is no error: it may never have been scheduled."""
+        for seq_id in seq_ids:
+            row = self._rows.pop(seq_id, None)
+            if row is not None:
+                self._positions[row] = None
+                self._free.append(row)
+
+    def append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
+        used = self._num_blocks[row]
+        self.block_tables[row, used : used + len(block_ids)] = block_ids
+        self._num_blocks[row] = used + len(block_ids)
+
+    def write_tokens(
+        self, seq_ids: Sequence[int], indices: Sequence[int], token_ids: Sequence[int]
+    ) -> None:
+        """Put one token per sequence at its index."""
+        self.tokens[[self._rows[seq_id] for seq_id in seq_ids], indices] = token_ids
+
+    def fill_mrope(self, row: int, start: int, out: NDArray[np.int64]) -> None:
+        """Positions of `[start, start + n)` on three axes into `out` [3, n]."""
+        positions = self._positions[row]
+        if positions is not None:
+            positions.fill(start, out)
