@@ -1,0 +1,41 @@
+"""What one planning pass may still spend and what it has decided: short-lived, one per step."""
+
+from __future__ import annotations
+
+from lookonce.core.request import Request
+from lookonce.types.step import EncodeItem, NewSequence, ScheduledSequence
+
+
+class EncoderBudget:
+    """Encoder rows one step may compute; an item above the whole budget runs alone."""
+
+    __slots__ = ("_left", "_untouched")
+
+    def __init__(self, rows: int) -> None:
+        self._left = rows
+        self._untouched = True
+
+    def affords(self, rows: int) -> bool:
+        return rows <= self._left or self._untouched
+
+    def spend(self, rows: int) -> None:
+        self._left -= rows
+        self._untouched = False
+
+
+class StepPass:
+    """One pass of planning: budgets going down, the plan growing."""
+
+    __slots__ = ("encode", "encode_owners", "encoder", "new", "scheduled", "stalled", "tokens")
+
+    def __init__(self, tokens: int, encoder_rows: int) -> None:
+        self.tokens = tokens
+        """Token positions that can still be scheduled."""
+        self.encoder = EncoderBudget(encoder_rows)
+        self.new: list[NewSequence] = []
+        self.encode: list[EncodeItem] = []
+        self.encode_owners: dict[bytes, tuple[Request, int]] = {}
+        """Key encoded in this step → the request and feature that caused it."""
+        self.scheduled: list[ScheduledSequence] = []
+        self.stalled = False
+        """A running sequence got nothing: nobody is admitted past it."""

@@ -1,0 +1,257 @@
+"""Which encoder outputs the device holds, for whom, and how many bytes they take.
+
+    absent ──try_allocate──▶ unheld ──hold──▶ held by one or more holders
+       ▲                       │  ▲                │
+       └── evicted, cleared ───┘  └── last release ┘
+
+Only unheld entries leave. The next to leave is the least recently used, weighted by what it cost
+to compute per byte (greedy dual): an entry's priority is the clock plus its cost per byte, and the
+clock moves up to the priority of each entry that leaves. With equal costs this is plain LRU.
+
+The index runs both ways, holder → keys and key → holders, and every change updates both.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from lookonce.errors import TooLargeError
+
+_HEAP_SLACK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Room made for one output, and the keys that had to leave for it."""
+
+    key: bytes
+    num_bytes: int
+    evicted: tuple[bytes, ...] = ()
+
+
+class _Entry:
+    __slots__ = ("condemned", "cost_per_byte", "holders", "num_bytes", "tick")
+
+    def __init__(self, num_bytes: int, cost_per_byte: float) -> None:
+        self.num_bytes = num_bytes
+        self.cost_per_byte = cost_per_byte
+        self.holders: dict[int, int] = {}
+        """Holder → how many times it holds this entry."""
+        self.tick = 0
+        """Names the entry's live place in the heap; 0 while held."""
+        self.condemned = False
+        """Cleared while held: leaves with its last holder."""
+
+
+class EncoderCache:
+    """Accounts for encoder outputs; the runner keeps the tensors under the same keys.
+
+    A holder is a sequence id. One holder may hold one key several times (the same picture twice
+    in a prompt); each hold needs its release. `take_dropped` names the keys that left since it
+    was last asked: the runner must free those.
+    """
+
+    def __init__(self, capacity_bytes: int, row_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.row_bytes = row_bytes
+        self._entries: dict[bytes, _Entry] = {}
+        self._held: dict[int, dict[bytes, None]] = {}
+        """Holder → keys it holds; each entry counts how often."""
+        self._used_bytes = 0
+        self._unheld_bytes = 0
+        self._heap: list[tuple[float, int, bytes]] = []
+        """(priority, tick, key) of unheld entries, and stale ones whose tick is not the entry's."""
+        self._tick = 0
+        self._clock = 0.0
+        self._usual_cost = 0.0
+        """Running mean of the recorded costs per byte; stands in where none was recorded."""
+        self._dropped: list[bytes] = []
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        return self._used_bytes - self._unheld_bytes
+
+    @property
+    def num_holders(self) -> int:
+        return len(self._held)
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether `take_dropped` would name any key."""
+        return bool(self._dropped)
+
+    def refuse_oversize(self, num_embeds: int, what: str) -> None:
+        """Raise `TooLargeError` when `what` could never fit, with its size and the limit."""
+        num_bytes = num_embeds * self.row_bytes
+        if num_bytes > self.capacity_bytes:
+            raise TooLargeError(
+                f"{what} needs {num_bytes} bytes of encoder cache; the limit is "
+                f"{self.capacity_bytes} bytes",
+                param="features",
+            )
+
+    def try_allocate(self, key: bytes, num_embeds: int) -> Allocation | None:
+        """Make room for an absent key, evicting unheld entries only as far as needed.
+
+        None, with nothing changed, when what is held leaves too little room. The new entry is
+        unheld: hold it before the next allocation.
+        """
+        if key in self._entries:
+            raise ValueError("the key is already in the encoder cache")
+        self.refuse_oversize(num_embeds, "an item")
+        num_bytes = num_embeds * self.row_bytes
+        if self.held_bytes + num_bytes > self.capacity_bytes:
+            return None
+        evicted = self._evict_until(self.capacity_bytes - num_bytes)
+        entry = self._entries[key] = _Entry(num_bytes, self._usual_cost)
+        self._used_bytes += num_bytes
+        self._make_evictable(key, entry)
+        return Allocation(key, num_bytes, evicted)
+
+    def hold(self, holder: int, key: bytes) -> None:
+        """Keep an entry until `release`; it counts as used now."""
+        entry = self._entries[key]
+        if not entry.holders:
+            self._unheld_bytes -= entry.num_bytes
+            entry.tick = 0
+        entry.holders[holder] = entry.holders.get(holder, 0) + 1
+        self._held.setdefault(holder, {})[key] = None
+
+    def release(self, holder: int, key: bytes) -> None:
+        """Give one hold back. Raises `KeyError` when the holder has none."""
+        entry = self._entries[key]
+        count = entry.holders[holder] - 1
+        if count:
+            entry.holders[holder] = count
+            return
+        self._forget_holder(holder, key)
+        del entry.holders[holder]
+        self._settle(key, entry)
+
+    def release_all(self, holder: int) -> None:
+        """Give back everything a holder has, however often it holds it; nothing if nothing."""
+        for key in self._held.pop(holder, ()):
+            entry = self._entries[key]
+            del entry.holders[holder]
+            self._settle(key, entry)
+
+    def holders(self, key: bytes) -> tuple[int, ...]:
+        entry = self._entries.get(key)
+        return () if entry is None else tuple(entry.holders)
+
+    def held_keys(self, holder: int) -> tuple[bytes, ...]:
+        return tuple(self._held.get(holder, ()))
+
+    def remove_failed(self, key: bytes) -> None:
+        """Forget an output that could not be computed, whoever holds it; the runner has none."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        for holder in entry.holders:
+            self._forget_holder(holder, key)
+        if not entry.holders:
+            self._unheld_bytes -= entry.num_bytes
+        self._delete(key, entry)
+
+    def record_cost(self, key: bytes, seconds: float) -> None:
+        """What computing the output took; decides how long it stays once unheld."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.cost_per_byte = seconds / max(entry.num_bytes, 1)
+            usual = self._usual_cost or entry.cost_per_byte
+            self._usual_cost = 0.9 * usual + 0.1 * entry.cost_per_byte
+            if not entry.holders:
+                self._unheld_bytes -= entry.num_bytes
+                self._make_evictable(key, entry)
+
+    def clear(self) -> None:
+        """Drop everything unheld; what is held leaves with its last holder."""
+        for key, entry in list(self._entries.items()):
+            entry.condemned = True
+            if not entry.holders:
+                self._unheld_bytes -= entry.num_bytes
+                self._drop(key, entry)
+
+    def take_dropped(self) -> tuple[bytes, ...]:
+        """Keys that left since the last call, in order."""
+        dropped = tuple(self._dropped)
+        self._dropped.clear()
+        return dropped
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` where bytes, holders and the eviction order disagree."""
+        entries = self._entries
+        unheld = {key: entry for key, entry in entries.items() if not entry.holders}
+        if self._used_bytes != sum(e.num_bytes for e in entries.values()):
+            raise RuntimeError("used bytes differ from the entries' sum")
+        if self._unheld_bytes != sum(e.num_bytes for e in unheld.values()):
+            raise RuntimeError("unheld bytes differ from the unheld entries' sum")
+        if self._used_bytes > self.capacity_bytes:
+            raise RuntimeError("the encoder cache is over its capacity")
+        by_holder = {(h, key) for h, keys in self._held.items() for key in keys}
+        if by_holder != {(h, key) for key, e in entries.items() for h in e.holders}:
+            raise RuntimeError("holders and held keys disagree")
+        if any(not keys for keys in self._held.values()):
+            raise RuntimeError("a holder of nothing is still listed")
+        live = {key for _, tick, key in self._heap if key in unheld and unheld[key].tick == tick}
+        if live != unheld.keys():
+            raise RuntimeError("an unheld entry cannot be evicted")
+
+    def _forget_holder(self, holder: int, key: bytes) -> None:
+        keys = self._held[holder]
+        del keys[key]
+        if not keys:
+            del self._held[holder]
+
+    def _settle(self, key: bytes, entry: _Entry) -> None:
+        """After a holder left: the entry becomes evictable, or goes if it was condemned."""
+        if entry.holders:
+            return
+        if entry.condemned:
+            self._drop(key, entry)
+        else:
+            self._make_evictable(key, entry)
+
+    def _make_evictable(self, key: bytes, entry: _Entry) -> None:
+        self._unheld_bytes += entry.num_bytes
+        self._tick += 1
+        entry.tick = self._tick
+        heapq.heappush(self._heap, (self._clock + entry.cost_per_byte, entry.tick, key))
+        if len(self._heap) > 2 * len(self._entries) + _HEAP_SLACK:
+            self._heap = [place for place in self._heap if self._is_live(place)]
+            heapq.heapify(self._heap)
+
+    def _is_live(self, place: tuple[float, int, bytes]) -> bool:
+        entry = self._entries.get(place[2])
+        return entry is not None and entry.tick == place[1]
+
+    def _evict_until(self, room: int) -> tuple[bytes, ...]:
+        evicted: list[bytes] = []
+        while self._used_bytes > room:
+            place = heapq.heappop(self._heap)
+            if self._is_live(place):
+                self._clock, _, key = place
+                entry = self._entries[key]
+                self._unheld_bytes -= entry.num_bytes
+                self._drop(key, entry)
+                evicted.append(key)
+        return tuple(evicted)
+
+    def _drop(self, key: bytes, entry: _Entry) -> None:
+        self._delete(key, entry)
+        self._dropped.append(key)
+
+    def _delete(self, key: bytes, entry: _Entry) -> None:
+        del self._entries[key]
+        self._used_bytes -= entry.num_bytes

@@ -1,0 +1,166 @@
+"""A request's media features, sorted by offset, and the question which of them a window touches.
+
+            offset          end
+               ▼             ▼
+    . . . . . [I I I I I I I] . . [I I I] . .      features never overlap, so offsets and ends
+                    └──────── window ──┘           are both sorted: two bisections find the range
+
+A window `[start, end)` touches a feature when they share a position; touching edges do not count.
+Every question costs O(log n) plus the features touched, however many lie outside the window.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+
+from lookonce.errors import BadRequestError
+from lookonce.types.media import MediaFeature
+from lookonce.types.step import EmbedSlice
+
+
+class Features:
+    """The features of one prompt, checked once when they are added, append-only in O(1).
+
+    Raises `BadRequestError` for an item with a wrong shape, and for two that overlap or are out
+    of order (naming both).
+    """
+
+    __slots__ = ("_as_tuple", "_ends", "_features", "_offsets")
+
+    def __init__(self, features: Iterable[MediaFeature] = ()) -> None:
+        self._features: list[MediaFeature] = []
+        self._offsets = array("q")
+        self._ends = array("q")
+        self._as_tuple: tuple[MediaFeature, ...] | None = None
+        for feature in features:
+            self.append(feature)
+
+    def append(self, feature: MediaFeature) -> None:
+        """Add a feature that begins at or after the end of the last one."""
+        index = len(self._features)
+        _check_shape(feature, index)
+        if index and feature.offset < self._ends[-1]:
+            raise BadRequestError(_conflict(self._features[-1], feature, index), param="features")
+        self._features.append(feature)
+        self._offsets.append(feature.offset)
+        self._ends.append(feature.end)
+        self._as_tuple = None
+
+    def __len__(self) -> int:
+        return len(self._features)
+
+    def __getitem__(self, index: int) -> MediaFeature:
+        return self._features[index]
+
+    @property
+    def end(self) -> int:
+        """End of the last feature, 0 when there is none."""
+        return self._ends[-1] if self._ends else 0
+
+    def overlapping(self, start: int, end: int) -> range:
+        """Indices of the features that share a position with `[start, end)`, in order."""
+        if start >= end:
+            return range(0)
+        return range(bisect_right(self._ends, start), bisect_left(self._offsets, end))
+
+    def embed_slices(self, start: int, end: int) -> tuple[EmbedSlice, ...]:
+        """Which encoder output rows the positions `[start, end)` take; `row` counts from start."""
+        slices: list[EmbedSlice] = []
+        for index in self.overlapping(start, end):
+            slices += feature_slices(self._features[index], start, end)
+        return tuple(slices)
+
+    def as_tuple(self) -> tuple[MediaFeature, ...]:
+        """All features; built once and kept until the next append."""
+        if self._as_tuple is None:
+            self._as_tuple = tuple(self._features)
+        return self._as_tuple
+
+
+class EncoderInputs:
+    """Inputs of an encoder-decoder request: all sit at offset 0, none takes a decoder position.
+
+    The first decoder chunk computes the cross-attention K/V from all of them; later ones none.
+    """
+
+    __slots__ = ("_features",)
+
+    def __init__(self, features: tuple[MediaFeature, ...]) -> None:
+        for index, feature in enumerate(features):
+            if feature.offset != 0:
+                raise BadRequestError(
+                    f"item {index} of an encoder-decoder request is at offset {feature.offset}; "
+                    "all are at offset 0",
+                    param="features",
+                )
+        self._features = features
+
+    def __len__(self) -> int:
+        return len(self._features)
+
+    def __getitem__(self, index: int) -> MediaFeature:
+        return self._features[index]
+
+    def overlapping(self, start: int, end: int) -> range:
+        """Every input for a chunk that begins at position 0, none for any other."""
+        return range(len(self._features) if start == 0 < end else 0)
+
+
+def feature_slices(feature: MediaFeature, start: int, end: int) -> list[EmbedSlice]:
+    """The rows of one feature's output that go to positions `[start, end)`."""
+    slices: list[EmbedSlice] = []
+    rows_before = 0
+    for first, last in _embed_ranges(feature):
+        low, high = max(feature.offset + first, start), min(feature.offset + last, end)
+        if low < high:
+            row = rows_before + low - feature.offset - first
+            slices.append(EmbedSlice(feature.key, row, row + high - low, low - start))
+        elif feature.offset + first >= end:
+            break
+        rows_before += last - first
+    return slices
+
+
+def next_embed(feature: MediaFeature, start: int) -> int | None:
+    """The first position at or after `start` that takes a row of the feature; None if none does."""
+    for first, last in _embed_ranges(feature):
+        if feature.offset + last > start:
+            return max(feature.offset + first, start)
+    return None
+
+
+def _embed_ranges(feature: MediaFeature) -> tuple[tuple[int, int], ...]:
+    return ((0, feature.length),) if feature.is_embed is None else feature.is_embed
+
+
+def _check_shape(feature: MediaFeature, index: int) -> None:
+    if feature.offset < 0 or feature.length < 1:
+        raise BadRequestError(
+            f"item {index} has offset {feature.offset} and length {feature.length}; "
+            "offsets are not negative and lengths at least 1",
+            param="features",
+        )
+    rows, at = 0, 0
+    for first, last in _embed_ranges(feature):
+        if not at <= first < last <= feature.length:
+            raise BadRequestError(
+                f"item {index}: is_embed range ({first}, {last}) is not in order within its "
+                f"length {feature.length}",
+                param="features",
+            )
+        rows, at = rows + last - first, last
+    if rows != feature.num_embeds:
+        raise BadRequestError(
+            f"item {index} takes {rows} embed positions but has {feature.num_embeds} rows",
+            param="features",
+        )
+
+
+def _conflict(before: MediaFeature, after: MediaFeature, index: int) -> str:
+    problem = "overlap" if after.end > before.offset else "are out of order"
+    return (
+        f"items {index - 1} and {index} {problem}: positions [{before.offset}, {before.end}) "
+        f"and [{after.offset}, {after.end})"
+    )

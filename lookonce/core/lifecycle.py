@@ -1,0 +1,89 @@
+"""Every transition of a sequence, with what it takes and gives back: one method each."""
+
+from __future__ import annotations
+
+from lookonce.core.blocks import BlockPool
+from lookonce.core.encoder_cache import EncoderCache
+from lookonce.core.outbox import Outbox
+from lookonce.core.request import FactsRecord, Request, Sequence, State
+from lookonce.core.roster import Roster
+
+
+class Lifecycle:
+    """Keeps states, KV blocks, encoder holds and the runner's knowledge in step."""
+
+    def __init__(
+        self, pool: BlockPool, encoder_cache: EncoderCache, roster: Roster, outbox: Outbox
+    ) -> None:
+        self._pool = pool
+        self._encoder_cache = encoder_cache
+        self._roster = roster
+        self._outbox = outbox
+
+    def admit(self, sequence: Sequence, blocks: list[int], num_cached_blocks: int) -> None:
+        """WAITING → PREFILLING with `blocks`, the first `num_cached_blocks` computed already."""
+        self._roster.move(sequence, State.PREFILLING)
+        sequence.block_ids = blocks
+        sequence.num_computed = num_cached_blocks * self._pool.block_size
+        sequence.num_registered = num_cached_blocks
+        sequence.cache_generation = self._pool.generation
+        request = sequence.request
+        if request.facts is None:
+            request.facts = FactsRecord(sequence.num_computed, len(request.features))
+
+    def begin_decode(self, sequence: Sequence) -> None:
+        """PREFILLING → DECODING: every token but the last sampled one is computed."""
+        self._roster.move(sequence, State.DECODING)
+
+    def release_siblings(self, leader: Sequence) -> None:
+        """HELD_BACK → WAITING for the other samples, once `leader` has computed the prompt.
+
+        They begin with the leader's prompt hashes, and so find its blocks in the prefix cache.
+        """
+        request = leader.request
+        request.prefilled = True
+        prompt_blocks = request.num_prompt_tokens // self._pool.block_size
+        for sibling in request.sequences:
+            if sibling.state is State.HELD_BACK:
+                sibling.chain = leader.chain[:prompt_blocks]
+                self._roster.move(sibling, State.WAITING)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """PREFILLING or DECODING → WAITING: everything computed is given up."""
+        self._give_back(sequence)
+        self._roster.move(sequence, State.WAITING)
+
+    def set_aside(self, sequence: Sequence, keys: tuple[bytes, ...]) -> None:
+        """WAITING or PREFILLING → ASIDE, asking for `keys`; nothing is kept meanwhile."""
+        self._give_back(sequence)
+        self._roster.move(sequence, State.ASIDE)
+        self._outbox.output.needs.append((sequence.request.request_id, keys))
+
+    def resume(self, sequence: Sequence) -> None:
+        """ASIDE → WAITING, in its place of arrival."""
+        self._roster.move(sequence, State.WAITING)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Any state → FINISHED. The request ends with its last sequence."""
+        self._give_back(sequence)
+        self._roster.move(sequence, State.FINISHED)
+        request = sequence.request
+        if request.finished:
+            self._roster.forget(request)
+            self._outbox.output.released.append(request.request_id)
+        elif not request.prefilled:
+            self._promote_leader(request)
+
+    def _promote_leader(self, request: Request) -> None:
+        """The sample the others waited for is gone: the next one computes the prompt."""
+        live = request.live_sequences()
+        if all(s.state is State.HELD_BACK for s in live):
+            self._roster.move(live[0], State.WAITING)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self._encoder_cache.release_all(sequence.seq_id)
+        if sequence.block_ids:
+            self._pool.release(sequence.block_ids)
+        if sequence.announced:
+            self._outbox.finished.append(sequence.seq_id)
+        sequence.clear_computed()

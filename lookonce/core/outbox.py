@@ -1,0 +1,57 @@
+"""What the scheduler has to say, gathered until the next plan or output takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lookonce.errors import LookOnceError, error_to_wire
+from lookonce.types.request import FinishReason, TokenDelta
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """What became known since the last output."""
+
+    deltas: list[TokenDelta] = field(default_factory=list)
+    accepted: list[str] = field(default_factory=list)
+    """Requests for which nothing will have to be asked any more."""
+    needs: list[tuple[str, tuple[bytes, ...]]] = field(default_factory=list)
+    """(request id, keys) of requests put aside until these items are supplied."""
+    released: list[str] = field(default_factory=list)
+    """Requests that ended: whatever is kept for them can go."""
+
+    def __bool__(self) -> bool:
+        return bool(self.deltas or self.accepted or self.needs or self.released)
+
+
+class Outbox:
+    """Pending output for the clients, and pending news for the runner."""
+
+    __slots__ = ("finished", "output")
+
+    def __init__(self) -> None:
+        self.output = SchedulerOutput()
+        self.finished: list[int] = []
+        """Sequences the runner knows and must forget."""
+
+    def take_output(self) -> SchedulerOutput:
+        output, self.output = self.output, SchedulerOutput()
+        return output
+
+    def take_finished(self) -> tuple[int, ...]:
+        finished = tuple(self.finished)
+        self.finished.clear()
+        return finished
+
+    def end(
+        self,
+        request_id: str,
+        index: int,
+        reason: FinishReason,
+        error: LookOnceError | None = None,
+    ) -> None:
+        """A last delta without tokens."""
+        wire = None if error is None else error_to_wire(error)
+        self.output.deltas.append(
+            TokenDelta(request_id, index, [], finish_reason=reason, error=wire)
+        )

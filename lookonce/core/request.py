@@ -1,0 +1,239 @@
+"""A request inside the engine, and its n samples as sequences with an explicit state machine.
+
+                    ┌──────────── preempt ────────────┐
+                    ▼                                 │
+    HELD_BACK ─▶ WAITING ─ admit ─▶ PREFILLING ─ begin_decode ─▶ DECODING
+                  ▲   │                │
+           resume │   └── set_aside ───┤
+                  │                    ▼
+                  └───────────────── ASIDE             FINISHED from every state
+
+HELD_BACK: a sibling that waits until the request's leader has computed the prompt.
+ASIDE: media items the engine lacks were asked for; supplying them resumes it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookonce.core.features import Features
+from lookonce.core.prefix import extend_chain, root_hash
+from lookonce.core.tokens import TokenBuffer
+from lookonce.types.media import ProcessedItem
+from lookonce.types.request import (
+    MAX_LISTED_ITEMS,
+    EncoderOutcome,
+    GenerateRequest,
+    PrefillFacts,
+)
+
+
+class State(Enum):
+    HELD_BACK = "held back"
+    WAITING = "waiting"
+    ASIDE = "aside"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+    __hash__ = object.__hash__
+    """By identity: states key the scheduler's lanes, and Enum's own hash is slow."""
+
+
+ALLOWED: dict[State, frozenset[State]] = {
+    State.HELD_BACK: frozenset({State.WAITING, State.FINISHED}),
+    State.WAITING: frozenset({State.PREFILLING, State.ASIDE, State.FINISHED}),
+    State.ASIDE: frozenset({State.WAITING, State.FINISHED}),
+    State.PREFILLING: frozenset(
+        {State.DECODING, State.WAITING, State.ASIDE, State.FINISHED}
+    ),
+    State.DECODING: frozenset({State.WAITING, State.FINISHED}),
+    State.FINISHED: frozenset(),
+}  # fmt: skip
+
+
+class FactsRecord:
+    """Collects what a request reused; `prefix_cached_tokens` never changes once set."""
+
+    __slots__ = ("_encode_ms", "_outcomes", "prefix_cached_tokens")
+
+    def __init__(self, prefix_cached_tokens: int, num_features: int) -> None:
+        listed = min(num_features, MAX_LISTED_ITEMS)
+        self.prefix_cached_tokens = prefix_cached_tokens
+        self._outcomes: list[EncoderOutcome] = ["skipped"] * listed
+        self._encode_ms = [0.0] * listed
+
+    def note(self, index: int, outcome: EncoderOutcome) -> None:
+        """The first use of a feature's output decides its outcome."""
+        if index < len(self._outcomes) and self._outcomes[index] == "skipped":
+            self._outcomes[index] = outcome
+
+    def note_encoding(self, index: int, seconds: float) -> None:
+        if index < len(self._encode_ms):
+            self._encode_ms[index] += 1000.0 * seconds
+
+    def freeze(self) -> PrefillFacts:
+        return PrefillFacts(
+            prefix_cached_tokens=self.prefix_cached_tokens,
+            encoder=tuple(self._outcomes),
+            encode_ms=tuple(self._encode_ms),
+        )
+
+
+class Request:
+    """What all samples share. Built once per request, by `admission.build_request`."""
+
+    __slots__ = (
+        "accepted",
+        "arrival",
+        "eos_token_ids",
+        "facts",
+        "features",
+        "items",
+        "last_missing_end",
+        "missing",
+        "num_active",
+        "num_prompt_tokens",
+        "prefilled",
+        "prompt",
+        "request_id",
+        "root",
+        "sampling",
+        "sequences",
+        "stop_token_ids",
+    )
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        prompt: NDArray[np.int32],
+        features: Features,
+        items: dict[bytes, ProcessedItem],
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        sampling = request.sampling
+        self.request_id = request.request_id
+        self.arrival = request.arrival
+        self.sampling = sampling
+        self.prompt = prompt
+        self.num_prompt_tokens = len(prompt)
+        self.features = features
+        self.root = root_hash(request.scope)
+        self.items = items
+        """Every item the engine holds for this request; kept for recompute after preemption."""
+        self.missing: set[bytes] = set()
+        """Keys of items the engine lacks."""
+        self.last_missing_end = 0
+        """Position after which no missing item is needed."""
+        self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
+        self.stop_token_ids = frozenset(sampling.stop_token_ids)
+        self.sequences: list[Sequence] = []
+        self.num_active = 0
+        """Sequences that hold KV blocks."""
+        self.accepted = False
+        self.prefilled = False
+        """Some sample has computed the whole prompt: siblings need not wait any more."""
+        self.facts: FactsRecord | None = None
+        self.update_missing()
+
+    def update_missing(self) -> None:
+        """Recount what the engine lacks: O(items), only when items come or the request is new."""
+        self.missing.clear()
+        self.last_missing_end = 0
+        for feature in self.features.as_tuple():
+            if feature.key not in self.items:
+                self.missing.add(feature.key)
+                self.last_missing_end = feature.end
+
+    @property
+    def self_sufficient(self) -> bool:
+        """Every item is here: the request can be recomputed without asking anyone."""
+        return not self.missing
+
+    @property
+    def finished(self) -> bool:
+        return all(s.state is State.FINISHED for s in self.sequences)
+
+    def live_sequences(self) -> list[Sequence]:
+        return [s for s in self.sequences if s.state is not State.FINISHED]
+
+
+class Sequence:
+    """One sample: its tokens, how far they are computed, and the KV blocks that hold the result."""
+
+    __slots__ = (
+        "admissible_with",
+        "announced",
+        "block_ids",
+        "cache_generation",
+        "chain",
+        "held",
+        "index",
+        "max_tokens",
+        "next_hash",
+        "num_computed",
+        "num_delivered",
+        "num_registered",
+        "order",
+        "request",
+        "seq_id",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self, seq_id: int, request: Request, index: int, max_tokens: int) -> None:
+        self.seq_id = seq_id
+        self.request = request
+        self.index = index
+        self.order = (request.arrival, seq_id)
+        """First come, first served."""
+        self.state = State.WAITING if index == 0 else State.HELD_BACK
+        self.tokens = TokenBuffer(request.prompt)
+        self.max_tokens = max_tokens
+        """Prompt plus generated tokens at which it ends with "length"."""
+        self.chain: list[bytes] = []
+        """Hashes of all full blocks so far."""
+        self.admissible_with = 0
+        """Free blocks below which trying to admit again is in vain, unless..."""
+        self.next_hash: bytes | None = None
+        """...the block after the cached prefix has become cached meanwhile."""
+        self.clear_computed()
+
+    def clear_computed(self) -> None:
+        """Forget everything computed; tokens and their hashes stay."""
+        self.num_computed = 0
+        self.num_registered = 0
+        """Full blocks already registered under their hash."""
+        self.cache_generation = -1
+        self.block_ids: list[int] = []
+        self.num_delivered = 0
+        """Of those, how many the runner has been told of."""
+        self.held: deque[int] = deque()
+        """Features whose encoder output this sequence holds, ascending."""
+        self.announced = False
+        """The runner knows this sequence."""
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.request.num_prompt_tokens
+
+    def deliver_blocks(self) -> tuple[int, ...]:
+        """The blocks the runner has not been told of; from now on it has."""
+        known, self.num_delivered = self.num_delivered, len(self.block_ids)
+        return tuple(self.block_ids[known:])
+
+    def extend_chain(self, block_size: int) -> None:
+        request = self.request
+        extend_chain(self.chain, request.root, self.tokens, request.features, block_size)
+
+    def move_to(self, state: State) -> None:
+        """Change state; an illegal transition is a bug in the scheduler and raises."""
+        if state not in ALLOWED[self.state]:
+            raise RuntimeError(
+                f"sequence {self.seq_id} cannot go from {self.state.value} to {state.value}"
+            )
+        self.state = state
