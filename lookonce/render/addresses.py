@@ -1,0 +1,105 @@
+"""Which network addresses media may be fetched from, and a backend that connects to no other.
+
+A host is resolved once; every address is judged; the connection goes to an address that was
+judged, never to the name again. So what was checked is what is connected to, on every hop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeAlias
+
+import httpcore
+
+IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+Resolver: TypeAlias = Callable[[str, int], Awaitable[list[str]]]
+"""Host and port → textual addresses; raises `OSError` when there is none."""
+
+# Ranges that some version of `ipaddress` counts as global. IPv4: protocol assignments, the 6to4
+# relay, shared and benchmark space, a cloud's metadata service. IPv6: those that carry an IPv4
+# address (mapped, compatible, NAT64, 6to4, Teredo), documentation, segment routing, site-local.
+_REFUSED = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        "192.0.0.0/24", "192.88.99.0/24", "100.64.0.0/10", "198.18.0.0/15", "168.63.129.16/32",
+        "::/96", "::ffff:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/23",
+        "2001:db8::/32", "3fff::/20", "5f00::/16", "fec0::/10",
+    )
+)  # fmt: skip
+
+
+class AddressRefusedError(OSError):
+    """Every address of the host is private, reserved or otherwise not public."""
+
+
+def is_public(address: IPAddress) -> bool:
+    """Whether a fetch may connect here: globally routable unicast, and no tunnel to elsewhere."""
+    if isinstance(address, ipaddress.IPv6Address) and address.scope_id is not None:
+        return False
+    if any(address in network for network in _REFUSED):
+        return False
+    return address.is_global and not (
+        address.is_multicast
+        or address.is_reserved
+        or address.is_unspecified
+        or address.is_loopback
+        or address.is_link_local
+    )
+
+
+async def resolve(host: str, port: int) -> list[str]:
+    """The system resolver, off the event loop's thread."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+class GuardedBackend(httpcore.AsyncNetworkBackend):
+    """Opens TCP connections for the fetcher, only to addresses that passed `is_public`."""
+
+    def __init__(self, *, allow_private: bool, resolver: Resolver = resolve) -> None:
+        self._allow_private = allow_private
+        self._resolver = resolver
+        self._inner = httpcore.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        """Raises `AddressRefusedError`, or `OSError`/`httpcore.ConnectError` when none answers."""
+        failure: Exception = httpcore.ConnectError("the host has no address")
+        for address in await self._allowed(host, port):
+            try:
+                return await self._inner.connect_tcp(
+                    address, port, timeout, local_address, socket_options
+                )
+            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+                failure = error
+        raise failure
+
+    async def _allowed(self, host: str, port: int) -> list[str]:
+        addresses = await self._resolver(host, port)
+        if self._allow_private:
+            return addresses
+        public = [text for text in addresses if is_public(ipaddress.ip_address(text))]
+        if addresses and not public:
+            raise AddressRefusedError("no public address")
+        return public
+
+    async def connect_unix_socket(
+        self,
+        path: str,
+        timeout: float | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        raise AddressRefusedError("unix sockets are not fetched from")
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)

@@ -1,0 +1,63 @@
+"""Gemma 3: one square picture, a fixed number of tokens between begin and end of image."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from PIL import Image
+
+from lookonce.render.families.base import (
+    Decoded,
+    FolderFiles,
+    Options,
+    ProcessorFamily,
+    token_id,
+)
+from lookonce.render.families.hf import image_processor
+from lookonce.render.families.pixels import PixelTable, resized
+from lookonce.types.media import Expansion, Modality, ProcessedItem
+
+
+class Gemma3Processing(ProcessorFamily):
+    """Pan and scan, off by default in the processor too, is not offered."""
+
+    model_types = ("gemma3",)
+    modalities = ("image",)
+
+    def __init__(self, files: FolderFiles, dtype: str) -> None:
+        super().__init__(files, dtype)
+        config = files.config
+        self._begin = token_id(config, "boi_token_id", "boi_token_index")
+        self._end = token_id(config, "eoi_token_id", "eoi_token_index")
+        self._token = token_id(config, "image_token_id", "image_token_index")
+        self._num_tokens = int(config.get("mm_tokens_per_image", 256))
+
+    def placeholder_token_id(self, modality: Modality) -> int:
+        """The template writes begin-of-image where the whole picture goes."""
+        return self._begin
+
+    def surroundings(self, modality: Modality) -> tuple[str, str]:
+        return "\n\n", "\n\n"
+
+    def expansion_of_size(
+        self, modality: Modality, size: tuple[int, ...], options: Options
+    ) -> Expansion:
+        runs = ((self._begin, 1), (self._token, self._num_tokens), (self._end, 1))
+        return Expansion(runs, self._token)
+
+    def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
+        """`pixel_values` [3, height, width]."""
+        assert isinstance(decoded, Image.Image)
+        size = self._processor.size
+        pixels = resized(decoded, size.width, size.height, self._processor.resample)
+        arrays = {"pixel_values": self._table.planes(pixels)}
+        return ProcessedItem("image", arrays, self.expansion_of_size("image", decoded.size, {}))
+
+    @cached_property
+    def _processor(self) -> Any:
+        return image_processor(self.files.image_processor, "Gemma3ImageProcessor")
+
+    @cached_property
+    def _table(self) -> PixelTable:
+        return PixelTable(self._processor, self.dtype)

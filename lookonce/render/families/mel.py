@@ -1,0 +1,61 @@
+"""Log-mel features as `WhisperFeatureExtractor` computes them, of the real length only, fast.
+
+The extractor pads every clip to its chunk length (30 s and more) and then works on all of it: by
+torch, or by a Python loop over frames. This one works on the frames that hold sound, in double
+precision, and agrees with the extractor to rounding: 2e-7 with its NumPy path, 1e-4 with torch's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK_FRAMES = 2048
+"""Frames transformed at once, so that long clips need little memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class MelSettings:
+    """`filters` is [n_fft // 2 + 1, mel bins]; lengths are in samples."""
+
+    filters: NDArray[np.float64]
+    n_fft: int
+    hop_length: int
+    max_samples: int
+
+
+def log_mel(samples: NDArray[np.float32], settings: MelSettings) -> NDArray[np.float32]:
+    """Features [mel bins, frames] of mono `samples` [n], frames = ceil(n / hop), n in 1..max."""
+    hop = settings.hop_length
+    frames = num_frames(len(samples), hop)
+    # Two frames more than are kept still touch sound, and their level counts for the maximum.
+    spectrum = _log_spectrum(_padded(samples, settings), settings)[
+        : min(frames + 2, settings.max_samples // hop)
+    ]
+    spectrum = np.maximum(spectrum, spectrum.max() - 8.0)[:frames]
+    return np.ascontiguousarray(((spectrum + 4.0) / 4.0).T, np.float32)
+
+
+def num_frames(num_samples: int, hop_length: int) -> int:
+    return -(-num_samples // hop_length)
+
+
+def _padded(samples: NDArray[np.float32], settings: MelSettings) -> NDArray[np.float64]:
+    """Silence after the clip as far as a frame reaches, then both ends mirrored by half a frame."""
+    silent = np.zeros(min(settings.max_samples, len(samples) + settings.n_fft))
+    silent[: len(samples)] = samples
+    return np.pad(silent, settings.n_fft // 2, mode="reflect")
+
+
+def _log_spectrum(signal: NDArray[np.float64], settings: MelSettings) -> NDArray[np.float64]:
+    """log10 of the mel power of every frame, [frames, mel bins]."""
+    n_fft = settings.n_fft
+    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(n_fft) / n_fft)
+    frames = np.lib.stride_tricks.sliding_window_view(signal, n_fft)[:: settings.hop_length]
+    blocks = []
+    for start in range(0, len(frames), BLOCK_FRAMES):
+        wave = np.fft.rfft(frames[start : start + BLOCK_FRAMES] * window, axis=1)
+        blocks.append((wave.real**2 + wave.imag**2) @ settings.filters)
+    return np.log10(np.maximum(np.concatenate(blocks), 1e-10))

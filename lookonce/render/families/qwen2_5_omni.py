@@ -1,0 +1,82 @@
+"""Qwen2.5-Omni's thinker: Qwen2-VL's pictures, and sound as log-mel frames. Nano is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import numpy as np
+from PIL import Image
+
+from lookonce.errors import ModelLoadError, UnprocessableMediaError
+from lookonce.render.families.arrays import float_array
+from lookonce.render.families.base import (
+    Decoded,
+    FolderFiles,
+    Options,
+    ProcessorFamily,
+    token_id,
+)
+from lookonce.render.families.hf import whisper_feature_extractor
+from lookonce.render.families.mel import MelSettings, log_mel, num_frames
+from lookonce.render.families.qwen_images import OPTION_NAMES, QwenImages
+from lookonce.types.media import Expansion, Modality, ProcessedItem
+
+
+class Qwen2_5OmniProcessing(ProcessorFamily):  # noqa: N801
+    model_types = ("qwen2_5_omni_thinker",)
+    modalities = ("image", "audio")
+
+    def __init__(self, files: FolderFiles, dtype: str) -> None:
+        super().__init__(files, dtype)
+        token = token_id(files.config, "image_token_id", "image_token_index")
+        self.images = QwenImages(files.image_processor, token, dtype)
+        self.audio_token_id = token_id(files.config, "audio_token_id", "audio_token_index")
+        sound = files.feature_extractor
+        if sound.get("dither"):
+            raise ModelLoadError("a feature extractor with dither gives no item an identity")
+        self.sampling_rate = int(sound.get("sampling_rate", 16000))
+        self.max_audio_seconds = float(sound.get("chunk_length", 30))
+        self.hop_length = int(sound.get("hop_length", 160))
+
+    def placeholder_token_id(self, modality: Modality) -> int:
+        return self.images.token_id if modality == "image" else self.audio_token_id
+
+    def option_names(self) -> tuple[str, ...]:
+        return OPTION_NAMES
+
+    def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> Options:
+        return self.images.options(kwargs) if modality == "image" else {}
+
+    def expansion_of_size(
+        self, modality: Modality, size: tuple[int, ...], options: Options
+    ) -> Expansion:
+        if modality == "image":
+            return self.images.expansion(size[0], size[1], options)
+        return self._audio_expansion(size[0])
+
+    def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
+        if isinstance(decoded, Image.Image):
+            return self.images.process(decoded, options)
+        expansion = self._audio_expansion(len(decoded))
+        features = log_mel(decoded, self._mel)
+        arrays = {"input_features": float_array(features, self.dtype)}
+        return ProcessedItem(modality="audio", arrays=arrays, expansion=expansion)
+
+    def _audio_expansion(self, num_samples: int) -> Expansion:
+        """Two strided convolutions over the frames: about 25 tokens a second."""
+        halved = (num_frames(num_samples, self.hop_length) - 1) // 2 + 1
+        tokens = (halved - 2) // 2 + 1
+        if tokens < 1:
+            raise UnprocessableMediaError("the audio is too short for this model")
+        return Expansion(((self.audio_token_id, tokens),), self.audio_token_id)
+
+    @cached_property
+    def _mel(self) -> MelSettings:
+        extractor = whisper_feature_extractor(self.files.feature_extractor)
+        return MelSettings(
+            filters=np.asarray(extractor.mel_filters, np.float64),
+            n_fft=extractor.n_fft,
+            hop_length=extractor.hop_length,
+            max_samples=extractor.n_samples,
+        )

@@ -1,0 +1,45 @@
+"""Qwen2.5-VL: pictures of any size; the template writes vision start and end around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from PIL import Image
+
+from lookonce.render.families.base import (
+    Decoded,
+    FolderFiles,
+    Options,
+    ProcessorFamily,
+    token_id,
+)
+from lookonce.render.families.qwen_images import OPTION_NAMES, QwenImages
+from lookonce.types.media import Expansion, Modality, ProcessedItem
+
+
+class Qwen2_5VLProcessing(ProcessorFamily):  # noqa: N801
+    model_types = ("qwen2_5_vl",)
+    modalities = ("image",)
+
+    def __init__(self, files: FolderFiles, dtype: str) -> None:
+        super().__init__(files, dtype)
+        token = token_id(files.config, "image_token_id")
+        self.images = QwenImages(files.image_processor, token, dtype)
+
+    def placeholder_token_id(self, modality: Modality) -> int:
+        return self.images.token_id
+
+    def option_names(self) -> tuple[str, ...]:
+        return OPTION_NAMES
+
+    def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> Options:
+        return self.images.options(kwargs)
+
+    def expansion_of_size(
+        self, modality: Modality, size: tuple[int, ...], options: Options
+    ) -> Expansion:
+        return self.images.expansion(size[0], size[1], options)
+
+    def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
+        assert isinstance(decoded, Image.Image)
+        return self.images.process(decoded, options)

@@ -1,0 +1,129 @@
+"""Pictures as Qwen2-VL's processor takes them, shared by every family with that vision tower."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from PIL import Image
+
+from lookonce.errors import BadRequestError, ModelLoadError, UnprocessableMediaError
+from lookonce.render.decode import MAX_SIDE_RATIO
+from lookonce.render.families.arrays import int64_array
+from lookonce.render.families.base import Json, Options
+from lookonce.render.families.hf import image_processor
+from lookonce.render.families.pixels import PixelTable, resized
+from lookonce.types.media import Expansion, ProcessedItem
+
+OPTION_NAMES = ("min_pixels", "max_pixels", "size")
+DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS = 56 * 56, 28 * 28 * 1280
+
+
+class QwenImages:
+    """Keeps a picture's shape: as many patches as fit between `min_pixels` and `max_pixels`."""
+
+    def __init__(self, config: Json, token_id: int, dtype: str) -> None:
+        """`config` is the image processor's; `token_id` the placeholder's."""
+        size = config.get("size") or {}
+        self.min_pixels = int(
+            config.get("min_pixels") or size.get("shortest_edge") or DEFAULT_MIN_PIXELS
+        )
+        self.max_pixels = int(
+            config.get("max_pixels") or size.get("longest_edge") or DEFAULT_MAX_PIXELS
+        )
+        self.patch = int(config.get("patch_size", 14))
+        self.merge = int(config.get("merge_size", 2))
+        self.frames = int(config.get("temporal_patch_size", 2))
+        self.token_id = token_id
+        self._config = config
+        self._dtype = dtype
+
+    @cached_property
+    def _processor(self) -> Any:
+        processor = image_processor(self._config, "Qwen2VLImageProcessor")
+        size = processor.size
+        if not processor.do_resize or (size.shortest_edge, size.longest_edge) != (
+            self.min_pixels,
+            self.max_pixels,
+        ):
+            raise ModelLoadError("preprocessor_config.json has sizes this family does not know")
+        return processor
+
+    @cached_property
+    def _table(self) -> PixelTable:
+        return PixelTable(self._processor, self._dtype)
+
+    def options(self, kwargs: Mapping[str, object]) -> Options:
+        """The pixel bounds where they differ from the folder's. Raises `BadRequestError`.
+
+        Bounds may be narrowed, not widened: a 1x1 picture must not be blown up to gigabytes.
+        """
+        size = kwargs.get("size") or {}
+        if not isinstance(size, Mapping) or not size.keys() <= {"shortest_edge", "longest_edge"}:
+            raise _bad("size must hold shortest_edge and longest_edge, in pixels", "size")
+        low = kwargs.get("min_pixels") or size.get("shortest_edge") or self.min_pixels
+        high = kwargs.get("max_pixels") or size.get("longest_edge") or self.max_pixels
+        if type(low) is not int or type(high) is not int or not 0 < low <= high <= self.max_pixels:
+            raise _bad(
+                f"min_pixels and max_pixels must be integers with 0 < min_pixels <= max_pixels "
+                f"<= {self.max_pixels}",
+                "max_pixels",
+            )
+        if (low, high) == (self.min_pixels, self.max_pixels):
+            return {}
+        return {"min_pixels": low, "max_pixels": high}
+
+    def expansion(self, width: int, height: int, options: Options) -> Expansion:
+        """One token per merge x merge patches."""
+        columns, rows = (side // self._factor for side in self._target(width, height, options))
+        return Expansion(
+            runs=((self.token_id, rows * columns),),
+            embed_token_id=self.token_id,
+            grid=(1, rows, columns),
+        )
+
+    def process(self, image: Image.Image, options: Options) -> ProcessedItem:
+        """`pixel_values` [patches, patch values] and `image_grid_thw` [3], in patches."""
+        width, height = self._target(*image.size, options)
+        pixels = resized(image, width, height, self._processor.resample)
+        patches = self._table.patches(pixels, self.patch, self.merge, self.frames)
+        grid = int64_array(1, height // self.patch, width // self.patch)
+        return ProcessedItem(
+            modality="image",
+            arrays={"pixel_values": patches, "image_grid_thw": grid},
+            expansion=self.expansion(*image.size, options),
+        )
+
+    @property
+    def _factor(self) -> int:
+        return self.patch * self.merge
+
+    def _target(self, width: int, height: int, options: Options) -> tuple[int, int]:
+        low, high = (options.get(n, getattr(self, n)) for n in ("min_pixels", "max_pixels"))
+        assert isinstance(low, int)
+        assert isinstance(high, int)
+        return smart_size(width, height, self._factor, low, high)
+
+
+def smart_size(
+    width: int, height: int, factor: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
+    """Qwen's `smart_resize`: the nearest multiples of `factor` within the pixel bounds."""
+    if max(width, height) > MAX_SIDE_RATIO * min(width, height):
+        raise UnprocessableMediaError("the image is too thin for this model")
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        scale = math.sqrt((height * width) / max_pixels)
+        new_height = max(factor, math.floor(height / scale / factor) * factor)
+        new_width = max(factor, math.floor(width / scale / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        scale = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * scale / factor) * factor
+        new_width = math.ceil(width * scale / factor) * factor
+    return new_width, new_height
+
+
+def _bad(message: str, name: str) -> BadRequestError:
+    return BadRequestError(f"mm_processor_kwargs: {message}", param=f"mm_processor_kwargs.{name}")

@@ -1,0 +1,113 @@
+"""The encoded bytes behind a media part, wherever they come from."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from lookonce.config import MediaConfig
+from lookonce.errors import (
+    BadRequestError,
+    MediaForbiddenError,
+    MediaNotCachedError,
+    RequestError,
+    TooLargeError,
+    UnprocessableMediaError,
+)
+from lookonce.render.addresses import Resolver, resolve
+from lookonce.render.fetch import FetchCounts, Fetcher
+from lookonce.render.fetch_cache import FetchCache
+from lookonce.render.media import MediaSource, for_part
+
+FETCH_CACHE_BYTES = 256 * 1024 * 1024
+
+
+class MediaLoader:
+    """Opens media sources under the limits of the configuration. One per API process."""
+
+    def __init__(
+        self,
+        config: MediaConfig,
+        *,
+        cache_bytes: int = FETCH_CACHE_BYTES,
+        resolver: Resolver = resolve,
+    ) -> None:
+        self._max_bytes = config.max_bytes
+        self._local = LocalFiles(config.local_path, config.max_bytes)
+        self._fetcher = Fetcher(
+            timeout=config.timeout,
+            max_bytes=config.max_bytes,
+            allowed_domains=config.allowed_domains,
+            allow_private=config.allow_private,
+            cache=FetchCache(cache_bytes),
+            resolver=resolver,
+        )
+
+    @property
+    def counts(self) -> FetchCounts:
+        return self._fetcher.counts
+
+    async def load(self, source: MediaSource, scope: bytes = b"") -> bytes:
+        """The encoded bytes. `scope` (32 bytes) keeps tenants apart in the fetch cache.
+
+        Raises a `RequestError` that names the part.
+        """
+        if source.origin == "inline":
+            return source.inline_bytes(self._max_bytes)
+        try:
+            if source.origin == "remote":
+                return await self._fetcher.fetch(source.value, scope)
+            if source.origin == "file":
+                return await asyncio.to_thread(self._local.read, source.value)
+        except RequestError as error:
+            raise for_part(error, source.param) from None
+        raise MediaNotCachedError(
+            f"{source.param}: no media is held under this uuid; send it again",
+            param=source.param,
+        )
+
+    async def aclose(self) -> None:
+        await self._fetcher.aclose()
+
+
+class LocalFiles:
+    """`file://` URLs beneath one folder; outside it nothing exists."""
+
+    def __init__(self, root: str | None, max_bytes: int) -> None:
+        self._root = None if root is None else Path(root).resolve()
+        self._max_bytes = max_bytes
+
+    def read(self, url: str) -> bytes:
+        """The file's bytes. Errors never tell whether something outside the folder exists."""
+        path = self._resolved(url)
+        try:
+            # Without O_NONBLOCK a FIFO would hang us; without O_NOFOLLOW a late link leads out.
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except (OSError, ValueError):
+            raise UnprocessableMediaError("the file cannot be read") from None
+        with open(fd, "rb") as file:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or not status.st_size:
+                raise UnprocessableMediaError("the file cannot be read")
+            data = file.read(self._max_bytes + 1)
+        if len(data) > self._max_bytes:
+            raise TooLargeError(f"the media is larger than {self._max_bytes} bytes")
+        return data
+
+    def _resolved(self, url: str) -> Path:
+        """The real path, symlinks followed, beneath the allowed folder."""
+        if self._root is None:
+            raise MediaForbiddenError("local files are not allowed")
+        try:
+            parts = urlsplit(url)
+            path = Path(unquote(parts.path, errors="strict")).resolve()
+        except (ValueError, OSError, RuntimeError):
+            raise BadRequestError("the file URL is not valid") from None
+        if parts.netloc not in ("", "localhost"):
+            raise MediaForbiddenError("a file URL must not name a host")
+        if not path.is_relative_to(self._root):
+            raise MediaForbiddenError("the file is not beneath the allowed folder")
+        return path

@@ -1,0 +1,163 @@
+"""From the media part of a chat message to where its bytes come from.
+
+Nothing is fetched, decoded or even base64-decoded here: a `MediaSource` is cheap, and many are
+never opened because their bytes are already known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import pybase64
+
+from lookonce.errors import BadRequestError, RequestError, TooLargeError
+from lookonce.types.media import Modality
+
+Origin = Literal["inline", "remote", "file", "nothing"]
+
+MAX_URL_LENGTH = 8192
+MAX_UUID_LENGTH = 512
+AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
+PART_MODALITY: dict[str, Modality] = {
+    "image_url": "image",
+    "input_audio": "audio",
+    "audio_url": "audio",
+}
+"""Part types that carry media; `video_url` is refused by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSource:
+    """One media part: what it is, and where its encoded bytes come from.
+
+    `value` is base64 text ("inline"), a URL ("remote", "file") or empty ("nothing": the part
+    names only a `uuid`). `param` names the part in errors, e.g. `messages[1].content[0]`.
+    """
+
+    modality: Modality
+    origin: Origin
+    value: str
+    param: str
+    uuid: str | None = None
+
+    def inline_bytes(self, max_bytes: int) -> bytes:
+        """The bytes of an inline source. Raises `BadRequestError`, or `TooLargeError` first."""
+        if len(self.value) // 4 * 3 > max_bytes + 2:
+            raise too_large(self.param, max_bytes)
+        try:
+            data: bytes = pybase64.b64decode(self.value, validate=True)
+        except ValueError:
+            raise BadRequestError(
+                f"{self.param}: the data is not valid base64", param=self.param
+            ) from None
+        if not data:
+            raise BadRequestError(f"{self.param}: the data is empty", param=self.param)
+        if len(data) > max_bytes:
+            raise too_large(self.param, max_bytes)
+        return data
+
+
+def is_media_part(part: Mapping[str, object]) -> bool:
+    """Whether a content part carries media (rather than text)."""
+    kind = part.get("type")
+    return kind == "video_url" or kind in PART_MODALITY
+
+
+def media_source(part: Mapping[str, object], param: str) -> MediaSource:
+    """The source of a media part. Raises `BadRequestError` naming the part."""
+    kind = part.get("type")
+    if kind == "video_url":
+        raise BadRequestError(f"{param}: video is not supported", param=param)
+    modality = PART_MODALITY.get(kind) if isinstance(kind, str) else None
+    if modality is None:
+        raise BadRequestError(f"{param}: unknown content type {_shown(kind)}", param=param)
+    uuid = _uuid(part, param)
+    body = part.get(str(kind))
+    if body is None and uuid is not None:
+        return MediaSource(modality, "nothing", "", param, uuid)
+    if kind == "input_audio":
+        return MediaSource(modality, "inline", _audio_data(body, param), param, uuid)
+    return source_of_url(_url(body, str(kind), param), modality, param, uuid)
+
+
+def source_of_url(url: str, modality: Modality, param: str, uuid: str | None = None) -> MediaSource:
+    """The source behind a https, http, data or file URL. Raises `BadRequestError`."""
+    scheme, colon, rest = url.partition(":")
+    match scheme.lower() if colon else "":
+        case "data":
+            return MediaSource(modality, "inline", _data_url_payload(rest, param), param, uuid)
+        case "http" | "https":
+            _check_length(url, param)
+            return MediaSource(modality, "remote", url, param, uuid)
+        case "file":
+            _check_length(url, param)
+            return MediaSource(modality, "file", url, param, uuid)
+    raise BadRequestError(
+        f"{param}: the URL must be https, http, data (base64) or file", param=param
+    )
+
+
+def for_part(error: RequestError, param: str) -> RequestError:
+    """The same error, naming the part it struck.
+
+    What fetches, decodes and processes is shared by many requests, so it raises errors that know
+    no part; each request that waited names its own.
+    """
+    return type(error)(f"{param}: {error.message}", param=param, code=error.code)
+
+
+def too_large(param: str, max_bytes: int) -> TooLargeError:
+    """Encoded media above the limit."""
+    return TooLargeError(f"{param}: the media is larger than {max_bytes} bytes", param=param)
+
+
+def _uuid(part: Mapping[str, object], param: str) -> str | None:
+    uuid = part.get("uuid")
+    if uuid is None:
+        return None
+    if not isinstance(uuid, str) or not 0 < len(uuid) <= MAX_UUID_LENGTH:
+        raise BadRequestError(
+            f"{param}: uuid must be a text of 1 to {MAX_UUID_LENGTH} characters", param=param
+        )
+    return uuid
+
+
+def _url(body: object, kind: str, param: str) -> str:
+    """OpenAI nests the URL, `{"url": ...}`; a bare text is accepted as vLLM does."""
+    url = body.get("url") if isinstance(body, Mapping) else body
+    if not isinstance(url, str) or not url:
+        raise BadRequestError(f"{param}: {kind} needs a url", param=param)
+    return url
+
+
+def _audio_data(body: object, param: str) -> str:
+    data = body.get("data") if isinstance(body, Mapping) else None
+    name = body.get("format") if isinstance(body, Mapping) else None
+    if not isinstance(data, str) or not data:
+        raise BadRequestError(f"{param}: input_audio needs base64 data", param=param)
+    # The format is only checked: what the bytes are is read from the bytes.
+    if name not in AUDIO_FORMATS:
+        allowed = ", ".join(AUDIO_FORMATS)
+        raise BadRequestError(f"{param}: the audio format must be one of {allowed}", param=param)
+    return data
+
+
+def _data_url_payload(rest: str, param: str) -> str:
+    """`image/png;base64,AAAA` → `AAAA`. The media type is not trusted, so it is not kept."""
+    header, comma, payload = rest.partition(",")
+    if not comma or not header.lower().endswith(";base64"):
+        raise BadRequestError(f"{param}: a data URL must hold base64", param=param)
+    return payload
+
+
+def _check_length(url: str, param: str) -> None:
+    if len(url) > MAX_URL_LENGTH:
+        raise BadRequestError(
+            f"{param}: the URL is longer than {MAX_URL_LENGTH} characters", param=param
+        )
+
+
+def _shown(value: object) -> str:
+    return repr(value[:40]) if isinstance(value, str) else "(not a text)"

@@ -1,0 +1,234 @@
+"""A bounded pool of worker processes for decoding and processing, off the event loop.
+
+    run ──▶ queue (bounded: 429) ──▶ one thread per worker ──▶ worker process
+                                     blocks on its socket       decode + process
+
+Threads only carry messages; the work itself holds no lock of this process. A worker that dies or
+hangs fails its job alone and is replaced at the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from lookonce.errors import (
+    LookOnceError,
+    ModelLoadError,
+    QueueFullError,
+    UnavailableError,
+    UnprocessableMediaError,
+    error_from_wire,
+)
+from lookonce.render.processing import MediaJob, Processed, ProcessingSettings
+from lookonce.render.worker_link import (
+    REPLIES,
+    Configure,
+    Done,
+    Failed,
+    LinkClosedError,
+    Work,
+    new_memory,
+    processed_from,
+    receive,
+    send,
+)
+
+START_TIMEOUT = 120.0
+JOB_TIMEOUT = 60.0
+"""Seconds after which a worker counts as hung; the limits on media keep honest jobs far below."""
+STOP_TIMEOUT = 2.0
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+}
+
+
+class MediaPool:
+    """`await run(job)`, from one event loop. Start it before use, close it after."""
+
+    def __init__(
+        self, settings: ProcessingSettings, *, num_workers: int | None = None, max_queue: int = 256
+    ) -> None:
+        """`max_queue` bounds the jobs waiting for a worker, beside those being worked on."""
+        self.num_workers = num_workers or min(4, os.cpu_count() or 1)
+        self.completed: Counter[str] = Counter()
+        """Jobs that gave an item, by modality."""
+        self._settings = settings
+        self._max_pending = max_queue + self.num_workers
+        self._pending = 0
+        self._crew = _Crew(settings)
+        self._threads = ThreadPoolExecutor(self.num_workers, thread_name_prefix="media")
+
+    @property
+    def num_pending(self) -> int:
+        """Jobs waiting or being worked on."""
+        return self._pending
+
+    async def start(self) -> None:
+        """Start the first worker and warm it; others start when work waits. `ModelLoadError`."""
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._crew.prepare)
+
+    async def run(self, job: MediaJob) -> Processed:
+        """Decode and process. Raises `QueueFullError`, `UnprocessableMediaError`,
+        `TooLargeError`; none of them names a request part (see `media.for_part`).
+
+        A cancelled call gives its place in the queue back; work that has begun is not interrupted.
+        """
+        if self._pending >= self._max_pending:
+            raise QueueFullError("too many media items are waiting to be processed")
+        self._pending += 1
+        future = self._threads.submit(self._crew.work, job)
+        loop = asyncio.get_running_loop()
+        future.add_done_callback(lambda _: _call_soon(loop, self._release))
+        processed = await asyncio.wrap_future(future)
+        self.completed[job.modality] += 1
+        return processed
+
+    async def aclose(self) -> None:
+        """End the workers; jobs still waiting are cancelled, those begun fail."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._crew.close()
+        await asyncio.to_thread(self._threads.shutdown)
+        self._crew.reap()
+
+    def _release(self) -> None:
+        self._pending -= 1
+
+
+class _Crew:
+    """The workers, one per thread of the pool; each is started by the thread that needs it."""
+
+    def __init__(self, settings: ProcessingSettings) -> None:
+        self._settings = settings
+        self._mine = threading.local()
+        self._lock = threading.Lock()
+        self._workers: set[_Worker] = set()
+        self._closed = False
+
+    def prepare(self) -> None:
+        """Make sure that this thread has a living worker."""
+        self._worker()
+
+    def work(self, job: MediaJob) -> Processed:
+        worker = self._worker()
+        try:
+            return worker.call(job)
+        except LookOnceError:
+            raise
+        except (LinkClosedError, TimeoutError) as error:
+            self._dismiss(worker)
+            raise _casualty(job, hung=isinstance(error, TimeoutError)) from None
+        except BaseException:
+            self._dismiss(worker)
+            raise
+
+    def close(self) -> None:
+        """Kill all workers; their threads see it and give up."""
+        with self._lock:
+            self._closed = True
+            workers = list(self._workers)
+        for worker in workers:
+            worker.kill()
+
+    def reap(self) -> None:
+        """Once no thread uses them any more."""
+        for worker in self._workers:
+            worker.stop()
+        self._workers.clear()
+
+    def _worker(self) -> _Worker:
+        mine: _Worker | None = getattr(self._mine, "worker", None)
+        if mine is not None and mine.alive:
+            return mine
+        if mine is not None:
+            self._dismiss(mine)
+        self._mine.worker = worker = _Worker(self._settings)
+        with self._lock:
+            if not self._closed:
+                self._workers.add(worker)
+                return worker
+        worker.stop()
+        raise UnavailableError("the server is shutting down")
+
+    def _dismiss(self, worker: _Worker) -> None:
+        self._mine.worker = None
+        with self._lock:
+            self._workers.discard(worker)
+        worker.stop()
+
+
+class _Worker:
+    """One worker process, used by one thread. Starting it blocks for a second or two."""
+
+    def __init__(self, settings: ProcessingSettings) -> None:
+        """Raises `ModelLoadError` when it cannot serve the model."""
+        self._link, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lookonce.render.worker", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **ENVIRONMENT},
+            )
+        try:
+            self._link.settimeout(START_TIMEOUT)
+            send(self._link, Configure(settings))
+            reply, _ = receive(self._link, REPLIES)
+        except (LinkClosedError, TimeoutError):
+            self.stop()
+            raise ModelLoadError("a media worker process did not start") from None
+        if isinstance(reply, Failed):
+            self.stop()
+            raise error_from_wire(*reply.error)
+        self._link.settimeout(JOB_TIMEOUT)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def call(self, job: MediaJob) -> Processed:
+        """Raises the job's error; `LinkClosedError` or `TimeoutError` when the worker is lost."""
+        data = memoryview(job.data)
+        memory = new_memory([(0, data)])
+        try:
+            send(self._link, Work(job.modality, job.options, data.nbytes), memory)
+        finally:
+            os.close(memory)
+        reply, fd = receive(self._link, REPLIES)
+        if isinstance(reply, Done):
+            return processed_from(reply, fd)
+        if isinstance(reply, Failed):
+            raise error_from_wire(*reply.error)
+        raise LinkClosedError
+
+    def kill(self) -> None:
+        """End the process, from any thread; the one that waits for it sees the link close."""
+        self._process.kill()
+
+    def stop(self) -> None:
+        """End the process and free everything."""
+        self._process.kill()
+        self._process.wait(STOP_TIMEOUT)
+        self._link.close()
+
+
+def _casualty(job: MediaJob, *, hung: bool) -> UnprocessableMediaError:
+    what = "takes too long to decode" if hung else "cannot be decoded: its decoder crashed"
+    return UnprocessableMediaError(f"the {job.modality} {what}")
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    # The loop may have closed before the job ended; then nobody counts any more.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)

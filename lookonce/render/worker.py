@@ -1,0 +1,121 @@
+"""A worker process of the media pool: `python -m lookonce.render.worker FD`.
+
+It decodes what strangers send, so it is a process of its own: a decoder that crashes takes only
+its job along. It ends when the pool's end of the socket closes.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import wave
+
+from PIL import Image
+
+from lookonce.errors import LookOnceError, UnprocessableMediaError
+from lookonce.render.processing import MediaJob, Processing
+from lookonce.render.worker_link import (
+    REQUESTS,
+    Configure,
+    LinkClosedError,
+    Ready,
+    Work,
+    map_memory,
+    receive,
+    send,
+    send_error,
+    send_processed,
+)
+from lookonce.types.media import Modality
+
+NICENESS = 5
+"""Answering comes before decoding: the event loop and the engine step share the same cores."""
+BASE_MEMORY = 4 << 30
+BYTES_PER_PIXEL = 64
+"""Address space allowed: a base, and what decoding, compositing and processing a pixel takes."""
+
+log = logging.getLogger("lookonce.render.worker")
+
+
+def main() -> None:
+    """Serve jobs on the socket whose descriptor is the only argument, until it closes."""
+    _settle()
+    with socket.socket(fileno=int(sys.argv[1])) as link:
+        try:
+            processing = _configured(link)
+            while processing is not None:
+                _serve(link, processing)
+        except LinkClosedError:
+            return
+
+
+def _settle() -> None:
+    # Not installed, as far as this process is concerned: transformers then starts in one second
+    # instead of four and needs 70 MB instead of 300.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides when workers end
+    os.nice(NICENESS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # C libraries write warnings about broken media straight to descriptor 2; Python's own
+    # messages keep the real one.
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    logging.basicConfig(stream=sys.stderr)
+
+
+def _configured(link: socket.socket) -> Processing | None:
+    request, _ = receive(link, REQUESTS)
+    assert isinstance(request, Configure)
+    settings = request.settings
+    try:
+        processing = Processing(settings)
+        warm_up(processing)
+    except LookOnceError as error:
+        send_error(link, error)
+        return None
+    limit = BASE_MEMORY + BYTES_PER_PIXEL * settings.max_image_pixels
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    send(link, Ready())
+    return processing
+
+
+def _serve(link: socket.socket, processing: Processing) -> None:
+    request, fd = receive(link, REQUESTS)
+    assert isinstance(request, Work)
+    job = MediaJob(request.modality, map_memory(fd, request.num_bytes), request.options)
+    try:
+        processed = processing.run(job)
+    except LookOnceError as error:
+        send_error(link, error)
+    except Exception as error:  # noqa: BLE001  one bad item must not end the worker
+        log.error("processing %s failed: %r", request.modality, error)
+        send_error(link, UnprocessableMediaError(f"the {request.modality} cannot be processed"))
+    else:
+        send_processed(link, processed)
+
+
+def warm_up(processing: Processing) -> None:
+    """Process one small item of each modality, so that the first real one finds all loaded."""
+    for modality in processing.family.modalities:
+        processing.run(MediaJob(modality, _sample(modality)))
+
+
+def _sample(modality: Modality) -> bytes:
+    buffer = io.BytesIO()
+    if modality == "image":
+        Image.new("RGB", (64, 64), "gray").save(buffer, "PNG")
+    else:
+        with wave.open(buffer, "wb") as file:
+            file.setparams((1, 2, 16000, 0, "NONE", ""))
+            file.writeframes(bytes(2 * 8000))
+    return buffer.getvalue()
+
+
+if __name__ == "__main__":
+    main()
