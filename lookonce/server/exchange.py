@@ -6,7 +6,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,7 +49,11 @@ class Exchange:
 
     def add_prompt(self, rendered: RenderedPrompt, sampling: SamplingParams) -> None:
         """Raises `BadRequestError` where the model cannot take it."""
-        check_fits(rendered, sampling, self.services.engine.model)
+        try:
+            check_fits(rendered, sampling, self.services.engine.model)
+        except BadRequestError:
+            self.services.release(rendered)
+            raise
         generation = Generation(
             self.services,
             rendered,
@@ -59,6 +63,15 @@ class Exchange:
             index_base=len(self.generations) * sampling.n,
         )
         self.generations.append(generation)
+
+    @contextmanager
+    def rendered(self) -> Iterator[None]:
+        """Around rendering and generating: however it ends, no prompt keeps its pins."""
+        try:
+            yield
+        finally:
+            for generation in self.generations:
+                self.services.release(generation.rendered)
 
     @property
     def finished(self) -> bool:
@@ -147,19 +160,21 @@ async def answer(request: Request, exchange: Exchange, form: Format) -> Response
 
 
 async def _collected(exchange: Exchange, form: Format) -> msgspec.Struct:
-    await form.render()
-    samples = [Sample() for g in exchange.generations for _ in range(g.sampling.n)]
-    async with aclosing(merged(exchange.generations)) as pieces:
-        async for piece in pieces:
-            samples[piece.index].take(piece)
+    with exchange.rendered():
+        await form.render()
+        samples = [Sample() for g in exchange.generations for _ in range(g.sampling.n)]
+        async with aclosing(merged(exchange.generations)) as pieces:
+            async for piece in pieces:
+                samples[piece.index].take(piece)
     return form.whole(samples)
 
 
 async def _streamed(exchange: Exchange, form: Format) -> AsyncGenerator[msgspec.Struct, None]:
-    await form.render()
-    async with aclosing(merged(exchange.generations)) as pieces:
-        async for piece in pieces:
-            for chunk in form.chunks(piece):
-                yield chunk
+    with exchange.rendered():
+        await form.render()
+        async with aclosing(merged(exchange.generations)) as pieces:
+            async for piece in pieces:
+                for chunk in form.chunks(piece):
+                    yield chunk
     if exchange.include_usage:
         yield form.usage_chunk()

@@ -69,7 +69,7 @@ class Generation:
         async with aclosing(deltas):
             async for delta in deltas:
                 self._observe(delta)
-                piece = self._piece(delta)
+                piece = self._take(delta)
                 if piece is None:
                     continue
                 if piece.finish_reason and delta.finish_reason is None and self._texts:
@@ -79,25 +79,22 @@ class Generation:
                     return
         raise RequestFailedError("the engine ended the request without finishing it")
 
-    def _piece(self, delta: TokenDelta) -> Piece | None:
+    def _take(self, delta: TokenDelta) -> Piece | None:
         """None for what the engine still computed of a sample that a stop string has ended."""
         if delta.error is not None:
             raise error_from_wire(*delta.error)
         detokenizer = self._texts.get(delta.index)
         if detokenizer is None:
             return None
-        self.completion_tokens += len(delta.token_ids)
-        piece = Piece(
-            index=self._index_base + delta.index,
-            text=detokenizer.push(delta.token_ids),
-            token_ids=delta.token_ids,
-            logprobs=delta.logprobs,
-        )
+        taken_before = detokenizer.num_tokens
+        text = detokenizer.push(delta.token_ids)
+        if delta.finish_reason is not None:
+            text += detokenizer.finish()
+        piece = _piece(delta, text, detokenizer.num_tokens - taken_before)
+        piece.index += self._index_base
         if detokenizer.stopped is not None:
             piece.finish_reason, piece.stop_reason = "stop", detokenizer.stopped
-        elif delta.finish_reason is not None:
-            piece.text += detokenizer.finish()
-            piece.finish_reason, piece.stop_reason = delta.finish_reason, delta.stop_token_id
+        self.completion_tokens += len(piece.token_ids)
         if piece.finish_reason is not None:
             self._close_sample(delta.index, piece.finish_reason)
         return piece
@@ -122,6 +119,18 @@ class Generation:
         metrics.generation_tokens.inc(len(delta.token_ids))
         if delta.facts is not None:
             self.facts = delta.facts
+
+
+def _piece(delta: TokenDelta, text: str, num_tokens: int) -> Piece:
+    """`num_tokens`: how many of the delta's tokens come before the end of a stop string."""
+    return Piece(
+        index=delta.index,
+        text=text,
+        token_ids=delta.token_ids[:num_tokens],
+        logprobs=None if delta.logprobs is None else delta.logprobs[:num_tokens],
+        finish_reason=delta.finish_reason,
+        stop_reason=delta.stop_token_id,
+    )
 
 
 async def merged(generations: list[Generation]) -> AsyncGenerator[Piece, None]:

@@ -127,7 +127,7 @@ class Metrics:
         for source in self.sources:
             for name, value in source().items():
                 counts[name] = counts.get(name, 0) + value
-        return [*self.registry.collect(), *_families(counts)]
+        return [*map(_without_created, self.registry.collect()), *_families(counts)]
 
     def exposition(self, local: Iterable[Metric], engine: Counts) -> bytes:
         """The text of `/metrics`: `local` families (of all API processes) and the engine's."""
@@ -157,6 +157,12 @@ class _Fixed:
 
     def collect(self) -> list[Metric]:
         return self.families
+
+
+def _without_created(family: Metric) -> Metric:
+    """When a series began says nothing here, and it would be summed over processes."""
+    family.samples = [s for s in family.samples if not s.name.endswith("_created")]
+    return family
 
 
 def _families(counts: Counts) -> list[Metric]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from importlib.metadata import version
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lookonce import __version__
 from lookonce.errors import LookOnceError
 from lookonce.server.responding import json_response
 from lookonce.server.responses import ModelCard, ModelList
@@ -41,7 +41,7 @@ async def ready(request: Request) -> Response:
 
 
 async def show_version(request: Request) -> Response:
-    return json_response(Version(version("lookonce")))
+    return json_response(Version(__version__))
 
 
 async def list_models(request: Request) -> Response:
@@ -66,5 +66,5 @@ async def metrics(request: Request) -> Response:
         engine = await services.engine.stats()
     except LookOnceError:
         engine = {}
-    local = services.metrics.local_families()
+    local = await services.local_metrics()
     return Response(services.metrics.exposition(local, engine), media_type=METRICS_TYPE)

@@ -1,10 +1,33 @@
-"""The API process: `python -m lookonce.server.process`, started by `launch`."""
+"""The API process: `python -m lookonce.server.process`, started and watched by `launch`.
+
+It reads one `ApiStart` as a line of JSON from its standard input, serves on the socket it has
+inherited, and drains on SIGTERM: new requests get 503, running ones end, then it exits. It also
+exits when its parent is gone.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
 import msgspec
+import uvicorn
+import uvloop
 
 from lookonce.config import Config
+from lookonce.server.app import build_app
+from lookonce.server.services import Drain
+from lookonce.server.wiring import open_services
+
+logger = logging.getLogger("lookonce.server")
+
+PARENT_CHECK_SECONDS = 1.0
 
 
 class ApiStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,3 +38,91 @@ class ApiStart(msgspec.Struct, frozen=True, kw_only=True):
     """A bound socket the process inherits and listens on."""
     index: int = 0
     """0-based number of this API process among `config.server.api_processes`."""
+
+
+class ApiServer(uvicorn.Server):
+    """uvicorn without its own ideas about signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(start: ApiStart) -> None:
+    """Serve until SIGTERM, then drain."""
+    async with open_services(start.config, index=start.index) as services:
+        server = ApiServer(_uvicorn_config(services.config, build_app(services)))
+        drainer = _DrainOnSignal(server, services.drain, start.config.server.drain_timeout)
+        with socket.socket(fileno=start.listen_fd) as listener, drainer:
+            await server.serve(sockets=[listener])
+
+
+def _uvicorn_config(config: Config, app: object) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=1,
+    )
+
+
+class _DrainOnSignal:
+    """SIGTERM, or the parent's death, drains; a second SIGTERM ends at once.
+
+    Ctrl-C reaches the whole process group: it is the parent that decides then.
+    """
+
+    def __init__(self, server: uvicorn.Server, drain: Drain, timeout: float) -> None:
+        self._server = server
+        self._drain = drain
+        self._timeout = timeout
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def __enter__(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._tasks.append(loop.create_task(self._watch_parent(os.getppid())))
+
+    def __exit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def _on_signal(self) -> None:
+        if self._drain.draining:
+            self._server.should_exit = self._server.force_exit = True
+            return
+        self._drain.draining = True
+        self._tasks.append(asyncio.get_running_loop().create_task(self._finish()))
+
+    async def _finish(self) -> None:
+        logger.info("draining: %d requests are being served", self._drain.active)
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._drain.wait_idle()
+        except TimeoutError:
+            logger.warning("draining took too long: %d requests are cut off", self._drain.active)
+        self._server.should_exit = True
+
+    async def _watch_parent(self, parent: int) -> None:
+        while os.getppid() == parent:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(PARENT_CHECK_SECONDS)
+        self._on_signal()
+
+
+def main() -> None:
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=ApiStart)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s api-%(process)d %(message)s"
+    )
+    uvloop.run(serve(start))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+from prometheus_client.core import Metric
 
 from lookonce.config import Config
 from lookonce.errors import (
@@ -18,12 +20,22 @@ from lookonce.errors import (
 )
 from lookonce.server.auth import KeyRing
 from lookonce.server.metrics import Metrics
+from lookonce.server.peers import Peers
 from lookonce.server.sampling import SamplingDefaults
 from lookonce.types.model import ModelInfo
+from lookonce.types.ports import ItemDirectory
 from lookonce.types.request import RenderedPrompt, TokenDelta
 from lookonce.types.sampling import SamplingParams
 
 EngineState = Literal["starting", "ready", "stuck", "dead"]
+
+
+class Deltas(Protocol):
+    """One request's token deltas; closing it aborts what is still computed."""
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]: ...
+
+    async def aclose(self) -> None: ...
 
 
 class Engine(Protocol):
@@ -35,9 +47,12 @@ class Engine(Protocol):
     @property
     def model(self) -> ModelInfo: ...
 
+    @property
+    def directory(self) -> ItemDirectory: ...
+
     def generate(
         self, rendered: RenderedPrompt, sampling: SamplingParams, request_id: str
-    ) -> AsyncGenerator[TokenDelta, None]: ...
+    ) -> Deltas: ...
 
     async def abort(self, request_id: str, index: int | None = None) -> None: ...
 
@@ -49,8 +64,12 @@ class Engine(Protocol):
 class Detokenizer(Protocol):
     """Token ids of one sample → text, holding back what may become a stop string."""
 
-    stopped: str | None
-    """The stop string that ended the text."""
+    num_tokens: int
+    """Tokens taken, up to the one that completed the stop string."""
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the text."""
 
     def push(self, token_ids: Sequence[int]) -> str: ...
 
@@ -121,6 +140,21 @@ class Services:
     keys: KeyRing
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     drain: Drain = field(default_factory=Drain)
+    peers: Peers | None = None
+    """The other API processes of this server, where there are any."""
+
+    async def local_metrics(self) -> list[Metric]:
+        """What the API processes count themselves, summed over all of them."""
+        if self.peers is None:
+            return self.metrics.local_families()
+        return await self.peers.families()
+
+    def release(self, rendered: RenderedPrompt) -> None:
+        """Give back the pins of a prompt that was, or is, not sent. May be called again."""
+        for item in rendered.items:
+            if item.pinned:
+                item.pinned = False
+                self.engine.directory.unpin(item.key)
 
     def require_ready(self) -> None:
         """Raises what keeps the server from generating now."""

@@ -23,6 +23,7 @@ async def tokenize(request: Request) -> Response:
     services.require_model(body.model)
     work = _render(services, request.state.principal, body)
     rendered = await while_connected(request.receive, work)
+    services.release(rendered)
     tokens = rendered.token_ids
     return json_response(
         Tokens(

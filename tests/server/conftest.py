@@ -2,23 +2,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 
-from lookonce.config import Config, Options, resolve
+from lookonce.config import Options, resolve
 from lookonce.server.app import build_app
 from lookonce.server.auth import KeyRing
 from lookonce.server.metrics import Metrics
 from lookonce.server.services import Services
 from tests.server.doubles import ByteRenderer, RecitingEngine
-
-
-@pytest.fixture(scope="session")
-def config() -> Config:
-    return resolve(Options(served_model_name="recital"))
 
 
 @dataclasses.dataclass
@@ -36,7 +33,7 @@ class Site:
 
 
 @pytest.fixture
-def on_site(config: Config) -> Callable[..., None]:
+def on_site() -> Callable[..., None]:
     """Runs `async def scenario(site)` against a fresh server; options are those of `serve`."""
 
     def run(scenario: Callable[[Site], Awaitable[None]], **options: object) -> None:
@@ -64,5 +61,8 @@ async def site(**options: object) -> AsyncIterator[Site]:
         keys=KeyRing.of(config.server),
     )
     transport = httpx.ASGITransport(app=build_app(services))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        yield Site(services, client, engine, renderer)
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            yield Site(services, client, engine, renderer)
+    finally:
+        shutil.rmtree(Path(config.channel.address.removeprefix("ipc://")).parent)

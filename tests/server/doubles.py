@@ -43,8 +43,10 @@ class ByteText:
         self._stop = sampling.stop
         self._keep = sampling.include_stop_str_in_output
         self._held = ""
+        self.num_tokens = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
+        self.num_tokens += len(token_ids)
         self._held += bytes(token for token in token_ids if token < 256).decode()
         for stop in self._stop:
             if stop in self._held:

@@ -1,0 +1,98 @@
+"""`lookonce`: the command line. Commands import what they need when they run."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lookonce.cli.options import ENGINE_OPTIONS, options_from, takes_options
+from lookonce.config import NANO, Options
+from lookonce.errors import ConfigError, LookOnceError
+
+app = typer.Typer(
+    help="LookOnce serves multimodal language models and never does the same work twice.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+SERVE_OPTIONS = [field.name for field in dataclasses.fields(Options) if field.name != "model"]
+
+Model = Annotated[str, typer.Argument(help="A local Hugging Face folder, a hub id, or nano.")]
+
+
+@app.command()
+@takes_options(SERVE_OPTIONS)
+def serve(model: Model = NANO, **given: Any) -> None:
+    """Serve MODEL over an OpenAI-compatible HTTP API."""
+    from lookonce.cli.serve import run_server
+
+    raise typer.Exit(run_server(options_from(model, given)))
+
+
+@app.command()
+@takes_options(ENGINE_OPTIONS)
+def chat(
+    words: Annotated[list[str], typer.Argument(metavar="[MODEL] TEXT")],
+    image: Annotated[list[Path], typer.Option(help="A picture to ask about; repeatable.")] = [],  # noqa: B006
+    audio: Annotated[list[Path], typer.Option(help="A sound to ask about; repeatable.")] = [],  # noqa: B006
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 always says the likeliest.")] = None,
+    **given: Any,
+) -> None:
+    """Print one answer of MODEL (nano by default) to TEXT, without a server."""
+    from lookonce.cli.chat import Question, run_chat
+
+    if len(words) > 2:
+        raise ConfigError("chat takes MODEL and TEXT: put the text in quotes")
+    model = words[0] if len(words) == 2 else NANO
+    question = Question(words[-1], tuple(image), tuple(audio), max_tokens, temperature)
+    run_chat(question, options_from(model, given))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Which benchmark; see `lookonce bench list`.")],
+) -> None:
+    """Run the benchmark NAME; every one prints a table and takes --json FILE and --help."""
+    from lookonce.cli.bench import run_benchmark
+
+    raise typer.Exit(run_benchmark(name, context.args))
+
+
+# typer keeps its copy of click private; this is the base of every mistake on a command line.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+def main() -> None:
+    """The entry point: a mistake is one line on stderr; status 2 where it is in an option."""
+    sys.exit(_run(sys.argv[1:] or ["--help"]))
+
+
+def _run(arguments: list[str]) -> int:
+    """The exit status."""
+    try:
+        return int(app(arguments, standalone_mode=False) or 0)
+    except UsageError as error:
+        return _complain(error.format_message(), 2)  # type: ignore[attr-defined]
+    except ConfigError as error:
+        return _complain(error.message, 2)
+    except LookOnceError as error:
+        return _complain(error.message, 1)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+
+
+def _complain(message: str, status: int) -> int:
+    print(f"lookonce: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The options of `serve`, made from `config.Options`: one place says which there are.
+
+Nothing here imports the engine: `lookonce --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from lookonce.config import Options
+
+HELP: dict[str, str] = {
+    "model": "A local Hugging Face folder, a hub id, or nano: the embedded model.",
+    "served_model_name": "The name clients use for the model; MODEL itself by default.",
+    "host": "Address to listen on.",
+    "port": "Port to listen on; 0 takes a free one.",
+    "uds": "Listen on this unix socket instead of host and port.",
+    "api_processes": "API processes that share one engine.",
+    "api_key": "KEY, TENANT:KEY, TENANT:KEY:inject or TENANT:KEY:admin; repeatable.",
+    "allow_injection": "Let clients of a server without keys inject processed media.",
+    "chat_template": "A Jinja file to use instead of the model's own chat template.",
+    "device": "cpu, cuda or cuda:N.",
+    "dtype": "float32, bfloat16 or float16; float32 on CPU and bfloat16 on CUDA by default.",
+    "max_model_len": "Prompt plus generated tokens of one sequence; the model's own by default.",
+    "max_num_seqs": "Sequences computed side by side.",
+    "max_num_batched_tokens": "Tokens computed in one step, prompts and answers together.",
+    "max_queue": "Waiting requests beyond which new ones are refused with 429.",
+    "kv_cache_gb": "Memory for keys and values, GiB.",
+    "block_size": "Tokens per block of keys and values; 16 on CPU by default.",
+    "prefix_caching": "Reuse keys and values of prompts that begin alike.",
+    "encoder_cache_gb": "Memory for encoder outputs of media, GiB.",
+    "mm_processor_cache_gb": "Memory for processed media, GiB; 0 turns this cache off.",
+    "mm_hash_algorithm": "blake3 or sha256: what media are recognised by.",
+    "limit_mm_per_prompt": "Media one prompt may have, by modality.",
+    "allowed_media_domains": "Fetch media from these domains only; comma-separated or repeated.",
+    "allow_private_media": "Also fetch media from private, loopback and link-local addresses.",
+    "allowed_local_media_path": "Allow file:// URLs beneath this folder.",
+    "media_timeout": "Seconds a media file may take to fetch.",
+    "max_media_bytes": "Largest encoded media file, bytes.",
+    "max_image_pixels": "Largest picture, pixels, checked before it is decoded.",
+    "max_audio_seconds": "Longest sound, seconds.",
+    "engine_stall_timeout": "Seconds a step may take before the engine counts as stuck.",
+    "vllm_metric_names": "Export metrics under vLLM's names too.",
+}
+"""One line per field of `Options`."""
+
+ENGINE_OPTIONS = (
+    "device", "dtype", "max_model_len", "max_num_batched_tokens", "kv_cache_gb", "chat_template",
+)  # fmt: skip
+"""What `lookonce chat` takes too."""
+
+
+def takes_options(
+    names: typing.Iterable[str],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds those fields of `Options` to a command's signature, where typer reads them."""
+    kinds = typing.get_type_hints(Options)
+    fields = {field.name: field for field in dataclasses.fields(Options)}
+    added = [_parameter(fields[name], kinds[name]) for name in names]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        kept = [p for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD]
+
+        def run(**given: Any) -> None:
+            command(**given)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        signature = inspect.Signature([*kept, *added])
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+        return run
+
+    return decorate
+
+
+def options_from(model: str, given: dict[str, Any]) -> Options:
+    """What was typed; lists become the tuples `Options` keeps."""
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+    }
+    if domains := values.get("allowed_media_domains"):
+        values["allowed_media_domains"] = tuple(",".join(domains).replace(" ", "").split(","))
+    return Options(model=model, **values)
+
+
+def _parameter(field: dataclasses.Field[Any], kind: Any) -> inspect.Parameter:
+    flag = "--" + field.name.replace("_", "-")
+    repeatable = typing.get_origin(kind) is tuple
+    names = [f"{flag}/--no-{flag[2:]}"] if field.default is True else [flag]
+    option = typer.Option(*names, help=HELP[field.name], show_default=not repeatable)
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=[] if repeatable else field.default,
+        annotation=Annotated[list[str] if repeatable else kind, option],
+    )

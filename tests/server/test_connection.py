@@ -1,0 +1,133 @@
+"""Clients that leave, and servers that shut down."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from lookonce.server.app import build_app
+
+
+class RawClient:
+    """One HTTP request spoken as bare ASGI, so that it can be cut off anywhere."""
+
+    def __init__(self, app: Any, body: dict[str, Any]) -> None:
+        self._app = app
+        self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
+        self.sent: list[dict[str, Any]] = []
+        self.got_something = asyncio.Event()
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+        if message.get("body"):
+            self.got_something.set()
+
+    def start(self) -> asyncio.Task[None]:
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [],
+            "query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": "",
+        }  # fmt: skip
+        return asyncio.create_task(self._app(scope, self._inbox.get, self._send))
+
+    def leave(self) -> None:
+        self._inbox.put_nowait({"type": "http.disconnect"})
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+async def settled(condition) -> None:
+    """Until `condition()` holds; the event loop gets all the turns it needs."""
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+def test_leaving_a_stream_midway_aborts_in_the_engine(on_site):
+    async def scenario(site):
+        client = RawClient(build_app(site.services), body(stream=True))
+        task = client.start()
+        await client.got_something.wait()
+        site.engine.gate.clear()
+        client.leave()
+        await task
+        assert site.engine.running == {}
+        assert not any(b"[DONE]" in message.get("body", b"") for message in client.sent)
+
+    on_site(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_before_the_first_token_aborts_in_the_engine(on_site, stream):
+    async def scenario(site):
+        site.engine.gate.clear()
+        client = RawClient(build_app(site.services), body(stream=stream))
+        task = client.start()
+        await settled(lambda: site.engine.running)
+        client.leave()
+        await task
+        assert site.engine.running == {}
+        assert client.sent[0]["status"] == 499
+
+    on_site(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_while_the_prompt_is_rendered_stops_that_too(on_site, stream):
+    async def scenario(site):
+        site.renderer.gate.clear()
+        client = RawClient(build_app(site.services), body(stream=stream))
+        task = client.start()
+        await settled(lambda: site.renderer.rendering)
+        client.leave()
+        await task
+        assert site.renderer.rendering == 0
+        assert site.engine.prompts == []
+
+    on_site(scenario)
+
+
+def test_of_many_clients_those_that_leave_disturb_no_other(on_site):
+    async def scenario(site):
+        app = build_app(site.services)
+        clients = [RawClient(app, body(stream=True, n=2)) for _ in range(60)]
+        tasks = [client.start() for client in clients]
+        for number, client in enumerate(clients):
+            if number % 3 == 0:
+                await client.got_something.wait()
+                client.leave()
+        await asyncio.gather(*tasks)
+        for number, client in enumerate(clients):
+            whole = b"".join(message.get("body", b"") for message in client.sent)
+            assert whole.endswith(b"[DONE]\n\n") or number % 3 == 0
+            assert b'"error"' not in whole
+
+    on_site(scenario)
+
+
+def test_draining_refuses_new_requests_and_lets_running_ones_end(on_site):
+    async def scenario(site):
+        site.engine.gate.clear()
+        running = asyncio.create_task(site.chat("hi"))
+        await settled(lambda: site.engine.running)
+        site.services.drain.draining = True
+
+        refused = await site.chat("hi")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert refused.headers["retry-after"] == "1"
+        assert (await site.client.get("/ready")).status_code == 503
+        assert (await site.client.get("/health")).status_code == 200
+        idle = asyncio.create_task(site.services.drain.wait_idle())
+        await asyncio.sleep(0)
+        assert not idle.done()
+
+        site.engine.gate.set()
+        assert (await running).status_code == 200
+        await idle
+
+    on_site(scenario)

@@ -1,0 +1,108 @@
+"""Health, readiness, version, models and metrics."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+import lookonce.server.metrics as metrics_module
+
+
+async def figures(site) -> dict[str, float]:
+    """Every sample of /metrics: `name` or `name{label=value}` → value."""
+    text = (await site.client.get("/metrics")).text
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(f"{k}={v}" for k, v in sample.labels.items() if k != "model_name")
+            found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
+    return found
+
+
+def test_health_follows_the_engine_and_readiness_the_service(on_site):
+    async def scenario(site):
+        expected = {"starting": (200, 503), "ready": (200, 200), "stuck": (503, 503),
+                    "dead": (503, 503)}  # fmt: skip
+        for state, (health, ready) in expected.items():
+            site.engine.state = state
+            assert (await site.client.get("/health")).status_code == health
+            assert (await site.client.get("/ready")).status_code == ready
+            assert (await site.client.get("/v1/models")).status_code == 200
+
+    on_site(scenario)
+
+
+def test_models_and_version(on_site):
+    async def scenario(site):
+        models = (await site.client.get("/v1/models")).json()
+        assert [card["id"] for card in models["data"]] == ["recital"]
+        assert models["data"][0]["max_model_len"] == 200
+        assert (await site.client.get("/v1/models/recital")).json() == models["data"][0]
+        assert (await site.client.get("/version")).json()["version"]
+
+    on_site(scenario)
+
+
+def test_requests_are_counted_and_timed(on_site):
+    async def scenario(site):
+        await site.chat("hello")
+        await site.chat("hello", n=2, stream=True, max_tokens=3)
+        found = await figures(site)
+        assert found["lookonce_request_success_total{finished_reason=stop}"] == 1
+        assert found["lookonce_request_success_total{finished_reason=length}"] == 1
+        assert found["lookonce_prompt_tokens_total"] == 10
+        assert found["lookonce_generation_tokens_total"] == 13 + 6
+        assert found["lookonce_time_to_first_token_seconds_count"] == 2
+        assert found["lookonce_e2e_request_latency_seconds_count"] == 2
+        assert found["lookonce_inter_token_latency_seconds_count"] == 12 + 4
+        assert found["lookonce_render_seconds_count"] == 2
+        assert not any(name.startswith("vllm:") for name in found)
+
+    on_site(scenario)
+
+
+def test_a_request_that_fails_is_no_success(on_site):
+    async def scenario(site):
+        site.engine.refusal = ValueError()  # type: ignore[assignment]
+        await site.chat("hello")
+        found = await figures(site)
+        assert not any("success_total" in name for name in found)
+
+    on_site(scenario)
+
+
+def test_what_others_count_is_read_when_asked(on_site):
+    async def scenario(site):
+        site.engine.counters = {"prefix_cache_hits_total": 48, "kv_cache_usage_ratio": 0.25}
+        site.services.metrics.sources += [
+            lambda: {"mm_cache_queries_total": 5, "media_decodes_total:image": 2},
+            lambda: {"media_decodes_total:image": 1, "media_decodes_total:audio": 4},
+        ]
+        found = await figures(site)
+        assert found["lookonce_prefix_cache_hits_total"] == 48
+        assert found["lookonce_kv_cache_usage_ratio"] == 0.25
+        assert found["lookonce_mm_cache_queries_total"] == 5
+        assert found["lookonce_media_decodes_total{modality=image}"] == 3
+        assert found["lookonce_media_decodes_total{modality=audio}"] == 4
+        assert found["lookonce_num_requests_running"] == 0
+
+    on_site(scenario)
+
+
+def test_vllm_s_names_on_request(on_site):
+    async def scenario(site):
+        site.services.metrics.sources.append(lambda: {"mm_cache_hits_total": 7})
+        site.engine.counters = {"kv_cache_usage_ratio": 0.5}
+        await site.chat("hello")
+        found = await figures(site)
+        assert found["vllm:mm_cache_hits_total"] == found["lookonce_mm_cache_hits_total"] == 7
+        assert found["vllm:kv_cache_usage_perc"] == 0.5
+        assert found["vllm:request_success_total{finished_reason=stop}"] == 1
+        assert found["vllm:time_to_first_token_seconds_count"] == 1
+        assert found["vllm:num_requests_running"] == 0
+
+    on_site(scenario, vllm_metric_names=True)
+
+
+def test_every_described_figure_has_a_help_text():
+    for name, described in metrics_module.COUNTED_ELSEWHERE.items():
+        assert described.help, name
