@@ -1,0 +1,128 @@
+"""Multi-axis positions equal Hugging Face's `get_rope_index`, for any window and beyond the end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForMultimodalLM
+
+from lookonce.model.positions import MropePositions
+from lookonce.types.media import MediaFeature
+
+TEXT, IMAGE, AUDIO = 0, 1, 2
+PARTS = st.lists(
+    st.one_of(
+        st.tuples(st.just(TEXT), st.integers(1, 9)),
+        st.tuples(st.just(IMAGE), st.tuples(st.integers(1, 5), st.integers(1, 5))),
+        st.tuples(st.just(AUDIO), st.integers(1, 12)),
+    ),
+    max_size=6,
+)
+
+TOKENS = SimpleNamespace(
+    image_token_id=1,
+    vision_start_token_id=2,
+    vision_end_token_id=3,
+    audio_token_id=4,
+    audio_start_token_id=5,
+    audio_end_token_id=6,
+)
+
+
+@pytest.fixture(scope="module")
+def rope_models(folder):
+    def load(kind: str):
+        config = AutoConfig.from_pretrained(folder(kind))
+        with torch.device("meta"):
+            return AutoModelForMultimodalLM.from_config(config)
+
+    return {kind: load(kind) for kind in ("qwen2_5_vl", "qwen2_5_omni")}
+
+
+def layout(parts, config, *, sounds: bool):
+    """Token ids, features and grids of parts that are separated as chat templates do."""
+    ids, features, grids, frames = [11], [], [], []
+    for kind, size in parts:
+        if kind == TEXT:
+            ids += [12] * size
+        elif kind == IMAGE:
+            height, width = size
+            ids.append(config.vision_start_token_id)
+            features.append(_feature("image", len(ids), height * width, (1, height, width)))
+            ids += [config.image_token_id] * (height * width) + [config.vision_end_token_id]
+            grids.append([1, 2 * height, 2 * width])
+        elif sounds:
+            ids.append(config.audio_start_token_id)
+            features.append(_feature("audio", len(ids), size, None))
+            ids += [config.audio_token_id] * size + [config.audio_end_token_id]
+            frames.append(4 * size)
+    return [*ids, 13], features, grids, frames
+
+
+def _feature(modality, offset, length, grid):
+    return MediaFeature(bytes(32), modality, offset, length, length, None, grid)
+
+
+def reference(model, kind, ids, grids, frames):
+    tokens, grid = torch.tensor([ids]), torch.tensor(grids) if grids else None
+    if kind == "qwen2_5_vl":
+        types = (tokens == model.config.image_token_id).int()
+        found = model.model.get_rope_index(tokens, types, image_grid_thw=grid)
+    else:
+        mask = torch.ones_like(tokens)
+        lengths = torch.tensor(frames) if frames else None
+        found = model.get_rope_index(tokens, grid, None, mask, audio_seqlens=lengths)
+    return found[0][:, 0].numpy()
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen2_5_omni"])
+@given(parts=PARTS, start=st.floats(0, 1), size=st.floats(0, 1))
+def test_any_window_equals_get_rope_index(rope_models, kind, parts, start, size):
+    model = rope_models[kind]
+    ids, features, grids, frames = layout(parts, model.config, sounds=kind == "qwen2_5_omni")
+    if kind == "qwen2_5_omni" and not grids:
+        return  # then Hugging Face numbers by the attention mask instead
+    expected = reference(model, kind, ids, grids, frames)
+    first = int(start * len(ids))
+    last = first + int(size * (len(ids) - first))
+    out = np.empty((3, last - first), np.int64)
+    MropePositions(features).fill(first, out)
+    np.testing.assert_array_equal(out, expected[:, first:last])
+
+
+@given(parts=PARTS)
+def test_decode_positions_go_on_after_the_largest_one(parts):
+    ids, features, _, _ = layout(parts, TOKENS, sounds=True)
+    positions = MropePositions(features)
+    out = np.empty((3, len(ids) + 5), np.int64)
+    positions.fill(0, out)
+    largest = out[:, : len(ids)].max()
+    np.testing.assert_array_equal(out[:, len(ids) :], largest + np.arange(1, 6) + np.zeros((3, 1)))
+    assert positions.tail_start <= len(ids)
+    assert positions.tail_delta == largest + 1 - len(ids)
+
+
+def test_items_appended_later_change_no_earlier_position():
+    first = _feature("image", 3, 6, (1, 2, 3))
+    positions = MropePositions([first])
+    before = np.empty((3, 12), np.int64)
+    positions.fill(0, before)
+    positions.append(_feature("image", 12, 4, (1, 2, 2)))
+    after = np.empty((3, 20), np.int64)
+    positions.fill(0, after)
+    np.testing.assert_array_equal(after[:, :12], before)
+
+
+def test_the_picture_drawn_in_the_module_docstring():
+    out = np.empty((3, 10), np.int64)
+    MropePositions([_feature("image", 2, 6, (1, 2, 3))]).fill(0, out)
+    assert out.tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
+    ]
