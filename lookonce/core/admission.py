@@ -40,6 +40,7 @@ class Door:
         self._check_lengths(len(prompt), features)
         self._check_items(features)
         self._check_token_ids(prompt, features)
+        check_rows(features, items)
         return Request(request, prompt, features, dict(items), self._model.eos_token_ids)
 
     def max_tokens(self, request: Request) -> int:
@@ -196,6 +197,18 @@ class Admission:
             if self._prefix_caching:
                 self._counters.prefix_cache_queries += sequence.request.num_prompt_tokens
                 self._counters.prefix_cache_hits += num_cached * self._pool.block_size
+
+
+def check_rows(features: Features, items: Mapping[bytes, ProcessedItem]) -> None:
+    """Raises `BadRequestError` for an item that has not as many rows as its place in the prompt."""
+    for index, feature in enumerate(features.as_tuple()):
+        item = items.get(feature.key)
+        if item is not None and item.expansion.num_embeds != feature.num_embeds:
+            raise BadRequestError(
+                f"item {index} takes {feature.num_embeds} embed positions; its encoder output "
+                f"has {item.expansion.num_embeds} rows",
+                param="features",
+            )
 
 
 def _prompt_array(request: GenerateRequest) -> NDArray[np.int32]:

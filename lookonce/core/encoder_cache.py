@@ -154,7 +154,10 @@ class EncoderCache:
         return tuple(self._held.get(holder, ()))
 
     def remove_failed(self, key: bytes) -> None:
-        """Forget an output that could not be computed, whoever holds it; the runner has none."""
+        """Forget an output that could not be computed, whoever holds it.
+
+        It counts as dropped: a runner that broke half way may have kept it.
+        """
         entry = self._entries.get(key)
         if entry is None:
             return
@@ -162,7 +165,7 @@ class EncoderCache:
             self._forget_holder(holder, key)
         if not entry.holders:
             self._unheld_bytes -= entry.num_bytes
-        self._delete(key, entry)
+        self._drop(key, entry)
 
     def record_cost(self, key: bytes, seconds: float) -> None:
         """What computing the output took; decides how long it stays once unheld."""
@@ -249,9 +252,6 @@ class EncoderCache:
         return tuple(evicted)
 
     def _drop(self, key: bytes, entry: _Entry) -> None:
-        self._delete(key, entry)
-        self._dropped.append(key)
-
-    def _delete(self, key: bytes, entry: _Entry) -> None:
         del self._entries[key]
         self._used_bytes -= entry.num_bytes
+        self._dropped.append(key)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from lookonce.config import SchedulerConfig
-from lookonce.core.admission import Admission, Door
+from lookonce.core.admission import Admission, Door, check_rows
 from lookonce.core.blocks import BlockPool
 from lookonce.core.budget import StepPass
 from lookonce.core.chunking import Chunker
@@ -104,9 +104,17 @@ class Scheduler:
             self._accept(built)
 
     def supply(self, request_id: str, items: Mapping[bytes, ProcessedItem]) -> None:
-        """Items asked for through `needs` are here; an ended request needs them no more."""
+        """Items asked for through `needs` are here; an ended request needs them no more.
+
+        Items that do not fit their places in the prompt end the request with an error delta.
+        """
         request = self._roster.requests.get(request_id)
         if request is None:
+            return
+        try:
+            check_rows(request.features, items)
+        except BadRequestError as error:
+            self._fail(request, error)
             return
         request.items.update(items)
         request.update_missing()
@@ -289,17 +297,19 @@ class Scheduler:
         for key, error in result.failed_items.items():
             holders = self._encoder_cache.holders(key)
             self._encoder_cache.remove_failed(key)
-            for seq_id in holders:
-                self._fail(seq_id, error)
+            self._fail_all(holders, error)
         for seq_id, error in result.failed_sequences.items():
-            self._fail(seq_id, error)
+            self._fail_all((seq_id,), error)
 
-    def _fail(self, seq_id: int, error: LookOnceError) -> None:
-        failed = self._roster.sequences.get(seq_id)
-        if failed is None:
-            return
-        for sequence in failed.request.live_sequences():
-            self._outbox.end(failed.request.request_id, sequence.index, "error", error)
+    def _fail_all(self, seq_ids: Iterable[int], error: LookOnceError) -> None:
+        for seq_id in seq_ids:
+            sequence = self._roster.sequences.get(seq_id)
+            if sequence is not None:
+                self._fail(sequence.request, error)
+
+    def _fail(self, request: Request, error: LookOnceError) -> None:
+        for sequence in request.live_sequences():
+            self._outbox.end(request.request_id, sequence.index, "error", error)
             self._lifecycle.finish(sequence)
 
     def _advance(
