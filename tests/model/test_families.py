@@ -1,0 +1,69 @@
+"""Every family encodes a batch as it encodes each item alone, and refuses malformed items."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lookonce.config import ModelConfig
+from lookonce.errors import ModelLoadError
+from lookonce.model.families.registry import FAMILIES, family_for
+from lookonce.model.inputs import item_tensors
+from lookonce.model.loader import load_model
+from tests.model.cases import CaseMaker, picture, sound
+
+MEDIA = [
+    ("llava", "image"),
+    ("qwen2_5_vl", "image"),
+    ("gemma3", "image"),
+    ("qwen2_5_omni", "image"),
+    ("qwen2_5_omni", "audio"),
+    ("nano", "image"),
+    ("nano", "audio"),
+]
+
+
+def encoded(folder, kind, modality):
+    """The family, and tensors and expansions of three different items."""
+    loaded = load_model(ModelConfig(folder=str(folder(kind)), served_name="m"))
+    maker = CaseMaker(folder(kind), loaded.family.config)
+    if modality == "image":
+        media = [picture(1), picture(2, 150, 60), picture(3, 60, 130)]
+    else:
+        media = [sound(1, 0.4), sound(2, 1.01), sound(3, 2.5)]
+    items = [item for medium in media for item in maker.case(medium).items.values()]
+    cpu = torch.device("cpu")
+    tensors = [item_tensors(item, dtype=torch.float32, device=cpu) for item in items]
+    return loaded.family, tensors, [item.expansion for item in items]
+
+
+@pytest.mark.parametrize(("kind", "modality"), MEDIA)
+@torch.inference_mode()
+def test_a_batch_is_encoded_as_each_item_alone(folder, kind, modality):
+    family, tensors, expansions = encoded(folder, kind, modality)
+    assert len({family.batch_key(modality, item) for item in tensors}) == 1
+    together = family.encode(modality, tensors)
+    for item, rows, expansion in zip(tensors, together, expansions, strict=True):
+        assert rows.shape == (expansion.num_embeds, family.row_width)
+        torch.testing.assert_close(rows, family.encode(modality, [item])[0], rtol=0, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_grid_that_does_not_match_its_patches_is_refused(folder):
+    family, tensors, _ = encoded(folder, "qwen2_5_vl", "image")
+    wrong = {**tensors[0], "image_grid_thw": torch.tensor([1, 10_000, 10_000])}
+    with pytest.raises(ValueError, match="image_grid_thw"):
+        family.encode("image", [wrong])
+
+
+@torch.inference_mode()
+def test_a_text_model_takes_no_pictures(folder):
+    family = load_model(ModelConfig(folder=str(folder("llama")), served_name="m")).family
+    with pytest.raises(ValueError, match="takes no image"):
+        family.encode("image", [{}])
+
+
+def test_an_unknown_type_is_refused_with_all_that_are_known():
+    with pytest.raises(ModelLoadError) as caught:
+        family_for("bert")
+    assert all(model_type in caught.value.message for model_type in FAMILIES)

@@ -1,0 +1,226 @@
+"""The runner forgets, learns, encodes, computes and samples what a plan says, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from lookonce.config import ModelConfig
+from lookonce.errors import RequestFailedError
+from lookonce.model.attention.reference import ReferenceBackend
+from lookonce.model.loader import load_model
+from lookonce.model.runner import Runner
+from lookonce.types.media import Array, Expansion, ProcessedItem
+from lookonce.types.sampling import SamplingParams
+from lookonce.types.step import (
+    EmbedSlice,
+    EncodeItem,
+    NewSequence,
+    ScheduledSequence,
+    StepPlan,
+)
+
+BLOCK = 4
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def llama(folder):
+    return load_model(ModelConfig(folder=str(folder("llama")), served_name="m"))
+
+
+@pytest.fixture(scope="module")
+def llava(folder):
+    return load_model(ModelConfig(folder=str(folder("llava")), served_name="m"))
+
+
+def make_runner(loaded, **options) -> Runner:
+    sizes = {"num_blocks": 64, "block_size": BLOCK, "max_num_seqs": 4, **options}
+    return Runner(loaded, backend=ReferenceBackend(), **sizes)
+
+
+def tokens(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(10, 300, count).astype(np.int32)
+
+
+def new(seq_id: int, ids: np.ndarray, sampling=GREEDY, **options) -> NewSequence:
+    return NewSequence(seq_id, ids, len(ids), (), sampling, **options)
+
+
+def whole(seq_id: int, ids: np.ndarray, first_block: int, **options) -> ScheduledSequence:
+    """The whole prompt in one chunk, with room for two blocks of answer."""
+    count = -(-len(ids) // BLOCK) + 2
+    blocks = tuple(range(first_block, first_block + count))
+    return ScheduledSequence(seq_id, 0, len(ids), blocks, sample=True, **options)
+
+
+def decode(seq_id: int, start: int) -> ScheduledSequence:
+    return ScheduledSequence(seq_id, start, 1, sample=True)
+
+
+def item(value: float, rows: int = 16) -> ProcessedItem:
+    pixels = np.full((3, 56, 56), value, np.float32)
+    return ProcessedItem(
+        "image",
+        {"pixel_values": Array("float32", pixels.shape, pixels.tobytes())},
+        Expansion(((3, rows),), 3),
+    )
+
+
+def answer(runner: Runner, ids: np.ndarray, count: int = 3, seq_id: int = 0) -> list[int]:
+    """Greedy tokens of one sequence that runs alone."""
+    plan = StepPlan(0, new=(new(seq_id, ids),), scheduled=(whole(seq_id, ids, 0),))
+    found = list(runner.execute(plan).token_ids)
+    for step in range(1, count):
+        chunk = decode(seq_id, len(ids) + step - 1)
+        found += runner.execute(StepPlan(step, scheduled=(chunk,))).token_ids
+    return found
+
+
+def test_a_batch_answers_as_each_sequence_alone(llama):
+    prompts = [tokens(1, 9), tokens(2, 5), tokens(3, 14)]
+    alone = [answer(make_runner(llama), ids) for ids in prompts]
+    runner = make_runner(llama)
+    plan = StepPlan(
+        0,
+        new=tuple(new(i, ids) for i, ids in enumerate(prompts)),
+        scheduled=tuple(whole(i, ids, 20 * i) for i, ids in enumerate(prompts)),
+    )
+    found = [runner.execute(plan).token_ids]
+    for step in range(2):
+        chunks = tuple(decode(i, len(ids) + step) for i, ids in enumerate(prompts))
+        found.append(runner.execute(StepPlan(step, scheduled=chunks)).token_ids)
+    assert [list(column) for column in zip(*found, strict=True)] == alone
+
+
+def test_a_preempted_sequence_goes_on_where_it_was(llama):
+    prompt = tokens(1, 9)
+    expected = answer(make_runner(llama), prompt, count=4)
+    runner = make_runner(llama)
+    so_far = np.array([*prompt, *answer(runner, prompt, count=2)], np.int32)
+    again = dataclasses.replace(new(0, so_far), num_prompt_tokens=len(prompt))
+    plan = StepPlan(9, finished=(0,), new=(again,), scheduled=(whole(0, so_far, 30),))
+    assert list(runner.execute(plan).token_ids) == expected[2:3]
+
+
+def test_a_chunk_that_does_not_end_the_prompt_samples_nothing(llama):
+    ids = tokens(1, 9)
+    chunk = ScheduledSequence(0, 0, 5, (0, 1))
+    result = make_runner(llama).execute(StepPlan(0, new=(new(0, ids),), scheduled=(chunk,)))
+    assert result.token_ids == ()
+
+
+def test_rows_of_forgotten_sequences_are_reused(llama):
+    runner = make_runner(llama, max_num_seqs=1)
+    first = answer(runner, tokens(1, 9), seq_id=1)
+    runner.execute(StepPlan(8, finished=(1,)))
+    answer(runner, tokens(2, 5), seq_id=2)
+    runner.execute(StepPlan(9, finished=(2,)))
+    assert answer(runner, tokens(1, 9), seq_id=3) == first
+
+
+def test_forgetting_an_unknown_sequence_is_no_error(llama):
+    assert make_runner(llama).execute(StepPlan(0, finished=(77,))).token_ids == ()
+
+
+def test_logprobs_come_for_those_who_asked(llama):
+    first, second = tokens(1, 9), tokens(2, 5)
+    asking = SamplingParams(temperature=0, logprobs=2)
+    plan = StepPlan(
+        0,
+        new=(new(0, first), new(1, second, asking)),
+        scheduled=(whole(0, first, 0), whole(1, second, 20)),
+    )
+    result = make_runner(llama).execute(plan)
+    assert result.logprobs is not None
+    assert result.logprobs[0] is None
+    best, _ = result.logprobs[1].top
+    assert best == (result.token_ids[1], result.logprobs[1].logprob)
+
+
+def test_placeholder_ids_beyond_the_vocabulary_are_replaced(llava):
+    ids = np.array([5, *[9999] * 16, 6], np.int32)
+    embeds = (EmbedSlice(b"k", 0, 16, 1),)
+    penalised = SamplingParams(temperature=0, repetition_penalty=1.1)
+    plan = StepPlan(
+        0,
+        new=(new(0, ids, penalised),),
+        encode=(EncodeItem(b"k", item(0.5)),),
+        scheduled=(whole(0, ids, 0, embeds=embeds),),
+    )
+    result = make_runner(llava).execute(plan)
+    assert not result.failed_sequences
+    assert result.token_ids[0] >= 0
+    assert result.encode_seconds[b"k"] > 0
+
+
+def test_a_failing_item_leaves_its_own_sequence_uncomputed(llava):
+    runner = make_runner(llava)
+    with_item = np.array([5, *[3] * 16, 6], np.int32)
+    plain = tokens(2, 5)
+    alone = answer(make_runner(llava), plain, count=1)
+    plan = StepPlan(
+        0,
+        new=(new(0, with_item), new(1, plain)),
+        encode=(EncodeItem(b"bad", item(0.5, rows=7)),),
+        scheduled=(
+            whole(0, with_item, 0, embeds=(EmbedSlice(b"bad", 0, 16, 1),)),
+            whole(1, plain, 20),
+        ),
+    )
+    result = runner.execute(plan)
+    assert list(result.failed_items) == [b"bad"]
+    assert result.token_ids == (-1, *alone)
+    assert not result.failed_sequences
+
+
+def test_an_embedding_that_is_not_held_fails_its_sequence(llava):
+    ids = np.array([5, *[3] * 16, 6], np.int32)
+    embeds = (EmbedSlice(b"gone", 0, 16, 1),)
+    plan = StepPlan(0, new=(new(0, ids),), scheduled=(whole(0, ids, 0, embeds=embeds),))
+    result = make_runner(llava).execute(plan)
+    assert isinstance(result.failed_sequences[0], RequestFailedError)
+    assert result.token_ids == (-1,)
+
+
+def test_a_sequence_that_breaks_the_model_fails_alone(llama):
+    good, bad = tokens(1, 9), np.array([5, 10_000, 6], np.int32)
+    alone = answer(make_runner(llama), good, count=1)
+    plan = StepPlan(
+        0,
+        new=(new(0, good), new(1, bad)),
+        scheduled=(whole(0, good, 0), whole(1, bad, 20)),
+    )
+    result = make_runner(llama).execute(plan)
+    assert result.token_ids == (*alone, -1)
+    assert list(result.failed_sequences) == [1]
+
+
+def test_output_that_is_not_a_number_fails_its_sequence(llava):
+    ids = np.array([5, *[3] * 16, 6], np.int32)
+    other = tokens(2, 5)
+    plan = StepPlan(
+        0,
+        new=(new(0, ids), new(1, other)),
+        encode=(EncodeItem(b"nan", item(float("nan"))),),
+        scheduled=(
+            whole(0, ids, 0, embeds=(EmbedSlice(b"nan", 0, 16, 1),)),
+            whole(1, other, 20),
+        ),
+    )
+    result = make_runner(llava).execute(plan)
+    assert list(result.failed_sequences) == [0]
+    assert result.token_ids[0] == -1
+    assert result.token_ids[1] >= 0
+
+
+def test_results_are_plain_python(llama):
+    ids = tokens(1, 3)
+    result = make_runner(llama).execute(
+        StepPlan(0, new=(new(0, ids),), scheduled=(whole(0, ids, 0),))
+    )
+    assert [type(token) for token in result.token_ids] == [int]
+    assert not torch.is_inference_mode_enabled()
