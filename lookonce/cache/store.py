@@ -114,9 +114,6 @@ class Store:
             raise ValueError(f"request {request_id} is open")
         self._held[request_id] = {}
 
-    def is_open(self, request_id: str) -> bool:
-        return request_id in self._held
-
     def hold(self, request_id: str, keys: Iterable[bytes]) -> dict[bytes, ProcessedItem]:
         """Hold those of `keys` that are there for an open request; the ones now held for it."""
         held = self._held[request_id]

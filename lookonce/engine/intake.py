@@ -69,12 +69,19 @@ class Intake:
 
     # --- senders ------------------------------------------------------------------------------
 
-    def hello(self, sender: str, epoch: int = 0) -> None:
-        """A sender says hello; its share starts empty unless it belongs to this epoch already."""
+    def hello(self, sender: str, epoch: int = 0) -> bool:
+        """A sender says hello, and which epoch its directory belongs to.
+
+        Of this epoch: its share goes on as it is. Of another, or 0: its share starts empty, as its
+        directory does with the welcome. False, and nothing is done, when it claims a share of this
+        epoch that was closed by `goodbye`: it must come back by `ClearCache`, see `update`.
+        """
+        if epoch == self.epoch:
+            return sender in self._peers
         self._peers.setdefault(sender, _Peer())
         self.store.open_share(sender)
-        if epoch != self.epoch:
-            self.store.empty_share(sender)
+        self.store.empty_share(sender)
+        return True
 
     def goodbye(self, sender: str) -> tuple[str, ...]:
         """A sender is gone: its share is closed. Its open requests, to abort and `release`."""

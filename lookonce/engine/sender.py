@@ -94,7 +94,7 @@ class Sender:
             ops=change.ops(),
             request=request,
             loose=tuple(change.loose),
-            recoverable=all(part.item or part.recover for part in parts.values()),
+            recoverable=all(_worth(part) for part in parts.values()),
             bindings=self._fresh_bindings(),
         )
 
@@ -113,10 +113,12 @@ class Sender:
         Raises `MediaNotCachedError` (422) when no bytes stand behind one of them.
         """
         parts = _unique(rendered.items)
-        lacking = [parts[key] for key in dict.fromkeys(keys) if parts[key].item is None]
-        if any(part.recover is None for part in lacking):
+        asked = [parts.get(key) for key in dict.fromkeys(keys)]
+        lacking = [part for part in asked if part is None or part.item is None]
+        recoverable = tuple(part for part in lacking if part is not None and part.recover)
+        if len(recoverable) < len(lacking):
             raise MediaNotCachedError(_NOT_HELD)
-        return tuple(lacking)
+        return recoverable
 
     def supply(
         self,
@@ -270,7 +272,9 @@ def _gather(
 ) -> dict[bytes, ProcessedItem]:
     items = {}
     for key in keys:
-        item = recovered.get(key) or parts[key].item
+        item = recovered.get(key)
+        if item is None and key in parts:
+            item = parts[key].item
         if item is None:
             raise MediaNotCachedError(_NOT_HELD)
         items[key] = item

@@ -1,0 +1,284 @@
+"""The cache protocol under every interleaving, and proof that the machine would notice.
+
+Hypothesis drives the world of `sender_intake_world`: two API processes and an engine. The world
+checks itself after every event. The mutations at the end break the protocol in one place each;
+the same machine must find every one.
+"""
+
+from unittest.mock import patch
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from lookonce.cache.directory import Directory
+from lookonce.cache.lru import ByteLRU, Evicted
+from lookonce.engine.intake import Intake
+from lookonce.engine.sender import Sender, _Change
+from lookonce.ipc.messages import NO_OPS
+from tests.engine.sender_intake_world import Api, World
+
+PICK = st.integers(0, 11)
+NUMBERS = st.lists(st.integers(0, 11), min_size=1, max_size=5)
+SELDOM = st.sampled_from([True, False, False])
+FATES = st.sampled_from(["serve", "serve", "covered", "reject"])
+
+
+def build_machine(**world_parts):
+    """The machine over a world in which some parts may be replaced by broken ones."""
+
+    class Machine(RuleBasedStateMachine):
+        @initialize(capacity=st.sampled_from([0, 550, 2000, 5000, 5000, 40000]))
+        def begin(self, capacity):
+            self.world = World(capacity, **world_parts)
+
+        def api(self, pick):
+            return list(self.world.apis.values())[pick % len(self.world.apis)]
+
+        def some(self, things, pick):
+            return things[pick % len(things)] if things else None
+
+        @rule(who=PICK, numbers=NUMBERS, fate=FATES, ahead=st.booleans(), reference=st.booleans())
+        def look_up(self, who, numbers, fate, ahead, reference):
+            self.api(who).start(numbers, fate, ahead=ahead, by_reference=reference)
+
+        @rule(who=PICK, numbers=NUMBERS, fate=FATES, at_once=st.booleans())
+        def look_up_and_finish(self, who, numbers, fate, at_once):
+            api = self.api(who)
+            api.start(numbers, fate, ahead=True, by_reference=False)
+            request = api.in_state("rendering")[-1]
+            api.finish(request)
+            if at_once:
+                api.send(request)
+
+        @rule(who=PICK, which=PICK)
+        def finish_rendering(self, who, which):
+            request = self.some(self.api(who).in_state("rendering"), which)
+            if request:
+                self.api(who).finish(request)
+
+        @rule(who=PICK, which=PICK)
+        def send(self, who, which):
+            request = self.some(self.api(who).in_state("rendered"), which)
+            if request:
+                self.api(who).send(request)
+
+        @rule(who=PICK, which=PICK, really=SELDOM)
+        def cancel_before_sending(self, who, which, really):
+            request = self.some(self.api(who).in_state("rendering", "rendered"), which)
+            if request and really:
+                self.api(who).cancel(request)
+
+        @rule(who=PICK, which=PICK, really=SELDOM)
+        def disconnect(self, who, which, really):
+            request = self.some(self.api(who).in_state("sent", "accepted"), which)
+            if request and really:
+                self.api(who).disconnect(request)
+
+        @rule(who=PICK, how_many=st.integers(1, 4))
+        def deliver_to_engine(self, who, how_many):
+            for _ in range(min(how_many, len(self.api(who).outbox))):
+                self.world.engine.receive(self.api(who))
+
+        @rule(who=PICK, how_many=st.integers(1, 4))
+        def deliver_to_api(self, who, how_many):
+            for _ in range(min(how_many, len(self.api(who).inbox))):
+                self.api(who).receive()
+
+        @rule(who=PICK, which=PICK)
+        def recover(self, who, which):
+            request = self.some(self.api(who).to_recover(), which)
+            if request:
+                self.api(who).recover(request)
+
+        @rule(which=PICK)
+        def finish_request(self, which):
+            engine = self.world.engine
+            request_id = self.some([*engine.running, *engine.waiting], which)
+            if request_id:
+                self.world.engine.finish(request_id)
+
+        @rule(who=PICK, numbers=NUMBERS)
+        def inject(self, who, numbers):
+            self.api(who).inject(numbers)
+
+        @rule(who=PICK, what=st.sampled_from(["reset", "restart", "forget"] + [None] * 6))
+        def disturb(self, who, what):
+            if what == "reset":
+                self.world.engine.reset()
+            elif what == "restart":
+                self.world.restart_engine()
+            elif what == "forget":
+                self.world.engine.forget(self.api(who).name)
+
+        @rule()
+        def settle(self):
+            self.world.settle()
+
+        @invariant()
+        def sound(self):
+            self.world.check()
+
+        def teardown(self):
+            if hasattr(self, "world"):
+                self.world.settle()
+
+    return Machine
+
+
+def run(max_examples, phases, **world_parts):
+    run_state_machine_as_test(
+        build_machine(**world_parts),
+        settings=settings(
+            max_examples=max_examples,
+            stateful_step_count=60,
+            deadline=None,
+            database=None,
+            phases=phases,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_no_interleaving_breaks_the_protocol():
+    run(150, [Phase.generate, Phase.shrink])
+
+
+@pytest.mark.parametrize("num_senders", [1, 3])
+def test_nor_with_other_numbers_of_senders(num_senders):
+    run(25, [Phase.generate, Phase.shrink], num_senders=num_senders)
+
+
+# --- mutations: each must be found ------------------------------------------------------------
+
+
+def assert_found(max_examples=1000, **world_parts):
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        run(max_examples, [Phase.generate], **world_parts)
+
+
+class CommitsBeforeTheAwait(Api):
+    """The directory changes when rendering ends, the message goes out when there is room."""
+
+    def finish(self, request):
+        super().finish(request)
+        request.early = self.sender.submit(self._generate(request), request.prompt)
+
+    def commit(self, request):
+        return request.early
+
+
+def test_committing_before_the_await_is_found():
+    assert_found(make_api=CommitsBeforeTheAwait)
+
+
+class JudgesFirst(Intake):
+    """A request that will be rejected never gets its cache operations applied."""
+
+    world = None
+
+    def submit(self, sender, message):
+        if self.world.fate(message.request.request_id) == "reject":
+            message = type(message)(
+                message.epoch, message.seq, type(message.ops)(), message.request
+            )
+        return super().submit(sender, message)
+
+
+def test_judging_before_applying_is_found():
+    def judging_first(world_init):
+        def init(self, *args, **kwargs):
+            JudgesFirst.world = self
+            world_init(self, *args, **kwargs)
+
+        return init
+
+    with patch.object(World, "__init__", judging_first(World.__init__)):
+        assert_found(make_intake=JudgesFirst)
+
+
+def test_evicting_a_pinned_entry_is_found():
+    real = ByteLRU.try_insert
+
+    def blind_to_pins(self, key, size, value):
+        if size > self.capacity_bytes:
+            return None
+        evicted = []
+        while self.nbytes + size > self.capacity_bytes:
+            oldest = next(iter(self))
+            evicted.append(Evicted(oldest, self.size_of(oldest), self.remove(oldest)))
+        return real(self, key, size, value) + evicted
+
+    with patch.object(ByteLRU, "try_insert", blind_to_pins):
+        assert_found()
+
+
+def test_not_protecting_a_messages_own_keys_is_found():
+    with (
+        patch.object(_Change, "__enter__", lambda self: self),
+        patch.object(_Change, "__exit__", lambda self, *exc_info: None),
+    ):
+        assert_found()
+
+
+def test_listening_to_another_epoch_is_found():
+    class Credulous(Intake):
+        def _accepts(self, sender, epoch):
+            return self.knows(sender)
+
+    assert_found(make_intake=Credulous)
+
+
+def test_clearing_without_saying_so_is_found():
+    def clear(self, message):
+        self.directory.reset()
+        return self._update(NO_OPS)
+
+    with patch.object(Sender, "clear", clear):
+        assert_found()
+
+
+def test_trusting_a_hint_is_found():
+    """A stale adoption is taken for certain: its resend brings nothing."""
+    real = Directory.try_list
+
+    def certain(self, key, nbytes, expansion, *, adopted=False):
+        return real(self, key, nbytes, expansion)
+
+    with patch.object(Directory, "try_list", certain):
+        assert_found()
+
+
+def test_keeping_the_pins_of_a_cancelled_prompt_is_found():
+    with patch.object(Api, "cancel", lambda self, request: setattr(request, "state", "cancelled")):
+        assert_found()
+
+
+def test_forgetting_to_release_is_found():
+    class Hoarder(Intake):
+        def release(self, request_id):
+            pass
+
+    assert_found(make_intake=Hoarder)
+
+
+def test_a_settled_world_has_its_items_on_both_sides():
+    """The machine is not vacuous: plain requests list items, and repeat them as hits."""
+    world = World(40000)
+    first, second = world.apis.values()
+    for api in (first, first, second):
+        api.start([1, 2, 1], "serve", ahead=True, by_reference=False)
+        world.settle()
+    assert (first.processed, second.processed) == (2, 0), "the second adopts what the first added"
+    assert first.sender.directory.sizes().keys() == second.sender.directory.sizes().keys()
+    assert (first.sender.directory.queries, first.sender.directory.hits) == (6, 4)
+    assert {r.state for api in (first, second) for r in api.requests.values()} == {"done"}
+    assert len(world.engine.intake.store) == 2
