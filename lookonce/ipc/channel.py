@@ -81,7 +81,9 @@ class ClientChannel:
 
         Raises `EngineDeadError` when the engine goes away meanwhile.
         """
-        credits = self._credits  # a disconnect replaces it; what was taken goes back where it came from
+        credits = (
+            self._credits
+        )  # a disconnect replaces it; what was taken goes back where it came from
         await credits.acquire(nbytes)
         try:
             yield

@@ -1,8 +1,8 @@
 """Messages to frames and back: msgpack for the structure, arrays beside it without copies.
 
 A message becomes `[head, array frame, array frame, ...]`. Inside the head an `Array` is
-`[dtype, shape, payload]`, where the payload is either its bytes (below `INLINE_LIMIT`) or the number
-of the frame that holds them. Decoded arrays are read-only views into the frames they came in.
+`[dtype, shape, payload]`, where the payload is either its bytes (below `INLINE_LIMIT`) or the
+number of the frame that holds them. Decoded arrays are read-only views into their frames.
 """
 
 from __future__ import annotations
@@ -95,4 +95,6 @@ def engine_message_decoder() -> Decoder[EngineMessage]:
 
 def frames_nbytes(frames: Sequence[Buffer]) -> int:
     """Bytes of all frames: what a message weighs on the channel."""
-    return sum(len(frame) if isinstance(frame, bytes) else memoryview(frame).nbytes for frame in frames)
+    return sum(
+        len(frame) if isinstance(frame, bytes) else memoryview(frame).nbytes for frame in frames
+    )

@@ -45,7 +45,7 @@ class ZmqClientLink:
             return
         self._socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
         # Sending may swallow the readiness edge of a message that came meanwhile.
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if int(self._socket.EVENTS) & zmq.POLLIN:
             self._loop.call_soon(self._read)
 
     def close(self) -> None:
@@ -62,16 +62,16 @@ class ZmqClientLink:
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED,
             f"inproc://lookonce-monitor-{next(_monitor_numbers)}",
         )
-        self._loop.add_reader(socket.getsockopt(zmq.FD), self._read)
-        self._loop.add_reader(self._monitor.getsockopt(zmq.FD), self._watch)
+        self._loop.add_reader(socket.FD, self._read)
+        self._loop.add_reader(self._monitor.FD, self._watch)
         socket.connect(self._address)
         self._loop.call_soon(self._watch)
 
     def _disconnect(self) -> None:
         if self._socket is None or self._monitor is None:
             return
-        self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
-        self._loop.remove_reader(self._monitor.getsockopt(zmq.FD))
+        self._loop.remove_reader(self._socket.FD)
+        self._loop.remove_reader(self._monitor.FD)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
@@ -158,8 +158,8 @@ class ZmqEngineLink:
 
 
 def _receive(socket: zmq.Socket[bytes]) -> list[Buffer]:
-    """One message. The first frame is small and copied; the others are views. Raises `zmq.Again`."""
+    """One message: its small first frame copied, the others as views. Raises `zmq.Again`."""
     frames: list[Buffer] = [socket.recv(zmq.DONTWAIT)]
-    while socket.getsockopt(zmq.RCVMORE):
+    while socket.RCVMORE:
         frames.append(socket.recv(zmq.DONTWAIT, copy=False).buffer)
     return frames

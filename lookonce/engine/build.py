@@ -1,0 +1,143 @@
+"""From settings to a warm engine core: the one module of this floor that needs torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from lookonce.config import KVConfig
+from lookonce.core.admission import Door
+from lookonce.core.blocks import BlockPool
+from lookonce.core.encoder_cache import EncoderCache
+from lookonce.core.scheduler import Scheduler
+from lookonce.engine.core import EngineCore
+from lookonce.engine.judge import Judge
+from lookonce.engine.settings import EngineSettings
+from lookonce.errors import ConfigError, ModelLoadError
+from lookonce.model.attention.select import resolve_block_size, select_backend
+from lookonce.model.kv_pages import block_bytes
+from lookonce.model.loader import LoadedModel, load_model
+from lookonce.model.runner import Runner
+from lookonce.types.media import Array
+from lookonce.types.model import ModelInfo
+from lookonce.types.ports import ModelRunner
+from lookonce.types.request import GenerateRequest
+from lookonce.types.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Called with (weights loaded, weights in all)."""
+
+
+def build_engine(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, Judge]:
+    """Load the model, size the caches, and warm up.
+
+    Raises `ConfigError` for settings the model cannot be served with, and `ModelLoadError`.
+    """
+    loaded = load_model(settings.model, progress)
+    features = loaded.family.attention_features(loaded.dtype)
+    backend = select_backend(loaded.device, features)
+    block_size = resolve_block_size(backend, settings.kv.block_size)
+    num_blocks = _num_blocks(loaded, settings.kv, block_size)
+    loaded = _fitted(loaded, num_blocks * block_size)
+    runner = Runner(
+        loaded,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        backend=backend,
+        max_num_seqs=settings.scheduler.max_num_seqs,
+        max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
+    )
+    logger.info(
+        "serving %s on %s: %s, attention %s, %d KV blocks of %d tokens",
+        loaded.info.model_type, loaded.device, loaded.info.dtype, backend.name, num_blocks,
+        block_size,
+    )  # fmt: skip
+    core, judge = assemble(loaded.info, runner, settings, BlockPool(num_blocks, block_size))
+    warm_up(core)
+    return core, judge
+
+
+def assemble(
+    info: ModelInfo, runner: ModelRunner, settings: EngineSettings, pool: BlockPool
+) -> tuple[EngineCore, Judge]:
+    """A scheduler over `pool` and a runner with as many blocks make an engine."""
+    check_token_budget(info, settings)
+    encoder_cache = EncoderCache(settings.encoder.cache_bytes, info.encoder_row_bytes)
+    scheduler = Scheduler(
+        block_pool=pool,
+        encoder_cache=encoder_cache,
+        model=info,
+        config=settings.scheduler,
+        prefix_caching=settings.kv.prefix_caching,
+    )
+    door = Door(pool, encoder_cache, info, settings.scheduler.max_num_batched_tokens)
+    return EngineCore(scheduler, runner), Judge(info, door)
+
+
+def check_token_budget(info: ModelInfo, settings: EngineSettings) -> None:
+    """Raises `ConfigError` for a step too small for an item that no chunk may cut."""
+    budget = settings.scheduler.max_num_batched_tokens
+    if budget < info.largest_unsplittable:
+        raise ConfigError(
+            f"--max-num-batched-tokens must be at least {info.largest_unsplittable} for this "
+            f"model, whose largest item is computed in one step; got {budget}"
+        )
+
+
+def warm_up(core: EngineCore) -> None:
+    """One short prompt and two tokens: what is compiled or allocated lazily is so afterwards.
+
+    Raises `ModelLoadError` when even that fails.
+    """
+    started = time.monotonic()
+    request = GenerateRequest(
+        request_id="warm-up",
+        scope=bytes(32),
+        prompt=Array("int32", (2,), np.zeros(2, np.int32).data),
+        features=(),
+        sampling=SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
+        arrival=started,
+    )
+    core.add(request, {})
+    while (output := core.step()) is not None:
+        for delta in output.deltas:
+            if delta.error is not None:
+                raise ModelLoadError(f"the model does not compute: {delta.error[1]}")
+    core.reset_prefix_cache()
+    logger.info("warmed up in %.2f s", time.monotonic() - started)
+
+
+def _num_blocks(loaded: LoadedModel, kv: KVConfig, block_size: int) -> int:
+    family = loaded.family
+    nbytes = block_bytes(
+        num_layers=family.num_layers,
+        block_size=block_size,
+        num_kv_heads=family.num_kv_heads,
+        head_dim=family.head_dim,
+        dtype=loaded.dtype,
+    )
+    if kv.cache_bytes < nbytes:
+        raise ConfigError(
+            f"--kv-cache-gb is too small: one block of {block_size} tokens takes {nbytes} bytes"
+        )
+    return kv.cache_bytes // nbytes
+
+
+def _fitted(loaded: LoadedModel, kv_tokens: int) -> LoadedModel:
+    """No sequence is longer than the KV cache: alone in it, it could not go on."""
+    info = loaded.info
+    if info.max_model_len <= kv_tokens:
+        return loaded
+    logger.warning(
+        "the KV cache holds %d tokens: sequences are limited to that, not to the model's %d",
+        kv_tokens, info.max_model_len,
+    )  # fmt: skip
+    fitted = msgspec.structs.replace(info, max_model_len=kv_tokens)
+    return dataclasses.replace(loaded, info=fitted)

@@ -1,0 +1,100 @@
+"""The engine's life: plan, execute, apply.
+
+    add, supply, abort ──▶ scheduler ──plan──▶ runner ──result──▶ scheduler ──▶ SchedulerOutput
+
+Nothing here knows of processes, threads or messages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from lookonce.core.scheduler import Scheduler, SchedulerOutput
+from lookonce.errors import RequestFailedError
+from lookonce.types.media import ProcessedItem
+from lookonce.types.ports import ModelRunner
+from lookonce.types.request import GenerateRequest
+from lookonce.types.step import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+MAX_BROKEN_STEPS = 8
+"""Steps in a row that may raise as a whole before the device counts as lost."""
+
+
+class EngineCore:
+    """Owns the step; a failure in it ends the requests that were in it, never the engine.
+
+    Used by one thread. A bug in the scheduler is not survivable and raises.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._broken_steps = 0
+
+    def step(self) -> SchedulerOutput | None:
+        """One step and what it means for the outside; None when there was nothing to do."""
+        plan = self._scheduler.plan()
+        if plan is None:
+            return None
+        result = self._execute(plan)
+        return self._scheduler.apply(plan, result)
+
+    def add(
+        self,
+        request: GenerateRequest,
+        items: Mapping[bytes, ProcessedItem],
+        missing: tuple[bytes, ...] = (),
+    ) -> None:
+        """Raises `RequestError` for a request that could never run."""
+        self._scheduler.add(request, items, missing)
+
+    def supply(self, request_id: str, items: Mapping[bytes, ProcessedItem]) -> None:
+        self._scheduler.supply(request_id, items)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        self._scheduler.abort(request_id, index)
+
+    def reset_prefix_cache(self) -> None:
+        self._scheduler.reset_prefix_cache()
+
+    def reset_encoder_cache(self) -> None:
+        self._scheduler.reset_encoder_cache()
+
+    def stats(self) -> dict[str, float]:
+        return self._scheduler.stats()
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    @property
+    def num_waiting(self) -> int:
+        return self._scheduler.num_waiting
+
+    def check_integrity(self) -> None:
+        self._scheduler.check_integrity()
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        try:
+            result = self._runner.execute(plan)
+        except Exception as error:
+            self._broken_steps += 1
+            if self._broken_steps >= MAX_BROKEN_STEPS:
+                raise
+            logger.exception("step %d failed: %d sequences end", plan.step_id, len(plan.scheduled))
+            return _broken(plan, error)
+        self._broken_steps = 0
+        return result
+
+
+def _broken(plan: StepPlan, cause: Exception) -> StepResult:
+    """The result of a step that raised: everything scheduled in it failed."""
+    error = RequestFailedError(f"the model failed on this request ({type(cause).__name__})")
+    return StepResult(
+        token_ids=(-1,) * sum(chunk.sample for chunk in plan.scheduled),
+        failed_items={encode.key: error for encode in plan.encode},
+        failed_sequences={chunk.seq_id: error for chunk in plan.scheduled},
+    )

@@ -1,0 +1,65 @@
+"""What the engine process tells its parent while it starts and runs: JSON lines on its stdout."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from contextlib import suppress
+
+import msgspec
+
+
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """Weights come in; `total` 0 while it is not known."""
+
+    done: int
+    total: int
+
+
+class Serving(msgspec.Struct, frozen=True, tag="serving"):
+    """Requests may come."""
+
+    seconds: float
+    """From the start of the process."""
+
+
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """Twice a second, by the input thread."""
+
+    stalled_seconds: float
+    """How long the step in progress takes already; 0 when idle."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The engine cannot start; `error` as in `errors.error_to_wire`."""
+
+    error: tuple[str, str, str | None]
+
+
+ProgressEvent = Loading | Serving | Alive | Failed
+
+_decoder: msgspec.json.Decoder[ProgressEvent] = msgspec.json.Decoder(ProgressEvent)
+
+
+def parse_progress(line: bytes) -> ProgressEvent | None:
+    """None for a line that is none of ours."""
+    try:
+        return _decoder.decode(line)
+    except msgspec.MsgspecError:
+        return None
+
+
+class ProgressPipe:
+    """Writes events to a file descriptor. A parent that reads no more neither fails nor blocks."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+
+    def tell(self, event: ProgressEvent) -> None:
+        line = msgspec.json.encode(event) + b"\n"
+        with self._lock:
+            if select.select([], [self._fd], [], 0)[1]:
+                with suppress(OSError):
+                    os.write(self._fd, line)

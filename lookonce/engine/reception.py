@@ -1,0 +1,293 @@
+"""The engine process's input thread: owns the channel and the store, answers without a step.
+
+    Submit ──▶ operations applied ──▶ judged ──▶ Rejected
+                                        └──▶ all held: Accepted, and on to the step thread
+                                        └──▶ some missing: on to the step thread, which says
+                                             if it does without (Accepted) or not (ResendMedia)
+
+All protocol state lives here, in one thread; the step thread only computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+from lookonce.core.outbox import SchedulerOutput
+from lookonce.engine.intake import Intake
+from lookonce.engine.judge import Judge
+from lookonce.engine.step_loop import (
+    AbortRequest,
+    Add,
+    AskStats,
+    Exchange,
+    ResetTier,
+    StatsAnswer,
+    Supply,
+)
+from lookonce.errors import LookOnceError, NotReadyError, QueueFullError, error_to_wire
+from lookonce.ipc.channel import EngineChannel
+from lookonce.ipc.messages import (
+    Abort,
+    Accepted,
+    ClearCache,
+    ClientMessage,
+    Deltas,
+    EngineMessage,
+    GetStats,
+    Heartbeat,
+    Hello,
+    Received,
+    Rejected,
+    ResendMedia,
+    ResetCache,
+    Stats,
+    Submit,
+    SupplyMedia,
+    UpdateCache,
+    Welcome,
+)
+from lookonce.types.request import TokenDelta
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 0.5
+
+
+class Reception:
+    """One object for the input thread; only `stop` and `exchange` are touched by others."""
+
+    def __init__(
+        self, channel: EngineChannel, intake: Intake, *, num_senders: int, max_queue: int
+    ) -> None:
+        self.exchange = Exchange(channel.wake)
+        self._channel = channel
+        self._intake = intake
+        self._num_senders = num_senders
+        self._max_queue = max_queue
+        self._judge: Judge | None = None
+        self._opening: Judge | None = None
+        """Set by another thread, taken by this one."""
+        self._senders: set[str] = set()
+        self._owners: dict[str, str] = {}
+        """Request → its sender, from judging to release."""
+        self._unaccepted: set[str] = set()
+        """Requests whose sender still keeps the sources."""
+        self._num_resends = 0
+        self._num_clears = 0
+        self._stopped = False
+
+    # --- called by other threads --------------------------------------------------------------
+
+    def open_doors(self, judge: Judge) -> None:
+        """The model is loaded and warm: requests may come."""
+        self._opening = judge
+        self._channel.wake()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._channel.wake()
+
+    # --- the input thread ---------------------------------------------------------------------
+
+    def run(self, on_beat: Callable[[float], None] = lambda stalled: None) -> None:
+        """Until `stop`. `on_beat` gets the stalled seconds with every heartbeat."""
+        next_beat = time.monotonic()
+        while not self._stopped:
+            for sender, message in self._channel.poll(max(0.0, next_beat - time.monotonic())):
+                self._receive(sender, message)
+            if self._opening is not None:
+                self._open(self._opening)
+            for outcome in self.exchange.take_outcomes():
+                self._pass_on(outcome)
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + HEARTBEAT_SECONDS
+                self._beat(on_beat)
+        self._channel.close()
+
+    def _beat(self, on_beat: Callable[[float], None]) -> None:
+        stalled = self.exchange.stalled_seconds
+        self._broadcast(Heartbeat(self._intake.epoch, self._judge is not None, stalled))
+        on_beat(stalled)
+
+    def _receive(self, sender: str, message: ClientMessage) -> None:
+        if not isinstance(message, Hello) and sender not in self._senders:
+            logger.warning("dropped a message of a sender that said no hello")
+            return
+        match message:
+            case Submit():
+                self._submit(sender, message)
+            case SupplyMedia():
+                self._supply(sender, message)
+            case UpdateCache():
+                self._intake.update(sender, message)
+                self._received(sender, message.seq)
+            case Abort(epoch, request_ids, index):
+                if epoch == self._intake.epoch:
+                    self._abort(sender, request_ids, index)
+            case ResetCache(epoch, tier):
+                if epoch == self._intake.epoch:
+                    self._reset(tier)
+            case GetStats(nonce):
+                self.exchange.command(AskStats(sender, nonce))
+            case Hello():
+                self._hello(sender, message)
+
+    # --- senders ------------------------------------------------------------------------------
+
+    def _hello(self, sender: str, message: Hello) -> None:
+        """A (re)connection: what ran for an earlier one has nobody to read it."""
+        self._end_requests(sender)
+        self._senders.add(sender)
+        self._intake.hello(sender, message.epoch)
+        logger.info("API process connected (%d of %d)", len(self._senders), self._num_senders)
+        if self._judge is not None:
+            self._welcome(sender, self._judge)
+
+    def _open(self, judge: Judge) -> None:
+        self._judge, self._opening = judge, None
+        for sender in list(self._senders):
+            self._welcome(sender, judge)
+
+    def _welcome(self, sender: str, judge: Judge) -> None:
+        welcome = Welcome(self._intake.epoch, judge.model, self._num_senders, ready=True)
+        self._send(sender, welcome)
+
+    def _goodbye(self, sender: str) -> None:
+        logger.warning("API process disconnected")
+        self._senders.discard(sender)
+        self._end_requests(sender)
+        self._intake.goodbye(sender)
+
+    def _end_requests(self, sender: str) -> None:
+        for request_id in [r for r, owner in self._owners.items() if owner == sender]:
+            self.exchange.command(AbortRequest(request_id))
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def _submit(self, sender: str, message: Submit) -> None:
+        request_id = message.request.request_id
+        try:
+            held = self._intake.submit(sender, message)
+        except LookOnceError as error:
+            self._reject(sender, request_id, error)
+            return
+        finally:
+            self._received(sender, message.seq)
+        if held is None:
+            return
+        try:
+            self._check(message)
+        except LookOnceError as error:
+            self._intake.release(request_id)
+            self._reject(sender, request_id, error)
+            return
+        self._owners[request_id] = sender
+        self._unaccepted.add(request_id)
+        if not held.missing:
+            self._accept(request_id)
+        self.exchange.command(Add(message.request, held.items, held.missing))
+
+    def _check(self, message: Submit) -> None:
+        """Raises what stands in the way of serving the request."""
+        if self._judge is None:
+            raise NotReadyError("the model is still loading")
+        waiting = self.exchange.num_waiting + self.exchange.num_commands
+        if waiting >= self._max_queue:
+            raise QueueFullError(f"{waiting} requests are waiting, the most that may")
+        self._judge.check(message.request)
+
+    def _reject(self, sender: str, request_id: str, error: LookOnceError) -> None:
+        self._send(sender, Rejected(request_id, error_to_wire(error)))
+
+    def _supply(self, sender: str, message: SupplyMedia) -> None:
+        """What is still missing then may not be needed: if it is, the step thread asks."""
+        held = self._intake.supply(sender, message)
+        self._received(sender, message.seq)
+        request_id = message.request_id
+        if held is None or self._owners.get(request_id) != sender:
+            return
+        if not held.missing:
+            self._accept(request_id)
+        self.exchange.command(Supply(request_id, held.items))
+
+    def _accept(self, request_id: str) -> None:
+        if request_id in self._unaccepted:
+            self._unaccepted.discard(request_id)
+            self._send(self._owners[request_id], Accepted(request_id))
+
+    def _ask(self, request_id: str, keys: tuple[bytes, ...]) -> None:
+        self._num_resends += len(keys)
+        self._send(self._owners[request_id], ResendMedia(request_id, keys))
+
+    def _abort(self, sender: str, request_ids: tuple[str, ...], index: int | None) -> None:
+        for request_id in request_ids:
+            if request_id in self._owners:
+                self.exchange.command(AbortRequest(request_id, index))
+
+    def _reset(self, tier: str) -> None:
+        if tier != "mm":
+            self.exchange.command(ResetTier(tier))
+            return
+        self._num_clears += 1
+        self._broadcast(ClearCache(self._num_clears))
+
+    # --- what the step thread reports ---------------------------------------------------------
+
+    def _pass_on(self, outcome: SchedulerOutput | StatsAnswer) -> None:
+        if isinstance(outcome, StatsAnswer):
+            counters = outcome.counters | self._own_counters()
+            self._send(outcome.sender, Stats(outcome.nonce, counters))
+            return
+        for request_id in outcome.accepted:
+            self._accept(request_id)
+        for request_id, keys in outcome.needs:
+            if request_id in self._owners:
+                self._ask(request_id, keys)
+        self._pass_deltas(outcome.deltas)
+        for request_id in outcome.released:
+            self._release(request_id)
+
+    def _pass_deltas(self, deltas: list[TokenDelta]) -> None:
+        """One message per sender and step."""
+        by_sender: defaultdict[str, list[TokenDelta]] = defaultdict(list)
+        for delta in deltas:
+            owner = self._owners.get(delta.request_id)
+            if owner is not None:
+                by_sender[owner].append(delta)
+        for sender, own in by_sender.items():
+            self._send(sender, Deltas(own))
+
+    def _release(self, request_id: str) -> None:
+        self._owners.pop(request_id, None)
+        self._unaccepted.discard(request_id)
+        self._intake.release(request_id)
+
+    def _own_counters(self) -> dict[str, float]:
+        return {
+            "mm_cache_bytes": float(self._intake.store.nbytes),
+            "mm_cache_resends_total": float(self._num_resends),
+        }
+
+    # --- sending ------------------------------------------------------------------------------
+
+    def _received(self, sender: str, seq: int) -> None:
+        self._send(sender, Received(seq))
+        if len(self._senders) > 1:
+            self._send_hints()
+
+    def _send_hints(self) -> None:
+        for sender in list(self._senders):
+            hints = self._intake.take_hints(sender)
+            if hints is not None:
+                self._send(sender, hints)
+
+    def _broadcast(self, message: EngineMessage) -> None:
+        for sender in list(self._senders):
+            self._send(sender, message)
+
+    def _send(self, sender: str, message: EngineMessage) -> None:
+        if sender in self._senders and not self._channel.send(sender, message):
+            self._goodbye(sender)

@@ -1,0 +1,177 @@
+"""The engine process's main thread: take commands, step, hand the outcome to the input thread."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from lookonce.core.outbox import SchedulerOutput
+from lookonce.engine.core import EngineCore
+from lookonce.errors import LookOnceError, error_to_wire
+from lookonce.types.media import ProcessedItem
+from lookonce.types.request import GenerateRequest, TokenDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    request: GenerateRequest
+    items: Mapping[bytes, ProcessedItem]
+    missing: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    request_id: str
+    items: Mapping[bytes, ProcessedItem]
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequest:
+    request_id: str
+    index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResetTier:
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskStats:
+    sender: str
+    nonce: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    pass
+
+
+Command: TypeAlias = Add | Supply | AbortRequest | ResetTier | AskStats | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class StatsAnswer:
+    sender: str
+    nonce: int
+    counters: dict[str, float]
+
+
+Outcome: TypeAlias = SchedulerOutput | StatsAnswer
+
+
+class Exchange:
+    """Where the two threads meet: commands one way, outcomes the other, and how the loop is.
+
+    Either end of either queue is used by one thread only.
+    """
+
+    def __init__(self, wake_input: Callable[[], None]) -> None:
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._outcomes: deque[Outcome] = deque()
+        self._wake_input = wake_input
+        self.busy_since: float | None = None
+        """`time.monotonic()` when the step in progress began; None when idle."""
+        self.num_waiting = 0
+        """Requests the scheduler has not begun."""
+
+    # --- the input thread's side --------------------------------------------------------------
+
+    def command(self, command: Command) -> None:
+        self._commands.put(command)
+
+    @property
+    def num_commands(self) -> int:
+        return self._commands.qsize()
+
+    def take_outcomes(self) -> list[Outcome]:
+        taken = []
+        while self._outcomes:
+            taken.append(self._outcomes.popleft())
+        return taken
+
+    @property
+    def stalled_seconds(self) -> float:
+        since = self.busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    # --- the step thread's side ---------------------------------------------------------------
+
+    def report(self, outcome: Outcome) -> None:
+        self._outcomes.append(outcome)
+        self._wake_input()
+
+    def take_commands(self, *, wait: bool) -> list[Command]:
+        """Everything commanded; with `wait`, at least one."""
+        taken: list[Command] = []
+        try:
+            taken.append(self._commands.get(block=wait))
+            while True:
+                taken.append(self._commands.get_nowait())
+        except queue.Empty:
+            return taken
+
+
+class StepLoop:
+    """Steps as long as there is work, and sleeps in the command queue when there is none."""
+
+    def __init__(self, core: EngineCore, exchange: Exchange) -> None:
+        self._core = core
+        self._exchange = exchange
+        self._stopped = False
+
+    def run(self) -> None:
+        """Returns after `Stop`."""
+        exchange, core = self._exchange, self._core
+        idle = True
+        while True:
+            for command in exchange.take_commands(wait=idle):
+                self._obey(command)
+            if self._stopped:
+                return
+            exchange.num_waiting = core.num_waiting
+            exchange.busy_since = time.monotonic()
+            output = core.step()
+            idle = output is None
+            if idle:
+                exchange.busy_since = None
+            if output:
+                exchange.report(output)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Add():
+                self._add(command)
+            case Supply(request_id, items):
+                self._core.supply(request_id, items)
+            case AbortRequest(request_id, index):
+                self._core.abort(request_id, index)
+            case ResetTier("prefix"):
+                self._core.reset_prefix_cache()
+            case ResetTier("encoder"):
+                self._core.reset_encoder_cache()
+            case AskStats(sender, nonce):
+                self._exchange.report(StatsAnswer(sender, nonce, self._core.stats()))
+            case Stop():
+                self._stopped = True
+
+    def _add(self, command: Add) -> None:
+        """What the scheduler refuses ends like any other request that failed."""
+        request = command.request
+        try:
+            self._core.add(request, command.items, command.missing)
+        except LookOnceError as error:
+            deltas = _failed(request, error)
+            self._exchange.report(SchedulerOutput(deltas, released=[request.request_id]))
+
+
+def _failed(request: GenerateRequest, error: LookOnceError) -> list[TokenDelta]:
+    wire = error_to_wire(error)
+    return [
+        TokenDelta(request.request_id, index, [], finish_reason="error", error=wire)
+        for index in range(request.sampling.n)
+    ]
