@@ -39,7 +39,7 @@ class Runner:
         block_size: int,
         backend: AttentionBackend,
         max_num_seqs: int,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int,
     ) -> None:
         self._family = family = loaded.family
         self._backend = backend

@@ -38,7 +38,13 @@ def llava(folder):
 
 
 def make_runner(loaded, **options) -> Runner:
-    sizes = {"num_blocks": 64, "block_size": BLOCK, "max_num_seqs": 4, **options}
+    sizes = {
+        "num_blocks": 64,
+        "block_size": BLOCK,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        **options,
+    }
     return Runner(loaded, backend=ReferenceBackend(), **sizes)
 
 
