@@ -17,6 +17,8 @@ import httpcore
 IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolver: TypeAlias = Callable[[str, int], Awaitable[list[str]]]
 """Host and port → textual addresses; raises `OSError` when there is none."""
+Judge: TypeAlias = Callable[[IPAddress], bool]
+"""Whether an address may be connected to."""
 
 # Ranges that some version of `ipaddress` counts as global. IPv4: protocol assignments, the 6to4
 # relay, shared and benchmark space, a cloud's metadata service. IPv6: those that carry an IPv4
@@ -33,6 +35,11 @@ _REFUSED = tuple(
 
 class AddressRefusedError(OSError):
     """Every address of the host is private, reserved or otherwise not public."""
+
+
+def is_any(address: IPAddress) -> bool:
+    """For servers that may fetch from their own network."""
+    return True
 
 
 def is_public(address: IPAddress) -> bool:
@@ -58,10 +65,10 @@ async def resolve(host: str, port: int) -> list[str]:
 
 
 class GuardedBackend(httpcore.AsyncNetworkBackend):
-    """Opens TCP connections for the fetcher, only to addresses that passed `is_public`."""
+    """Opens TCP connections for the fetcher, only to addresses the judge allows."""
 
-    def __init__(self, *, allow_private: bool, resolver: Resolver = resolve) -> None:
-        self._allow_private = allow_private
+    def __init__(self, judge: Judge = is_public, resolver: Resolver = resolve) -> None:
+        self._judge = judge
         self._resolver = resolver
         self._inner = httpcore.AnyIOBackend()
 
@@ -86,12 +93,10 @@ class GuardedBackend(httpcore.AsyncNetworkBackend):
 
     async def _allowed(self, host: str, port: int) -> list[str]:
         addresses = await self._resolver(host, port)
-        if self._allow_private:
-            return addresses
-        public = [text for text in addresses if is_public(ipaddress.ip_address(text))]
-        if addresses and not public:
-            raise AddressRefusedError("no public address")
-        return public
+        allowed = [text for text in addresses if self._judge(ipaddress.ip_address(text))]
+        if addresses and not allowed:
+            raise AddressRefusedError("no allowed address")
+        return allowed
 
     async def connect_unix_socket(
         self,

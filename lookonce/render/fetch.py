@@ -24,7 +24,7 @@ from lookonce.errors import (
     TooLargeError,
     UnprocessableMediaError,
 )
-from lookonce.render.addresses import AddressRefusedError, GuardedBackend, Resolver, resolve
+from lookonce.render.addresses import AddressRefusedError, GuardedBackend
 from lookonce.render.fetch_cache import CachedBody, CacheKey, FetchCache
 from lookonce.render.flights import Flights
 
@@ -56,9 +56,8 @@ class Fetcher:
         timeout: float,
         max_bytes: int,
         allowed_domains: tuple[str, ...] = (),
-        allow_private: bool = False,
         cache: FetchCache | None = None,
-        resolver: Resolver = resolve,
+        backend: GuardedBackend | None = None,
     ) -> None:
         """`timeout` is in seconds for a whole fetch; no `allowed_domains` means every host."""
         self.counts = FetchCounts()
@@ -66,13 +65,13 @@ class Fetcher:
         self._max_bytes = max_bytes
         self._domains = frozenset(domain.lower().rstrip(".") for domain in allowed_domains)
         self._cache = cache if cache is not None else FetchCache(0)
-        self._flights: Flights[CacheKey, bytes] = Flights(abandon=True)
+        self._flights: Flights[CacheKey, bytes] = Flights()
         self._pool = httpcore.AsyncConnectionPool(
             ssl_context=httpcore.default_ssl_context(),
             max_connections=MAX_CONNECTIONS,
             max_keepalive_connections=IDLE_CONNECTIONS,
             keepalive_expiry=IDLE_SECONDS,
-            network_backend=GuardedBackend(allow_private=allow_private, resolver=resolver),
+            network_backend=backend if backend is not None else GuardedBackend(),
         )
 
     async def aclose(self) -> None:

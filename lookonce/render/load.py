@@ -17,7 +17,7 @@ from lookonce.errors import (
     TooLargeError,
     UnprocessableMediaError,
 )
-from lookonce.render.addresses import Resolver, resolve
+from lookonce.render.addresses import GuardedBackend, is_any, is_public
 from lookonce.render.fetch import FetchCounts, Fetcher
 from lookonce.render.fetch_cache import FetchCache
 from lookonce.render.media import MediaSource, for_part
@@ -28,22 +28,15 @@ FETCH_CACHE_BYTES = 256 * 1024 * 1024
 class MediaLoader:
     """Opens media sources under the limits of the configuration. One per API process."""
 
-    def __init__(
-        self,
-        config: MediaConfig,
-        *,
-        cache_bytes: int = FETCH_CACHE_BYTES,
-        resolver: Resolver = resolve,
-    ) -> None:
+    def __init__(self, config: MediaConfig, *, cache_bytes: int = FETCH_CACHE_BYTES) -> None:
         self._max_bytes = config.max_bytes
         self._local = LocalFiles(config.local_path, config.max_bytes)
         self._fetcher = Fetcher(
             timeout=config.timeout,
             max_bytes=config.max_bytes,
             allowed_domains=config.allowed_domains,
-            allow_private=config.allow_private,
             cache=FetchCache(cache_bytes),
-            resolver=resolver,
+            backend=GuardedBackend(is_any if config.allow_private else is_public),
         )
 
     @property

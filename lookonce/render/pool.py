@@ -17,8 +17,8 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from lookonce.errors import (
     LookOnceError,
@@ -41,11 +41,13 @@ from lookonce.render.worker_link import (
     receive,
     send,
 )
+from lookonce.types.media import Modality
 
 START_TIMEOUT = 120.0
 JOB_TIMEOUT = 60.0
 """Seconds after which a worker counts as hung; the limits on media keep honest jobs far below."""
 STOP_TIMEOUT = 2.0
+WORKER_COMMAND = (sys.executable, "-m", "lookonce.render.worker")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -57,17 +59,28 @@ class MediaPool:
     """`await run(job)`, from one event loop. Start it before use, close it after."""
 
     def __init__(
-        self, settings: ProcessingSettings, *, num_workers: int | None = None, max_queue: int = 256
+        self,
+        settings: ProcessingSettings,
+        *,
+        num_workers: int | None = None,
+        max_queue: int = 256,
+        job_timeout: float = JOB_TIMEOUT,
+        command: Sequence[str] = WORKER_COMMAND,
     ) -> None:
-        """`max_queue` bounds the jobs waiting for a worker, beside those being worked on."""
+        """`max_queue` bounds the jobs waiting for a worker, beside those being worked on;
+        `job_timeout` is in seconds; `command` starts a worker (its socket's descriptor is added).
+        """
         self.num_workers = num_workers or min(4, os.cpu_count() or 1)
         self.completed: Counter[str] = Counter()
         """Jobs that gave an item, by modality."""
-        self._settings = settings
         self._max_pending = max_queue + self.num_workers
         self._pending = 0
-        self._crew = _Crew(settings)
-        self._threads = ThreadPoolExecutor(self.num_workers, thread_name_prefix="media")
+        self._crew = _Crew(lambda: _Worker(command, settings, job_timeout))
+        # A new thread starts its worker before it takes a job, so no job waits for a start while
+        # another worker is free.
+        self._threads = ThreadPoolExecutor(
+            self.num_workers, thread_name_prefix="media", initializer=self._crew.join
+        )
 
     @property
     def num_pending(self) -> int:
@@ -89,10 +102,8 @@ class MediaPool:
         self._pending += 1
         future = self._threads.submit(self._crew.work, job)
         loop = asyncio.get_running_loop()
-        future.add_done_callback(lambda _: _call_soon(loop, self._release))
-        processed = await asyncio.wrap_future(future)
-        self.completed[job.modality] += 1
-        return processed
+        future.add_done_callback(lambda done: _call_soon(loop, self._finish, job.modality, done))
+        return await asyncio.wrap_future(future)
 
     async def aclose(self) -> None:
         """End the workers; jobs still waiting are cancelled, those begun fail."""
@@ -101,22 +112,29 @@ class MediaPool:
         await asyncio.to_thread(self._threads.shutdown)
         self._crew.reap()
 
-    def _release(self) -> None:
+    def _finish(self, modality: Modality, future: Future[Processed]) -> None:
         self._pending -= 1
+        if not future.cancelled() and future.exception() is None:
+            self.completed[modality] += 1
 
 
 class _Crew:
     """The workers, one per thread of the pool; each is started by the thread that needs it."""
 
-    def __init__(self, settings: ProcessingSettings) -> None:
-        self._settings = settings
+    def __init__(self, hire: Callable[[], _Worker]) -> None:
+        self._hire = hire
         self._mine = threading.local()
         self._lock = threading.Lock()
         self._workers: set[_Worker] = set()
         self._closed = False
 
+    def join(self) -> None:
+        """A new thread's first act. A failure is told to those who need the worker."""
+        with contextlib.suppress(LookOnceError):
+            self._worker()
+
     def prepare(self) -> None:
-        """Make sure that this thread has a living worker."""
+        """Make sure that this thread has a living worker. Raises `ModelLoadError`."""
         self._worker()
 
     def work(self, job: MediaJob) -> Processed:
@@ -152,7 +170,7 @@ class _Crew:
             return mine
         if mine is not None:
             self._dismiss(mine)
-        self._mine.worker = worker = _Worker(self._settings)
+        self._mine.worker = worker = self._hire()
         with self._lock:
             if not self._closed:
                 self._workers.add(worker)
@@ -170,12 +188,14 @@ class _Crew:
 class _Worker:
     """One worker process, used by one thread. Starting it blocks for a second or two."""
 
-    def __init__(self, settings: ProcessingSettings) -> None:
+    def __init__(
+        self, command: Sequence[str], settings: ProcessingSettings, job_timeout: float
+    ) -> None:
         """Raises `ModelLoadError` when it cannot serve the model."""
         self._link, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lookonce.render.worker", str(theirs.fileno())],
+                [*command, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -191,7 +211,7 @@ class _Worker:
         if isinstance(reply, Failed):
             self.stop()
             raise error_from_wire(*reply.error)
-        self._link.settimeout(JOB_TIMEOUT)
+        self._link.settimeout(job_timeout)
 
     @property
     def alive(self) -> bool:
@@ -228,7 +248,9 @@ def _casualty(job: MediaJob, *, hung: bool) -> UnprocessableMediaError:
     return UnprocessableMediaError(f"the {job.modality} {what}")
 
 
-def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+def _call_soon(
+    loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object
+) -> None:
     # The loop may have closed before the job ended; then nobody counts any more.
     with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(function)
+        loop.call_soon_threadsafe(function, *arguments)
