@@ -1,4 +1,8 @@
-"""The one part of the build that pyproject.toml cannot state: the optional C++ attention kernel."""
+"""The one part of the build that pyproject.toml cannot state: the optional C++ attention kernel.
+
+Compiled for the CPU it is built on (it refuses to load on a lesser one). Without a compiler the
+package installs without it, and attention runs in plain torch.
+"""
 
 from setuptools import Extension, setup
 
@@ -7,7 +11,7 @@ setup(
         Extension(
             "lookonce.model.attention._paged",
             sources=["lookonce/model/attention/paged.cpp"],
-            extra_compile_args=["-O3", "-march=native", "-std=c++17", "-fopenmp", "-ffast-math"],
+            extra_compile_args=["-O3", "-march=native", "-std=gnu++17", "-fopenmp"],
             extra_link_args=["-fopenmp"],
             language="c++",
             optional=True,

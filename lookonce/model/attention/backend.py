@@ -52,6 +52,8 @@ class AttentionMetadata:
     """[B] keys per sequence after this step, the new tokens included."""
     query_start: Tensor
     """[B + 1] int32; sequence i's tokens are rows query_start[i] to query_start[i + 1]."""
+    kv_start: Tensor
+    """[B + 1] int32; running sums of `kv_lens`, which some kernels want beside them."""
     kv_lens: Tensor
     """[B] int32; `context_lens` on the device."""
     block_tables: Tensor
@@ -129,6 +131,7 @@ class AttentionBuffers:
         self._block_size = block_size
         self._device = torch.device(device)
         self._query_start = self._buffer((max_num_seqs + 1,), torch.int32)
+        self._kv_start = self._buffer((max_num_seqs + 1,), torch.int32)
         self._kv_lens = self._buffer((max_num_seqs,), torch.int32)
         self._block_tables = self._buffer((max_num_seqs, max_blocks_per_seq), torch.int32)
         self._slot_mapping = self._buffer((max_num_tokens,), torch.int64)
@@ -159,8 +162,8 @@ class AttentionBuffers:
         tables = self._block_tables.host[:count, :columns]
         np.take(block_tables[:, :columns], _rows(rows, count), axis=0, out=tables, mode="clip")
         starts = self._query_start.host[: count + 1]
-        starts[0] = 0
         np.cumsum(lens, out=starts[1:])
+        np.cumsum(totals, out=self._kv_start.host[1 : count + 1])
         self._kv_lens.host[:count] = totals
         positions = self._fill_slots(lens, totals, starts, tables)
         has_spans = any(bidirectional)
@@ -172,6 +175,7 @@ class AttentionBuffers:
             query_lens=tuple(query_lens),
             context_lens=tuple(kv_lens),
             query_start=self._query_start.push((count + 1,)),
+            kv_start=self._kv_start.push((count + 1,)),
             kv_lens=self._kv_lens.push((count,)),
             block_tables=self._block_tables.push((count, columns)),
             slot_mapping=self._slot_mapping.push((tokens,)),

@@ -1,13 +1,18 @@
 """Paged attention on NVIDIA GPUs through torch's variable-length flash attention.
 
 Written from torch 2.13's source (`torch.nn.attention.varlen`) and not yet run on a GPU. What it
-relies on: pages of `[num_pages, page_size, Hkv, D]` with an int32 block table and `seqused_k`; a
-page size that FlashAttention-2 takes (a multiple of 256); causal masks aligned to the end of the
-keys; a window given as (keys to the left, keys to the right), so `sliding_window` W, which counts
-the token itself, is (W - 1, 0). `num_splits=1` turns split-KV off: results do not depend on the
-batch, and no row is left unwritten. Softcap, sinks and bidirectional items are not there: those
-models take the reference backend.
+relies on:
 
+* pages [num_pages, page_size, Hkv, D] with an int32 block table and `seqused_k`, and a page size
+  that FlashAttention-2 takes: a multiple of 256;
+* running sums of the lengths on both sides: FlashAttention-2 refuses one without the other,
+  although a block table makes the keys' redundant;
+* causal masks and windows aligned to the end of the keys; a window is (keys to the left, keys to
+  the right), so `sliding_window` W, which counts the token itself, is (W - 1, 0);
+* `num_splits=1` turns split-KV off: results do not depend on the batch, and no row is left
+  unwritten.
+
+Softcap, sinks and bidirectional items are not there: those models take the reference backend.
 Nothing here reads a device tensor back or allocates by data: a decode step can be captured in a
 CUDA graph whose metadata stays in `AttentionBuffers`.
 """
@@ -62,7 +67,7 @@ class VarlenBackend:
             layer.keys,
             layer.values,
             metadata.query_start,
-            None,
+            metadata.kv_start,
             metadata.max_query_len,
             metadata.max_kv_len,
             scale=scale,

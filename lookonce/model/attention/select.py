@@ -6,14 +6,16 @@ import torch
 
 from lookonce.errors import ConfigError
 from lookonce.model.attention.backend import AttentionBackend, AttentionFeatures
-from lookonce.model.attention.cpu import CpuBackend
+from lookonce.model.attention.cpu import cpu_backend
 from lookonce.model.attention.cuda import VarlenBackend
 from lookonce.model.attention.reference import ReferenceBackend
 
 
 def select_backend(device: torch.device | str, features: AttentionFeatures) -> AttentionBackend:
     """The fastest backend on `device` that has every feature the model needs."""
-    fast: AttentionBackend = CpuBackend() if torch.device(device).type == "cpu" else VarlenBackend()
+    fast: AttentionBackend = (
+        cpu_backend() if torch.device(device).type == "cpu" else VarlenBackend()
+    )
     return fast if fast.supports(features) else ReferenceBackend()
 
 
