@@ -23,13 +23,16 @@ from lookonce.model.attention.select import resolve_block_size, select_backend
 from lookonce.model.kv_pages import block_bytes
 from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.runner import Runner
-from lookonce.types.media import Array
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import ModelRunner
-from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
+from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan
 
 logger = logging.getLogger(__name__)
+
+WARM_UP = -1
+"""Its sequence id: the scheduler counts from 0."""
+WARM_UP_TOKENS = 2
 
 Progress = Callable[[int, int], None]
 """Called with (weights loaded, weights in all)."""
@@ -59,16 +62,18 @@ def build_engine(settings: EngineSettings, progress: Progress) -> tuple[EngineCo
         loaded.info.model_type, loaded.device, loaded.info.dtype, backend.name, num_blocks,
         block_size,
     )  # fmt: skip
-    core, judge = assemble(loaded.info, runner, settings, BlockPool(num_blocks, block_size))
-    warm_up(core)
-    return core, judge
+    pool = BlockPool(num_blocks, block_size)
+    warm_up(runner, pool.blocks_for(WARM_UP_TOKENS))
+    return assemble(loaded.info, runner, settings, pool)
 
 
 def assemble(
     info: ModelInfo, runner: ModelRunner, settings: EngineSettings, pool: BlockPool
 ) -> tuple[EngineCore, Judge]:
-    """A scheduler over `pool` and a runner with as many blocks make an engine."""
-    check_token_budget(info, settings)
+    """A scheduler over `pool` and a runner with as many blocks make an engine.
+
+    Raises `ConfigError` for a step too small for an item that no chunk may cut.
+    """
     encoder_cache = EncoderCache(settings.encoder.cache_bytes, info.encoder_row_bytes)
     scheduler = Scheduler(
         block_pool=pool,
@@ -81,36 +86,29 @@ def assemble(
     return EngineCore(scheduler, runner), Judge(info, door)
 
 
-def check_token_budget(info: ModelInfo, settings: EngineSettings) -> None:
-    """Raises `ConfigError` for a step too small for an item that no chunk may cut."""
-    budget = settings.scheduler.max_num_batched_tokens
-    if budget < info.largest_unsplittable:
-        raise ConfigError(
-            f"--max-num-batched-tokens must be at least {info.largest_unsplittable} for this "
-            f"model, whose largest item is computed in one step; got {budget}"
-        )
-
-
-def warm_up(core: EngineCore) -> None:
-    """One short prompt and two tokens: what is compiled or allocated lazily is so afterwards.
+def warm_up(runner: ModelRunner, num_blocks: int) -> None:
+    """One token of prompt and one more: what is compiled or allocated lazily is so afterwards.
 
     Raises `ModelLoadError` when even that fails.
     """
     started = time.monotonic()
-    request = GenerateRequest(
-        request_id="warm-up",
-        scope=bytes(32),
-        prompt=Array("int32", (2,), np.zeros(2, np.int32).data),
+    new = NewSequence(
+        seq_id=WARM_UP,
+        token_ids=np.zeros(1, dtype=np.int32),
+        num_prompt_tokens=1,
         features=(),
-        sampling=SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
-        arrival=started,
+        sampling=SamplingParams(temperature=0.0),
     )
-    core.add(request, {})
-    while (output := core.step()) is not None:
-        for delta in output.deltas:
-            if delta.error is not None:
-                raise ModelLoadError(f"the model does not compute: {delta.error[1]}")
-    core.reset_prefix_cache()
+    blocks = tuple(range(num_blocks))
+    prompt = ScheduledSequence(WARM_UP, 0, 1, new_block_ids=blocks, sample=True)
+    decode = ScheduledSequence(WARM_UP, 1, 1, sample=True)
+    for plan in (
+        StepPlan(0, new=(new,), scheduled=(prompt,)),
+        StepPlan(0, scheduled=(decode,)),
+        StepPlan(0, finished=(WARM_UP,)),
+    ):
+        for error in runner.execute(plan).failed_sequences.values():
+            raise ModelLoadError(f"the model does not compute: {error.message}")
     logger.info("warmed up in %.2f s", time.monotonic() - started)
 
 
@@ -123,11 +121,12 @@ def _num_blocks(loaded: LoadedModel, kv: KVConfig, block_size: int) -> int:
         head_dim=family.head_dim,
         dtype=loaded.dtype,
     )
-    if kv.cache_bytes < nbytes:
+    num_blocks = kv.cache_bytes // nbytes
+    if num_blocks * block_size < WARM_UP_TOKENS:
         raise ConfigError(
             f"--kv-cache-gb is too small: one block of {block_size} tokens takes {nbytes} bytes"
         )
-    return kv.cache_bytes // nbytes
+    return num_blocks
 
 
 def _fitted(loaded: LoadedModel, kv_tokens: int) -> LoadedModel:

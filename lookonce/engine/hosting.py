@@ -24,6 +24,7 @@ from typing import NoReturn
 
 import msgspec
 
+from lookonce.engine.child import EXIT_REFUSED
 from lookonce.engine.core import EngineCore
 from lookonce.engine.intake import Intake
 from lookonce.engine.judge import Judge
@@ -37,8 +38,6 @@ from lookonce.ipc.zmq_links import ZmqEngineLink
 
 logger = logging.getLogger(__name__)
 
-EXIT_REFUSED = 2
-"""The settings or the model cannot be served: starting again would not help."""
 EXIT_BROKEN = 1
 
 
@@ -75,7 +74,7 @@ def serve(settings: EngineSettings, build: Build, progress: ProgressPipe, starte
     )
     receiving.start()
     progress.tell(Loading(0, 0))
-    core, judge = build(settings, lambda done, total: progress.tell(Loading(done, total)))
+    core, judge = build(settings, progress.loading)
     _stop_on_sigterm(reception)
     reception.open_doors(judge)
     progress.tell(Serving(time.monotonic() - started))
@@ -130,7 +129,6 @@ def _private_stdout() -> int:
 def _refuse(progress: ProgressPipe, error: Exception) -> NoReturn:
     known = error if isinstance(error, LookOnceError) else ConfigError(f"engine settings: {error}")
     progress.tell(Failed(error_to_wire(known)))
-    sys.stderr.write(f"error: {known.message}\n")
     _leave(EXIT_REFUSED)
 
 

@@ -63,3 +63,8 @@ class ProgressPipe:
             if select.select([], [self._fd], [], 0)[1]:
                 with suppress(OSError):
                     os.write(self._fd, line)
+
+    def loading(self, done: int, total: int) -> None:
+        """Tell `Loading`, at most once per percent."""
+        if total and (done in (0, total) or done * 100 // total != (done - 1) * 100 // total):
+            self.tell(Loading(done, total))

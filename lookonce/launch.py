@@ -1,0 +1,219 @@
+"""Starts the server's processes, keeps them running, and ends them in order.
+
+supervisor (this process: neither torch nor transformers)
+  ├── engine process          restarted when it dies
+  └── API process × N         share one listening socket, bound here; restarted when they die
+
+SIGTERM, SIGINT   API processes finish what runs, up to the drain timeout; then the engine ends
+a second one      everything is killed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from lookonce.config import Config, ServerConfig
+from lookonce.engine.child import Child, KeptProcess
+from lookonce.engine.settings import engine_settings
+from lookonce.engine.supervise import ENGINE_COMMAND, EngineSupervisor, OnLoading
+from lookonce.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+API_COMMAND = (sys.executable, "-m", "lookonce.server.process")
+BACKLOG = 2048
+DRAIN_GRACE = 5.0
+"""Seconds an API process has, after the drain timeout, to notice that it is over."""
+PROBE_SECONDS = 0.1
+
+OnReady = Callable[[str], None]
+"""Told the server's URL, once, when it is ready to serve."""
+
+
+class Supervisor:
+    """One server: an engine process and the API processes in front of it."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        on_loading: OnLoading | None = None,
+        on_ready: OnReady | None = None,
+        engine_command: Sequence[str] = ENGINE_COMMAND,
+        api_command: Sequence[str] = API_COMMAND,
+    ) -> None:
+        self._config = config
+        self._on_ready = on_ready
+        self._api_command = api_command
+        self._engine = EngineSupervisor(
+            engine_settings(config),
+            stall_timeout=config.channel.stall_timeout,
+            on_loading=on_loading,
+            command=engine_command,
+        )
+        self._apis: list[KeptProcess] = []
+        self._stop_asked = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT, then drain.
+
+        Raises `ConfigError` (also for an address in use), `ModelLoadError`, and `EngineDeadError`
+        when a process cannot be kept running.
+        """
+        with bind(self._config.server) as listener, _Signals(self):
+            self._apis = [
+                self._api_process(index, listener)
+                for index in range(self._config.server.api_processes)
+            ]
+            announcing = asyncio.create_task(self._announce(listener))
+            try:
+                await self._keep_running()
+            finally:
+                announcing.cancel()
+                _unlink(self._config.server.uds)
+
+    def ask_stop(self) -> None:
+        """Drain and end; asked again, end at once."""
+        if self._stop_asked.is_set():
+            logger.warning("asked again: everything is killed")
+            self._engine.kill()
+            for api in self._apis:
+                api.kill()
+        self._stop_asked.set()
+
+    async def _keep_running(self) -> None:
+        """Until somebody asks to stop or a process cannot be kept; then everything ends."""
+        runs = [self._engine.run(), *(api.run() for api in self._apis)]
+        processes = [asyncio.create_task(run) for run in runs]
+        asked = asyncio.create_task(self._stop_asked.wait())
+        await asyncio.wait([asked, *processes], return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        broken = [task for task in processes if task.done()]
+        await self._end(drain=not broken)
+        await asyncio.gather(*processes, return_exceptions=True)
+        for task in broken:
+            task.result()
+
+    async def _end(self, *, drain: bool) -> None:
+        timeout = self._config.server.drain_timeout + DRAIN_GRACE if drain else 0.0
+        logger.info("stopping%s", ": running requests may finish" if drain else "")
+        await asyncio.gather(*(api.stop(timeout) for api in self._apis))
+        await self._engine.stop()
+        logger.info("stopped")
+
+    def _api_process(self, index: int, listener: socket.socket) -> KeptProcess:
+        name = f"API process {index}"
+        start = {"config": self._config, "listen_fd": listener.fileno(), "index": index}
+
+        async def spawn() -> Child:
+            return await Child.start(
+                name,
+                self._api_command,
+                msgspec.json.encode(start),
+                pass_fds=[listener.fileno()],
+            )
+
+        return KeptProcess(name, spawn)
+
+    async def _announce(self, listener: socket.socket) -> None:
+        """Tell when a request to /ready is answered with 200."""
+        if self._on_ready is None:
+            return
+        await self._engine.wait_serving()
+        while not await _is_ready(listener):  # noqa: ASYNC110 - only HTTP can tell
+            await asyncio.sleep(PROBE_SECONDS)
+        self._on_ready(url_of(listener))
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """The listening socket all API processes share. Raises `ConfigError` when it cannot be."""
+    try:
+        return _bind_unix(config.uds) if config.uds else _bind_tcp(config.host, config.port)
+    except (OSError, OverflowError) as error:
+        where = config.uds or f"{config.host}:{config.port}"
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"cannot listen on {where}: {reason}") from error
+
+
+def _bind_tcp(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+
+def _bind_unix(path: str) -> socket.socket:
+    """A socket file that nobody answers on any more is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket() and not _answers(path):
+            Path(path).unlink()
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) == 0
+
+
+def _unlink(path: str | None) -> None:
+    if path is not None:
+        with suppress(OSError):
+            Path(path).unlink()
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where the server is found; for a unix socket its path."""
+    name = listener.getsockname()
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{name}"
+    host = f"[{name[0]}]" if listener.family == socket.AF_INET6 else name[0]
+    return f"http://{host}:{name[1]}"
+
+
+async def _is_ready(listener: socket.socket) -> bool:
+    name = listener.getsockname()
+    try:
+        if listener.family == socket.AF_UNIX:
+            reader, writer = await asyncio.open_unix_connection(name)
+        else:
+            local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(name[0], name[0])
+            reader, writer = await asyncio.open_connection(local, name[1])
+    except OSError:
+        return False
+    try:
+        writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return b" 200 " in await reader.readline()
+    except OSError:
+        return False
+    finally:
+        writer.close()
+
+
+class _Signals:
+    """SIGTERM and SIGINT ask the supervisor to stop, for as long as it runs."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+
+    def __enter__(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._supervisor.ask_stop)
+
+    def __exit__(self, *_: object) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
