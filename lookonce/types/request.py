@@ -71,7 +71,7 @@ class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """`errors.error_to_wire` of what broke this request, with finish_reason "error"."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class RenderedItem:
     """One media part of a rendered prompt: its identity, and how to get its bytes if asked."""
 

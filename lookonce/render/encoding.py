@@ -1,0 +1,133 @@
+"""Conversations and plain texts → token ids, with placeholders that only the template can write."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from lookonce.errors import BadRequestError
+from lookonce.render.chat import ChatTemplate, ChatTemplates
+from lookonce.render.families.base import ProcessorFamily
+from lookonce.render.messages import Json
+from lookonce.render.spelling import media_spelling, refuse_reserved, secret_tokenizer
+from lookonce.render.tokenizer import Tokenizer
+from lookonce.types.media import Modality
+
+OFF_LOOP_CHARACTERS = 64 * 1024
+"""A text above this is tokenized in a thread (tokenizing does 1 to 5 MB/s)."""
+
+
+class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to render a chat, by the names the request body has."""
+
+    tools: list[Json] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt before its placeholders are expanded."""
+
+    token_ids: list[int]
+    text: str
+    """What was tokenized, as a person should read it."""
+
+
+class PromptEncoder:
+    """A model's tokenizer and chat templates; `family` is None for a text-only model."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template_sources: Mapping[str, str],
+        family: ProcessorFamily | None = None,
+    ) -> None:
+        self.placeholder_ids: dict[Modality, int] = (
+            {} if family is None else {m: family.placeholder_token_id(m) for m in family.modalities}
+        )
+        ids = self.placeholder_ids.values()
+        self._spelling = media_spelling(tokenizer, ids)
+        self._tokenizer = secret_tokenizer(tokenizer, self._spelling, ids)
+        self._surrounded = _surrounded(self._tokenizer, family)
+        # Hugging Face's processors add the bos token a template left out; its tokenizers do not.
+        self._completes_bos = family is not None
+        self._bos = tokenizer.special_tokens.get("bos_token")
+        placeholders = {
+            modality: tokenizer.added_tokens[token_id]
+            for modality, token_id in self.placeholder_ids.items()
+        }
+        self._templates = ChatTemplates(
+            {
+                name: ChatTemplate(
+                    source,
+                    variables=tokenizer.special_tokens,
+                    spelling=self._spelling,
+                    placeholders=placeholders,
+                )
+                for name, source in template_sources.items()
+            }
+        )
+
+    async def encode_chat(
+        self, conversation: Sequence[Json], options: ChatOptions
+    ) -> EncodedPrompt:
+        """`conversation` is that of `messages.read_messages`. Raises `BadRequestError`."""
+        refuse_reserved(options.tools, "tools")
+        text = self._templates.select(options.tools).render(
+            conversation,
+            tools=options.tools,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            variables=options.chat_template_kwargs,
+        )
+        for placeholder, surrounded in self._surrounded.items():
+            text = text.replace(placeholder, surrounded)
+        adds_bos = self._completes_bos and not (self._bos and text.startswith(self._bos))
+        token_ids = await self._encode(text, add_special_tokens=adds_bos, param="messages")
+        return EncodedPrompt(token_ids, self._spelling.reveal(text))
+
+    async def encode_text(self, text: str, *, add_special_tokens: bool) -> EncodedPrompt:
+        """A plain prompt. Special tokens in it count, but for those of media. `BadRequestError`."""
+        refuse_reserved(text, "prompt")
+        token_ids = await self._encode(text, add_special_tokens=add_special_tokens, param="prompt")
+        return EncodedPrompt(token_ids, text)
+
+    async def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        try:
+            if len(text) <= OFF_LOOP_CHARACTERS:
+                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return await asyncio.to_thread(
+                self._tokenizer.encode, text, add_special_tokens=add_special_tokens
+            )
+        except BadRequestError as error:
+            raise BadRequestError(f"{param}: {error.message}", param=param) from None
+
+
+def chat_options(options: ChatOptions | Mapping[str, Any] | None) -> ChatOptions:
+    """Raises `BadRequestError` for values of the wrong type."""
+    if isinstance(options, ChatOptions):
+        return options
+    try:
+        return msgspec.convert(dict(options or {}), ChatOptions)
+    except msgspec.ValidationError as error:
+        raise BadRequestError(str(error)) from None
+
+
+def _surrounded(tokenizer: Tokenizer, family: ProcessorFamily | None) -> dict[str, str]:
+    """A placeholder's spelling → the same between the texts its family wants around it."""
+    found: dict[str, str] = {}
+    if family is None:
+        return found
+    for modality in family.modalities:
+        before, after = family.surroundings(modality)
+        if before or after:
+            placeholder = tokenizer.added_tokens[family.placeholder_token_id(modality)]
+            found[placeholder] = before + placeholder + after
+    return found

@@ -1,0 +1,332 @@
+"""Media parts → rendered items, with as little work as their bytes allow.
+
+    source ─▶ bytes ─▶ MediaHash ─▶ key ─▶ directory lookup ─▶ hit: pinned, nothing is decoded
+                                               │ held by a request that is not sent yet: shared
+                                               │ expansion known: the reference goes ahead
+                                               └ miss: one flight per key in the worker pool
+
+Hits are settled at once, on the event loop, before anything waits; so no hit waits behind a miss.
+Every pin taken here belongs to a `RenderedItem`, or is given back before an error leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from lookonce.cache.identity import HashAlgorithm, item_key, media_hash
+from lookonce.cache.uuids import UuidBindings
+from lookonce.errors import ConflictError, MediaNotCachedError, RequestError
+from lookonce.render.families.base import Options
+from lookonce.render.flights import Flights
+from lookonce.render.media import MediaSource, for_part
+from lookonce.render.processing import MediaJob, Processed
+from lookonce.types.media import Expansion, Modality, ProcessedItem
+from lookonce.types.ports import ItemDirectory
+from lookonce.types.request import ProcessorOutcome, RenderedItem
+
+OFF_LOOP_BYTES = 4 * 1024 * 1024
+"""Encoded media above this is hashed in a thread (blake3 does about 1 GB/s here)."""
+
+T = TypeVar("T")
+
+
+class Family(Protocol):
+    """What identities depend on; `families.base.ProcessorFamily` is the real one."""
+
+    def fingerprint(self) -> bytes: ...
+
+    def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> Options: ...
+
+
+class Loader(Protocol):
+    """Encoded bytes of a source; `load.MediaLoader` is the real one."""
+
+    async def load(self, source: MediaSource, scope: bytes = b"") -> bytes: ...
+
+
+class Pool(Protocol):
+    """Decodes and processes off the event loop; `pool.MediaPool` is the real one."""
+
+    async def run(self, job: MediaJob) -> Processed: ...
+
+
+class RendererDirectory(ItemDirectory, Protocol):
+    @property
+    def capacity_bytes(self) -> int: ...
+
+
+@dataclass(slots=True)
+class RenderStats:
+    """Work done since the start, by modality; plain counters that metrics read."""
+
+    decoded: Counter[Modality] = field(default_factory=Counter)
+    processed: Counter[Modality] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Identified:
+    """A part whose content is known. `data` is None when only a uuid named it."""
+
+    source: MediaSource
+    options: Options
+    scope: bytes
+    digest: bytes
+    key: bytes
+    data: bytes | None
+
+    @property
+    def job(self) -> MediaJob:
+        return MediaJob(self.source.modality, self.data or b"", self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """One call of `resolve`: for whom, how, and the pins it has taken."""
+
+    scope: bytes
+    options: Mapping[Modality, Options]
+    pinned: list[RenderedItem] = field(default_factory=list)
+
+
+class MediaResolver:
+    """One per API process; all methods run on its event loop."""
+
+    def __init__(
+        self,
+        *,
+        family: Family,
+        directory: RendererDirectory,
+        uuids: UuidBindings,
+        loader: Loader,
+        pool: Pool,
+        max_bytes: int,
+        algorithm: HashAlgorithm = "blake3",
+    ) -> None:
+        """`max_bytes` limits the encoded bytes of inline media."""
+        self.stats = RenderStats()
+        self._family = family
+        self._fingerprint = family.fingerprint()
+        self._directory = directory
+        self._uuids = uuids
+        self._loader = loader
+        self._pool = pool
+        self._max_bytes = max_bytes
+        self._algorithm: HashAlgorithm = algorithm
+        self._flights: Flights[bytes, Processed] = Flights()
+        self._live: weakref.WeakValueDictionary[bytes, RenderedItem] = weakref.WeakValueDictionary()
+        """Parts with their item at hand, of prompts that may not be sent yet."""
+
+    async def resolve(
+        self, sources: Sequence[MediaSource], scope: bytes, kwargs: Mapping[str, object]
+    ) -> list[RenderedItem]:
+        """One item per source, in order. `kwargs` are the request's `mm_processor_kwargs`.
+
+        Raises a `RequestError` that names the part; then, as when cancelled, no pin is left.
+        """
+        modalities = {source.modality for source in sources}
+        prompt = _Prompt(scope, {m: self._family.item_options(m, kwargs) for m in modalities})
+        try:
+            items = await self._resolve_all(sources, prompt)
+        except BaseException:
+            self.release(prompt.pinned)
+            raise
+        for item in items:
+            self._directory.count(item.outcome)
+        return items
+
+    def release(self, items: Iterable[RenderedItem]) -> None:
+        """Give back the pins of a prompt that will not be sent."""
+        for item in items:
+            if item.pinned:
+                item.pinned = False
+                self._directory.unpin(item.key)
+
+    async def _resolve_all(
+        self, sources: Sequence[MediaSource], prompt: _Prompt
+    ) -> list[RenderedItem]:
+        settled: dict[int, RenderedItem] = {}
+        waiting: dict[int, Callable[[], Coroutine[Any, Any, RenderedItem]]] = {}
+        for number, source in enumerate(sources):
+            part = self._identify_now(source, prompt)
+            held = None if part is None else self._held(part, prompt)
+            if held is not None:
+                settled[number] = held
+            elif part is not None:
+                waiting[number] = partial(self._make, part)
+            else:
+                waiting[number] = partial(self._load_and_make, source, prompt)
+        if waiting:
+            settled |= zip(waiting, await _all_of(waiting.values()), strict=True)
+        return [settled[number] for number in range(len(sources))]
+
+    async def _load_and_make(self, source: MediaSource, prompt: _Prompt) -> RenderedItem:
+        data = await self._loader.load(source, prompt.scope)
+        if len(data) > OFF_LOOP_BYTES:
+            digest = await asyncio.to_thread(self._hash, source, prompt, data)
+        else:
+            digest = self._hash(source, prompt, data)
+        part = self._identified(source, prompt, digest, data)
+        return self._held(part, prompt) or await self._make(part)
+
+    # --- identity -----------------------------------------------------------------------------
+
+    def _identify_now(self, source: MediaSource, prompt: _Prompt) -> Identified | None:
+        """Where that needs no waiting. Raises `RequestError`."""
+        if source.origin == "nothing":
+            return self._identify_by_uuid(source, prompt)
+        if source.origin != "inline" or len(source.value) > OFF_LOOP_BYTES:
+            return None
+        data = source.inline_bytes(self._max_bytes)
+        return self._identified(source, prompt, self._hash(source, prompt, data), data)
+
+    def _identify_by_uuid(self, source: MediaSource, prompt: _Prompt) -> Identified:
+        name = _uuid_name(source, prompt.options[source.modality])
+        digest = self._uuids.resolve(prompt.scope, name)
+        if digest is None:
+            raise _not_cached(source)
+        return self._identified(source, prompt, digest, None)
+
+    def _hash(self, source: MediaSource, prompt: _Prompt, data: bytes) -> bytes:
+        return media_hash(
+            data,
+            modality=source.modality,
+            fingerprint=self._fingerprint,
+            processor_options=prompt.options[source.modality],
+            algorithm=self._algorithm,
+        )
+
+    def _identified(
+        self, source: MediaSource, prompt: _Prompt, digest: bytes, data: bytes | None
+    ) -> Identified:
+        """Raises `ConflictError` before any work when the part's uuid means other media."""
+        options, scope = prompt.options[source.modality], prompt.scope
+        if source.uuid is not None:
+            bound = self._uuids.resolve(scope, _uuid_name(source, options))
+            if bound not in (None, digest):
+                raise ConflictError(
+                    f"{source.param}: this uuid is bound to other media", param=source.param
+                )
+        return Identified(source, options, scope, digest, item_key(scope, digest), data)
+
+    # --- content ------------------------------------------------------------------------------
+
+    def _held(self, part: Identified, prompt: _Prompt) -> RenderedItem | None:
+        """The item of a part that needs no work here. Raises when a bare uuid has nothing."""
+        expansion = self._directory.lookup(part.key)
+        if expansion is not None:
+            item = self._item(part, expansion, outcome="hit", pinned=True)
+            prompt.pinned.append(item)
+            return self._bound(part, item)
+        live = self._live.get(part.key)
+        if live is not None and live.item is not None:
+            item = self._item(part, live.expansion, item=live.item, outcome="hit")
+            return self._bound(part, item)
+        expansion = self._directory.known_expansion(part.key)
+        if expansion is not None:
+            return self._bound(part, self._item(part, expansion, outcome="not_needed"))
+        if part.data is None:
+            raise _not_cached(part.source)
+        return None
+
+    async def _make(self, part: Identified) -> RenderedItem:
+        """Decode and process, or join who is doing it."""
+        joined = part.key in self._flights
+        made = await self._process(part)
+        outcome: ProcessorOutcome = "hit" if joined else self._outcome_of(made.item)
+        item = self._item(part, made.item.expansion, item=made.item, outcome=outcome)
+        if not joined:
+            item.decode_ms, item.process_ms = made.decode_ms, made.process_ms
+        return self._bound(part, item)
+
+    async def _process(self, part: Identified) -> Processed:
+        try:
+            return await self._flights.run(part.key, lambda: self._run(part.job))
+        except RequestError as error:
+            raise for_part(error, part.source.param) from None
+
+    async def _run(self, job: MediaJob) -> Processed:
+        made = await self._pool.run(job)
+        self.stats.decoded[job.modality] += 1
+        self.stats.processed[job.modality] += 1
+        return made
+
+    def _item(
+        self,
+        part: Identified,
+        expansion: Expansion,
+        *,
+        outcome: ProcessorOutcome,
+        item: ProcessedItem | None = None,
+        pinned: bool = False,
+    ) -> RenderedItem:
+        rendered = RenderedItem(
+            key=part.key,
+            media_hash=part.digest,
+            modality=part.source.modality,
+            expansion=expansion,
+            item=item,
+            outcome=outcome,
+            pinned=pinned,
+        )
+        if part.data is not None:
+            rendered.recover = self._recovery(part, weakref.ref(rendered))
+        if item is not None:
+            self._live[part.key] = rendered
+        return rendered
+
+    def _recovery(
+        self, part: Identified, item: weakref.ref[RenderedItem]
+    ) -> Callable[[], Coroutine[Any, Any, ProcessedItem]]:
+        """Makes the item again from its bytes, and lets the receipt say so."""
+
+        async def recover() -> ProcessedItem:
+            made = await self._process(part)
+            rendered = item()
+            if rendered is not None:
+                rendered.outcome = self._outcome_of(made.item)
+                rendered.decode_ms, rendered.process_ms = made.decode_ms, made.process_ms
+            return made.item
+
+        return recover
+
+    def _outcome_of(self, item: ProcessedItem) -> ProcessorOutcome:
+        return "miss" if item.nbytes <= self._directory.capacity_bytes else "bypass"
+
+    def _bound(self, part: Identified, item: RenderedItem) -> RenderedItem:
+        """The item, its uuid bound now that its content is known to be good."""
+        source = part.source
+        if source.uuid is not None:
+            name = _uuid_name(source, part.options)
+            self._uuids.bind(part.scope, name, part.digest, param=source.param)
+        return item
+
+
+def _uuid_name(source: MediaSource, options: Options) -> str:
+    """A uuid means one content; what options make of it are different items."""
+    if not options:
+        return source.uuid or ""
+    return f"{source.uuid}\0{msgspec.json.encode(options, order='deterministic').decode()}"
+
+
+def _not_cached(source: MediaSource) -> MediaNotCachedError:
+    return MediaNotCachedError(
+        f"{source.param}: no media is held under this uuid; send it again", param=source.param
+    )
+
+
+async def _all_of(works: Iterable[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
+    """All results; the first failure cancels the rest and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work()) for work in works]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
