@@ -12,6 +12,55 @@ LLAMA = """\
 {%- endif %}
 """
 
+MISTRAL = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] == 'user' %}
+        {{- '[INST] ' + message['content'] + ' [/INST]' }}
+    {%- elif message['role'] == 'assistant' %}
+        {{- ' ' + message['content'] + eos_token }}
+    {%- else %}
+        {{- raise_exception('Only user and assistant roles are supported!') }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+CHATML = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+GEMMA2 = """\
+{{ bos_token }}
+{%- if messages[0]['role'] == 'system' -%}
+    {{ raise_exception('System role not supported') }}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
+    {{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{ '<start_of_turn>model\\n' }}
+{%- endif -%}
+"""
+
+GPT_OSS = """\
+{%- for message in messages %}
+    {{- '<|start|>' + message['role'] }}
+    {%- if message['role'] == 'assistant' %}
+        {{- '<|channel|>final' }}
+    {%- endif %}
+    {{- '<|message|>' + message['content'] + '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start|>assistant' }}
+{%- endif %}
+"""
+
 LLAVA = """\
 {% for message in messages %}{% if message['role'] != 'system' %}\
 {{ message['role'].upper() + ': ' }}{% endif %}\

@@ -11,7 +11,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from lookonce.bench.folder_kinds import KINDS, SCALES, FolderKind, Json
+from lookonce.bench.folder_base import SCALES, FolderKind, Json
+from lookonce.bench.folder_kinds import KINDS
 from lookonce.errors import ConfigError
 
 CORPUS = (

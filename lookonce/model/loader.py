@@ -98,7 +98,6 @@ def _read_weights(
                 dtype=dtype,
                 use_safetensors=True,
                 output_loading_info=True,
-                attn_implementation="sdpa",
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"the weights of {config.folder} do not load: {error}") from error

@@ -6,7 +6,10 @@ import pytest
 
 from tests.model.serving import NUM_TOKENS, Subject, compare, make_subject, serve
 
-KINDS = ("llama", "llava", "qwen2_5_vl", "gemma3", "qwen2_5_omni", "nano")
+KINDS = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gpt_oss"),
+    *("llava", "qwen2_5_vl", "gemma3", "qwen2_5_omni", "nano"),
+)
 MAX_LOGIT_ERROR = 1e-4
 
 

@@ -14,6 +14,7 @@ import pytest
 from torch import Tensor
 
 from lookonce.model.attention.reference import ReferenceBackend
+from lookonce.model.families.base import ModelFamily
 from lookonce.types.step import EmbedSlice, ScheduledSequence, StepPlan
 from tests.model.serving import Subject, compare, make_subject, serve
 
@@ -149,6 +150,22 @@ def test_cut_pictures_differ(subjects):
     assert logit_error(subject, budget=7, **cut) > VISIBLE_ERROR
 
 
-def test_an_ignored_sliding_window_differs(subjects):
-    windowless = IgnoringBackend("sliding_window")
-    assert logit_error(subjects("gemma3"), backend=windowless) > VISIBLE_ERROR
+@pytest.mark.parametrize(
+    ("kind", "argument"),
+    [
+        ("gemma3", "sliding_window"),
+        ("mistral", "sliding_window"),
+        ("gemma2", "sliding_window"),
+        ("gemma2", "softcap"),
+        ("gpt_oss", "sliding_window"),
+        ("gpt_oss", "sinks"),
+    ],
+)
+def test_an_ignored_attention_argument_differs(subjects, kind, argument):
+    assert logit_error(subjects(kind)) < 1e-4
+    assert logit_error(subjects(kind), backend=IgnoringBackend(argument)) > VISIBLE_ERROR
+
+
+def test_logits_without_the_final_softcap_differ(subjects, monkeypatch):
+    monkeypatch.setattr(ModelFamily, "final_softcap", None)
+    assert logit_error(subjects("gemma2")) > VISIBLE_ERROR

@@ -114,4 +114,4 @@ class ModelFamily:
 class TextFamily(ModelFamily):
     """Decoder-only text models that need nothing special."""
 
-    model_types = ("llama", "mistral", "qwen2", "qwen3")
+    model_types = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gpt_oss")
