@@ -14,7 +14,7 @@ from lookonce.server.exchange import Exchange, Sample, answer, open_exchange
 from lookonce.server.generation import Piece
 from lookonce.server.logprobs import chat_logprobs
 from lookonce.server.parsing import receive
-from lookonce.server.protocol import ChatRequest
+from lookonce.server.protocol import ChatRequest, template_options
 from lookonce.server.responses import (
     ChatChoice,
     ChatChunk,
@@ -62,7 +62,7 @@ class ChatFormat:
                 body.messages,
                 tenant=exchange.principal.tenant,
                 cache_salt=body.cache_salt,
-                options={},
+                options=template_options(body),
             )
         exchange.add_prompt(rendered, self._sampling)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,12 +16,12 @@ from starlette.responses import Response
 from lookonce.errors import BadRequestError
 from lookonce.server.auth import Principal
 from lookonce.server.connection import while_connected
-from lookonce.server.generation import Generation, Piece, merged
+from lookonce.server.generation import Generation, Piece, merged, prepared
 from lookonce.server.protocol import Generate
 from lookonce.server.receipt import reuse_receipt, usage
 from lookonce.server.responding import json_response
 from lookonce.server.responses import ReuseReceipt, StopReason, Usage
-from lookonce.server.services import Services, check_fits
+from lookonce.server.services import Services
 from lookonce.server.stream import stream_response
 from lookonce.types.request import RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
@@ -46,32 +45,21 @@ class Exchange:
     arrival: float
     created: int = field(default_factory=lambda: int(time.time()))
     generations: list[Generation] = field(default_factory=list)
+    prompts: ExitStack = field(default_factory=ExitStack)
+    """Entered around rendering and generating: however that ends, no prompt keeps its pins."""
 
     def add_prompt(self, rendered: RenderedPrompt, sampling: SamplingParams) -> None:
         """Raises `BadRequestError` where the model cannot take it."""
-        try:
-            check_fits(rendered, sampling, self.services.engine.model)
-        except BadRequestError:
-            self.services.release(rendered)
-            raise
-        generation = Generation(
-            self.services,
-            rendered,
-            sampling,
-            secrets.token_hex(16),
-            arrival=self.arrival,
-            index_base=len(self.generations) * sampling.n,
+        generation = self.prompts.enter_context(
+            prepared(
+                self.services,
+                rendered,
+                sampling,
+                arrival=self.arrival,
+                index_base=len(self.generations) * sampling.n,
+            )
         )
         self.generations.append(generation)
-
-    @contextmanager
-    def rendered(self) -> Iterator[None]:
-        """Around rendering and generating: however it ends, no prompt keeps its pins."""
-        try:
-            yield
-        finally:
-            for generation in self.generations:
-                self.services.release(generation.rendered)
 
     @property
     def finished(self) -> bool:
@@ -160,7 +148,7 @@ async def answer(request: Request, exchange: Exchange, form: Format) -> Response
 
 
 async def _collected(exchange: Exchange, form: Format) -> msgspec.Struct:
-    with exchange.rendered():
+    with exchange.prompts:
         await form.render()
         samples = [Sample() for g in exchange.generations for _ in range(g.sampling.n)]
         async with aclosing(merged(exchange.generations)) as pieces:
@@ -170,7 +158,7 @@ async def _collected(exchange: Exchange, form: Format) -> msgspec.Struct:
 
 
 async def _streamed(exchange: Exchange, form: Format) -> AsyncGenerator[msgspec.Struct, None]:
-    with exchange.rendered():
+    with exchange.prompts:
         await form.render()
         async with aclosing(merged(exchange.generations)) as pieces:
             async for piece in pieces:

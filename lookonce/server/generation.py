@@ -7,14 +7,15 @@ engine still computes for it.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 from lookonce.errors import RequestFailedError, error_from_wire
 from lookonce.server.responses import StopReason
-from lookonce.server.services import Detokenizer, Services
+from lookonce.server.services import Detokenizer, Services, check_fits
 from lookonce.types.request import PrefillFacts, RenderedPrompt, TokenDelta, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -53,7 +54,8 @@ class Generation:
         self._index_base = index_base
         self._arrival = arrival
         self._texts: dict[int, Detokenizer] = {
-            index: services.renderer.detokenizer(sampling) for index in range(sampling.n)
+            index: services.renderer.detokenizer(sampling, rendered.token_ids)
+            for index in range(sampling.n)
         }
         self._last_delta: dict[int, float] = {}
         self._first_reason = ""
@@ -131,6 +133,34 @@ def _piece(delta: TokenDelta, text: str, num_tokens: int) -> Piece:
         finish_reason=delta.finish_reason,
         stop_reason=delta.stop_token_id,
     )
+
+
+@contextmanager
+def prepared(
+    services: Services,
+    rendered: RenderedPrompt,
+    sampling: SamplingParams,
+    *,
+    arrival: float | None = None,
+    index_base: int = 0,
+) -> Iterator[Generation]:
+    """A generation ready to start; on the way out the prompt's pins are given back.
+
+    The engine gets a request id of our own making, for clients may repeat theirs. Raises
+    `BadRequestError` where the model cannot take the prompt.
+    """
+    try:
+        check_fits(rendered, sampling, services.engine.model)
+        yield Generation(
+            services,
+            rendered,
+            sampling,
+            secrets.token_hex(16),
+            arrival=time.monotonic() if arrival is None else arrival,
+            index_base=index_base,
+        )
+    finally:
+        services.renderer.release(rendered)
 
 
 async def merged(generations: list[Generation]) -> AsyncGenerator[Piece, None]:

@@ -1,8 +1,8 @@
 """The API process: `python -m lookonce.server.process`, started and watched by `launch`.
 
 It reads one `ApiStart` as a line of JSON from its standard input, serves on the socket it has
-inherited, and drains on SIGTERM: new requests get 503, running ones end, then it exits. It also
-exits when its parent is gone.
+inherited, and drains on SIGTERM: new requests get 503, running ones end, then it exits. So it does
+at the end of its standard input, which means that its parent is gone.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ import uvicorn
 import uvloop
 
 from lookonce.config import Config
+from lookonce.errors import ConfigError, ModelLoadError
 from lookonce.server.app import build_app
 from lookonce.server.services import Drain
 from lookonce.server.wiring import open_services
 
 logger = logging.getLogger("lookonce.server")
 
-PARENT_CHECK_SECONDS = 1.0
+EXIT_REFUSED = 2
+"""The settings or the model cannot be served: starting again would not help."""
 
 
 class ApiStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +90,7 @@ class _DrainOnSignal:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._tasks.append(loop.create_task(self._watch_parent(os.getppid())))
+        loop.add_reader(sys.stdin.fileno(), self._on_stdin)
 
     def __exit__(self, *_: object) -> None:
         for task in self._tasks:
@@ -110,18 +112,25 @@ class _DrainOnSignal:
             logger.warning("draining took too long: %d requests are cut off", self._drain.active)
         self._server.should_exit = True
 
-    async def _watch_parent(self, parent: int) -> None:
-        while os.getppid() == parent:  # noqa: ASYNC110 - nothing announces it
-            await asyncio.sleep(PARENT_CHECK_SECONDS)
-        self._on_signal()
+    def _on_stdin(self) -> None:
+        """Nothing more is ever written there: this is its end, and the parent's."""
+        if not os.read(sys.stdin.fileno(), 4096):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            logger.warning("the parent process is gone")
+            self._on_signal()
 
 
 def main() -> None:
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=ApiStart)
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s api-%(process)d %(message)s"
+        level=logging.INFO, format=f"%(asctime)s %(levelname)s api {start.index}: %(message)s"
     )
-    uvloop.run(serve(start))
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    try:
+        uvloop.run(serve(start))
+    except (ConfigError, ModelLoadError) as error:
+        sys.stderr.write(f"error: {error.message}\n")
+        sys.exit(EXIT_REFUSED)
 
 
 if __name__ == "__main__":

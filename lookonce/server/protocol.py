@@ -88,10 +88,10 @@ class ChatRequest(Generate, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     modalities: list[str] | None = None
 
     tools: Raw = NOTHING
@@ -135,3 +135,14 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
     tokens: list[int]
     model: str | None = None
+
+
+TEMPLATE_FIELDS = (
+    "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+    "mm_processor_kwargs",
+)  # fmt: skip
+
+
+def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """How messages become a prompt; the renderer's options bear the same names."""
+    return {name: getattr(body, name) for name in TEMPLATE_FIELDS}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from lookonce.errors import BadRequestError
+from lookonce.errors import BadRequestError, ModelLoadError
 from lookonce.server.protocol import ChatRequest, CompletionRequest, Sampling
 from lookonce.types.sampling import SamplingParams
 
@@ -25,6 +25,12 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
 
+    def sampling(self) -> SamplingParams:
+        """What a request that asks for nothing gets."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        known = {name: self.value(name) for name in names if self.value(name) is not None}
+        return msgspec.convert({**known, "max_tokens": self.max_new_tokens}, SamplingParams)
+
     def value(self, name: str) -> float | None:
         if name == "temperature" and self.do_sample is False:
             return 0.0
@@ -32,11 +38,18 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
         return None if found is None else float(found)
 
 
-def read_defaults(file: Path | None) -> SamplingDefaults:
-    """The defaults in a `generation_config.json`; none where the model has no such file."""
-    if file is None or not file.is_file():
+def read_defaults(folder: str) -> SamplingDefaults:
+    """The defaults in the model's `generation_config.json`; none where it has no such file.
+
+    Raises `ModelLoadError` for a file that is broken.
+    """
+    file = Path(folder) / "generation_config.json"
+    if not file.is_file():
         return SamplingDefaults()
-    return msgspec.json.decode(file.read_bytes(), type=SamplingDefaults, strict=False)
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=SamplingDefaults, strict=False)
+    except msgspec.DecodeError as error:
+        raise ModelLoadError(f"generation_config.json: {error}") from None
 
 
 def chat_sampling(request: ChatRequest, defaults: SamplingDefaults) -> SamplingParams:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -23,7 +23,6 @@ from lookonce.server.metrics import Metrics
 from lookonce.server.peers import Peers
 from lookonce.server.sampling import SamplingDefaults
 from lookonce.types.model import ModelInfo
-from lookonce.types.ports import ItemDirectory
 from lookonce.types.request import RenderedPrompt, TokenDelta
 from lookonce.types.sampling import SamplingParams
 
@@ -47,12 +46,11 @@ class Engine(Protocol):
     @property
     def model(self) -> ModelInfo: ...
 
-    @property
-    def directory(self) -> ItemDirectory: ...
-
     def generate(
         self, rendered: RenderedPrompt, sampling: SamplingParams, request_id: str
     ) -> Deltas: ...
+
+    async def wait_ready(self) -> None: ...
 
     async def abort(self, request_id: str, index: int | None = None) -> None: ...
 
@@ -81,25 +79,31 @@ class Renderer(Protocol):
 
     async def render_chat(
         self,
-        messages: list[dict[str, Any]],
+        messages: Sequence[object],
         *,
-        tenant: str,
-        cache_salt: str | None,
-        options: dict[str, Any],
+        tenant: str = "",
+        cache_salt: str | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> RenderedPrompt: ...
 
     async def render_completion(
         self,
         prompt: str | list[int],
         *,
-        tenant: str,
-        cache_salt: str | None,
-        add_special_tokens: bool,
+        tenant: str = "",
+        cache_salt: str | None = None,
+        add_special_tokens: bool = True,
     ) -> RenderedPrompt: ...
 
-    def detokenizer(self, sampling: SamplingParams) -> Detokenizer: ...
+    def release(self, prompt: RenderedPrompt) -> None:
+        """Give back the pins of a prompt that was, or is, not sent. May be called again."""
+
+    def detokenizer(self, sampling: SamplingParams, context: Sequence[int] = ()) -> Detokenizer:
+        """For one sample; `context` is the prompt's token ids."""
 
     def token_bytes(self, token_id: int) -> bytes: ...
+
+    def token_text(self, token_id: int) -> str | None: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
@@ -148,13 +152,6 @@ class Services:
         if self.peers is None:
             return self.metrics.local_families()
         return await self.peers.families()
-
-    def release(self, rendered: RenderedPrompt) -> None:
-        """Give back the pins of a prompt that was, or is, not sent. May be called again."""
-        for item in rendered.items:
-            if item.pinned:
-                item.pinned = False
-                self.engine.directory.unpin(item.key)
 
     def require_ready(self) -> None:
         """Raises what keeps the server from generating now."""

@@ -9,7 +9,7 @@ from lookonce.errors import BadRequestError
 from lookonce.server.auth import Principal
 from lookonce.server.connection import while_connected
 from lookonce.server.parsing import receive
-from lookonce.server.protocol import DetokenizeRequest, TokenizeRequest
+from lookonce.server.protocol import DetokenizeRequest, TokenizeRequest, template_options
 from lookonce.server.responding import json_response
 from lookonce.server.responses import Prompt, Tokens
 from lookonce.server.services import Services
@@ -23,7 +23,7 @@ async def tokenize(request: Request) -> Response:
     services.require_model(body.model)
     work = _render(services, request.state.principal, body)
     rendered = await while_connected(request.receive, work)
-    services.release(rendered)
+    services.renderer.release(rendered)
     tokens = rendered.token_ids
     return json_response(
         Tokens(
@@ -42,18 +42,17 @@ async def _render(
         raise BadRequestError("give either prompt or messages", param="prompt")
     if body.messages is not None:
         return await services.renderer.render_chat(
-            body.messages, tenant=principal.tenant, cache_salt=None, options={}
+            body.messages, tenant=principal.tenant, options=template_options(body)
         )
     return await services.renderer.render_completion(
         body.prompt or "",
         tenant=principal.tenant,
-        cache_salt=None,
         add_special_tokens=body.add_special_tokens is not False,
     )
 
 
 def _strings(services: Services, tokens: list[int]) -> list[str]:
-    return [services.renderer.token_bytes(token).decode(errors="replace") for token in tokens]
+    return [services.renderer.token_text(token) or "" for token in tokens]
 
 
 async def detokenize(request: Request) -> Response:

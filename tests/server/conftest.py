@@ -46,6 +46,7 @@ async def _run(scenario: Callable[[Site], Awaitable[None]], options: dict[str, o
     async with site(**options) as here:
         await scenario(here)
         assert here.engine.running == {}
+        assert all(prompt in here.renderer.released for prompt in here.renderer.rendered)
         assert here.services.drain.active == 0
 
 

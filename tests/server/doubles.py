@@ -67,11 +67,18 @@ class ByteRenderer:
 
     def __init__(self) -> None:
         self.rendering = 0
+        self.rendered: list[RenderedPrompt] = []
+        self.released: list[RenderedPrompt] = []
         self.gate = asyncio.Event()
         self.gate.set()
 
     async def render_chat(
-        self, messages: list[dict[str, Any]], *, tenant: str, cache_salt: str | None, **_: Any
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tenant: str,
+        cache_salt: str | None = None,
+        **_: Any,
     ) -> RenderedPrompt:
         self.rendering += 1
         try:
@@ -97,16 +104,24 @@ class ByteRenderer:
                 items.append(RenderedItem(key, key, "image", EXPANSION, None, outcome="hit"))
                 prompt.token_ids += EXPANSION.token_ids()
         prompt.items, prompt.features = items, tuple(features)
+        self.rendered.append(prompt)
         return prompt
 
     async def render_completion(
-        self, prompt: str | list[int], *, tenant: str, cache_salt: str | None, **_: Any
+        self, prompt: str | list[int], *, tenant: str, cache_salt: str | None = None, **_: Any
     ) -> RenderedPrompt:
         tokens = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
-        return RenderedPrompt(tokens, scope=f"{tenant}/{cache_salt}".encode())
+        self.rendered.append(RenderedPrompt(tokens, scope=f"{tenant}/{cache_salt}".encode()))
+        return self.rendered[-1]
 
-    def detokenizer(self, sampling: SamplingParams) -> ByteText:
+    def release(self, prompt: RenderedPrompt) -> None:
+        self.released.append(prompt)
+
+    def detokenizer(self, sampling: SamplingParams, context: Sequence[int] = ()) -> ByteText:
         return ByteText(sampling)
+
+    def token_text(self, token_id: int) -> str | None:
+        return chr(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b"<|end|>"

@@ -1,0 +1,24 @@
+"""`lookonce bench NAME`: finds the module of a benchmark and hands it the other arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+
+from lookonce.errors import ConfigError
+
+BENCHMARKS: dict[str, tuple[str, str]] = {}
+"""Name → module, whose `main(arguments)` returns the exit status, and what it measures."""
+
+
+def run_benchmark(name: str, arguments: Sequence[str]) -> int:
+    """The exit status of benchmark `name`; `list` shows which there are."""
+    if name == "list":
+        for known, (_, measures) in sorted(BENCHMARKS.items()):
+            print(f"{known:12} {measures}")
+        return 0
+    if name not in BENCHMARKS:
+        known_names = ", ".join(sorted(BENCHMARKS)) or "none yet"
+        raise ConfigError(f"there is no benchmark {name!r}; there are: {known_names}")
+    module, _ = BENCHMARKS[name]
+    return int(import_module(module).main(list(arguments)) or 0)

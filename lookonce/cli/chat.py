@@ -1,0 +1,68 @@
+"""`lookonce chat`: one answer on the terminal, as it comes, without a server."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import mimetypes
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lookonce.cli.progress import LoadingBar
+from lookonce.config import Options
+from lookonce.errors import ConfigError
+from lookonce.llm import LLM
+from lookonce.types.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What was typed. `max_tokens` and `temperature` None: the model's defaults."""
+
+    text: str
+    images: tuple[Path, ...] = ()
+    sounds: tuple[Path, ...] = ()
+    max_tokens: int | None = None
+    temperature: float | None = None
+
+
+def run_chat(question: Question, options: Options) -> None:
+    """Raises `ConfigError` for a file that cannot be read, before the model loads."""
+    messages = [{"role": "user", "content": _content(question)}]
+    typed = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
+    bar = LoadingBar(Console(stderr=True), options.model)
+    with bar, LLM(**typed, on_loading=bar.update) as llm:
+        bar.finish()
+        for text in llm.stream_chat(messages, _sampling(question, llm)):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    print()
+
+
+def _sampling(question: Question, llm: LLM) -> SamplingParams:
+    asked = {"max_tokens": question.max_tokens, "temperature": question.temperature}
+    return llm.default_sampling_params(**{k: v for k, v in asked.items() if v is not None})
+
+
+def _content(question: Question) -> list[dict[str, Any]]:
+    """Media first, as most models were trained."""
+    pictures = [
+        {"type": "image_url", "image_url": {"url": _data_url(path)}} for path in question.images
+    ]
+    sounds = [
+        {"type": "audio_url", "audio_url": {"url": _data_url(path)}} for path in question.sounds
+    ]
+    return [*pictures, *sounds, {"type": "text", "text": question.text}]
+
+
+def _data_url(path: Path) -> str:
+    try:
+        data = base64.b64encode(path.read_bytes()).decode()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    return f"data:{kind};base64,{data}"

@@ -1,0 +1,274 @@
+"""`LLM`: the whole engine from Python, without a server.
+
+The engine runs in a process of its own, started with `python -m`, so no main guard is needed; the
+rest runs on an event loop in a background thread. Calls are synchronous and may come from any
+thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar, cast
+
+import msgspec
+
+from lookonce.config import NANO, Config, Options, resolve
+from lookonce.engine.settings import engine_settings
+from lookonce.engine.supervise import EngineSupervisor, OnLoading
+from lookonce.server.exchange import Sample
+from lookonce.server.generation import Generation, Piece, prepared
+from lookonce.server.receipt import reuse_receipt, usage
+from lookonce.server.responses import ReuseReceipt, StopReason, Usage
+from lookonce.server.services import Services
+from lookonce.server.wiring import open_services
+from lookonce.types.request import RenderedPrompt, TokenLogprob
+from lookonce.types.sampling import SamplingParams
+
+Message = dict[str, Any]
+Prompt = str | Sequence[int]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    """One of the `n` samples of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: StopReason
+    logprobs: list[TokenLogprob] | None
+    """One per token where `SamplingParams.logprobs` asked for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What came of one prompt."""
+
+    prompt_token_ids: list[int]
+    outputs: list[SampleOutput]
+    usage: Usage
+    reuse_receipt: ReuseReceipt
+
+    @property
+    def text(self) -> str:
+        """The first sample's text."""
+        return self.outputs[0].text
+
+
+class LLM:
+    """A model, loaded. `options` are those of `lookonce serve`, with underscores.
+
+    with LLM("nano") as llm:
+        print(llm.chat([{"role": "user", "content": "Hello"}])[0].text)
+
+    Raises `ConfigError` for a wrong option and `ModelLoadError` when the model cannot be served.
+    """
+
+    def __init__(
+        self, model: str = NANO, *, on_loading: OnLoading | None = None, **options: Any
+    ) -> None:
+        config = resolve(Options(model=model, **options))
+        self._closed = False
+        self._loop = _LoopThread()
+        self._stack = AsyncExitStack()
+        try:
+            self._services = self._loop.run(self._open(config, on_loading))
+        except BaseException:
+            self.close()
+            raise
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation, or to each of several; messages are OpenAI's."""
+        renders = [self._render_chat(c, cache_salt) for c in _conversations(messages)]
+        return self._loop.run(self._answer_all(renders, self._sampling(sampling_params)))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Continuations of one prompt, or of each of several, as text or token ids."""
+        renders = [self._render_prompt(prompt, cache_salt) for prompt in _prompts(prompts)]
+        return self._loop.run(self._answer_all(renders, self._sampling(sampling_params)))
+
+    def stream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Iterator[str]:
+        """The first sample's text as it comes; leaving the iterator aborts."""
+        render = self._render_chat(list(messages), None)
+        pieces = self._stream(render, self._sampling(sampling_params))
+        try:
+            while (piece := self._loop.run(_next(pieces))) is not None:
+                yield piece.text
+        finally:
+            self._loop.run(pieces.aclose())
+
+    def default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """What the model's `generation_config.json` recommends, with `changes`."""
+        return msgspec.structs.replace(self._services.defaults.sampling(), **changes)
+
+    def stats(self) -> dict[str, float]:
+        """The engine's counters."""
+        return self._loop.run(self._services.engine.stats())
+
+    def close(self) -> None:
+        """Ends the engine process. May be called again."""
+        if not self._closed:
+            self._closed = True
+            self._loop.run(self._stack.aclose())
+            self._loop.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- inside: on the event loop ------------------------------------------------------------
+
+    async def _open(self, config: Config, on_loading: OnLoading | None) -> Services:
+        """Start everything; raises why the engine will never serve."""
+        supervisor = EngineSupervisor(
+            engine_settings(config),
+            stall_timeout=config.channel.stall_timeout,
+            on_loading=on_loading,
+        )
+        running = asyncio.create_task(supervisor.run())
+        self._stack.push_async_callback(_end, supervisor, running)
+        services = await self._stack.enter_async_context(open_services(config))
+        ready = asyncio.create_task(services.engine.wait_ready())
+        await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            ready.cancel()
+            running.result()
+        return services
+
+    def _sampling(self, asked: SamplingParams | None) -> SamplingParams:
+        return self._services.defaults.sampling() if asked is None else asked
+
+    def _render_chat(
+        self, messages: list[Message], cache_salt: str | None
+    ) -> Coroutine[Any, Any, RenderedPrompt]:
+        return self._services.renderer.render_chat(messages, tenant="", cache_salt=cache_salt)
+
+    def _render_prompt(
+        self, prompt: str | list[int], cache_salt: str | None
+    ) -> Coroutine[Any, Any, RenderedPrompt]:
+        return self._services.renderer.render_completion(prompt, tenant="", cache_salt=cache_salt)
+
+    async def _answer_all(
+        self, renders: list[Coroutine[Any, Any, RenderedPrompt]], sampling: SamplingParams
+    ) -> list[RequestOutput]:
+        """All answers, in order; the first failure ends the others and is raised."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._answer(render, sampling)) for render in renders]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _answer(
+        self, render: Coroutine[Any, Any, RenderedPrompt], sampling: SamplingParams
+    ) -> RequestOutput:
+        with prepared(self._services, await render, sampling) as generation:
+            samples = [Sample() for _ in range(sampling.n)]
+            async with aclosing(generation.pieces()) as pieces:
+                async for piece in pieces:
+                    samples[piece.index].take(piece)
+            return _request_output(generation, samples)
+
+    async def _stream(
+        self, render: Coroutine[Any, Any, RenderedPrompt], sampling: SamplingParams
+    ) -> AsyncGenerator[Piece, None]:
+        with prepared(self._services, await render, sampling) as generation:
+            async with aclosing(generation.pieces()) as pieces:
+                async for piece in pieces:
+                    if piece.index == 0:
+                        yield piece
+
+
+class _LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="lookonce-llm", daemon=True
+        )
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`; whatever interrupts the wait cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _end(supervisor: EngineSupervisor, running: asyncio.Task[None]) -> None:
+    await supervisor.stop()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def _next(pieces: AsyncGenerator[Piece, None]) -> Piece | None:
+    return await anext(pieces, None)
+
+
+def _conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> list[list[Message]]:
+    """One conversation or several."""
+    if not messages or isinstance(messages[0], dict):
+        return [list(cast("Sequence[Message]", messages))]
+    return [list(messages) for messages in cast("Sequence[Sequence[Message]]", messages)]
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
+    """One prompt or several, each as text or a list of token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(part, int) for part in prompts):
+        return [list(cast("Sequence[int]", prompts))]
+    several = cast("Sequence[Prompt]", prompts)
+    return [prompt if isinstance(prompt, str) else list(prompt) for prompt in several]
+
+
+def _request_output(generation: Generation, samples: Sequence[Sample]) -> RequestOutput:
+    asked = generation.sampling.logprobs is not None
+    return RequestOutput(
+        prompt_token_ids=generation.rendered.token_ids,
+        outputs=[
+            SampleOutput(
+                index=index,
+                text="".join(sample.text),
+                token_ids=sample.token_ids,
+                finish_reason=sample.finish_reason,
+                stop_reason=sample.stop_reason,
+                logprobs=sample.logprobs if asked else None,
+            )
+            for index, sample in enumerate(samples)
+        ],
+        usage=usage([generation]),
+        reuse_receipt=reuse_receipt([generation]),
+    )

@@ -1,0 +1,69 @@
+"""The real services: a renderer and an engine client made from the configuration."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from lookonce.config import Config
+from lookonce.engine.client import EngineClient
+from lookonce.render.renderer import Renderer, open_renderer
+from lookonce.server.auth import KeyRing
+from lookonce.server.metrics import Counts, Metrics
+from lookonce.server.peers import Peers
+from lookonce.server.sampling import read_defaults
+from lookonce.server.services import Services
+
+
+@asynccontextmanager
+async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Services]:
+    """Connected to the engine, which may still be loading. Raises `ModelLoadError`.
+
+    `index` is this process's number among the server's API processes.
+    """
+    client = EngineClient(config.channel, processor_cache_bytes=config.media.processor_cache_bytes)
+    async with client, open_renderer(
+        config.model,
+        config.media,
+        directory=client.directory,
+        uuids=client.sender.uuids,
+        chat_template=config.server.chat_template,
+    ) as renderer:  # fmt: skip
+        metrics = Metrics(config.model.served_name, config.server.vllm_metric_names)
+        metrics.sources += [renderer.counts, lambda: _cache_counts(client)]
+        folder = Path(config.channel.address.removeprefix("ipc://")).parent
+        processes = config.server.api_processes
+        learning = asyncio.create_task(_learn_limits(client, renderer))
+        try:
+            async with Peers(folder, index, processes, metrics.local_families) as peers:
+                yield Services(
+                    config=config,
+                    renderer=renderer,
+                    engine=client,
+                    metrics=metrics,
+                    keys=KeyRing.of(config.server),
+                    defaults=read_defaults(config.model.folder),
+                    peers=peers,
+                )
+        finally:
+            learning.cancel()
+
+
+async def _learn_limits(client: EngineClient, renderer: Renderer) -> None:
+    """What only the engine knows lets the renderer refuse early."""
+    await client.wait_ready()
+    renderer.max_model_len = client.model.max_model_len
+    renderer.vocab_size = client.model.vocab_size
+
+
+def _cache_counts(client: EngineClient) -> Counts:
+    directory = client.directory
+    return {
+        "mm_cache_queries_total": directory.queries,
+        "mm_cache_hits_total": directory.hits,
+        "mm_cache_evictions_total": directory.evictions,
+        "mm_cache_bytes": directory.nbytes,
+        "mm_cache_resends_total": client.sender.resends,
+    }

@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.end_to_end.live import LiveServer
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[LiveServer]:
+    """The embedded model, served: one for all tests that leave it whole."""
+    with LiveServer() as live:
+        yield live
