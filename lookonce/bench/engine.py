@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import DynamicCache
 
 from lookonce.bench.report import Report, median
@@ -42,20 +43,25 @@ PAIRS = 5
 
 
 class _Stopwatch:
-    """Wraps a callable and adds up the wall and CPU seconds spent inside it."""
+    """Adds up the wall and CPU seconds spent inside modules."""
 
-    def __init__(self, inner: Callable[..., Any]) -> None:
-        self._inner = inner
+    def __init__(self) -> None:
         self.cpu = 0.0
         self.wall = 0.0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cpu, wall = time.thread_time(), time.perf_counter()
-        try:
-            return self._inner(*args, **kwargs)
-        finally:
-            self.cpu += time.thread_time() - cpu
-            self.wall += time.perf_counter() - wall
+    def watch(self, module: nn.Module) -> None:
+        """Count every call of `module` from now on; its calls must not nest in others watched."""
+        inner = module.forward
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            cpu, wall = time.thread_time(), time.perf_counter()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.cpu += time.thread_time() - cpu
+                self.wall += time.perf_counter() - wall
+
+        module.forward = timed
 
 
 class _Ours:
@@ -72,21 +78,13 @@ class _Ours:
         loaded = load_model(settings.model)
         self.core = _engine_core(loaded, settings)
         self.vocab_size = loaded.info.vocab_size
-        # The stopwatches stand where the modules were: the runner calls them and nothing else.
-        self.decoder = loaded.family.decoder = _Stopwatch(loaded.family.decoder)
-        self.head = loaded.family.lm_head = _Stopwatch(loaded.family.lm_head)
+        self.model = _Stopwatch()
+        self.model.watch(loaded.family.decoder)
+        self.model.watch(loaded.family.lm_head)
         self._tokenizer = Tokenizer.load(folder)
         self._encoder = Encoder()
         self._messages: Decoder[EngineMessage] = Decoder(EngineMessage)
         self._count = 0
-
-    @property
-    def model_cpu(self) -> float:
-        return self.decoder.cpu + self.head.cpu
-
-    @property
-    def model_wall(self) -> float:
-        return self.decoder.wall + self.head.wall
 
     def prefill(self, batch: int, steps: int) -> None:
         """Bring `batch` sequences to where each further step is one decode of all of them."""
@@ -105,10 +103,14 @@ class _Ours:
             self.core.add(request, {})
         first = 0
         while first < batch:
-            first += len(self.core.step().deltas)
+            first += len(self._step())
 
     def decode(self, steps: int) -> list[list[TokenDelta]]:
-        return [self.core.step().deltas for _ in range(steps)]
+        return [self._step() for _ in range(steps)]
+
+    def _step(self) -> list[TokenDelta]:
+        output = self.core.step()
+        return [] if output is None else output.deltas
 
     def travel(self, steps: Sequence[list[TokenDelta]]) -> float:
         """CPU seconds to send every step's deltas to the API process and turn them into text."""
@@ -173,7 +175,8 @@ class _Theirs:
             use_cache=True,
         )
         logits = self._model.get_output_embeddings()(output.last_hidden_state[:, -1])
-        return logits.argmax(-1, keepdim=True)
+        token: torch.Tensor = logits.argmax(-1, keepdim=True)
+        return token
 
 
 def measure(folder: str, batches: Sequence[int], steps: int, pairs: int) -> Report:
@@ -210,17 +213,17 @@ def _pair(
     ours: _Ours, theirs: _Theirs, batch: int, steps: int
 ) -> tuple[float, float, float, float, float]:
     ours.prefill(batch, steps)
-    model_cpu, model_wall = ours.model_cpu, ours.model_wall
+    model_cpu, model_wall = ours.model.cpu, ours.model.wall
     cpu, wall = time.thread_time(), time.perf_counter()
     deltas = ours.decode(steps)
     wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
     travel = ours.travel(deltas)
-    own = cpu - (ours.model_cpu - model_cpu) + travel
+    own = cpu - (ours.model.cpu - model_cpu) + travel
     tokens = sum(len(delta.token_ids) for step in deltas for delta in step)
     their_seconds = theirs.decode(batch, steps)
     per_step = 1e3 / steps
     return (
-        (ours.model_wall - model_wall) * per_step,
+        (ours.model.wall - model_wall) * per_step,
         own * per_step,
         travel * per_step,
         tokens / (wall + travel),
