@@ -91,6 +91,11 @@ class EncoderCache:
         """Whether `take_dropped` would name any key."""
         return bool(self._dropped)
 
+    @property
+    def eviction_queue_length(self) -> int:
+        """Entries of the eviction order, outdated ones included: bounded by what is cached."""
+        return len(self._heap)
+
     def refuse_oversize(self, num_embeds: int, what: str) -> None:
         """Raise `TooLargeError` when `what` could never fit, with its size and the limit."""
         num_bytes = num_embeds * self.row_bytes

@@ -19,6 +19,8 @@ from lookonce.errors import BadRequestError
 from lookonce.types.media import MediaFeature
 from lookonce.types.step import EmbedSlice
 
+KEY_BYTES = 32
+
 
 class Features:
     """The features of one prompt, checked once when they are added, append-only in O(1).
@@ -136,6 +138,11 @@ def _embed_ranges(feature: MediaFeature) -> tuple[tuple[int, int], ...]:
 
 
 def _check_shape(feature: MediaFeature, index: int) -> None:
+    if len(feature.key) != KEY_BYTES:
+        raise BadRequestError(
+            f"item {index} has a key of {len(feature.key)} bytes; keys have {KEY_BYTES}",
+            param="features",
+        )
     if feature.offset < 0 or feature.length < 1:
         raise BadRequestError(
             f"item {index} has offset {feature.offset} and length {feature.length}; "

@@ -16,6 +16,7 @@ class Engine:
     """One scheduler and one fake runner that checks every plan against the same limits."""
 
     def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008 - frozen
+        self.limits = limits
         self.scheduler = make_scheduler(limits)
         self.runner = FakeRunner(limits)
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)

@@ -1,0 +1,239 @@
+"""The encoder cache: sums right under any history, nothing lost while held, all free at the end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lookonce.core.encoder_cache import EncoderCache
+from lookonce.errors import TooLargeError
+from tests.core.builders import key
+
+ROW = 10
+KEYS = [key(name) for name in "abcdef"]
+ROWS = dict(zip(KEYS, (1, 2, 2, 3, 4, 5), strict=True))
+HOLDERS = st.integers(0, 3)
+
+
+class EncoderCacheMachine(RuleBasedStateMachine):
+    """Sequences take outputs, give them back, are preempted and aborted; the runner's view too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = EncoderCache(8 * ROW, ROW)
+        self.holds: list[tuple[int, bytes]] = []
+        """One entry per hold: the same key several times for one holder is several entries."""
+        self.device: set[bytes] = set()
+        """What a runner that obeys keeps."""
+
+    @rule(holder=HOLDERS, wanted=st.sampled_from(KEYS))
+    def acquire(self, holder: int, wanted: bytes) -> None:
+        """A hit or an allocation, then a hold: the scheduler's way."""
+        if wanted not in self.cache:
+            before = {k for k in KEYS if k in self.cache}
+            allocation = self.cache.try_allocate(wanted, ROWS[wanted])
+            held = {k for _, k in self.holds}
+            fits = sum(ROWS[k] for k in held) + ROWS[wanted] <= 8
+            assert (allocation is not None) == fits
+            if allocation is None:
+                assert before == {k for k in KEYS if k in self.cache}
+                return
+            assert not held & set(allocation.evicted)
+            assert before - set(allocation.evicted) == {k for k in before if k in self.cache}
+            self.follow_drops()
+            self.device.add(wanted)
+        self.cache.hold(holder, wanted)
+        self.holds.append((holder, wanted))
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        holder, held = self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))
+        self.cache.release(holder, held)
+
+    @rule(holder=HOLDERS)
+    def abort_or_preempt(self, holder: int) -> None:
+        self.cache.release_all(holder)
+        self.holds = [hold for hold in self.holds if hold[0] != holder]
+        assert self.cache.held_keys(holder) == ()
+
+    @rule(failed=st.sampled_from(KEYS))
+    def fail(self, failed: bytes) -> None:
+        self.cache.remove_failed(failed)
+        self.holds = [hold for hold in self.holds if hold[1] != failed]
+        assert failed not in self.cache
+
+    @rule(measured=st.sampled_from(KEYS), seconds=st.floats(0, 10))
+    def record(self, measured: bytes, seconds: float) -> None:
+        self.cache.record_cost(measured, seconds)
+
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+        assert {k for k in KEYS if k in self.cache} == {k for _, k in self.holds}
+
+    @invariant()
+    def sums_are_right(self) -> None:
+        self.cache.check_integrity()
+        for holder, held in self.holds:
+            assert held in self.cache
+            assert holder in self.cache.holders(held)
+            assert held in self.cache.held_keys(holder)
+        assert self.cache.held_bytes == sum(ROW * ROWS[k] for k in {k for _, k in self.holds})
+
+    @invariant()
+    def the_runner_keeps_the_same(self) -> None:
+        self.follow_drops()
+        assert self.device == {k for k in KEYS if k in self.cache}
+
+    def follow_drops(self) -> None:
+        for dropped in self.cache.take_dropped():
+            self.device.remove(dropped)
+
+    def teardown(self) -> None:
+        for holder in range(4):
+            self.cache.release_all(holder)
+        assert self.cache.num_holders == self.cache.held_bytes == 0
+        self.cache.clear()
+        assert self.cache.used_bytes == len(self.cache) == 0
+        self.cache.check_integrity()
+
+
+TestEncoderCacheMachine = EncoderCacheMachine.TestCase
+TestEncoderCacheMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+@pytest.fixture
+def cache() -> EncoderCache:
+    return EncoderCache(4 * ROW, ROW)
+
+
+def put(cache: EncoderCache, name: str, rows: int = 1, cost: float | None = None) -> None:
+    """Allocate, and use once."""
+    cache.try_allocate(key(name), rows)
+    cache.hold(99, key(name))
+    if cost is not None:
+        cache.record_cost(key(name), cost)
+    cache.release(99, key(name))
+
+
+class TestIndex:
+    def test_a_failed_output_leaves_the_index_of_its_holder_too(self, cache: EncoderCache) -> None:
+        """The classic bug: freeing returns early because the entry is gone, the index stays."""
+        cache.try_allocate(key("a"), 1)
+        cache.hold(1, key("a"))
+        cache.remove_failed(key("a"))
+        assert cache.num_holders == 0
+        cache.release_all(1)
+        cache.check_integrity()
+
+    def test_a_key_held_twice_needs_two_releases(self, cache: EncoderCache) -> None:
+        cache.try_allocate(key("a"), 4)
+        cache.hold(1, key("a"))
+        cache.hold(1, key("a"))
+        cache.release(1, key("a"))
+        assert cache.try_allocate(key("b"), 1) is None
+        cache.release(1, key("a"))
+        assert cache.try_allocate(key("b"), 1).evicted == (key("a"),)
+
+    def test_release_all_gives_every_hold_of_a_key_back(self, cache: EncoderCache) -> None:
+        cache.try_allocate(key("a"), 1)
+        cache.hold(1, key("a"))
+        cache.hold(1, key("a"))
+        cache.release_all(1)
+        assert cache.held_bytes == cache.num_holders == 0
+
+    def test_one_holder_leaving_does_not_free_what_another_holds(self, cache: EncoderCache) -> None:
+        cache.try_allocate(key("a"), 4)
+        cache.hold(1, key("a"))
+        cache.hold(2, key("a"))
+        cache.release_all(1)
+        assert cache.try_allocate(key("b"), 1) is None
+
+    def test_releasing_what_is_not_held_raises(self, cache: EncoderCache) -> None:
+        put(cache, "a")
+        with pytest.raises(KeyError):
+            cache.release(1, key("a"))
+
+    def test_allocating_a_key_twice_raises(self, cache: EncoderCache) -> None:
+        put(cache, "a")
+        with pytest.raises(ValueError, match="already"):
+            cache.try_allocate(key("a"), 1)
+
+
+class TestEviction:
+    def test_with_equal_costs_the_least_recently_used_leaves(self, cache: EncoderCache) -> None:
+        for name in "abcd":
+            put(cache, name, cost=1.0)
+        cache.hold(1, key("a"))
+        cache.release(1, key("a"))
+        assert cache.try_allocate(key("e"), 2).evicted == (key("b"), key("c"))
+
+    def test_without_recorded_costs_too(self, cache: EncoderCache) -> None:
+        for name in "abcd":
+            put(cache, name)
+        assert cache.try_allocate(key("e"), 1).evicted == (key("a"),)
+
+    def test_what_was_dear_to_compute_stays_longer(self, cache: EncoderCache) -> None:
+        put(cache, "dear", cost=5.0)
+        for name in "bcd":
+            put(cache, name, cost=1.0)
+        evicted = []
+        for name in "efg":
+            evicted += cache.try_allocate(key(name), 1).evicted
+            cache.hold(1, key(name))
+            cache.record_cost(key(name), 1.0)
+            cache.release(1, key(name))
+        assert evicted == [key("b"), key("c"), key("d")]
+
+    def test_what_was_dear_leaves_at_last_when_nobody_uses_it(self, cache: EncoderCache) -> None:
+        put(cache, "dear", cost=5.0)
+        for number in range(40):
+            put(cache, str(number), cost=1.0)
+        assert key("dear") not in cache
+
+    def test_cost_counts_per_byte(self) -> None:
+        cache = EncoderCache(6 * ROW, ROW)
+        put(cache, "large", rows=4, cost=4.0)
+        put(cache, "small", rows=2, cost=3.0)
+        assert cache.try_allocate(key("e"), 1).evicted == (key("large"),)
+
+    def test_no_more_leaves_than_needed(self, cache: EncoderCache) -> None:
+        put(cache, "a", rows=2)
+        put(cache, "b", rows=2)
+        assert cache.try_allocate(key("c"), 2).evicted == (key("a"),)
+
+    def test_an_attempt_that_fails_evicts_nothing(self, cache: EncoderCache) -> None:
+        put(cache, "a", rows=2)
+        cache.try_allocate(key("b"), 2)
+        cache.hold(1, key("b"))
+        assert cache.try_allocate(key("c"), 3) is None
+        assert key("a") in cache
+
+    def test_the_eviction_order_stays_small_however_often_an_entry_is_used(
+        self, cache: EncoderCache
+    ) -> None:
+        put(cache, "a")
+        for _ in range(10_000):
+            cache.hold(1, key("a"))
+            cache.release(1, key("a"))
+        assert cache.eviction_queue_length < 200
+
+
+def test_an_item_larger_than_the_cache_is_refused_with_its_size_and_the_limit(
+    cache: EncoderCache,
+) -> None:
+    with pytest.raises(TooLargeError, match=r"item 3 needs 50 bytes .* the limit is 40 bytes"):
+        cache.refuse_oversize(5, "item 3")
+
+
+def test_a_held_output_outlives_clear_and_leaves_with_its_holder(cache: EncoderCache) -> None:
+    cache.try_allocate(key("a"), 1)
+    cache.hold(1, key("a"))
+    cache.clear()
+    assert key("a") in cache
+    assert cache.take_dropped() == ()
+    cache.release(1, key("a"))
+    assert cache.take_dropped() == (key("a"),)

@@ -1,0 +1,93 @@
+"""The state machine of a sequence: what is allowed happens, what is not raises."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from lookonce.core.features import Features
+from lookonce.core.request import ALLOWED, FactsRecord, Request, Sequence, State
+from lookonce.core.roster import Roster
+from lookonce.types.request import MAX_LISTED_ITEMS
+from tests.core.builders import request, text
+
+
+def new_request(name: str = "a", *, samples: int = 1, arrival: float = 0.0) -> Request:
+    tokens = text(6)
+    built = Request(
+        request(name, tokens, arrival=arrival), np.asarray(tokens, np.int32), Features(), {}, (2,)
+    )
+    first_id = int(1000 * arrival)
+    built.sequences = [Sequence(first_id + i, built, i, 10) for i in range(samples)]
+    return built
+
+
+def in_state(state: State) -> Sequence:
+    sequence = new_request().sequences[0]
+    sequence.state = state
+    return sequence
+
+
+@pytest.mark.parametrize(("start", "end"), itertools.product(State, State))
+def test_a_sequence_moves_only_along_the_drawn_transitions(start: State, end: State) -> None:
+    sequence = in_state(start)
+    if end in ALLOWED[start]:
+        sequence.move_to(end)
+        assert sequence.state is end
+    else:
+        with pytest.raises(RuntimeError, match=f"from {start.value} to {end.value}"):
+            sequence.move_to(end)
+
+
+def test_every_state_but_the_last_can_finish() -> None:
+    finishing = {state for state in State if State.FINISHED in ALLOWED[state]}
+    assert finishing == set(State) - {State.FINISHED}
+
+
+def test_only_the_first_sample_starts_waiting() -> None:
+    states = [s.state for s in new_request(samples=3).sequences]
+    assert states == [State.WAITING, State.HELD_BACK, State.HELD_BACK]
+
+
+class TestRoster:
+    def test_lanes_are_in_order_of_arrival_whatever_the_order_of_moves(self) -> None:
+        roster = Roster()
+        requests = [new_request(str(i), arrival=arrival) for i, arrival in enumerate((3, 1, 2))]
+        for one in requests:
+            roster.add(one)
+        assert [s.order[0] for s in roster.waiting] == [1, 2, 3]
+        for one in requests:
+            roster.move(one.sequences[0], State.PREFILLING)
+        assert [s.order[0] for s in roster.prefilling] == [1, 2, 3]
+        roster.check_integrity()
+
+    def test_a_request_runs_while_one_of_its_samples_does(self) -> None:
+        roster = Roster()
+        one = new_request(samples=2)
+        roster.add(one)
+        first, second = one.sequences
+        roster.move(first, State.PREFILLING)
+        roster.move(second, State.WAITING)
+        roster.move(second, State.PREFILLING)
+        assert (roster.num_running_requests, roster.num_waiting_requests) == (1, 0)
+        roster.move(first, State.FINISHED)
+        assert roster.num_running_requests == 1
+        roster.move(second, State.WAITING)
+        assert (roster.num_running_requests, roster.num_waiting_requests) == (0, 1)
+        roster.check_integrity()
+
+
+class TestFacts:
+    def test_the_first_use_of_an_output_decides(self) -> None:
+        facts = FactsRecord(8, 2)
+        facts.note(1, "miss")
+        facts.note(1, "hit")
+        assert facts.freeze().encoder == ("skipped", "miss")
+
+    def test_at_most_a_thousand_items_are_listed(self) -> None:
+        facts = FactsRecord(8, 5000)
+        facts.note(4000, "miss")
+        facts.note_encoding(4000, 1.0)
+        assert len(facts.freeze().encoder) == len(facts.freeze().encode_ms) == MAX_LISTED_ITEMS

@@ -1,0 +1,267 @@
+"""Negative controls: with one rule taken away, the workloads below must fail.
+
+Each test first runs its workload with the rule (it passes), then without. A test suite that still
+passes without a rule does not test it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from lookonce.core import prefix
+from lookonce.core import request as request_module
+from lookonce.core.admission import Admission
+from lookonce.core.blocks import BlockPool
+from lookonce.core.budget import EncoderBudget, StepPass
+from lookonce.core.chunking import Chunker
+from lookonce.core.encoder_cache import EncoderCache
+from lookonce.core.lifecycle import Lifecycle
+from lookonce.core.preemption import Preemption
+from lookonce.core.request import Sequence, State
+from lookonce.core.roster import Roster
+from lookonce.core.scheduler import Scheduler
+from lookonce.types.request import GenerateRequest
+from lookonce.types.sampling import SamplingParams
+from tests.core.builders import Limits, feature, model_info, request, text
+from tests.core.engine import Engine
+from tests.core.fake_runner import reference
+
+LASTING = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+Workload = Callable[[], None]
+
+
+def serve(limits: Limits, requests: list[GenerateRequest], *, one_by_one: bool = False) -> Engine:
+    """Run all requests to their end and compare every token with the reference."""
+    engine = Engine(limits)
+    for one in requests:
+        engine.add(one)
+        if one_by_one:
+            engine.run(max_steps=500)
+    engine.run(max_steps=500)
+    for one in requests:
+        for index in range(one.sampling.n):
+            got = engine.tokens[one.request_id, index]
+            assert got == reference(one, one.sampling.max_tokens or 0, index)
+    engine.assert_all_free()
+    return engine
+
+
+def two_pictures_at_the_same_place() -> None:
+    pictures = [request(name, text(30), [feature(name, 4, 8)]) for name in "xy"]
+    serve(Limits(), pictures, one_by_one=True)
+
+
+def two_tenants_with_the_same_prompt() -> None:
+    prompts = [request(name, text(30), scope=name.encode() * 32) for name in "ab"]
+    engine = serve(Limits(), prompts, one_by_one=True)
+    assert engine.facts["b"].prefix_cached_tokens == 0
+
+
+def the_same_prompt_twice() -> None:
+    serve(Limits(), [request(name, text(24)) for name in "ab"], one_by_one=True)
+
+
+def three_that_outgrow_the_blocks() -> None:
+    crowd = [request(str(i), text(12, seed=i), arrival=i, sampling=LASTING) for i in range(3)]
+    engine = serve(Limits(num_blocks=10), crowd)
+    assert engine.released[0] == "0", "the first to come is not the one to give way"
+
+
+def many_items_in_a_small_encoder_cache() -> None:
+    requests = [
+        request(
+            str(i), text(40, seed=i), [feature(f"{i % 3}", 2, 8), feature("y", 20, 8)], arrival=i
+        )
+        for i in range(6)
+    ]
+    serve(Limits(encoder_rows=16, max_num_batched_tokens=6), requests)
+
+
+def two_items_that_each_fill_the_encoder_cache() -> None:
+    items = [feature("x", 2, 8), feature("y", 20, 8)]
+    serve(Limits(encoder_rows=8), [request("a", text(40), items)])
+
+
+def two_items_above_one_encoder_budget() -> None:
+    items = [feature("x", 2, 8), feature("y", 20, 8)]
+    serve(Limits(max_encoder_tokens=12), [request("a", text(40), items)])
+
+
+def pictures_that_must_stay_whole() -> None:
+    limits = Limits(model=model_info(unsplittable=("image",)), max_num_batched_tokens=16)
+    serve(limits, [request("a", text(40), [feature("x", 12, 10), feature("y", 30, 8)])])
+
+
+def an_item_that_fills_the_budget_beside_a_stream_of_others() -> None:
+    limits = Limits(model=model_info(unsplittable=("image",)), max_num_batched_tokens=16)
+    engine = Engine(limits)
+    big = request("big", text(20), [feature("x", 0, 16)], arrival=1.0)
+    engine.add(request("0", text(5)))
+    engine.step()
+    engine.add(big)
+    for number in range(1, 30):
+        engine.add(request(str(number), text(5, seed=number), arrival=1.0 + number))
+    engine.run()
+    assert engine.released.index("big") <= 3
+
+
+def samples_of_one_long_prompt() -> None:
+    sampling = SamplingParams(n=3, max_tokens=4, ignore_eos=True)
+    engine = serve(Limits(), [request("a", text(80), sampling=sampling)])
+    assert engine.runner.computed_tokens < 2 * 80, "the prompt is computed once"
+
+
+def a_blocked_queue_of_long_prompts() -> None:
+    """Counts how often the blocked head walks over its prompt."""
+    walks: list[int] = []
+    match = BlockPool.match
+
+    def counting(pool: BlockPool, hashes: list[bytes], limit: int) -> list[int]:
+        walks.append(len(hashes))
+        return match(pool, hashes, limit)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(BlockPool, "match", counting)
+        long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+        blocker = request("a", text(100), sampling=long)
+        serve(Limits(), [blocker, request("b", text(200, seed=1), arrival=1.0)])
+    assert len(walks) < 10
+
+
+def prefixes_reset_under_a_running_request() -> None:
+    engine = Engine()
+    engine.add(request("a", text(40), sampling=LASTING))
+    engine.step()
+    engine.scheduler.reset_prefix_cache()
+    engine.run()
+    engine.add(request("b", text(32)))
+    engine.run()
+    cached = engine.scheduler.stats()["prefix_cache_hits_total"]
+    engine.add(request("c", text(40) + engine.tokens["a", 0]))
+    engine.run()
+    assert engine.scheduler.stats()["prefix_cache_hits_total"] - cached == 32
+
+
+def never(*_args: object, **_kwargs: object) -> None:
+    return None
+
+
+def earliest_first(preemption: Preemption) -> Sequence:
+    return next(iter(preemption._roster.decoding))
+
+
+def plan_without_stalling(scheduler: Scheduler, sequence: Sequence, step: StepPass) -> None:
+    if step.tokens > 0:
+        scheduler._chunker.plan(sequence, step)
+
+
+def start_over(lifecycle: Lifecycle, leader: Sequence) -> None:
+    """Siblings wait for the leader, but find nothing of what it computed."""
+    leader.request.prefilled = True
+    lifecycle._pool.reset()
+    for sibling in leader.request.sequences[1:]:
+        lifecycle._roster.move(sibling, State.WAITING)
+
+
+def register_regardless(scheduler: Scheduler, sequence: Sequence) -> None:
+    sequence.cache_generation = scheduler._pool.generation
+    register_blocks(scheduler, sequence)
+
+
+def root_for_all(_scope: bytes) -> bytes:
+    return prefix.root_hash(b"")
+
+
+register_blocks = Scheduler._register_blocks
+
+Patch = tuple[object, str, Callable[..., object]]
+RULES: dict[str, tuple[Workload, list[Patch]]] = {
+    "items enter the block hashes": (
+        two_pictures_at_the_same_place,
+        [(prefix, "_describe", lambda *_: b"")],
+    ),
+    "scope enters the block hashes": (
+        two_tenants_with_the_same_prompt,
+        [(request_module, "root_hash", root_for_all)],
+    ),
+    "at least one token is computed": (
+        the_same_prompt_twice,
+        [(Admission, "_max_cached", lambda _, num_tokens: num_tokens // 4)],
+    ),
+    "the latest arrival is preempted": (
+        three_that_outgrow_the_blocks,
+        [(Preemption, "_choose_victim", earliest_first)],
+    ),
+    "a decode gets its block before it crosses into it": (
+        three_that_outgrow_the_blocks,
+        [(Preemption, "make_room", never)],
+    ),
+    "ended sequences give their blocks back": (
+        three_that_outgrow_the_blocks,
+        [(BlockPool, "release", never)],
+    ),
+    "outputs in use are held": (
+        many_items_in_a_small_encoder_cache,
+        [(EncoderCache, name, never) for name in ("hold", "release", "release_all")],
+    ),
+    "outputs behind the window are released": (
+        two_items_that_each_fill_the_encoder_cache,
+        [(Scheduler, "_release_passed_items", never)],
+    ),
+    "dropped outputs are named to the runner": (
+        many_items_in_a_small_encoder_cache,
+        [(EncoderCache, "take_dropped", lambda _: ())],
+    ),
+    "the encoder budget holds": (
+        two_items_above_one_encoder_budget,
+        [(EncoderBudget, "affords", lambda *_: True)],
+    ),
+    "unsplittable items are not cut": (
+        pictures_that_must_stay_whole,
+        [(Chunker, "_keep_whole", lambda _self, _features, _start, end: end)],
+    ),
+    "unsplittable items are named to the runner": (
+        pictures_that_must_stay_whole,
+        [(Chunker, "_bidirectional", lambda *_: ())],
+    ),
+    "nobody is admitted past a stalled prompt": (
+        an_item_that_fills_the_budget_beside_a_stream_of_others,
+        [(Scheduler, "_plan_chunk", plan_without_stalling)],
+    ),
+    "samples share the computed prompt": (
+        samples_of_one_long_prompt,
+        [(Lifecycle, "release_siblings", start_over)],
+    ),
+    "a blocked queue does not walk over the prompt in every step": (
+        a_blocked_queue_of_long_prompts,
+        [(Admission, "_worth_trying", lambda *_: True)],
+    ),
+    "what was computed before a reset is not registered after it": (
+        prefixes_reset_under_a_running_request,
+        [(Scheduler, "_register_blocks", register_regardless)],
+    ),
+    "an ended request is forgotten": (
+        the_same_prompt_twice,
+        [(Roster, "forget", never)],
+    ),
+}
+
+FAILURES = (AssertionError, RuntimeError, LookupError, ValueError)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_with_all_rules_the_workload_passes(rule: str) -> None:
+    RULES[rule][0]()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_workload_fails_without_the_rule_that(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload, patches = RULES[rule]
+    for target, name, replacement in patches:
+        monkeypatch.setattr(target, name, replacement)
+    with pytest.raises(FAILURES):
+        workload()

@@ -1,0 +1,186 @@
+"""Any workload, any limits, any interruption: answers are right and everything is free at the end.
+
+The runner objects to every wrong plan, and its tokens depend on all that was computed before, so
+equal tokens mean that every position was computed once, in order, from the right inputs.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lookonce.types.media import MediaFeature, Modality
+from lookonce.types.request import GenerateRequest
+from lookonce.types.sampling import SamplingParams
+from tests.core.builders import Limits, feature, key, model_info, request, text
+from tests.core.engine import Engine
+from tests.core.fake_runner import reference
+
+LENGTHS = {"a": 2, "b": 3, "c": 5, "d": 8, "gaps": 7}
+GAPS = ((0, 2), (3, 4), (6, 7))
+LONGEST_PROMPT = 40
+
+
+def limits() -> st.SearchStrategy[Limits]:
+    whole = st.sampled_from([(), ("image",)])
+    return st.builds(
+        Limits,
+        num_blocks=st.integers(LONGEST_PROMPT // 4, 20),
+        block_size=st.sampled_from([4, 5]),
+        encoder_rows=st.sampled_from([8, 9, 13, 64]),
+        max_num_seqs=st.integers(1, 6),
+        max_num_batched_tokens=st.sampled_from([8, 11, 17, 64]),
+        max_encoder_tokens=st.sampled_from([1, 8, 13]),
+        prefix_caching=st.booleans(),
+        model=whole.map(lambda w: model_info(max_model_len=60, unsplittable=w)),
+    )
+
+
+def feature_named(name: str, offset: int) -> MediaFeature:
+    """The item of that name: its length and modality are part of what the name says."""
+    modality: Modality = "audio" if name == "b" else "image"
+    ranges = GAPS if name == "gaps" else None
+    return feature(name, offset, LENGTHS[name], modality=modality, is_embed=ranges)
+
+
+CONVERSATIONS = [
+    [],
+    [feature_named("d", 2), feature_named("a", 12), feature_named("gaps", 18)],
+    [feature_named("d", 2), feature_named("a", 12), feature_named("d", 18), feature_named("c", 30)],
+    [feature_named("b", 0), feature_named("gaps", 3), feature_named("gaps", 10)],
+]
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[list[int], list[MediaFeature]]:
+    """The beginning of a conversation, so that prompts share prefixes, or any other prompt."""
+    length = draw(st.sampled_from([LONGEST_PROMPT, LONGEST_PROMPT - 1, 30, 24, 17, 5, 1]))
+    features = draw(st.one_of(st.sampled_from(CONVERSATIONS), placements()))
+    return text(LONGEST_PROMPT)[:length], [f for f in features if f.end <= length]
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> list[MediaFeature]:
+    features, at = [], draw(st.integers(0, 6))
+    for name in draw(st.lists(st.sampled_from(sorted(LENGTHS)), max_size=5)):
+        features.append(feature_named(name, at))
+        at += LENGTHS[name] + draw(st.integers(0, 4))
+    return features
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(chosen=limits())
+    def start(self, chosen: Limits) -> None:
+        self.engine = Engine(chosen)
+        self.requests: dict[str, GenerateRequest] = {}
+        self.asked = 0
+        """How many of the engine's needs were answered or given up."""
+
+    @rule(
+        batch=st.lists(prompts(), min_size=1, max_size=4),
+        samples=st.sampled_from([1, 1, 1, 2, 3]),
+        max_tokens=st.integers(1, 20),
+        lacking=st.sets(st.sampled_from(sorted(LENGTHS))),
+        arrival=st.floats(0, 10),
+        scope=st.sampled_from([b"1" * 32, b"1" * 32, b"2" * 32]),
+    )
+    def add(
+        self,
+        batch: list[tuple[list[int], list[MediaFeature]]],
+        samples: int,
+        max_tokens: int,
+        lacking: set[str],
+        arrival: float,
+        scope: bytes,
+    ) -> None:
+        sampling = SamplingParams(n=samples, max_tokens=max_tokens, ignore_eos=True)
+        for tokens, features in batch:
+            name = str(len(self.requests))
+            new = request(name, tokens, features, sampling=sampling, arrival=arrival, scope=scope)
+            self.requests[name] = new
+            self.engine.add(new, missing=[key(n) for n in lacking])
+
+    @rule(steps=st.integers(1, 10))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.engine.step()
+
+    @rule()
+    def supply(self) -> None:
+        for name, _keys in self.engine.needs[self.asked :]:
+            self.engine.supply(self.requests[name])
+        self.asked = len(self.engine.needs)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), index=st.sampled_from([None, None, 0, 1]))
+    def abort(self, data: st.DataObject, index: int | None) -> None:
+        self.engine.scheduler.abort(data.draw(st.sampled_from(sorted(self.requests))), index)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort_between_plan_and_apply(self, data: st.DataObject) -> None:
+        plan = self.engine.scheduler.plan()
+        if plan is not None:
+            result = self.engine.runner.execute(plan)
+            self.abort(data, None)
+            self.engine.take(self.engine.scheduler.apply(plan, result))
+
+    @rule(failing=st.sampled_from(sorted(LENGTHS)))
+    def step_with_a_failing_item(self, failing: str) -> None:
+        self.engine.runner.failing_items.add(key(failing))
+        self.engine.step()
+        self.engine.runner.failing_items.clear()
+
+    @rule(data=st.data())
+    def step_with_a_failing_sequence(self, data: st.DataObject) -> None:
+        runner = self.engine.runner
+        runner.failing_sequences = {data.draw(st.integers(0, 6))}
+        self.engine.step()
+        runner.failing_sequences.clear()
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.engine.scheduler.reset_prefix_cache()
+
+    @rule()
+    def reset_encoder_cache(self) -> None:
+        self.engine.scheduler.reset_encoder_cache()
+
+    @invariant()
+    def sums_are_right(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            self.finish_everything()
+            self.check_answers()
+            self.engine.assert_all_free()
+
+    def finish_everything(self) -> None:
+        self.engine.run()
+        while self.asked < len(self.engine.needs):
+            self.supply()
+            self.engine.run()
+
+    def check_answers(self) -> None:
+        engine = self.engine
+        assert sorted(engine.released) == sorted(self.requests), "each request ends once"
+        for name, one in self.requests.items():
+            for index in range(one.sampling.n):
+                got = engine.tokens[name, index]
+                assert got == reference(one, len(got), index)
+                reason = engine.reason(name, index)
+                assert reason in ("length", "abort", "error")
+                if reason == "length":
+                    assert len(got) == self.expected_length(one)
+
+    def expected_length(self, one: GenerateRequest) -> int:
+        limits = self.engine.limits
+        room = min(limits.model.max_model_len, limits.num_blocks * limits.block_size + 1)
+        return min(one.sampling.max_tokens, room - one.prompt.shape[0])
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
