@@ -80,5 +80,7 @@ class Credits:
     def check_integrity(self) -> None:
         """Raises `AssertionError` when the invariant above is broken."""
         assert self._used >= 0, f"{self._used} bytes under way"
-        live = [nbytes for nbytes, granted in self._waiters if not granted.done()]
-        assert not live or not self._fits(live[0]), "a waiter that fits still waits"
+        if self._waiters:
+            nbytes, granted = self._waiters[0]
+            leaving = granted.done()  # cancelled: its task has not run since
+            assert leaving or not self._fits(nbytes), "a waiter that fits still waits"

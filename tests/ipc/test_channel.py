@@ -1,0 +1,322 @@
+"""The channel, over a real unix socket and over the in-process double: one specification."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq
+
+from lookonce.errors import EngineDeadError
+from lookonce.ipc.channel import ClientChannel, EngineChannel
+from lookonce.ipc.double import InProcessHub
+from lookonce.ipc.messages import Accepted, GetStats, Hello, Received, UpdateCache
+from lookonce.ipc.zmq_links import ZmqClientLink, ZmqEngineLink
+from tests.ipc.samples import update
+
+PATIENCE = 20.0
+
+
+class Echo:
+    """An engine's end in a thread: receives everything, says `Received`, can be told to wait."""
+
+    def __init__(self, link):
+        self.channel = EngineChannel(link)
+        self.received = []
+        self.open = threading.Event()
+        self.open.set()
+        self.silent = False
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        while not self._stopping:
+            for sender, message in self.channel.poll(PATIENCE):
+                self.received.append((sender, message))
+                if isinstance(message, UpdateCache):
+                    self.open.wait(PATIENCE)
+                    if not self.silent:
+                        self.channel.send(sender, Received(message.seq))
+                else:
+                    self.channel.send(sender, Accepted(type(message).__name__))
+
+    def stop(self):
+        self._stopping = True
+        self.open.set()
+        self.channel.wake()
+        self._thread.join()
+        self.channel.close()
+
+
+class Listener:
+    def __init__(self):
+        self.messages: asyncio.Queue = asyncio.Queue()
+        self.up, self.down = asyncio.Event(), asyncio.Event()
+
+    def connected(self):
+        self.down.clear()
+        self.up.set()
+
+    def disconnected(self):
+        self.up.clear()
+        self.down.set()
+
+    def received(self, message):
+        self.messages.put_nowait(message)
+
+
+class Zmq:
+    def __init__(self, folder):
+        self.address = f"ipc://{folder}/socket"
+
+    def engine(self):
+        return ZmqEngineLink(self.address)
+
+    def client(self, name):
+        return ZmqClientLink(self.address, name)
+
+
+class Double:
+    def __init__(self, folder):
+        self.hub = InProcessHub()
+
+    def engine(self):
+        return self.hub.engine_link()
+
+    def client(self, name):
+        return self.hub.client_link(name)
+
+
+@pytest.fixture(params=[Zmq, Double])
+def wire(request, tmp_path_factory):
+    return request.param(tmp_path_factory.mktemp("s"))
+
+
+@asynccontextmanager
+async def connected(wire, name="api", capacity=1 << 20):
+    listener = Listener()
+    channel = ClientChannel(wire.client(name), max_bytes_in_flight=capacity)
+    channel.open(listener)
+    try:
+        async with asyncio.timeout(PATIENCE):
+            await listener.up.wait()
+            yield channel, listener
+    finally:
+        channel.close()
+
+
+def run(scenario):
+    asyncio.run(scenario)
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110 - nothing announces it
+        await asyncio.sleep(0.01)
+
+
+def test_messages_keep_their_order_and_their_arrays(wire):
+    engine = Echo(wire.engine())
+    sent = [update(seq, 10, 70_000) for seq in range(1, 40)]
+
+    async def scenario():
+        async with connected(wire) as (channel, listener):
+            for message in sent:
+                async with channel.room(71_000):
+                    channel.send_now(message)
+            channel.send_now(GetStats(1))
+            assert await listener.messages.get() == Accepted("GetStats")
+
+    try:
+        run(scenario())
+    finally:
+        engine.stop()
+    assert [message for _, message in engine.received[:-1]] == sent
+    assert {sender for sender, _ in engine.received} == {"api"}
+
+
+def test_room_is_awaited_until_the_engine_has_received(wire):
+    engine = Echo(wire.engine())
+    engine.open.clear()
+
+    async def scenario():
+        async with connected(wire, capacity=100_000) as (channel, _):
+            async with channel.room(60_000):
+                channel.send_now(update(1, 60_000))
+
+            async def send_second():
+                async with channel.room(60_000):
+                    channel.send_now(update(2, 60_000))
+
+            second = asyncio.create_task(send_second())
+            await asyncio.sleep(0.05)
+            assert not second.done()
+            assert 60_000 < channel.bytes_in_flight < 61_000
+            engine.open.set()
+            await second
+            await until(lambda: channel.bytes_in_flight == 0)
+
+    try:
+        run(scenario())
+    finally:
+        engine.stop()
+    assert [message.seq for _, message in engine.received] == [1, 2]
+
+
+def test_sending_neither_blocks_nor_drops_whatever_the_engine_does(wire):
+    engine = Echo(wire.engine())
+    engine.open.clear()
+    count = 5000
+
+    async def scenario():
+        async with connected(wire, capacity=1) as (channel, _):
+            for seq in range(1, count + 1):
+                channel.send_now(update(seq, 10))
+            engine.open.set()
+            await until(lambda: channel.bytes_in_flight == 0)
+
+    try:
+        run(scenario())
+    finally:
+        engine.stop()
+    assert [message.seq for _, message in engine.received] == list(range(1, count + 1))
+
+
+def test_room_that_is_not_used_comes_back(wire):
+    engine = Echo(wire.engine())
+
+    async def scenario():
+        async with connected(wire, capacity=100) as (channel, _):
+            with pytest.raises(RuntimeError):
+                async with channel.room(100):
+                    raise RuntimeError("rejected meanwhile")
+            async with channel.room(100):
+                pass
+            assert channel.bytes_in_flight == 0
+
+    try:
+        run(scenario())
+    finally:
+        engine.stop()
+
+
+def test_a_dead_engine_is_noticed_at_once_and_a_new_one_is_found(wire):
+    engine = Echo(wire.engine())
+    engine.silent = True
+
+    async def send(channel, seq):
+        async with channel.room(1000):
+            channel.send_now(update(seq, 900))
+
+    async def scenario():
+        nonlocal engine
+        async with connected(wire, capacity=1000) as (channel, listener):
+            await send(channel, 1)
+            waiting = asyncio.create_task(send(channel, 2))
+            await asyncio.sleep(0)
+            await asyncio.to_thread(engine.stop)
+            await listener.down.wait()
+            with pytest.raises(EngineDeadError):
+                await waiting
+            with pytest.raises(EngineDeadError):
+                channel.send_now(Hello("api"))
+            assert channel.bytes_in_flight == 0
+            engine = Echo(wire.engine())
+            await listener.up.wait()
+            channel.send_now(Hello("api"))
+            while await listener.messages.get() != Accepted("Hello"):
+                pass
+
+    try:
+        run(scenario())
+    finally:
+        engine.stop()
+    assert [message for _, message in engine.received] == [Hello("api")]
+
+
+def test_malformed_frames_harm_nobody_but_their_sender(wire, caplog):
+    engine = Echo(wire.engine())
+
+    async def scenario():
+        async with connected(wire, "rogue") as (rogue, _), connected(wire) as (channel, listener):
+            rogue._link.send([b"\xc1 nonsense", bytes(5000)])
+            channel.send_now(GetStats(1))
+            assert await listener.messages.get() == Accepted("GetStats")
+            rogue.send_now(GetStats(2))
+
+    with caplog.at_level(logging.ERROR):
+        try:
+            run(scenario())
+        finally:
+            engine.stop()
+    assert "rogue" in caplog.text
+
+
+def test_malformed_frames_from_the_engine_are_dropped_and_logged(wire, caplog):
+    link = wire.engine()
+    engine = EngineChannel(link)
+
+    async def scenario():
+        async with connected(wire) as (channel, listener):
+            channel.send_now(Hello("api"))
+            [(sender, _)] = await asyncio.to_thread(engine.poll, PATIENCE)
+            link.send(sender, [b"\xc1"])
+            engine.send(sender, Accepted("r"))
+            assert await listener.messages.get() == Accepted("r")
+
+    with caplog.at_level(logging.ERROR):
+        try:
+            run(scenario())
+        finally:
+            engine.close()
+    assert "dropped a message from the engine" in caplog.text
+
+
+def test_sending_to_a_client_that_left_says_so(wire):
+    engine = EngineChannel(wire.engine())
+
+    async def scenario():
+        async with connected(wire) as (channel, _):
+            channel.send_now(Hello("api"))
+            await asyncio.to_thread(engine.poll, PATIENCE)
+            assert engine.send("api", Accepted("r"))
+        for _ in range(200):
+            if not engine.send("api", Accepted("r")):
+                return
+            await asyncio.sleep(0.02)
+            engine.poll(0.0)
+        raise AssertionError("the engine never noticed")
+
+    try:
+        run(scenario())
+    finally:
+        engine.close()
+
+
+def test_wake_ends_a_poll_from_another_thread(wire):
+    engine = EngineChannel(wire.engine())
+    waker = threading.Timer(0.05, engine.wake)
+    waker.start()
+    try:
+        assert engine.poll(PATIENCE) == []
+    finally:
+        waker.join()
+        engine.close()
+
+
+def test_a_sender_with_a_strange_name_is_told_apart(tmp_path):
+    """Whoever reaches the socket may call itself anything; names are compared byte by byte."""
+    engine = EngineChannel(ZmqEngineLink(f"ipc://{tmp_path}/s"))
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.setsockopt(zmq.IDENTITY, b"\xff\xfe")
+    stranger.connect(f"ipc://{tmp_path}/s")
+    stranger.send(b"x")
+    try:
+        assert engine.poll(PATIENCE) == []
+    finally:
+        context.destroy(linger=0)
+        engine.close()
