@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import httpcore
 import httpx
@@ -67,7 +69,7 @@ class Fetcher:
         self._cache = cache if cache is not None else FetchCache(0)
         self._flights: Flights[CacheKey, bytes] = Flights()
         self._pool = httpcore.AsyncConnectionPool(
-            ssl_context=httpcore.default_ssl_context(),
+            ssl_context=_ssl_context(),
             max_connections=MAX_CONNECTIONS,
             max_keepalive_connections=IDLE_CONNECTIONS,
             keepalive_expiry=IDLE_SECONDS,
@@ -181,8 +183,8 @@ class Fetcher:
             raise BadRequestError("the media URL is not valid") from None
         if parsed.scheme not in ("http", "https"):
             raise MediaForbiddenError("the media URL must be http or https on every redirect")
-        if not parsed.raw_host:
-            raise BadRequestError("the media URL has no host")
+        if not parsed.raw_host or (parsed.port or 0) > 65535:
+            raise BadRequestError("the media URL is not valid")
         if parsed.userinfo:
             raise MediaForbiddenError("the media URL must not contain credentials")
         if self._domains and parsed.raw_host.decode("ascii").rstrip(".") not in self._domains:
@@ -191,6 +193,12 @@ class Fetcher:
 
     def _too_large(self) -> TooLargeError:
         return TooLargeError(f"the media is larger than {self._max_bytes} bytes")
+
+
+@cache
+def _ssl_context() -> ssl.SSLContext:
+    """Reading the certificates takes tens of milliseconds: once per process, not per connection."""
+    return httpcore.default_ssl_context()
 
 
 def _redirect(url: httpx.URL, headers: Mapping[str, str]) -> httpx.URL:

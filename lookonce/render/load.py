@@ -81,14 +81,21 @@ class LocalFiles:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except (OSError, ValueError):
             raise UnprocessableMediaError("the file cannot be read") from None
-        with open(fd, "rb") as file:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or not status.st_size:
-                raise UnprocessableMediaError("the file cannot be read")
-            data = file.read(self._max_bytes + 1)
+        try:
+            data = self._read_open(fd)
+        finally:
+            os.close(fd)
         if len(data) > self._max_bytes:
             raise TooLargeError(f"the media is larger than {self._max_bytes} bytes")
         return data
+
+    def _read_open(self, fd: int) -> bytes:
+        """At most one byte more than allowed."""
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or not status.st_size:
+            raise UnprocessableMediaError("the file cannot be read")
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            return file.read(self._max_bytes + 1)
 
     def _resolved(self, url: str) -> Path:
         """The real path, symlinks followed, beneath the allowed folder."""

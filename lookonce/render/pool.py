@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from lookonce.errors import (
+    DrainingError,
     LookOnceError,
     ModelLoadError,
     QueueFullError,
-    UnavailableError,
     UnprocessableMediaError,
     error_from_wire,
 )
@@ -97,13 +97,21 @@ class MediaPool:
 
         A cancelled call gives its place in the queue back; work that has begun is not interrupted.
         """
+        if self._crew.is_closed():
+            raise _draining()
         if self._pending >= self._max_pending:
             raise QueueFullError("too many media items are waiting to be processed")
         self._pending += 1
         future = self._threads.submit(self._crew.work, job)
         loop = asyncio.get_running_loop()
         future.add_done_callback(lambda done: _call_soon(loop, self._finish, job.modality, done))
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._crew.is_closed() and not (task and task.cancelling()):
+                raise _draining() from None  # the pool gave up, not the caller
+            raise
 
     async def aclose(self) -> None:
         """End the workers; jobs still waiting are cancelled, those begun fail."""
@@ -128,6 +136,9 @@ class _Crew:
         self._workers: set[_Worker] = set()
         self._closed = False
 
+    def is_closed(self) -> bool:
+        return self._closed
+
     def join(self) -> None:
         """A new thread's first act. A failure is told to those who need the worker."""
         with contextlib.suppress(LookOnceError):
@@ -145,6 +156,8 @@ class _Crew:
             raise
         except (LinkClosedError, TimeoutError) as error:
             self._dismiss(worker)
+            if self.is_closed():
+                raise _draining() from None
             raise _casualty(job, hung=isinstance(error, TimeoutError)) from None
         except BaseException:
             self._dismiss(worker)
@@ -176,7 +189,7 @@ class _Crew:
                 self._workers.add(worker)
                 return worker
         worker.stop()
-        raise UnavailableError("the server is shutting down")
+        raise _draining()
 
     def _dismiss(self, worker: _Worker) -> None:
         self._mine.worker = None
@@ -246,6 +259,10 @@ class _Worker:
 def _casualty(job: MediaJob, *, hung: bool) -> UnprocessableMediaError:
     what = "takes too long to decode" if hung else "cannot be decoded: its decoder crashed"
     return UnprocessableMediaError(f"the {job.modality} {what}")
+
+
+def _draining() -> DrainingError:
+    return DrainingError("the server is shutting down")
 
 
 def _call_soon(

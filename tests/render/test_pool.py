@@ -1,0 +1,321 @@
+"""The pool: bounded, off the event loop, and unharmed by what its workers die of."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+from lookonce.errors import (
+    DrainingError,
+    ModelLoadError,
+    QueueFullError,
+    TooLargeError,
+    UnprocessableMediaError,
+)
+from lookonce.render.pool import MediaPool
+from lookonce.render.processing import MediaJob, Processed, Processing, ProcessingSettings
+
+FAKE = (sys.executable, "-m", "tests.render.fake_worker")
+
+
+def settings(folder: str = "any") -> ProcessingSettings:
+    return ProcessingSettings(folder, "float32", 1_000_000, 20.0)
+
+
+@asynccontextmanager
+async def fake_pool(
+    num_workers: int = 1, *, max_queue: int = 100, job_timeout: float = 60.0, folder: str = "any"
+) -> AsyncIterator[MediaPool]:
+    pool = MediaPool(
+        settings(folder),
+        num_workers=num_workers,
+        max_queue=max_queue,
+        job_timeout=job_timeout,
+        command=FAKE,
+    )
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.aclose()
+
+
+def job(data: bytes = b"some data") -> MediaJob:
+    return MediaJob("image", data, {})
+
+
+def worker_of(processed: Processed) -> int:
+    return int.from_bytes(processed.item.arrays["pid"].data, "little")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """For what happens in other threads and processes, which can set no asyncio.Event."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+def has_begun(pool: MediaPool) -> bool:
+    """Whether the only job has left the queue."""
+    return pool.num_pending == 1 and pool._threads._work_queue.empty()
+
+
+def is_alive(pid: int) -> bool:
+    """False for a process that ended, waited for or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except OSError:
+        return False
+
+
+def test_an_item_comes_back_with_its_times() -> None:
+    async def scenario() -> None:
+        async with fake_pool() as pool:
+            processed = await pool.run(job())
+            assert bytes(processed.item.arrays["data"].data) == b"some data"
+            assert processed.item.arrays["nothing"].shape == (0, 3)
+            assert processed.item.expansion.length == 3
+            assert (processed.decode_ms, processed.process_ms) == (1.5, 2.5)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 5_000_000])
+def test_bytes_of_any_length_travel_both_ways(size: int) -> None:
+    async def scenario() -> None:
+        data = np.random.default_rng(0).bytes(size)
+        async with fake_pool() as pool:
+            processed = await pool.run(job(data))
+            assert bytes(processed.item.arrays["data"].data) == data
+
+    asyncio.run(scenario())
+
+
+def test_an_item_outlives_its_pool_and_the_next_items() -> None:
+    async def scenario() -> None:
+        async with fake_pool() as pool:
+            first = await pool.run(job(b"first"))
+            for _ in range(10):
+                await pool.run(job(b"other"))
+        assert bytes(first.item.arrays["data"].data) == b"first"
+        assert first.item.arrays["data"].data.readonly
+
+    asyncio.run(scenario())
+
+
+def test_a_workers_error_is_the_jobs_error() -> None:
+    async def scenario() -> None:
+        async with fake_pool() as pool:
+            with pytest.raises(UnprocessableMediaError, match=r"^refused$"):
+                await pool.run(job(b"refuse"))
+
+    asyncio.run(scenario())
+
+
+def test_a_crash_fails_its_job_alone_and_the_worker_is_replaced() -> None:
+    async def scenario() -> None:
+        async with fake_pool() as pool:
+            before = worker_of(await pool.run(job()))
+            results = await asyncio.gather(
+                pool.run(job()), pool.run(job(b"crash")), pool.run(job()), return_exceptions=True
+            )
+            assert isinstance(results[1], UnprocessableMediaError)
+            assert "crashed" in results[1].message
+            assert isinstance(results[0], Processed)
+            assert isinstance(results[2], Processed)
+            assert worker_of(results[0]) == before
+            assert worker_of(results[2]) != before
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_died_idle_harms_no_job() -> None:
+    async def scenario() -> None:
+        async with fake_pool() as pool:
+            before = worker_of(await pool.run(job()))
+            os.kill(before, signal.SIGKILL)
+            await until(lambda: not is_alive(before))
+            assert worker_of(await pool.run(job())) != before
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_hangs_is_given_up() -> None:
+    async def scenario() -> None:
+        async with fake_pool(job_timeout=0.2) as pool:
+            with pytest.raises(UnprocessableMediaError, match="too long"):
+                await pool.run(job(b"hang"))
+            await pool.run(job())
+
+    asyncio.run(scenario())
+
+
+def test_the_queue_is_bounded(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fake_pool(1, max_queue=2) as pool:
+            gate = tmp_path / "gate"
+            waiting = job(b"wait " + bytes(gate))
+            tasks = [asyncio.create_task(pool.run(waiting)) for _ in range(3)]
+            await asyncio.sleep(0)
+            assert pool.num_pending == 3
+            with pytest.raises(QueueFullError):
+                await pool.run(job())
+            gate.touch()
+            await asyncio.gather(*tasks)
+            await pool.run(job())
+            assert pool.completed["image"] == 4
+            assert pool.num_pending == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_job_gives_its_place_in_the_queue_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fake_pool(1, max_queue=1) as pool:
+            gate = tmp_path / "gate"
+            working = asyncio.create_task(pool.run(job(b"wait " + bytes(gate))))
+            await until(lambda: has_begun(pool))
+            queued = asyncio.create_task(pool.run(job()))
+            await asyncio.sleep(0)
+            queued.cancel()
+            await asyncio.gather(queued, return_exceptions=True)
+            await asyncio.sleep(0)
+            later = asyncio.create_task(pool.run(job()))
+            await asyncio.sleep(0)
+            gate.touch()
+            await asyncio.gather(working, later)
+            assert pool.completed["image"] == 2
+
+    asyncio.run(scenario())
+
+
+def test_work_that_began_ends_in_peace_when_its_caller_leaves(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fake_pool() as pool:
+            before = worker_of(await pool.run(job()))
+            gate = tmp_path / "gate"
+            task = asyncio.create_task(pool.run(job(b"wait " + bytes(gate))))
+            await until(lambda: has_begun(pool))
+            task.cancel()
+            gate.touch()
+            assert worker_of(await pool.run(job())) == before
+
+    asyncio.run(scenario())
+
+
+def test_jobs_run_side_by_side(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fake_pool(2) as pool:
+            gate = tmp_path / "gate"
+            blocked = asyncio.create_task(pool.run(job(b"wait " + bytes(gate))))
+            await pool.run(job())
+            assert not blocked.done()
+            gate.touch()
+            await blocked
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("folder", "words"), [("bad", "bad folder"), ("dead", "did not start")])
+def test_a_worker_that_cannot_start_is_an_error_at_the_start(folder: str, words: str) -> None:
+    async def scenario() -> None:
+        with pytest.raises(ModelLoadError, match=words):
+            async with fake_pool(folder=folder):
+                pass
+
+    asyncio.run(scenario())
+
+
+def test_closing_ends_the_workers_and_fails_what_they_were_doing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fake_pool(1) as pool:
+            worker = worker_of(await pool.run(job()))
+            begun = asyncio.create_task(pool.run(job(b"wait " + bytes(tmp_path / "never"))))
+            await until(lambda: has_begun(pool))
+            queued = asyncio.create_task(pool.run(job()))
+            await asyncio.sleep(0)
+        results = await asyncio.gather(begun, queued, return_exceptions=True)
+        assert [type(result) for result in results] == [DrainingError, DrainingError]
+        assert not is_alive(worker)
+        with pytest.raises(DrainingError):
+            await pool.run(job())
+
+    asyncio.run(scenario())
+
+
+class TestRealWorkers:
+    """The pool as it is served, on nano."""
+
+    @pytest.fixture(scope="class")
+    def pool(self, nano_folder: Path) -> Iterator[MediaPool]:
+        pool = MediaPool(settings(str(nano_folder)), num_workers=1)
+        asyncio.run(pool.start())
+        yield pool
+        asyncio.run(pool.aclose())
+
+    def run(self, pool: MediaPool, modality: str, data: bytes, **options: object) -> Processed:
+        return asyncio.run(pool.run(MediaJob(modality, data, options)))  # type: ignore[arg-type]
+
+    def png(self, *size: int) -> bytes:
+        buffer = BytesIO()
+        noise = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(buffer, "PNG")
+        return buffer.getvalue()
+
+    def wav(self, seconds: float) -> bytes:
+        buffer = BytesIO()
+        noise = np.random.default_rng(0).normal(size=round(24000 * seconds)) * 0.1
+        soundfile.write(buffer, noise, 24000, format="WAV")
+        return buffer.getvalue()
+
+    @pytest.mark.parametrize("modality", ["image", "audio"])
+    def test_a_worker_gives_what_the_family_gives_here(
+        self, pool: MediaPool, nano_folder: Path, modality: str
+    ) -> None:
+        data = self.png(90, 120) if modality == "image" else self.wav(1.5)
+        here = Processing(settings(str(nano_folder))).run(MediaJob(modality, data))  # type: ignore[arg-type]
+        there = self.run(pool, modality, data)
+        assert there.item == here.item
+        assert there.decode_ms > 0
+        assert there.process_ms > 0
+
+    def test_options_reach_the_processor(self, pool: MediaPool) -> None:
+        small = self.run(pool, "image", self.png(90, 120), min_pixels=784, max_pixels=3136)
+        assert small.item.expansion.length <= 4
+
+    @pytest.mark.parametrize(
+        ("modality", "data", "error"),
+        [
+            ("image", b"no picture", UnprocessableMediaError),
+            ("audio", b"no sound", UnprocessableMediaError),
+        ],
+    )
+    def test_bad_media_are_an_error_and_the_worker_goes_on(
+        self, pool: MediaPool, modality: str, data: bytes, error: type[Exception]
+    ) -> None:
+        with pytest.raises(error):
+            self.run(pool, modality, data)
+        self.run(pool, "image", self.png(30, 30))
+
+    def test_limits_are_the_settings(self, pool: MediaPool) -> None:
+        with pytest.raises(TooLargeError, match="1000000 pixels"):
+            self.run(pool, "image", self.png(1001, 1000))
+        with pytest.raises(TooLargeError, match="20 seconds"):
+            self.run(pool, "audio", self.wav(21))
+
+    def test_a_worker_knows_no_torch(self, pool: MediaPool) -> None:
+        self.run(pool, "image", self.png(30, 30))
+        (worker,) = pool._crew._workers
+        maps = Path(f"/proc/{worker._process.pid}/maps").read_text()
+        assert "libtorch" not in maps
+        assert "numpy" in maps
