@@ -22,6 +22,18 @@ PIXELS: Json = {
     "rescale_factor": 1 / 255,
 }
 
+HALF_STATS: Json = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+SOUND: Json = {
+    "feature_extractor_type": "WhisperFeatureExtractor",
+    "sampling_rate": 16000,
+    "hop_length": 160,
+    "n_fft": 400,
+    "padding_side": "right",
+    "padding_value": 0.0,
+    "return_attention_mask": True,
+    "dither": 0.0,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Scale:
@@ -95,6 +107,10 @@ SCALES: dict[str, Scale] = {
 }
 
 
+ConfigBuilder = Callable[[Scale, Mapping[str, int]], Config]
+"""From a scale and token ids, by text and by `…_token_id`, to the model's config."""
+
+
 @dataclass(frozen=True, slots=True)
 class FolderKind:
     specials: tuple[str, ...]
@@ -102,8 +118,7 @@ class FolderKind:
     roles: Mapping[str, str]
     """tokenizer_config entries, e.g. `eos_token`, to the special token's text."""
     template: str
-    config: Callable[[Scale, Mapping[str, int]], Config]
-    """Builds the model's config from a scale and token ids by text and by `…_token_id`."""
+    config: ConfigBuilder
     preprocessor: Callable[[Scale], Json] | None = None
     processor: Json = field(default_factory=dict)
     """Content of processor_config.json."""
@@ -130,3 +145,5 @@ GEMMA_ROLES = {
     "eos_token": "<eos>",
     "unk_token": "<unk>",
 }
+
+MISTRAL_ROLES = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}

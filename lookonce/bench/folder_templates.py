@@ -141,3 +141,96 @@ GEMMA3 = """\
     {{ '<start_of_turn>model\\n' }}
 {%- endif -%}
 """
+
+QWEN3_VL = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['content'] is string %}
+        {{- message['content'] }}
+    {%- else %}
+        {%- for content in message['content'] %}
+            {%- if content['type'] == 'image' or 'image' in content or 'image_url' in content %}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif 'text' in content %}
+                {{- content['text'] }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+PIXTRAL = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] == 'user' %}
+        {{- '[INST]' }}
+        {%- if message['content'] is string %}
+            {{- message['content'] }}
+        {%- else %}
+            {%- for block in message['content'] %}
+                {%- if block['type'] == 'image' %}
+                    {{- '[IMG]' }}
+                {%- elif block['type'] == 'text' %}
+                    {{- block['text'] }}
+                {%- endif %}
+            {%- endfor %}
+        {%- endif %}
+        {{- '[/INST]' }}
+    {%- elif message['role'] == 'assistant' %}
+        {{- message['content'] + eos_token }}
+    {%- else %}
+        {{- raise_exception('Only user and assistant roles are supported!') }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+_IDEFICS = """\
+{% for message in messages %}{{ message['role'] | capitalize }}\
+{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}\
+{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}\
+{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>
+{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+
+IDEFICS3 = "{{ bos_token }}" + _IDEFICS
+SMOLVLM = "<|im_start|>" + _IDEFICS
+
+QWEN2_AUDIO = """\
+{% set audio_count = namespace(value=0) %}{% for message in messages %}\
+{% if loop.first and message['role'] != 'system' %}<|im_start|>system
+You are a helpful assistant.<|im_end|>
+{% endif %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}<|im_end|>
+{% else %}{% for content in message['content'] %}\
+{% if 'audio' in content or 'audio_url' in content or content['type'] == 'audio' %}\
+{% set audio_count.value = audio_count.value + 1 %}\
+Audio {{ audio_count.value }}: <|audio_bos|><|AUDIO|><|audio_eos|>
+{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+VOXTRAL = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] == 'user' %}
+        {{- '[INST]' }}
+        {%- if message['content'] is string %}
+            {{- message['content'] }}
+        {%- else %}
+            {%- for block in message['content'] %}
+                {%- if block['type'] == 'audio' %}
+                    {{- '[BEGIN_AUDIO][AUDIO]' }}
+                {%- elif block['type'] == 'text' %}
+                    {{- block['text'] }}
+                {%- endif %}
+            {%- endfor %}
+        {%- endif %}
+        {{- '[/INST]' }}
+    {%- else %}
+        {{- message['content'] + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lookonce.bench import folder_templates as templates
@@ -10,8 +10,10 @@ from lookonce.bench.folder_base import (
     CHATML,
     GEMMA,
     GEMMA_ROLES,
+    MISTRAL_ROLES,
     QWEN_ROLES,
     Config,
+    ConfigBuilder,
     FolderKind,
     Scale,
 )
@@ -30,7 +32,7 @@ def _config(
     return getattr(transformers, name)(**scale.text(ids, **own, **over))
 
 
-def _of(name: str, **over: Any) -> Callable[[Scale, Mapping[str, int]], Config]:
+def _of(name: str, **over: Any) -> ConfigBuilder:
     return lambda scale, ids: _config(name, scale, ids, **over)
 
 
@@ -45,6 +47,18 @@ def _gemma2(scale: Scale, ids: Mapping[str, int]) -> Config:
         # Small enough to bend scores and logits of random weights.
         attn_logit_softcapping=2.0,
         final_logit_softcapping=5.0,
+    )
+
+
+def _gemma3_text(scale: Scale, ids: Mapping[str, int]) -> Config:
+    return _config(
+        "Gemma3TextConfig",
+        scale,
+        ids,
+        tie_word_embeddings=True,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * (scale.layers // 2),
+        query_pre_attn_scalar=scale.head_dim,
     )
 
 
@@ -71,7 +85,7 @@ TEXT_KINDS: dict[str, FolderKind] = {
     ),
     "mistral": FolderKind(
         specials=("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<pad>"),
-        roles={"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"},
+        roles=MISTRAL_ROLES,
         template=templates.MISTRAL,
         adds_bos=True,
         config=_of("MistralConfig", sliding_window=WINDOW),
@@ -100,6 +114,13 @@ TEXT_KINDS: dict[str, FolderKind] = {
         template=templates.GEMMA2,
         adds_bos=True,
         config=_gemma2,
+    ),
+    "gemma3_text": FolderKind(
+        specials=GEMMA,
+        roles=GEMMA_ROLES,
+        template=templates.GEMMA3,
+        adds_bos=True,
+        config=_gemma3_text,
     ),
     "gpt_oss": FolderKind(
         specials=(

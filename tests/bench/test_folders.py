@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from lookonce.bench.folder_kinds import KINDS
-from lookonce.bench.folder_media import MEDIA_KINDS
+from lookonce.bench.folder_qwen import QWEN_KINDS
+from lookonce.bench.folder_vision import VISION_KINDS
 from lookonce.bench.folders import make_folder
 from lookonce.errors import ConfigError
 
@@ -24,7 +25,7 @@ def test_tokenizer_round_trips_text_and_knows_its_special_tokens(folder, kind):
     )
 
 
-@pytest.mark.parametrize("kind", MEDIA_KINDS)
+@pytest.mark.parametrize("kind", {**VISION_KINDS, **QWEN_KINDS})
 def test_image_processor_loads_with_the_pil_backend(folder, kind):
     from PIL import Image
     from transformers import AutoImageProcessor

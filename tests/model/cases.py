@@ -1,12 +1,14 @@
 """Prompts with pictures and sounds: what the runner gets, and what plain Hugging Face gets.
 
-Both come from the family's own image processor and feature extractor.
+Both come from the family's own image processor and feature extractor; how they become items and
+arguments of `generate` is written here a second time, independently of the renderer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
 from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem, feature_at
 
 Part = str | Image.Image | np.ndarray
+Arrays = dict[str, np.ndarray]
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclasses.dataclass
@@ -27,7 +31,7 @@ class Case:
     token_ids: np.ndarray
     features: tuple[MediaFeature, ...]
     items: dict[bytes, ProcessedItem]
-    reference: dict[str, torch.Tensor]
+    reference: Tensors
     """Keyword arguments of `generate`."""
 
 
@@ -54,18 +58,226 @@ def array(value: np.ndarray) -> Array:
     return Array(value.dtype.name, value.shape, value.tobytes())
 
 
+class Processing:
+    """How one family's media become items and arguments of `generate`; the default takes none."""
+
+    sees = hears = False
+
+    def __init__(self, folder: Path, config: Any) -> None:
+        self.config = config
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        if self.sees:
+            self.images = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        if self.hears:
+            self.sounds = AutoFeatureExtractor.from_pretrained(folder)
+
+    def image(self, image: Image.Image) -> tuple[Arrays, Expansion]:
+        raise NotImplementedError
+
+    def sound(self, wave: np.ndarray) -> tuple[Arrays, Expansion]:
+        raise NotImplementedError
+
+    def reference_images(self, tokens: torch.Tensor, items: list[Tensors]) -> Tensors:
+        return {"pixel_values": torch.stack([item["pixel_values"] for item in items])}
+
+    def reference_sounds(self, items: list[Tensors]) -> Tensors:
+        return {name: torch.stack([item[name] for item in items]) for name in items[0]}
+
+    def runs(self, text: str) -> tuple[tuple[int, int], ...]:
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return tuple((token, len(list(same))) for token, same in groupby(ids))
+
+    def mel(self, wave: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Features [mel bins, frames] padded to the extractor's chunk, and their mask [frames]."""
+        found = self.sounds(
+            wave, sampling_rate=16000, return_attention_mask=True, return_tensors="np"
+        )
+        return found["input_features"][0], found["attention_mask"][0].astype(np.int64)
+
+
+class Llava(Processing):
+    sees = True
+
+    def image(self, image):
+        pixels = self.images(image, return_tensors="np")["pixel_values"][0]
+        token = self.config.image_token_id
+        return {"pixel_values": pixels}, Expansion(((token, self.config.image_seq_length),), token)
+
+
+class Gemma3(Llava):
+    def image(self, image):
+        pixels = self.images(image, return_tensors="np")["pixel_values"][0]
+        rows = "<image_soft_token>" * self.config.mm_tokens_per_image
+        runs = self.runs(f"\n\n<start_of_image>{rows}<end_of_image>\n\n")
+        return {"pixel_values": pixels}, Expansion(runs, self.config.image_token_id)
+
+    def reference_images(self, tokens, items):
+        types = (tokens == self.config.image_token_id).int()
+        return {**super().reference_images(tokens, items), "token_type_ids": types}
+
+
+class Pixtral(Processing):
+    sees = True
+
+    def image(self, image):
+        merge = getattr(self.config, "spatial_merge_size", 1)
+        patch = self.config.vision_config.patch_size * merge
+        found = self.images(
+            image, patch_size={"height": patch, "width": patch}, return_tensors="np"
+        )
+        height, width = (int(side) for side in found["image_sizes"][0])
+        arrays = {
+            "pixel_values": found["pixel_values"][0][:, :height, :width],
+            "image_sizes": np.array([height, width]),
+        }
+        lines = ["[IMG]" * (width // patch)] * (height // patch)
+        return arrays, Expansion(
+            self.runs("[IMG_BREAK]".join(lines) + "[IMG_END]"), self.config.image_token_id
+        )
+
+    def reference_images(self, tokens, items):
+        sizes = torch.stack([item["image_sizes"] for item in items])
+        pixels = torch.zeros(len(items), 3, *sizes.max(0).values.tolist())
+        for row, item in zip(pixels, items, strict=True):
+            height, width = item["image_sizes"].tolist()
+            row[:, :height, :width] = item["pixel_values"]
+        return {"pixel_values": pixels, "image_sizes": sizes}
+
+
+class Idefics3(Processing):
+    sees = True
+
+    def image(self, image):
+        found = self.images([[image]], return_row_col_info=True, return_tensors="np")
+        arrays = {name: found[name][0] for name in ("pixel_values", "pixel_attention_mask")}
+        return arrays, Expansion(
+            self.runs(self._text(found["rows"][0][0], found["cols"][0][0])),
+            self.config.image_token_id,
+        )
+
+    def _text(self, rows: int, columns: int) -> str:
+        tile = "<image>" * 4
+        text = ""
+        for row in range(1, rows + 1):
+            for column in range(1, columns + 1):
+                text += f"<fake_token_around_image><row_{row}_col_{column}>{tile}"
+            text += "\n"
+        text += "\n" if rows else ""
+        return f"{text}<fake_token_around_image><global-img>{tile}<fake_token_around_image>"
+
+    def reference_images(self, tokens, items):
+        return {name: torch.cat([item[name] for item in items])[None] for name in items[0]}
+
+
+class QwenVL(Processing):
+    sees = True
+
+    def image(self, image):
+        found = self.images(image, return_tensors="np")
+        grid = found["image_grid_thw"][0]
+        t, height, width = grid.tolist()
+        token = self.config.image_token_id
+        start, end = self.config.vision_start_token_id, self.config.vision_end_token_id
+        runs = ((start, 1), (token, t * height * width // 4), (end, 1))
+        arrays = {"pixel_values": found["pixel_values"], "image_grid_thw": grid}
+        return arrays, Expansion(runs, token, (t, height // 2, width // 2))
+
+    def reference_images(self, tokens, items):
+        return {
+            "pixel_values": torch.cat([item["pixel_values"] for item in items]),
+            "image_grid_thw": torch.stack([item["image_grid_thw"] for item in items]),
+            "mm_token_type_ids": (tokens == self.config.image_token_id).int(),
+        }
+
+
+class QwenOmni(QwenVL):
+    hears = True
+
+    def reference_images(self, tokens, items):
+        found = super().reference_images(tokens, items)
+        del found["mm_token_type_ids"]
+        return found
+
+    def sound(self, wave):
+        mel, mask = self.mel(wave)
+        frames = int(mask.sum())
+        token = self.config.audio_token_id
+        start, end = self.config.audio_start_token_id, self.config.audio_end_token_id
+        runs = ((start, 1), (token, _whisper_rows(frames)), (end, 1))
+        return {"input_features": mel[:, :frames]}, Expansion(runs, token)
+
+    def reference_sounds(self, items):
+        mels = [item["input_features"] for item in items]
+        longest = max(mel.shape[1] for mel in mels)
+        padded = torch.zeros(len(mels), mels[0].shape[0], longest)
+        mask = torch.zeros(len(mels), longest, dtype=torch.long)
+        for row, mel in enumerate(mels):
+            padded[row, :, : mel.shape[1]] = mel
+            mask[row, : mel.shape[1]] = 1
+        return {"input_features": padded, "feature_attention_mask": mask}
+
+
+class QwenAudio(Processing):
+    hears = True
+
+    def sound(self, wave):
+        mel, mask = self.mel(wave)
+        token = self.config.audio_token_id
+        arrays = {"input_features": mel, "feature_attention_mask": mask}
+        return arrays, Expansion(((token, _whisper_rows(int(mask.sum()))),), token)
+
+
+class Voxtral(Processing):
+    hears = True
+
+    def sound(self, wave):
+        span = self.sounds.n_samples
+        padded = np.pad(wave, (0, -len(wave) % span))
+        chunks = [self.mel(chunk)[0] for chunk in padded.reshape(-1, span)]
+        rows = self.config.audio_config.max_source_positions // 4
+        token = self.config.audio_token_id
+        return {"input_features": np.stack(chunks)}, Expansion(
+            ((token, rows * len(chunks)),), token
+        )
+
+    def reference_sounds(self, items):
+        return {"input_features": torch.cat([item["input_features"] for item in items])}
+
+
+def _whisper_rows(frames: int) -> int:
+    """Rows after a convolution of stride 2 and pooling by 2."""
+    return ((frames - 1) // 2 + 1 - 2) // 2 + 1
+
+
+PROCESSING: dict[str, type[Processing]] = {
+    "llava": Llava,
+    "mistral3": Pixtral,
+    "gemma3": Gemma3,
+    "idefics3": Idefics3,
+    "smolvlm": Idefics3,
+    "qwen2_vl": QwenVL,
+    "qwen2_5_vl": QwenVL,
+    "qwen3_vl": QwenVL,
+    "qwen3_vl_moe": QwenVL,
+    "qwen2_5_omni_thinker": QwenOmni,
+    "qwen2_audio": QwenAudio,
+    "voxtral": Voxtral,
+}
+
+
+def processing_for(folder: Path, config: Any) -> Processing:
+    chosen = PROCESSING.get(config.model_type, Processing)
+    if config.model_type == "llava" and config.vision_config.model_type == "pixtral":
+        chosen = Pixtral
+    return chosen(folder, config)
+
+
 class CaseMaker:
     """Makes cases for one folder of a supported kind."""
 
     def __init__(self, folder: Path, config: Any) -> None:
-        self.config = config
-        self.kind = config.model_type
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        if self.kind in MAKERS:
-            self.images = AutoImageProcessor.from_pretrained(folder, backend="pil")
-        self.hears = self.kind == "qwen2_5_omni_thinker"
-        if self.hears:
-            self.sounds = AutoFeatureExtractor.from_pretrained(folder)
+        self._processing = processing_for(folder, config)
+        self.sees, self.hears = self._processing.sees, self._processing.hears
 
     def case(self, *parts: Part) -> Case:
         """Text and media in order; equal media get equal keys."""
@@ -73,9 +285,9 @@ class CaseMaker:
         features, items, processed = [], {}, []
         for part in parts:
             if isinstance(part, str):
-                ids += self.tokenizer.encode(part, add_special_tokens=False)
+                ids += self._processing.tokenizer.encode(part, add_special_tokens=False)
                 continue
-            item = self._image(part) if isinstance(part, Image.Image) else self._sound(part)
+            item = self._item(part)
             key = hashlib.sha256(part.tobytes() + str(np.shape(part)).encode()).digest()
             features.append(feature_at(key, item.modality, item.expansion, len(ids)))
             items[key] = item
@@ -84,98 +296,27 @@ class CaseMaker:
         reference = self._reference(ids, processed)
         return Case(np.array(ids, np.int32), tuple(features), items, reference)
 
-    def _image(self, image: Image.Image) -> ProcessedItem:
-        arrays = {
-            name: np.asarray(value)[0] if name != "pixel_values" or self.kind in SQUARE else value
-            for name, value in self.images(image, return_tensors="np").items()
-            if name in ("pixel_values", "image_grid_thw")
-        }
-        expansion = MAKERS[self.kind](self.config, self.tokenizer, arrays)
-        return ProcessedItem("image", {k: array(v) for k, v in arrays.items()}, expansion)
+    def _item(self, part: Image.Image | np.ndarray) -> ProcessedItem:
+        is_image = isinstance(part, Image.Image)
+        process = self._processing.image if is_image else self._processing.sound
+        arrays, expansion = process(part)
+        stored = {name: array(np.asarray(value)) for name, value in arrays.items()}
+        return ProcessedItem("image" if is_image else "audio", stored, expansion)
 
-    def _sound(self, wave: np.ndarray) -> ProcessedItem:
-        found = self.sounds(
-            wave, sampling_rate=16000, return_attention_mask=True, return_tensors="np"
-        )
-        frames = int(found["attention_mask"].sum())
-        mel = found["input_features"][0, :, :frames]
-        rows = ((frames - 1) // 2 + 1 - 2) // 2 + 1
-        token = self.config.audio_token_id
-        start, end = self.config.audio_start_token_id, self.config.audio_end_token_id
-        runs = ((start, 1), (token, rows), (end, 1))
-        return ProcessedItem("audio", {"input_features": array(mel)}, Expansion(runs, token))
-
-    def _reference(self, ids: list[int], items: list[ProcessedItem]) -> dict[str, torch.Tensor]:
+    def _reference(self, ids: list[int], items: list[ProcessedItem]) -> Tensors:
         tokens = torch.tensor([ids])
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         images = [_tensors(item) for item in items if item.modality == "image"]
         sounds = [_tensors(item) for item in items if item.modality == "audio"]
         if images:
-            inputs |= self._reference_images(tokens, images)
+            inputs |= self._processing.reference_images(tokens, images)
         if sounds:
-            mels = [item["input_features"] for item in sounds]
-            longest = max(mel.shape[1] for mel in mels)
-            padded = torch.zeros(len(mels), mels[0].shape[0], longest)
-            mask = torch.zeros(len(mels), longest, dtype=torch.long)
-            for row, mel in enumerate(mels):
-                padded[row, :, : mel.shape[1]] = mel
-                mask[row, : mel.shape[1]] = 1
-            inputs |= {"input_features": padded, "feature_attention_mask": mask}
+            inputs |= self._processing.reference_sounds(sounds)
         return inputs
 
-    def _reference_images(
-        self, tokens: torch.Tensor, images: list[dict[str, torch.Tensor]]
-    ) -> dict[str, torch.Tensor]:
-        pixels = [item["pixel_values"] for item in images]
-        if self.kind in SQUARE:
-            found = {"pixel_values": torch.stack(pixels)}
-        else:
-            grids = torch.stack([item["image_grid_thw"] for item in images])
-            found = {"pixel_values": torch.cat(pixels), "image_grid_thw": grids}
-        is_image = (tokens == self.config.image_token_id).int()
-        if self.kind == "gemma3":
-            found["token_type_ids"] = is_image
-        if self.kind == "qwen2_5_vl":
-            found["mm_token_type_ids"] = is_image
-        return found
 
-
-def _tensors(item: ProcessedItem) -> dict[str, torch.Tensor]:
+def _tensors(item: ProcessedItem) -> Tensors:
     return {
         name: torch.frombuffer(bytearray(a.data), dtype=getattr(torch, a.dtype)).view(a.shape)
         for name, a in item.arrays.items()
     }
-
-
-def _llava(config: Any, tokenizer: Any, arrays: dict[str, np.ndarray]) -> Expansion:
-    return Expansion(((config.image_token_id, config.image_seq_length),), config.image_token_id)
-
-
-def _gemma3(config: Any, tokenizer: Any, arrays: dict[str, np.ndarray]) -> Expansion:
-    newline = tokenizer.encode("\n", add_special_tokens=False)[0]
-    token = config.image_token_id
-    runs = (
-        (newline, 2),
-        (config.boi_token_index, 1),
-        (token, config.mm_tokens_per_image),
-        (config.eoi_token_index, 1),
-        (newline, 2),
-    )
-    return Expansion(runs, token)
-
-
-def _qwen(config: Any, tokenizer: Any, arrays: dict[str, np.ndarray]) -> Expansion:
-    t, h, w = arrays["image_grid_thw"].tolist()
-    grid = (t, h // 2, w // 2)
-    token = config.image_token_id
-    start, end = config.vision_start_token_id, config.vision_end_token_id
-    return Expansion(((start, 1), (token, t * h * w // 4), (end, 1)), token, grid)
-
-
-SQUARE = ("llava", "gemma3")
-MAKERS = {
-    "llava": _llava,
-    "gemma3": _gemma3,
-    "qwen2_5_vl": _qwen,
-    "qwen2_5_omni_thinker": _qwen,
-}

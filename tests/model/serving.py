@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from lookonce.config import ModelConfig, SchedulerConfig
@@ -81,14 +82,24 @@ def text_cases(maker: CaseMaker) -> list[Case]:
 
 
 def media_cases(maker: CaseMaker) -> list[Case]:
-    """One picture; none; several of which one came before; the first again, word for word."""
-    first = ("See: ", picture(1), " what is it?")
-    several = ("A", picture(2, 90, 140), " and B ", picture(3, 200, 60), picture(1), " which?")
+    """One item; none; several of which one came before; the first prompt again, word for word."""
+    media = pictures() if maker.sees else sounds()
+    first = ("See: ", media[0], " what is it?")
+    several = ("A", media[1], " and B ", media[2], media[0], " which?")
     cases = [maker.case(*first), maker.case(TEXT), maker.case(*several), maker.case(*first)]
-    if maker.hears:
-        both = (picture(4), "and", sound(2, 0.3), "then", sound(3, 2.2), "ok")
-        cases += [maker.case("Hear ", sound(1), " what?"), maker.case(*both)]
+    if maker.sees and maker.hears:
+        one, two, three = sounds()
+        both = (picture(4), "and", two, "then", three, "ok")
+        cases += [maker.case("Hear ", one, " what?"), maker.case(*both)]
     return cases
+
+
+def pictures() -> list[Image.Image]:
+    return [picture(1), picture(2, 90, 140), picture(3, 200, 60)]
+
+
+def sounds() -> list[np.ndarray]:
+    return [sound(1), sound(2, 0.3), sound(3, 2.2)]
 
 
 def reference_answers(folder: Path, info: ModelInfo, cases: list[Case]) -> list[Answer]:

@@ -12,15 +12,13 @@ from lookonce.model.inputs import item_tensors
 from lookonce.model.loader import load_model
 from tests.model.cases import CaseMaker, picture, sound
 
-MEDIA = [
-    ("llava", "image"),
-    ("qwen2_5_vl", "image"),
-    ("gemma3", "image"),
-    ("qwen2_5_omni", "image"),
-    ("qwen2_5_omni", "audio"),
-    ("nano", "image"),
-    ("nano", "audio"),
+BATCHED = [
+    *((kind, "image") for kind in ("llava", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")),
+    *((kind, modality) for kind in ("qwen2_5_omni", "nano") for modality in ("image", "audio")),
+    ("qwen2_audio", "audio"),
+    ("voxtral", "audio"),
 ]
+ALONE = ("pixtral", "mistral3", "idefics3", "smolvlm")
 
 
 def encoded(folder, kind, modality):
@@ -37,7 +35,7 @@ def encoded(folder, kind, modality):
     return loaded.family, tensors, [item.expansion for item in items]
 
 
-@pytest.mark.parametrize(("kind", "modality"), MEDIA)
+@pytest.mark.parametrize(("kind", "modality"), BATCHED)
 @torch.inference_mode()
 def test_a_batch_is_encoded_as_each_item_alone(folder, kind, modality):
     family, tensors, expansions = encoded(folder, kind, modality)
@@ -46,6 +44,16 @@ def test_a_batch_is_encoded_as_each_item_alone(folder, kind, modality):
     for item, rows, expansion in zip(tensors, together, expansions, strict=True):
         assert rows.shape == (expansion.num_embeds, family.row_width)
         torch.testing.assert_close(rows, family.encode(modality, [item])[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ALONE)
+@torch.inference_mode()
+def test_items_of_other_families_are_encoded_alone(folder, kind):
+    family, tensors, expansions = encoded(folder, kind, "image")
+    for item, expansion in zip(tensors, expansions, strict=True):
+        assert family.batch_key("image", item) is None
+        (rows,) = family.encode("image", [item])
+        assert rows.shape == (expansion.num_embeds, family.row_width)
 
 
 @torch.inference_mode()

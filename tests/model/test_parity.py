@@ -7,10 +7,13 @@ import pytest
 from tests.model.serving import NUM_TOKENS, Subject, compare, make_subject, serve
 
 KINDS = (
-    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gpt_oss"),
-    *("llava", "qwen2_5_vl", "gemma3", "qwen2_5_omni", "nano"),
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss"),
+    *("llava", "pixtral", "mistral3", "gemma3", "idefics3", "smolvlm"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "nano"),
+    *("qwen2_audio", "voxtral"),
 )
 MAX_LOGIT_ERROR = 1e-4
+BLOCK = 4
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -18,8 +21,8 @@ def subject(request, folder) -> Subject:
     return make_subject(folder(request.param))
 
 
-def assert_parity(subject: Subject, served, report) -> None:
-    difference = compare(served.answers, subject.expected)
+def assert_parity(served, expected, report) -> None:
+    difference = compare(served.answers, expected)
     report("near_ties", difference.near_ties)
     assert difference.wrong == 0
     assert difference.max_logit_error < MAX_LOGIT_ERROR
@@ -29,11 +32,15 @@ def assert_parity(subject: Subject, served, report) -> None:
 def test_mixed_batches_and_prefix_hits_change_no_token(subject, budget, record_property):
     served = serve(subject.loaded, subject.cases, budget=budget)
     assert served.stats["prefix_cache_hits_total"] > 0
-    assert_parity(subject, served, record_property)
+    assert_parity(served, subject.expected, record_property)
 
 
 def test_forced_preemption_changes_no_token(subject, record_property):
-    longest = max(len(case.token_ids) for case in subject.cases) + NUM_TOKENS
-    served = serve(subject.loaded, subject.cases, budget=32, num_blocks=longest // 4 + 1)
+    """Two prompts fit, their answers do not: the later one, which has the media, is preempted."""
+    picked = [1, 0]
+    cases, expected = ([all_[i] for i in picked] for all_ in (subject.cases, subject.expected))
+    lengths = [len(case.token_ids) for case in cases]
+    num_blocks = max((max(lengths) + NUM_TOKENS) // BLOCK + 1, sum(lengths) // BLOCK + 4)
+    served = serve(subject.loaded, cases, budget=32, num_blocks=num_blocks, block_size=BLOCK)
     assert served.stats["num_preemptions_total"] > 0
-    assert_parity(subject, served, record_property)
+    assert_parity(served, expected, record_property)

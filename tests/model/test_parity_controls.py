@@ -15,6 +15,8 @@ from torch import Tensor
 
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.families.base import ModelFamily
+from lookonce.model.families.qwen2_audio import Qwen2AudioFamily
+from lookonce.model.families.qwen3_vl import Qwen3VLFamily
 from lookonce.types.step import EmbedSlice, ScheduledSequence, StepPlan
 from tests.model.serving import Subject, compare, make_subject, serve
 
@@ -58,7 +60,12 @@ class IgnoringBackend(ReferenceBackend):
         return super().forward(*args, **{**kwargs, **self._ignored})
 
 
-MEDIA_KINDS = ("llava", "qwen2_5_vl", "gemma3", "qwen2_5_omni", "nano")
+MROPE_KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "nano")
+MEDIA_KINDS = (
+    *("llava", "pixtral", "mistral3", "gemma3", "idefics3", "smolvlm"),
+    *MROPE_KINDS,
+    *("qwen2_audio", "voxtral"),
+)
 
 
 @pytest.mark.parametrize("kind", MEDIA_KINDS)
@@ -66,7 +73,7 @@ def test_nothing_taken_away_agrees(subjects, kind):
     assert logit_error(subjects(kind)) < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen2_5_omni", "nano"])
+@pytest.mark.parametrize("kind", MROPE_KINDS)
 def test_linear_instead_of_multi_axis_positions_differ(subjects, kind):
     def linear(plan: StepPlan) -> StepPlan:
         new = tuple(
@@ -121,6 +128,21 @@ def test_placeholders_without_embeddings_differ(subjects, kind):
         return dataclasses.replace(chunk, embeds=())
 
     assert logit_error(subjects(kind), edit=edit_chunks(emptied)) > VISIBLE_ERROR
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe"])
+def test_pictures_that_do_not_feed_the_first_layers_differ(subjects, kind, monkeypatch):
+    def place_first_part(family, embeds: Tensor, at: Tensor, rows: Tensor) -> dict[str, object]:
+        embeds.index_copy_(0, at, rows[:, : family.hidden_size])
+        return {}
+
+    monkeypatch.setattr(Qwen3VLFamily, "place", place_first_part)
+    assert logit_error(subjects(kind)) > VISIBLE_ERROR
+
+
+def test_sound_that_attends_to_its_padding_differs(subjects, monkeypatch):
+    monkeypatch.setattr(Qwen2AudioFamily, "_mask", lambda *_: None)
+    assert logit_error(subjects("qwen2_audio")) > VISIBLE_ERROR
 
 
 def test_causal_pictures_differ(subjects):

@@ -14,6 +14,9 @@ from lookonce.types.media import Modality
 Tensors = dict[str, Tensor]
 """One processed item's arrays by name, on the model's device, without a batch dimension."""
 
+PositionAxes = Literal[1, 3, 4]
+"""Rows of position ids: 1 linear, 3 mrope, 4 linear and then mrope."""
+
 Model = Any
 """A transformers `PreTrainedModel`; the library is untyped here."""
 
@@ -30,8 +33,7 @@ class ModelFamily:
     modalities: ClassVar[tuple[Modality, ...]] = ()
     unsplittable: ClassVar[tuple[Modality, ...]] = ()
     """Modalities whose items attend to themselves in both directions."""
-    position_axes: ClassVar[Literal[1, 3, 4]] = 1
-    """Rows of position ids: 1 linear, 3 mrope, 4 linear and then mrope."""
+    position_axes: ClassVar[PositionAxes] = 1
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -114,4 +116,13 @@ class ModelFamily:
 class TextFamily(ModelFamily):
     """Decoder-only text models that need nothing special."""
 
-    model_types = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gpt_oss")
+    model_types = (
+        "gemma2",
+        "gemma3_text",
+        "gpt_oss",
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+    )

@@ -1,8 +1,9 @@
-"""LLaVA 1.5: one square picture per item, a fixed number of rows, plain scatter."""
+"""LLaVA 1.5 and its kin: square pictures, or Pixtral's of any size; plain scatter."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,14 +13,17 @@ from lookonce.types.media import Modality
 
 
 class LlavaFamily(ModelFamily):
-    """Items: `pixel_values` [3, height, width]."""
+    """Items: `pixel_values` [3, height, width]; with Pixtral's tower also `image_sizes` [2]."""
 
-    model_types = ("llava",)
+    model_types: ClassVar[tuple[str, ...]] = ("llava", "mistral3")
     modalities = ("image",)
 
     def batch_key(self, modality: Modality, item: Tensors) -> Hashable:
-        return item["pixel_values"].shape[-3:]
+        return None if "image_sizes" in item else item["pixel_values"].shape[-3:]
 
     def encode(self, modality: Modality, items: Sequence[Tensors]) -> list[Tensor]:
         pixels = torch.stack([item["pixel_values"].squeeze(0) for item in items])
-        return list(self.model.model.get_image_features(pixels).pooler_output)
+        sizes = {}
+        if "image_sizes" in items[0]:
+            sizes["image_sizes"] = torch.stack([item["image_sizes"].view(2) for item in items])
+        return list(self.model.model.get_image_features(pixels, **sizes).pooler_output)

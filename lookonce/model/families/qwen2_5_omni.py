@@ -21,7 +21,7 @@ class Qwen2_5OmniFamily(Qwen2_5VLFamily):  # noqa: N801
 
     def encode(self, modality: Modality, items: Sequence[Tensors]) -> list[Tensor]:
         if modality == "image":
-            return self.encode_images(items)
+            return super().encode(modality, items)
         mels = [_unpadded(item) for item in items]
         frames = torch.tensor([mel.shape[1] for mel in mels], device=mels[0].device)
         tower = self.model.model.audio_tower

@@ -1,34 +1,35 @@
-"""Qwen2.5-VL: pictures keep their size, patches of all pictures run in one sequence, mrope."""
+"""Qwen2-VL and Qwen2.5-VL: pictures keep their size, all patches run in one sequence, mrope."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lookonce.model.families.base import ModelFamily, Tensors
+from lookonce.model.families.base import ModelFamily, PositionAxes, Tensors
 from lookonce.types.media import Modality
 
 
 class Qwen2_5VLFamily(ModelFamily):  # noqa: N801
     """Items: `pixel_values` [t * h * w, patch], `image_grid_thw` [3] in patches."""
 
-    model_types = ("qwen2_5_vl",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl")
     modalities: ClassVar[tuple[Modality, ...]] = ("image",)
-    position_axes = 3
+    position_axes: ClassVar[PositionAxes] = 3
 
     def batch_key(self, modality: Modality, item: Tensors) -> Hashable:
         return modality
 
     def encode(self, modality: Modality, items: Sequence[Tensors]) -> list[Tensor]:
-        return self.encode_images(items)
+        return list(self.encode_images(items).pooler_output)
 
-    def encode_images(self, items: Sequence[Tensors]) -> list[Tensor]:
+    def encode_images(self, items: Sequence[Tensors]) -> Any:
+        """transformers' output of one call for all items."""
         grids = torch.stack([item["image_grid_thw"].view(3) for item in items])
         patches = [item["pixel_values"] for item in items]
         # Checked here: the tower would allocate whatever a wrong grid asks for.
         if grids.prod(1).tolist() != [len(patch) for patch in patches]:
             raise ValueError("image_grid_thw does not match the number of patches")
-        return list(self.model.model.get_image_features(torch.cat(patches), grids).pooler_output)
+        return self.model.model.get_image_features(torch.cat(patches), grids)

@@ -5,13 +5,27 @@ from __future__ import annotations
 from lookonce.errors import ModelLoadError
 from lookonce.model.families.base import ModelFamily, TextFamily
 from lookonce.model.families.gemma3 import Gemma3Family
+from lookonce.model.families.idefics3 import Idefics3Family
 from lookonce.model.families.llava import LlavaFamily
 from lookonce.model.families.qwen2_5_omni import Qwen2_5OmniFamily
 from lookonce.model.families.qwen2_5_vl import Qwen2_5VLFamily
+from lookonce.model.families.qwen2_audio import Qwen2AudioFamily
+from lookonce.model.families.qwen3_vl import Qwen3VLFamily
+from lookonce.model.families.voxtral import VoxtralFamily
 
 FAMILIES: dict[str, type[ModelFamily]] = {
     model_type: family
-    for family in (TextFamily, LlavaFamily, Qwen2_5VLFamily, Gemma3Family, Qwen2_5OmniFamily)
+    for family in (
+        TextFamily,
+        LlavaFamily,
+        Gemma3Family,
+        Idefics3Family,
+        Qwen2_5VLFamily,
+        Qwen3VLFamily,
+        Qwen2_5OmniFamily,
+        Qwen2AudioFamily,
+        VoxtralFamily,
+    )
     for model_type in family.model_types
 }
 
