@@ -32,6 +32,9 @@ RESERVED_VARIABLES = frozenset(
 )  # fmt: skip
 """Template variables that have request fields of their own, or none."""
 
+BROKEN = (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What Python raises out of a template that does not fit the messages."""
+
 _PROBE = "lookonce-probe-5b1e"
 
 
@@ -90,7 +93,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, ValueError) as error:
             words = self._spelling.reveal(str(error))
             raise BadRequestError(f"the chat template says: {words}", param="messages") from None
-        except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
+        except BROKEN:
             # Their words are about the template's inside, and mean nothing to a client.
             raise BadRequestError(
                 "the chat template cannot render these messages", param="messages"
@@ -135,7 +138,7 @@ class ChatTemplate:
     def _probe(self, content: object) -> str:
         try:
             return self._render([{"role": "user", "content": content}])
-        except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError):
+        except (jinja2.TemplateError, ValueError, *BROKEN):
             return ""
 
 

@@ -229,6 +229,8 @@ class MediaResolver:
         if live is not None and live.item is not None:
             item = self._item(part, live.expansion, item=live.item, outcome="hit")
             return self._bound(part, item)
+        if part.data is not None and not self._directory.capacity_bytes:
+            return None  # with the cache off the engine is not asked to do without the item
         expansion = self._directory.known_expansion(part.key)
         if expansion is not None:
             return self._bound(part, self._item(part, expansion, outcome="not_needed"))

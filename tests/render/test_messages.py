@@ -1,0 +1,103 @@
+"""OpenAI's messages become what templates take; what is wrong is named where it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from lookonce.errors import BadRequestError
+from lookonce.render.messages import read_messages
+
+PICTURE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+SOUND = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+
+
+def read(*messages, modalities=("image", "audio"), limits=None):
+    chosen = {"image": 2, "audio": 1} if limits is None else limits
+    return read_messages(messages, modalities=modalities, limits=chosen)
+
+
+def user(*content):
+    return {"role": "user", "content": list(content)}
+
+
+def text(said):
+    return {"type": "text", "text": said}
+
+
+def test_texts_stay_texts_and_media_parts_keep_only_their_modality():
+    chat = read({"role": "system", "content": "Be brief."}, user(PICTURE, text("What?"), SOUND))
+    assert chat.conversation == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "image"}, text("What?"), {"type": "audio"}]},
+    ]
+    assert [(s.modality, s.param) for s in chat.sources] == [
+        ("image", "messages[1].content[0]"),
+        ("audio", "messages[1].content[2]"),
+    ]
+
+
+def test_fields_without_a_value_are_left_out_and_others_kept():
+    message = {"role": "assistant", "content": "x", "refusal": None, "reasoning_content": "y"}
+    assert read(message).conversation == [
+        {"role": "assistant", "content": "x", "reasoning_content": "y"}
+    ]
+
+
+def test_arguments_of_tool_calls_become_objects():
+    calls = [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}},
+        {"id": "2", "type": "function", "function": {"name": "g", "arguments": ""}},
+        {"id": "3", "type": "function", "function": {"name": "h", "arguments": {"b": 2}}},
+    ]
+    chat = read({"role": "assistant", "content": None, "tool_calls": calls})
+    assert "content" not in chat.conversation[0]
+    arguments = [call["function"]["arguments"] for call in chat.conversation[0]["tool_calls"]]
+    assert arguments == [{"a": [1]}, {}, {"b": 2}]
+
+
+def test_the_request_s_own_objects_are_not_changed():
+    message = user(PICTURE, text("x"))
+    read(message)
+    assert message == user(PICTURE, text("x"))
+
+
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+
+WRONG = [
+    ((), "messages"),
+    (("hello",), "messages[0]"),
+    (({"content": "x"},), "messages[0].role"),
+    (({"role": "wizard", "content": "x"},), "messages[0].role"),
+    (({"role": ["user"], "content": "x"},), "messages[0].role"),
+    (({"role": "user"},), "messages[0].content"),
+    (({"role": "assistant", "content": None},), "messages[0].content"),
+    (({"role": "user", "content": 3},), "messages[0].content"),
+    ((user(text("x")), user(text("x"), 7)), "messages[1].content[1]"),
+    ((user({"type": "text", "text": 1}),), "messages[0].content[0].text"),
+    ((user({"type": "hologram"}),), "messages[0].content[0]"),
+    ((user({"type": "video_url", "video_url": {"url": "https://x/"}}),), "messages[0].content[0]"),
+    ((user({"text": "no type"}),), "messages[0].content[0]"),
+    ((CALL,), "messages[0].tool_calls[0].function.arguments"),
+    (({"role": "assistant", "tool_calls": [1]},), "messages[0].tool_calls[0]"),
+    (({"role": "assistant", "tool_calls": 1},), "messages[0].tool_calls"),
+    ((user(PICTURE, PICTURE, PICTURE),), "messages"),
+    ((user(SOUND), user(SOUND)), "messages"),
+]
+
+
+@pytest.mark.parametrize(("messages", "param"), WRONG)
+def test_what_is_wrong_is_named(messages, param):
+    with pytest.raises(BadRequestError) as caught:
+        read(*messages)
+    assert caught.value.param == param
+
+
+def test_the_limit_is_told():
+    with pytest.raises(BadRequestError, match="3 parts of type image, 2 are allowed"):
+        read(user(PICTURE, PICTURE), user(PICTURE))
+
+
+def test_media_the_model_does_not_take_is_refused_by_part():
+    with pytest.raises(BadRequestError, match="takes no audio") as caught:
+        read(user(text("x"), SOUND), modalities=("image",))
+    assert caught.value.param == "messages[0].content[1]"

@@ -1,0 +1,379 @@
+"""Messages in, token ids and items out: the renderer on the embedded model's real folder."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+
+from lookonce.cache.directory import Directory
+from lookonce.cache.identity import scope_digest
+from lookonce.cache.uuids import UuidBindings
+from lookonce.config import NANO_FOLDER, MediaConfig, ModelConfig
+from lookonce.errors import BadRequestError, ModelLoadError, UnprocessableMediaError
+from lookonce.render import encoding
+from lookonce.render.chat import template_sources
+from lookonce.render.encoding import ChatOptions, PromptEncoder
+from lookonce.render.families.registry import load_family
+from lookonce.render.processing import MediaJob, Processed, Processing, ProcessingSettings
+from lookonce.render.renderer import Renderer, open_renderer
+from lookonce.render.resolve import MediaResolver
+from lookonce.render.tokenizer import Tokenizer
+from lookonce.types.sampling import SamplingParams
+from tests.render.doubles import FakeLoader, FakePool
+
+IMAGE, AUDIO = 9, 3
+LIMITS = {"image": 4, "audio": 2}
+
+
+def picture(data):
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def sound(data):
+    audio = {"data": base64.b64encode(data).decode(), "format": "wav"}
+    return {"type": "input_audio", "input_audio": audio}
+
+
+def text(said):
+    return {"type": "text", "text": said}
+
+
+def user(*content):
+    return {"role": "user", "content": list(content)}
+
+
+class Kitchen:
+    """A renderer of a real folder whose processing is a double (or, on request, the real one)."""
+
+    def __init__(self, folder=NANO_FOLDER, pool=None, template=None, **options):
+        self.directory = Directory(1 << 20)
+        self.pool = pool or FakePool()
+        family = load_family(folder, "float32")
+        tokenizer = Tokenizer.load(folder)
+        sources = {"default": template} if template else template_sources(folder, tokenizer)
+        resolver = family and MediaResolver(
+            family=family,
+            directory=self.directory,
+            uuids=UuidBindings(),
+            loader=FakeLoader({}),
+            pool=self.pool,
+            max_bytes=1 << 24,
+        )
+        self.renderer = Renderer(
+            tokenizer=tokenizer,
+            encoder=PromptEncoder(tokenizer, sources, family),
+            family=family,
+            resolver=resolver,
+            limits=LIMITS,
+            **options,
+        )
+
+    def chat(self, *messages, tenant="", cache_salt=None, **options):
+        return asyncio.run(
+            self.renderer.render_chat(
+                messages, tenant=tenant, cache_salt=cache_salt, options=options
+            )
+        )
+
+    def completion(self, prompt, **options):
+        return asyncio.run(self.renderer.render_completion(prompt, **options))
+
+
+@pytest.fixture
+def kitchen():
+    return Kitchen()
+
+
+# --- chats ---------------------------------------------------------------------------------------
+
+
+def test_a_chat_becomes_ids_features_and_items_in_prompt_order(kitchen):
+    prompt = kitchen.chat(user(text("A"), sound(b"uh"), picture(b"cat"), text("B")))
+    assert [f.modality for f in prompt.features] == ["audio", "image"]
+    assert [item.modality for item in prompt.items] == ["audio", "image"]
+    assert [f.key for f in prompt.features] == [item.key for item in prompt.items]
+    for feature, token in zip(prompt.features, (AUDIO, IMAGE), strict=True):
+        assert set(prompt.token_ids[feature.offset : feature.end]) == {token}
+    assert prompt.modality_tokens("image") == 3
+    assert prompt.modality_tokens("audio") == 2
+    assert prompt.text == (
+        "<|im_start|>user\nA<|audio_bos|><|AUDIO|><|audio_eos|>"
+        "<|vision_bos|><|IMAGE|><|vision_eos|>B<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_items_follow_the_template_s_order_of_modalities():
+    pictures_first = (
+        "{% for kind in ('image', 'audio') %}{% for p in messages[0].content %}"
+        "{% if p.type == kind %}{{ '<|IMAGE|>' if kind == 'image' else '<|AUDIO|>' }}"
+        "{% endif %}{% endfor %}{% endfor %}{{ messages[0].content[-1].text }}"
+    )
+    prompt = Kitchen(template=pictures_first).chat(
+        user(sound(b"s"), picture(b"a"), sound(b"ss"), picture(b"aa"), text("x"))
+    )
+    assert [(i.modality, i.expansion.length) for i in prompt.items] == [
+        ("image", 1),
+        ("image", 2),
+        ("audio", 1),
+        ("audio", 2),
+    ]
+    assert [f.offset for f in prompt.features] == [0, 1, 3, 4]
+
+
+def test_the_scope_tells_tenants_and_salts_apart(kitchen):
+    chats = [
+        kitchen.chat(user(picture(b"cat")), tenant=tenant, cache_salt=salt)
+        for tenant in ("", "t")
+        for salt in (None, "", "s")
+    ]
+    assert len({prompt.scope for prompt in chats}) == 6
+    assert len({prompt.items[0].key for prompt in chats}) == 6
+    assert len({prompt.items[0].media_hash for prompt in chats}) == 1
+    assert chats[0].scope == scope_digest("", None)
+
+
+def test_a_text_only_model_takes_no_media(folder):
+    kitchen = Kitchen(folder("llama"))
+    assert kitchen.chat(user(text("x"))).features == ()
+    with pytest.raises(BadRequestError, match="takes no image"):
+        kitchen.chat(user(picture(b"cat")))
+    with pytest.raises(BadRequestError, match="takes no media"):
+        kitchen.chat(user(text("x")), mm_processor_kwargs={"max_pixels": 9})
+
+
+def test_options_reach_the_template():
+    kitchen = Kitchen(template="{{ mood }}{{ tools }}{% if add_generation_prompt %}>{% endif %}")
+    prompt = kitchen.chat(
+        {"role": "user", "content": "x"},
+        tools=[{"a": 1}],
+        add_generation_prompt=False,
+        chat_template_kwargs={"mood": "calm"},
+    )
+    assert prompt.text == "calm[{'a': 1}]"
+
+
+def test_options_may_be_given_typed(kitchen):
+    work = kitchen.renderer.render_chat(
+        [user(text("x"))], options=ChatOptions(add_generation_prompt=False)
+    )
+    assert asyncio.run(work).text == "<|im_start|>user\nx<|im_end|>\n"
+
+
+def test_options_of_the_wrong_type_are_refused(kitchen):
+    with pytest.raises(BadRequestError, match="tools"):
+        kitchen.chat(user(text("x")), tools="many")
+
+
+def test_unknown_processor_options_are_refused(kitchen):
+    with pytest.raises(BadRequestError, match="mm_processor_kwargs"):
+        kitchen.chat(user(picture(b"cat")), mm_processor_kwargs={"colour": 1})
+
+
+def test_too_many_media_parts_are_refused_before_any_work(kitchen):
+    with pytest.raises(BadRequestError, match="4 are allowed"):
+        kitchen.chat(user(*[picture(b"cat")] * 5))
+    assert kitchen.pool.jobs == []
+
+
+@pytest.mark.parametrize("template", ["no picture", "<|IMAGE|><|IMAGE|>", "<|AUDIO|>"])
+def test_a_template_that_drops_or_invents_placeholders_is_refused_before_any_work(template):
+    kitchen = Kitchen(template=template)
+    with pytest.raises(BadRequestError, match="placeholders"):
+        kitchen.chat(user(picture(b"cat")))
+    assert kitchen.pool.jobs == []
+
+
+def test_texts_are_tokenized_off_the_loop_when_large(kitchen, monkeypatch):
+    small = kitchen.chat(user(text("hello")))
+    monkeypatch.setattr(encoding, "OFF_LOOP_CHARACTERS", 3)
+    assert kitchen.chat(user(text("hello"))).token_ids == small.token_ids
+
+
+def test_text_that_is_not_unicode_is_refused(kitchen):
+    with pytest.raises(BadRequestError, match="surrogate") as caught:
+        kitchen.chat(user(text("\ud800")))
+    assert caught.value.param == "messages"
+
+
+# --- lengths and pins ----------------------------------------------------------------------------
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers():
+    prompt = user(text("hello"))
+    length = len(Kitchen().chat(prompt).token_ids)
+    assert Kitchen(max_model_len=length + 1).chat(prompt)
+    with pytest.raises(BadRequestError, match=f"{length} tokens.*{length} tokens") as caught:
+        Kitchen(max_model_len=length).chat(prompt)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_prompt_too_long_without_its_media_costs_no_processing():
+    kitchen = Kitchen(max_model_len=5)
+    with pytest.raises(BadRequestError):
+        kitchen.chat(user(picture(b"cat"), text("hello")))
+    assert kitchen.pool.jobs == []
+
+
+def test_a_prompt_too_long_with_its_media_gives_its_pins_back():
+    kitchen = Kitchen(max_model_len=60)
+    large = bytes(40)
+    [item] = kitchen.chat(user(picture(large))).items
+    kitchen.directory.try_list(item.key, item.item.nbytes, item.expansion)
+    with pytest.raises(BadRequestError, match=r"the prompt has \d+ tokens"):
+        kitchen.chat(user(picture(large), picture(large)))
+    assert kitchen.directory.num_pins == 0
+
+
+def test_pins_of_a_rendered_prompt_can_be_given_back(kitchen):
+    [item] = kitchen.chat(user(picture(b"cat"))).items
+    kitchen.directory.try_list(item.key, item.item.nbytes, item.expansion)
+    prompt = kitchen.chat(user(picture(b"cat")))
+    assert kitchen.directory.num_pins == 1
+    kitchen.renderer.release(prompt)
+    kitchen.renderer.release(prompt)
+    assert kitchen.directory.num_pins == 0
+
+
+def test_what_cannot_be_decoded_is_named(kitchen):
+    with pytest.raises(UnprocessableMediaError) as caught:
+        kitchen.chat(user(text("x")), user(text("y"), picture(b"bad")))
+    assert caught.value.param == "messages[1].content[1]"
+
+
+# --- plain prompts -------------------------------------------------------------------------------
+
+
+def test_a_plain_text_is_tokenized_with_its_special_tokens(folder):
+    kitchen = Kitchen(folder("llama"))
+    with_bos, without = kitchen.completion("Hi"), kitchen.completion("Hi", add_special_tokens=False)
+    assert with_bos.token_ids == [1, *without.token_ids]
+    assert with_bos.text == "Hi"
+
+
+def test_token_ids_are_taken_as_they_are(kitchen):
+    assert kitchen.completion([1, 75, 2]).token_ids == [1, 75, 2]
+
+
+@pytest.mark.parametrize("wrong", [-1, 1024, True, 2.0, "7", None, IMAGE, AUDIO])
+def test_token_ids_that_cannot_be_are_named(kitchen, wrong):
+    with pytest.raises(BadRequestError) as caught:
+        kitchen.completion([75, wrong])
+    assert caught.value.param == "prompt[1]"
+
+
+def test_ids_beyond_the_tokenizer_are_taken_where_the_model_has_them():
+    assert Kitchen(vocab_size=2048).completion([2000]).token_ids == [2000]
+
+
+@pytest.mark.parametrize("empty", ["", []])
+def test_an_empty_prompt_is_refused(kitchen, empty):
+    with pytest.raises(BadRequestError, match="empty"):
+        kitchen.completion(empty)
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+def test_a_detokenizer_follows_the_sampling_params(kitchen):
+    sampling = SamplingParams(stop=("c",), include_stop_str_in_output=True)
+    detokenizer = kitchen.renderer.detokenizer(sampling)
+    token_ids = kitchen.renderer.tokenizer.encode("abcd")
+    assert detokenizer.push(token_ids) == "abc"
+    assert detokenizer.stopped == "c"
+
+
+def test_decoding_shows_special_tokens(kitchen):
+    assert kitchen.renderer.decode([1, 75]) == "<|im_start|>a"
+    assert kitchen.renderer.token_bytes(1) == b"<|im_start|>"
+
+
+def test_work_is_counted_by_modality(kitchen):
+    kitchen.chat(user(picture(b"cat"), picture(b"cat"), sound(b"uh")))
+    assert kitchen.renderer.counts() == {
+        "media_decodes_total:image": 1.0,
+        "media_decodes_total:audio": 1.0,
+        "media_processed_total:image": 1.0,
+        "media_processed_total:audio": 1.0,
+    }
+
+
+# --- the real processors -------------------------------------------------------------------------
+
+
+class HerePool:
+    """The real processing, in this process."""
+
+    def __init__(self, folder):
+        self.processing = Processing(ProcessingSettings(str(folder), "float32", 10**6, 30.0))
+
+    async def run(self, job: MediaJob) -> Processed:
+        return self.processing.run(job)
+
+
+def png(width, height):
+    target = io.BytesIO()
+    Image.effect_noise((width, height), 80).convert("RGB").save(target, "PNG")
+    return target.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+def test_prompts_with_pictures_equal_those_of_hugging_face_s_processor(kind, folder):
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(folder(kind), backend="pil")
+    encoded = [png(90, 60), png(64, 120)]
+    pictures = [Image.open(io.BytesIO(data)) for data in encoded]
+    content = [text("Look:\n"), {"type": "image"}, text("and\n\n"), {"type": "image"}, text("?")]
+    asked = processor.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    bos = processor.tokenizer.bos_token
+    expected = processor(
+        text=asked, images=[pictures], add_special_tokens=not asked.startswith(bos)
+    )
+    content = [
+        text("Look:\n"),
+        picture(encoded[0]),
+        text("and\n\n"),
+        picture(encoded[1]),
+        text("?"),
+    ]
+    prompt = Kitchen(folder(kind), pool=HerePool(folder(kind))).chat(user(*content))
+    assert prompt.token_ids == list(expected["input_ids"][0])
+
+
+def test_a_renderer_opens_with_real_workers_and_closes():
+    model = ModelConfig(folder=str(NANO_FOLDER), served_name="nano")
+
+    async def scenario():
+        opening = open_renderer(
+            model,
+            MediaConfig(),
+            directory=Directory(1 << 20),
+            uuids=UuidBindings(),
+        )
+        async with opening as renderer:
+            prompt = await renderer.render_chat([user(picture(png(112, 112)), text("What?"))])
+            assert prompt.modality_tokens("image") == 16
+            assert prompt.items[0].decode_ms > 0
+
+    asyncio.run(scenario())
+
+
+def test_a_folder_that_is_none_is_a_load_error(tmp_path):
+    model = replace(ModelConfig(folder="", served_name="x"), folder=str(tmp_path))
+
+    async def scenario():
+        async with open_renderer(
+            model, MediaConfig(), directory=Directory(0), uuids=UuidBindings()
+        ):
+            pass
+
+    with pytest.raises(ModelLoadError):
+        asyncio.run(scenario())

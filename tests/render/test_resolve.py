@@ -1,0 +1,440 @@
+"""Media parts cost what their bytes leave to do, and no more."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from lookonce.cache.directory import Directory
+from lookonce.cache.uuids import UuidBindings
+from lookonce.errors import ConflictError, MediaNotCachedError, UnprocessableMediaError
+from lookonce.render import resolve as resolve_module
+from lookonce.render.media import MediaSource
+from lookonce.render.resolve import MediaResolver
+from lookonce.types.request import RenderedItem
+from tests.render.doubles import (
+    FakeFamily,
+    FakeLoader,
+    FakePool,
+    inline,
+    named,
+    processed_item,
+    remote,
+)
+
+SCOPE, OTHER_SCOPE = b"a" * 32, b"b" * 32
+CAT, DOG = "https://x.test/cat.png", "https://x.test/dog.png"
+CAT_ITEM = processed_item("image", b"cat")
+
+
+@dataclass
+class Site:
+    """A resolver with all it talks to."""
+
+    capacity: int = 1 << 20
+    web: Mapping[str, bytes] = field(default_factory=lambda: {CAT: b"cat", DOG: b"doggy"})
+
+    def __post_init__(self) -> None:
+        self.directory = Directory(self.capacity)
+        self.uuids = UuidBindings()
+        self.loader = FakeLoader(self.web)
+        self.pool = FakePool()
+        self.resolver = MediaResolver(
+            family=FakeFamily(),
+            directory=self.directory,
+            uuids=self.uuids,
+            loader=self.loader,
+            pool=self.pool,
+            max_bytes=1 << 24,
+        )
+
+    async def render(
+        self, *sources: MediaSource, scope: bytes = SCOPE, **kwargs: object
+    ) -> list[RenderedItem]:
+        return await self.resolver.resolve(sources, scope, kwargs)
+
+    async def send(
+        self, *sources: MediaSource, scope: bytes = SCOPE, **kwargs: object
+    ) -> list[RenderedItem]:
+        """Render, list the items as the sender does, and let arrays go as the client does."""
+        items = await self.render(*sources, scope=scope, **kwargs)
+        for item in items:
+            if item.item is not None and item.key not in self.directory:
+                listed = self.directory.try_list(item.key, item.item.nbytes, item.expansion)
+                if listed is None:
+                    self.directory.learn(item.key, item.expansion)
+            item.item = None
+        self.resolver.release(items)
+        return items
+
+    @property
+    def processed(self) -> list[bytes]:
+        return [bytes(job.data) for job in self.pool.jobs]
+
+    @property
+    def counted(self) -> tuple[int, int]:
+        return self.directory.queries, self.directory.hits
+
+
+def outcomes(items):
+    return [item.outcome for item in items]
+
+
+def play(scenario, **options):
+    """Run a scenario; whatever it did, no pin is left."""
+    site = Site(**options)
+
+    async def run():
+        await scenario(site)
+        assert site.directory.num_pins == 0
+
+    asyncio.run(run())
+
+
+# --- hits and misses -----------------------------------------------------------------------------
+
+
+def test_a_new_item_is_processed_once_and_then_held():
+    async def scenario(site):
+        [first] = await site.send(inline(b"cat"))
+        [second] = await site.send(inline(b"cat"))
+        assert (first.outcome, first.decode_ms, first.process_ms) == ("miss", 1.0, 2.0)
+        assert (second.outcome, second.item, second.decode_ms) == ("hit", None, 0.0)
+        assert second.expansion == first.expansion
+        assert site.processed == [b"cat"]
+        assert site.counted == (2, 1)
+        assert site.resolver.stats.processed["image"] == site.resolver.stats.decoded["image"] == 1
+
+    play(scenario)
+
+
+def test_a_hit_is_pinned_for_its_prompt():
+    async def scenario(site):
+        await site.send(inline(b"cat"))
+        items = await site.render(inline(b"cat"), inline(b"cat"))
+        assert [item.pinned for item in items] == [True, True]
+        assert site.directory.num_pins == 2
+        site.resolver.release(items)
+        site.resolver.release(items)
+
+    play(scenario)
+
+
+def test_copies_in_one_request_are_processed_once():
+    async def scenario(site):
+        items = await site.render(*[inline(b"cat")] * 8)
+        assert outcomes(items) == ["miss", *["hit"] * 7]
+        assert all(item.item == CAT_ITEM for item in items)
+        assert site.processed == [b"cat"]
+        assert site.counted == (8, 7)
+
+    play(scenario)
+
+
+def test_how_the_bytes_arrived_does_not_matter():
+    async def scenario(site):
+        [first] = await site.send(remote(CAT))
+        [second] = await site.send(inline(b"cat"))
+        assert first.key == second.key
+        assert second.outcome == "hit"
+
+    play(scenario)
+
+
+def test_equal_bytes_under_other_options_or_for_others_are_other_items():
+    async def scenario(site):
+        await site.send(inline(b"cat"))
+        await site.send(inline(b"cat"), max_pixels=9)
+        await site.send(inline(b"cat"), scope=OTHER_SCOPE)
+        await site.send(inline(b"cat"), max_pixels=9)
+        assert site.processed == [b"cat"] * 3
+        assert site.pool.jobs[1].options == {"max_pixels": 9}
+
+    play(scenario)
+
+
+def test_concurrent_requests_share_one_flight():
+    async def scenario(site):
+        site.pool.gate.clear()
+        requests = [asyncio.create_task(site.render(inline(b"cat"))) for _ in range(64)]
+        await asyncio.sleep(0)
+        site.pool.gate.set()
+        results = [outcome for items in requests for outcome in outcomes(await items)]
+        assert sorted(results) == ["hit"] * 63 + ["miss"]
+        assert site.processed == [b"cat"]
+        assert site.counted == (64, 63)
+
+    play(scenario)
+
+
+def test_an_item_of_a_prompt_that_is_not_sent_yet_is_shared():
+    async def scenario(site):
+        rendered = await site.render(inline(b"cat"))
+        [shared] = await site.render(inline(b"cat"))
+        assert (shared.outcome, shared.item) == ("hit", rendered[0].item)
+        assert site.processed == [b"cat"]
+
+    play(scenario)
+
+
+def test_a_prompt_that_is_gone_holds_nothing_back():
+    async def scenario(site):
+        await site.render(inline(b"cat"))
+        gc.collect()
+        [again] = await site.render(inline(b"cat"))
+        assert again.outcome == "miss"
+
+    play(scenario)
+
+
+def test_an_item_larger_than_the_cache_is_a_bypass():
+    async def scenario(site):
+        [item] = await site.render(inline(b"cat"))
+        assert item.outcome == "bypass"
+        assert site.counted == (1, 0)
+
+    play(scenario, capacity=100)
+
+
+def test_without_a_cache_everything_is_processed_and_nothing_counted():
+    async def scenario(site):
+        for _ in range(2):
+            assert outcomes(await site.send(inline(b"cat"), inline(b"cat"))) == ["bypass", "hit"]
+        assert site.processed == [b"cat"] * 2
+        assert site.counted == (0, 0)
+
+    play(scenario, capacity=0)
+
+
+# --- nothing waits for what it does not need -----------------------------------------------------
+
+
+def test_a_hit_waits_for_no_miss():
+    async def scenario(site):
+        await site.send(inline(b"cat"))
+        site.pool.gate.clear()
+        misses = [asyncio.create_task(site.render(inline(bytes([n])))) for n in range(5)]
+        await asyncio.sleep(0)
+        hit = site.render(inline(b"cat"))
+        with pytest.raises(StopIteration) as done:
+            hit.send(None)  # it finishes without a single turn of the event loop
+        site.resolver.release(done.value.value)
+        site.pool.gate.set()
+        await asyncio.gather(*misses)
+
+    play(scenario)
+
+
+def test_parts_are_fetched_and_processed_side_by_side():
+    async def scenario(site):
+        site.loader.gate.clear()
+        site.pool.gate.clear()
+        request = asyncio.create_task(site.render(remote(CAT), remote(DOG), inline(b"x")))
+        await asyncio.sleep(0.01)
+        assert site.loader.loaded == [CAT, DOG]
+        assert site.processed == [b"x"]
+        site.loader.gate.set()
+        await asyncio.sleep(0.01)
+        assert site.processed == [b"x", b"cat", b"doggy"]
+        site.pool.gate.set()
+        assert [item.expansion.length for item in await request] == [3, 5, 1]
+
+    play(scenario)
+
+
+def test_large_media_is_hashed_off_the_loop(monkeypatch):
+    monkeypatch.setattr(resolve_module, "OFF_LOOP_BYTES", 4)
+    large = b"much larger"
+
+    async def scenario(site):
+        [first] = await site.send(inline(large))
+        [second] = await site.send(remote(CAT))
+        assert (first.outcome, second.outcome) == ("miss", "hit")
+
+    play(scenario, web={CAT: large})
+
+
+# --- references ahead and recovery ---------------------------------------------------------------
+
+
+def test_where_the_expansion_is_known_the_reference_goes_ahead():
+    async def scenario(site):
+        [first] = await site.send(inline(b"cat"))
+        site.directory.unlist(first.key)
+        [ahead] = await site.render(inline(b"cat"))
+        assert (ahead.outcome, ahead.item, ahead.pinned) == ("not_needed", None, False)
+        assert ahead.expansion == first.expansion
+        assert site.processed == [b"cat"]
+
+    play(scenario)
+
+
+def test_a_reference_can_be_made_good_from_its_source():
+    async def scenario(site):
+        [first] = await site.send(remote(CAT))
+        site.directory.unlist(first.key)
+        [ahead] = await site.render(remote(CAT))
+        assert await ahead.recover() == CAT_ITEM
+        assert (ahead.outcome, ahead.process_ms) == ("miss", 2.0)
+        assert site.processed == [b"cat"] * 2
+        assert site.counted == (2, 1)
+
+    play(scenario)
+
+
+def test_a_hit_can_be_made_good_too():
+    async def scenario(site):
+        await site.send(inline(b"cat"))
+        [hit] = await site.send(inline(b"cat"))
+        assert await hit.recover() == CAT_ITEM
+
+    play(scenario)
+
+
+# --- uuids ---------------------------------------------------------------------------------------
+
+
+def test_a_uuid_alone_names_what_came_with_it():
+    async def scenario(site):
+        [first] = await site.send(inline(b"cat", uuid="tom"))
+        [second] = await site.send(named("tom"))
+        assert second.key == first.key
+        assert (second.outcome, second.recover) == ("hit", None)
+        assert site.processed == [b"cat"]
+
+    play(scenario)
+
+
+def test_a_uuid_with_other_bytes_is_a_conflict_before_any_work():
+    async def scenario(site):
+        await site.send(inline(b"cat", uuid="tom"))
+        with pytest.raises(ConflictError) as caught:
+            await site.render(inline(b"dog", uuid="tom", param="messages[3].content[1]"))
+        assert caught.value.param == "messages[3].content[1]"
+        assert site.processed == [b"cat"]
+
+    play(scenario)
+
+
+def test_a_uuid_means_nothing_in_another_scope():
+    async def scenario(site):
+        await site.send(inline(b"cat", uuid="tom"))
+        await site.send(inline(b"dog", uuid="tom"), scope=OTHER_SCOPE)
+        with pytest.raises(MediaNotCachedError):
+            await site.render(named("tom"), scope=b"c" * 32)
+
+    play(scenario)
+
+
+def test_one_uuid_may_be_processed_in_several_ways():
+    async def scenario(site):
+        await site.send(inline(b"cat", uuid="tom"))
+        await site.send(inline(b"cat", uuid="tom"), max_pixels=9)
+        first, second = await site.send(named("tom")), await site.send(named("tom"), max_pixels=9)
+        assert first[0].key != second[0].key
+
+    play(scenario)
+
+
+def test_a_uuid_that_nothing_holds_is_not_cached():
+    async def scenario(site):
+        await site.send(inline(b"cat", uuid="tom"))
+        site.directory.reset()
+        with pytest.raises(MediaNotCachedError, match="send it again") as caught:
+            await site.render(named("tom", param="messages[0].content[2]"))
+        assert caught.value.param == "messages[0].content[2]"
+
+    play(scenario)
+
+
+def test_a_uuid_goes_ahead_where_only_its_expansion_is_known():
+    async def scenario(site):
+        [first] = await site.send(inline(b"cat", uuid="tom"))
+        site.directory.unlist(first.key)
+        [ahead] = await site.render(named("tom"))
+        assert (ahead.outcome, ahead.item, ahead.recover) == ("not_needed", None, None)
+
+    play(scenario)
+
+
+def test_a_uuid_is_not_bound_to_what_cannot_be_decoded():
+    async def scenario(site):
+        with pytest.raises(UnprocessableMediaError):
+            await site.render(inline(b"bad", uuid="tom"))
+        [item] = await site.send(inline(b"cat", uuid="tom"))
+        assert item.outcome == "miss"
+
+    play(scenario)
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+def test_a_failure_names_the_part_of_each_request_that_waited():
+    async def scenario(site):
+        site.pool.gate.clear()
+        params = ["messages[0].content[0]", "messages[4].content[2]"]
+        requests = [asyncio.create_task(site.render(inline(b"bad", param=p))) for p in params]
+        await asyncio.sleep(0)
+        site.pool.gate.set()
+        for request, param in zip(requests, params, strict=True):
+            with pytest.raises(UnprocessableMediaError) as caught:
+                await request
+            assert caught.value.param == param
+        assert site.processed == [b"bad"]
+        assert site.counted == (0, 0)
+
+    play(scenario)
+
+
+def test_a_failure_is_not_remembered():
+    async def scenario(site):
+        for _ in range(2):
+            with pytest.raises(UnprocessableMediaError):
+                await site.render(inline(b"bad"))
+        assert site.processed == [b"bad"] * 2
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("wrong", [inline(b"bad"), remote("https://x.test/none"), named("nobody")])
+def test_one_bad_part_gives_all_pins_back(wrong):
+    async def scenario(site):
+        await site.send(inline(b"cat"), remote(DOG))
+        with pytest.raises(UnprocessableMediaError):
+            await site.render(inline(b"cat"), remote(DOG), inline(b"new"), wrong)
+
+    play(scenario)
+
+
+def test_a_cancelled_request_gives_all_pins_back():
+    async def scenario(site):
+        await site.send(inline(b"cat"))
+        site.pool.gate.clear()
+        request = asyncio.create_task(site.render(inline(b"cat"), inline(b"new")))
+        await asyncio.sleep(0)
+        assert site.directory.num_pins == 1
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        site.pool.gate.set()
+
+    play(scenario)
+
+
+def test_cancelling_one_waiter_leaves_the_others_flying():
+    async def scenario(site):
+        site.pool.gate.clear()
+        first, second = (asyncio.create_task(site.render(inline(b"cat"))) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        site.pool.gate.set()
+        [item] = await second
+        assert item.item is not None
+        assert site.processed == [b"cat"]
+
+    play(scenario)
