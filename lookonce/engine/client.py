@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Literal, Self
 
@@ -70,6 +70,7 @@ class EngineClient:
     """One API process's connection to the engine process; use as an async context manager.
 
     `processor_cache_bytes` is the budget of the processor cache of all API processes together.
+    `connect` makes the link of a sender id; None: over ZMQ, to `config.address`.
     """
 
     def __init__(
@@ -77,13 +78,13 @@ class EngineClient:
         config: ChannelConfig,
         *,
         processor_cache_bytes: int,
-        link: ClientLink | None = None,
+        connect: Callable[[str], ClientLink] | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         sender_id = uuid.uuid4().hex
         self.sender = Sender(sender_id, capacity_bytes=processor_cache_bytes)
         self._channel = ClientChannel(
-            link if link is not None else ZmqClientLink(config.address, sender_id),
+            connect(sender_id) if connect else ZmqClientLink(config.address, sender_id),
             max_bytes_in_flight=config.max_bytes_in_flight,
         )
         self._stall_timeout = config.stall_timeout

@@ -38,7 +38,7 @@ class EngineCore:
         """One step and what it means for the outside; None when there was nothing to do."""
         plan = self._scheduler.plan()
         if plan is None:
-            return None
+            return self._scheduler.take_output() or None
         result = self._execute(plan)
         return self._scheduler.apply(plan, result)
 
@@ -86,7 +86,8 @@ class EngineCore:
                 raise
             logger.exception("step %d failed: %d sequences end", plan.step_id, len(plan.scheduled))
             return _broken(plan, error)
-        self._broken_steps = 0
+        if plan.scheduled:
+            self._broken_steps = 0
         return result
 
 
