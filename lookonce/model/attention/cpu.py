@@ -124,10 +124,14 @@ def _check(
 ) -> None:
     """The kernel trusts these; it checks slots, blocks and lengths itself."""
     keys, values = layer
-    if key.shape != value.shape or keys.shape[2:] != key.shape[1:] or keys.shape != values.shape:
+    tokens, _, head_dim = query.shape
+    fitting = (tokens, *keys.shape[2:])
+    if key.shape != fitting or value.shape != fitting or keys.shape != values.shape:
         raise ValueError(f"keys {key.shape} and values {value.shape} do not fit {keys.shape}")
-    if not query.shape[0] == key.shape[0] == metadata.num_tokens:
-        raise ValueError(f"{query.shape[0]} queries, {metadata.num_tokens} tokens in the metadata")
+    if head_dim != fitting[2]:
+        raise ValueError(f"queries of head size {head_dim} do not fit pages of {fitting[2]}")
+    if tokens != metadata.num_tokens:
+        raise ValueError(f"{tokens} queries, {metadata.num_tokens} tokens in the metadata")
     if not query.dtype == key.dtype == value.dtype == keys.dtype == values.dtype:
         raise ValueError(f"queries are {query.dtype}, pages {keys.dtype}")
     if not query.stride(2) == key.stride(2) == value.stride(2) == 1:

@@ -6,8 +6,8 @@
 // read once for the whole group. Keys come in chunks of CHUNK with an online softmax. Few rows
 // (decode) read pages directly; many rows (prefill) copy a chunk into a transposed buffer first and
 // run a register-blocked matrix product. Every row sees one interval of keys [low, high): causality,
-// sliding window and bidirectional items are all such intervals, and nothing outside the union of a
-// task's intervals is ever read.
+// sliding window and bidirectional items are all such intervals. What a row does not see cannot reach
+// it, be it NaN: not only is its weight zero, it is never multiplied.
 //
 // Only the stable CPython API and compiler vectors are used: no torch headers, no fast-math (NaN must
 // come out where NaN went in). Sizes are checked in cpu.py; what is cheap is checked again here.
@@ -269,33 +269,33 @@ void direct_scores(const float* query, int rows, int64_t dim, int64_t depth,
     }
 }
 
-// output[r] += sum over i of weights[r][i] * values[i], VECS vectors of columns from `column` on.
+// output += sum over i in [begin, end) of weights[i] * values[i], VECS vectors of columns.
 template <int VECS, typename T>
-inline void direct_columns(const float* weights, const KeyChunk<T>& chunk, int64_t column, float* output) {
+inline void direct_columns(const float* weights, int begin, int end, const KeyChunk<T>& chunk,
+                           int64_t column, float* output) {
     Vec sum[VECS];
     for (int j = 0; j < VECS; ++j) sum[j] = load(output + column + j * LANES);
-    for (int i = 0; i < chunk.count; ++i) {
+    for (int i = begin; i < end; ++i) {
         const T* value = chunk.values[i] + column;
         for (int j = 0; j < VECS; ++j) sum[j] += weights[i] * load(value + j * LANES);
     }
     for (int j = 0; j < VECS; ++j) store(output + column + j * LANES, sum[j]);
 }
 
+// One row's weighted values, all columns.
 template <typename T>
-void direct_values(const float* weights, int rows, int64_t dim, int64_t depth,
+void direct_values(const float* weights, int begin, int end, int64_t dim,
                    const KeyChunk<T>& chunk, float* output) {
-    for (int r = 0; r < rows; ++r, weights += CHUNK, output += depth) {
-        int64_t column = 0;
-        for (; column + 4 * LANES <= dim; column += 4 * LANES)
-            direct_columns<4>(weights, chunk, column, output);
-        for (; column + LANES <= dim; column += LANES)
-            direct_columns<1>(weights, chunk, column, output);
-        if (column == dim) continue;
-        Vec sum = load(output + column);
-        for (int i = 0; i < chunk.count; ++i)
-            sum += weights[i] * load_part(chunk.values[i] + column, int(dim - column));
-        store(output + column, sum);
-    }
+    int64_t column = 0;
+    for (; column + 4 * LANES <= dim; column += 4 * LANES)
+        direct_columns<4>(weights, begin, end, chunk, column, output);
+    for (; column + LANES <= dim; column += LANES)
+        direct_columns<1>(weights, begin, end, chunk, column, output);
+    if (column == dim) return;
+    Vec sum = load(output + column);
+    for (int i = begin; i < end; ++i)
+        sum += weights[i] * load_part(chunk.values[i] + column, int(dim - column));
+    store(output + column, sum);
 }
 
 // ---------------------------------------------------------------- many rows: matrix products
@@ -332,14 +332,20 @@ void product(int64_t rows, int64_t columns, int64_t inner, const float* a, int64
     }
 }
 
-// keys_out [D][CHUNK], values_out [CHUNK][depth]; columns past the chunk's end are zero.
+// keys_out [D][CHUNK], values_out [CHUNK][depth]; key columns past the chunk's end are zero. Returns
+// whether all values are finite.
 template <typename T>
-void pack(const KeyChunk<T>& chunk, int64_t dim, int64_t depth, float* keys_out, float* values_out) {
+bool pack(const KeyChunk<T>& chunk, int64_t dim, int64_t depth, float* keys_out, float* values_out) {
     for (int64_t i = 0; i < pad(chunk.count, LANES); ++i)
         for (int64_t d = 0; d < dim; ++d)
             keys_out[d * CHUNK + i] = i < chunk.count ? widen(chunk.keys[i][d]) : 0.0f;
-    for (int i = 0; i < chunk.count; ++i)
-        for (int64_t d = 0; d < dim; ++d) values_out[i * depth + d] = widen(chunk.values[i][d]);
+    Vec nothing = {};
+    for (int i = 0; i < chunk.count; ++i) {
+        for (int64_t d = 0; d < depth; ++d)
+            values_out[i * depth + d] = d < dim ? widen(chunk.values[i][d]) : 0.0f;
+        for (int64_t d = 0; d < depth; d += LANES) nothing += load(values_out + i * depth + d) * 0.0f;
+    }
+    return reduce_sum(nothing) == 0.0f;
 }
 
 // ---------------------------------------------------------------- softmax
@@ -392,10 +398,10 @@ class Attention {
         KeyChunk<T> chunk;
         for (int64_t key = lowest; key < highest; key += CHUNK) {
             chunk.locate(p, t, key, highest);
-            if (packed) pack(chunk, p.head_dim, depth, s.keys, s.values);
+            const bool finite = !packed || pack(chunk, p.head_dim, depth, s.keys, s.values);
             score(chunk);
             for (int r = 0; r < rows; ++r) soften_row(chunk, r);
-            add_values(chunk);
+            packed && finite ? add_packed_values(chunk) : add_direct_values(chunk);
         }
         write_output();
     }
@@ -458,9 +464,16 @@ class Attention {
         direct_scores<VECS>(s.query, rows, p.head_dim, depth, chunk, s.scores);
     }
 
+    // The keys of the chunk that row r sees: [begin, end), empty where begin >= end.
+    int begin_of(const KeyChunk<T>& chunk, int r) const {
+        return int(std::max<int64_t>(s.low[r] - chunk.first, 0));
+    }
+    int end_of(const KeyChunk<T>& chunk, int r) const {
+        return int(std::min<int64_t>(s.high[r] - chunk.first, chunk.count));
+    }
+
     void soften_row(const KeyChunk<T>& chunk, int r) {
-        const int begin = int(std::max<int64_t>(s.low[r] - chunk.first, 0));
-        const int end = int(std::min<int64_t>(s.high[r] - chunk.first, chunk.count));
+        const int begin = begin_of(chunk, r), end = end_of(chunk, r);
         float* scores = s.scores + r * CHUNK;
         if (begin >= end)
             std::fill(scores, scores + CHUNK, 0.0f);
@@ -469,11 +482,15 @@ class Attention {
                    s.output + r * depth, depth);
     }
 
-    void add_values(const KeyChunk<T>& chunk) {
-        if (packed)
-            product(rows, depth, chunk.count, s.scores, CHUNK, s.values, depth, s.output, depth, true);
-        else
-            direct_values(s.scores, rows, p.head_dim, depth, chunk, s.output);
+    void add_packed_values(const KeyChunk<T>& chunk) {
+        product(rows, depth, chunk.count, s.scores, CHUNK, s.values, depth, s.output, depth, true);
+    }
+
+    // Also where a packed chunk holds NaN or infinity: zero times those would reach every row.
+    void add_direct_values(const KeyChunk<T>& chunk) {
+        for (int r = 0; r < rows; ++r)
+            direct_values(s.scores + r * CHUNK, begin_of(chunk, r), end_of(chunk, r), p.head_dim,
+                          chunk, s.output + r * depth);
     }
 
     void write_output() {
