@@ -34,6 +34,9 @@ from lookonce.types.request import ProcessorOutcome, RenderedItem
 
 OFF_LOOP_BYTES = 4 * 1024 * 1024
 """Encoded media above this is hashed in a thread (blake3 does about 1 GB/s here)."""
+MAX_SIDE_BY_SIDE = 32
+"""Parts of one prompt that are fetched or processed at a time: a prompt with more must neither be
+refused by the pool's bounded queue nor fill it alone."""
 
 T = TypeVar("T")
 
@@ -326,9 +329,15 @@ def _not_cached(source: MediaSource) -> MediaNotCachedError:
 
 async def _all_of(works: Iterable[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
     """All results; the first failure cancels the rest and is raised as it is."""
+    room = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
+
+    async def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        async with room:
+            return await work()
+
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work()) for work in works]
+            tasks = [group.create_task(run(work)) for work in works]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -14,7 +14,7 @@ from lookonce.cache.uuids import UuidBindings
 from lookonce.errors import ConflictError, MediaNotCachedError, UnprocessableMediaError
 from lookonce.render import resolve as resolve_module
 from lookonce.render.media import MediaSource
-from lookonce.render.resolve import MediaResolver
+from lookonce.render.resolve import MAX_SIDE_BY_SIDE, MediaResolver
 from lookonce.types.request import RenderedItem
 from tests.render.doubles import (
     FakeFamily,
@@ -242,6 +242,19 @@ def test_parts_are_fetched_and_processed_side_by_side():
         assert site.processed == [b"x", b"cat", b"doggy"]
         site.pool.gate.set()
         assert [item.expansion.length for item in await request] == [3, 5, 1]
+
+    play(scenario)
+
+
+def test_a_prompt_with_many_new_parts_does_not_fill_the_pool():
+    async def scenario(site):
+        site.pool.gate.clear()
+        parts = [inline(b"%d" % n) for n in range(500)]
+        request = asyncio.create_task(site.render(*parts))
+        await asyncio.sleep(0.01)
+        assert len(site.processed) == MAX_SIDE_BY_SIDE
+        site.pool.gate.set()
+        assert len(await request) == len(site.processed) == 500
 
     play(scenario)
 
