@@ -48,6 +48,7 @@ Build = Callable[[EngineSettings, Callable[[int, int], None]], tuple[EngineCore,
 def host_engine(build: Build) -> NoReturn:
     """The whole life of the process."""
     started = time.monotonic()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which decides
     progress = ProgressPipe(_private_stdout())
     logging.basicConfig(
         level=logging.INFO,

@@ -1,0 +1,72 @@
+"""From a model folder to a warm engine, and what start-up refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lookonce.config import EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
+from lookonce.engine.build import build_engine
+from lookonce.engine.settings import EngineSettings
+from lookonce.errors import BadRequestError, ConfigError, ModelLoadError
+from tests.core.builders import request
+
+
+def settings(folder, **changes):
+    plain = EngineSettings(
+        model=ModelConfig(str(folder), "m"),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=512),
+        kv=KVConfig(cache_bytes=1 << 20),
+        encoder=EncoderConfig(cache_bytes=1 << 20),
+        address="ipc:///nowhere",
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+def build(given):
+    return build_engine(given, lambda done, total: None)
+
+
+def test_an_engine_is_warm_and_its_counters_are_at_zero(folder):
+    core, judge = build(settings(folder("llama")))
+    stats = core.stats()
+    assert all(value == 0 for value in stats.values())
+    judge.check(request("r", [1, 2, 3]))
+    core.add(request("r", [1, 2, 3]), {})
+    tokens = []
+    while (output := core.step()) is not None:
+        tokens += [token for delta in output.deltas for token in delta.token_ids]
+    assert len(tokens) == 8
+    core.check_integrity()
+
+
+def test_loading_is_reported_up_to_the_last_weight(folder):
+    told = []
+    build_engine(settings(folder("llama")), lambda done, total: told.append((done, total)))
+    assert told[0][0] == 0
+    assert told[-1][0] == told[-1][1] > 0
+
+
+def test_a_token_budget_below_the_largest_unsplittable_item_is_refused(folder):
+    scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=1)
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens must be at least"):
+        build(settings(folder("gemma3"), scheduler=scheduler))
+
+
+def test_a_kv_cache_without_room_for_a_block_is_refused(folder):
+    with pytest.raises(ConfigError, match="--kv-cache-gb"):
+        build(settings(folder("llama"), kv=KVConfig(cache_bytes=10)))
+
+
+def test_no_sequence_is_longer_than_the_kv_cache(folder):
+    _, judge = build(settings(folder("llama"), kv=KVConfig(cache_bytes=1 << 14)))
+    limit = judge.model.max_model_len
+    assert limit % 16 == 0
+    with pytest.raises(BadRequestError, match=f"takes {limit} tokens"):
+        judge.check(request("r", [1] * limit))
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ModelLoadError):
+        build(settings(tmp_path))
