@@ -1,0 +1,49 @@
+"""Pictures for benchmarks: photo-like, encoded once, and as many new ones as wanted for free.
+
+A new picture costs nothing: a comment inside the file changes its bytes, and so its identity, but
+not what decoding and processing it costs.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import zlib
+
+import numpy as np
+from PIL import Image
+
+SIZES = {"1080p": (1920, 1080), "4K": (3840, 2160), "1024": (1024, 1024), "2048": (2048, 2048)}
+
+
+def encoded_picture(size: str, file_format: str, *, seed: int = 0) -> bytes:
+    """A photo-like picture (smooth areas, edges and some noise) as JPEG or PNG bytes."""
+    width, height = SIZES[size]
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (18, 32, 3), dtype=np.uint8))
+    smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16)
+    noisy = smooth + rng.integers(-3, 4, smooth.shape, dtype=np.int16)
+    noisy[height // 3 : height // 2, width // 4 : width // 2] = (220, 30, 30)
+    picture = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+    buffer = io.BytesIO()
+    picture.save(buffer, file_format, quality=90)
+    return buffer.getvalue()
+
+
+def variant(encoded: bytes, number: int) -> bytes:
+    """The same pixels in other bytes: JPEG and PNG only. Raises `ValueError` for other files."""
+    comment = f"variant {number}".encode()
+    if encoded.startswith(b"\xff\xd8"):
+        segment = b"\xff\xfe" + struct.pack(">H", len(comment) + 2) + comment
+        return encoded[:2] + segment + encoded[2:]
+    if encoded.startswith(b"\x89PNG"):
+        body = b"tEXt" + b"Comment\0" + comment
+        chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
+        return encoded[:33] + chunk + encoded[33:]
+    raise ValueError("neither a JPEG nor a PNG file")
+
+
+def data_url(encoded: bytes) -> str:
+    kind = "png" if encoded.startswith(b"\x89PNG") else "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(encoded).decode()}"

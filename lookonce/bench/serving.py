@@ -1,0 +1,130 @@
+"""A real server for benchmarks: the processes a user runs, on this machine, and their CPU time."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from lookonce.errors import UnavailableError
+
+START_TIMEOUT = 120.0
+_METRIC = re.compile(r"^(?P<name>\w+)(?P<labels>\{[^}]*\})? (?P<value>\S+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    url: str
+    pid: int
+    """The supervisor's."""
+
+    def process(self, module: str) -> int:
+        """The pid of the first child that runs `python -m module`. Raises `UnavailableError`."""
+        for pid in _children(self.pid):
+            if module in _command_line(pid):
+                return pid
+        raise UnavailableError(f"no process runs {module}")
+
+    def metrics(self) -> dict[str, float]:
+        """Metric name (without prefix) → value, summed over labels."""
+        totals: dict[str, float] = {}
+        for line in httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines():
+            found = _METRIC.match(line)
+            if found is not None:
+                name = found["name"].removeprefix("lookonce_")
+                totals[name] = totals.get(name, 0.0) + float(found["value"])
+        return totals
+
+
+@contextmanager
+def running_server(options: Sequence[str] = ()) -> Iterator[RunningServer]:
+    """`lookonce serve` with these options on a free port, until the block ends.
+
+    Raises `UnavailableError` with the end of its log when it does not become ready.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        port = _free_port()
+        command = [
+            sys.executable,
+            "-m",
+            "lookonce.cli.main",
+            "serve",
+            *options,
+            "--port",
+            str(port),
+        ]
+        with log.open("w") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        server = RunningServer(f"http://127.0.0.1:{port}", process.pid)
+        try:
+            _wait_ready(server, process, log)
+            yield server
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of all threads a process has now, to the nanosecond the kernel counts."""
+    total = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        total += int((task / "schedstat").read_text().split()[0])
+    return total / 1e9
+
+
+def _wait_ready(server: RunningServer, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if httpx.get(f"{server.url}/ready", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.05)
+    raise UnavailableError(f"the server did not become ready:\n{log.read_text()[-2000:]}")
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if parent == pid:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def set_environment() -> None:
+    """One thread for numeric libraries in this process and those it starts."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
