@@ -316,9 +316,7 @@ class MediaResolver:
 
 def _uuid_name(source: MediaSource, options: Options) -> str:
     """A uuid means one content; what options make of it are different items."""
-    if not options:
-        return source.uuid or ""
-    return f"{source.uuid}\0{msgspec.json.encode(options, order='deterministic').decode()}"
+    return msgspec.json.encode([source.uuid, options], order="deterministic").decode()
 
 
 def _not_cached(source: MediaSource) -> MediaNotCachedError:

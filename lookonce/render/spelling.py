@@ -78,18 +78,20 @@ def secret_tokenizer(
 
 def refuse_reserved(value: object, param: str) -> None:
     """Raise `BadRequestError` if a text anywhere in a JSON value holds the reserved character."""
-    if isinstance(value, str):
-        if not value.isascii() and RESERVED in value:
-            raise BadRequestError(
-                f"{param}: the text holds U+FDD0, which is not a character", param=param
-            )
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            refuse_reserved(key, param)
-            refuse_reserved(part, f"{param}.{key}")
-    elif isinstance(value, Sequence):
-        for number, part in enumerate(value):
-            refuse_reserved(part, f"{param}[{number}]")
+    # Not recursive: a client chooses the depth.
+    waiting = [(value, param)]
+    while waiting:
+        part, where = waiting.pop()
+        if isinstance(part, str):
+            if not part.isascii() and RESERVED in part:
+                raise BadRequestError(
+                    f"{where}: the text holds U+FDD0, which is not a character", param=where
+                )
+        elif isinstance(part, Mapping):
+            waiting += [(key, where) for key in part]
+            waiting += [(inner, f"{where}.{key}") for key, inner in part.items()]
+        elif isinstance(part, Sequence):
+            waiting += [(inner, f"{where}[{number}]") for number, inner in enumerate(part)]
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

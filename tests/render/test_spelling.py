@@ -131,6 +131,14 @@ def test_it_is_refused_wherever_it_hides(options):
         encode([{"role": "user", "content": "x"}], **options)
 
 
+def test_depth_costs_a_client_s_request_only():
+    deep: object = "x"
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(BadRequestError, match="cannot render"):
+        encode([{"role": "user", "content": "x", "name": deep}])
+
+
 def test_revealing_undoes_concealing():
     spelling = SecretSpelling(MEDIA_TOKENS)
     text = "a<|IMAGE|><|AUDIO|>b<|im_end|>"

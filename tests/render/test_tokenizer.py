@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 
@@ -39,6 +41,23 @@ def test_ids_and_text_equal_those_of_auto_tokenizer(kind, folder):
     assert ours.special_tokens == theirs.special_tokens_map
     assert ours.eos_token_id == theirs.eos_token_id
     assert ours.vocab_size == len(theirs)
+
+
+def test_a_folder_that_names_its_class_loads_as_transformers_decides(folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    shutil.copytree(folder("qwen2_5_vl"), tmp_path / "named")
+    config = tmp_path / "named" / "tokenizer_config.json"
+    described = json.loads(config.read_text()) | {"tokenizer_class": "Qwen2TokenizerFast"}
+    config.write_text(json.dumps(described))
+    ours = Tokenizer.load(tmp_path / "named")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "named")
+    assert type(theirs).__name__ == "Qwen2Tokenizer"
+    image = next(token for token, text in ours.added_tokens.items() if "image" in text)
+    respelled = ours.respelled({ours.added_tokens[image]: "§§"})
+    for text in TEXTS:
+        assert ours.encode(text) == respelled.encode(text) == theirs.encode(text)
+    assert respelled.encode("§§") == [image]
 
 
 def test_a_generic_folder_loads_without_torch():
