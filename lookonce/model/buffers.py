@@ -9,8 +9,7 @@ from torch import Tensor
 class StaticBuffer:
     """On the CPU host and device are the same memory; on an accelerator the host side is pinned.
 
-    `push` copies asynchronously: whoever fills the host side again must have waited for the step
-    before (fetching its sampled tokens does).
+    `push` copies asynchronously: see `CopyFence` for when the host side may be filled again.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -23,5 +22,32 @@ class StaticBuffer:
         """The first `size` entries of the last dimension, on the device."""
         view = self._device[..., :size]
         if self._device is not self._host:
-            view.copy_(self._host[..., :size], non_blocking=True)
+            _copy_rows(view, self._host[..., :size])
         return view
+
+
+def _copy_rows(target: Tensor, source: Tensor) -> None:
+    """Row by row: only contiguous pinned memory is copied without waiting."""
+    if target.dim() == 1:
+        target.copy_(source, non_blocking=True)
+        return
+    for target_row, source_row in zip(target, source, strict=True):
+        _copy_rows(target_row, source_row)
+
+
+class CopyFence:
+    """Keeps a step from overwriting host memory that the step before is still copying from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Until all copies up to the last `mark` are done; at once where nothing is copied."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def mark(self) -> None:
+        if self._event is not None:
+            self._event.record()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lookonce.model.attention.backend import AttentionBuffers, AttentionMetadata
-from lookonce.model.buffers import StaticBuffer
+from lookonce.model.buffers import CopyFence, StaticBuffer
 from lookonce.model.sequences import SequenceTable
 from lookonce.types.step import EmbedSlice, ScheduledSequence
 
@@ -34,8 +34,6 @@ class StepInputs:
     """[N] indices into T of the rows of `embeds`, one after the other; None without any."""
     sample_rows: Tensor | None
     """[S] indices into T of each sampled sequence's last token; None: every token is one."""
-    num_samples: int
-    """S."""
 
 
 class StepInputBuilder:
@@ -55,6 +53,7 @@ class StepInputBuilder:
         self._positions = StaticBuffer((position_axes, max_num_tokens), torch.int64, device)
         self._embed_at = StaticBuffer((max_num_tokens,), torch.int64, device)
         self._sample_rows = StaticBuffer((max_num_seqs,), torch.int64, device)
+        self._fence = CopyFence(device)
         self._attention = AttentionBuffers(
             max_num_seqs=max_num_seqs,
             max_num_tokens=max_num_tokens,
@@ -65,6 +64,7 @@ class StepInputBuilder:
 
     def build(self, scheduled: Sequence[ScheduledSequence]) -> StepInputs:
         """`scheduled` is not empty and its blocks are already in the table."""
+        self._fence.wait()
         lens = [chunk.num_tokens for chunk in scheduled]
         rows = np.array([self._table.row_of(chunk.seq_id) for chunk in scheduled])
         starts = np.array([chunk.start for chunk in scheduled])
@@ -75,15 +75,16 @@ class StepInputBuilder:
         self._token_ids.host[:total] = self._table.tokens[owner, index]
         self._fill_positions(scheduled, rows, owner, index, ends)
         embeds, embed_at = self._place_embeds(scheduled, ends)
-        return StepInputs(
+        inputs = StepInputs(
             token_ids=self._token_ids.push(total),
             position_ids=self._shaped(self._positions.push(total)),
             metadata=self._metadata(scheduled, lens, rows),
             embeds=embeds,
             embed_at=embed_at,
             sample_rows=self._fill_sample_rows(scheduled, ends),
-            num_samples=sum(chunk.sample for chunk in scheduled),
         )
+        self._fence.mark()
+        return inputs
 
     def _fill_positions(
         self,
