@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lookonce.core.admission import Door
 from lookonce.errors import BadRequestError
+from lookonce.types.media import ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
@@ -22,14 +23,17 @@ class Judge:
         self.model = model
         self._door = door
 
-    def check(self, request: GenerateRequest) -> None:
-        """Raises a `RequestError` naming what the served model cannot take."""
+    def check(self, request: GenerateRequest, items: dict[bytes, ProcessedItem]) -> None:
+        """Raises a `RequestError` naming what the served model cannot take.
+
+        `items`: those of the request that the engine holds already.
+        """
         self._check_length(request)
         self._check_sampling(request.sampling)
         for number, feature in enumerate(request.features):
             if len(feature.key) != KEY_BYTES:
                 raise BadRequestError(f"item {number} has a malformed key", param="features")
-        self._door.build_request(request, {})
+        self._door.build_request(request, items)
 
     def _check_length(self, request: GenerateRequest) -> None:
         num_tokens = request.prompt.shape[0] if request.prompt.shape else 0

@@ -49,7 +49,8 @@ from lookonce.ipc.messages import (
     UpdateCache,
     Welcome,
 )
-from lookonce.types.request import TokenDelta
+from lookonce.types.media import ProcessedItem
+from lookonce.types.request import GenerateRequest, TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ class Reception:
         if held is None:
             return
         try:
-            self._check(message)
+            self._check(message.request, held.items)
         except LookOnceError as error:
             self._intake.release(request_id)
             self._reject(sender, request_id, error)
@@ -190,14 +191,14 @@ class Reception:
             self._accept(request_id)
         self.exchange.command(Add(message.request, held.items, held.missing))
 
-    def _check(self, message: Submit) -> None:
+    def _check(self, request: GenerateRequest, items: dict[bytes, ProcessedItem]) -> None:
         """Raises what stands in the way of serving the request."""
         if self._judge is None:
             raise NotReadyError("the model is still loading")
         waiting = self.exchange.num_waiting + self.exchange.num_commands
         if waiting >= self._max_queue:
             raise QueueFullError(f"{waiting} requests are waiting, the most that may")
-        self._judge.check(message.request)
+        self._judge.check(request, items)
 
     def _reject(self, sender: str, request_id: str, error: LookOnceError) -> None:
         self._send(sender, Rejected(request_id, error_to_wire(error)))

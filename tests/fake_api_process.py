@@ -1,0 +1,46 @@
+"""A small stand-in for the API process: starts, serves, drains and ends as `launch` expects.
+
+/ready   200          /pid   its process id          /slow   an answer that takes a while
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+
+SLOW_SECONDS = 0.5
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    path = (await reader.readline()).split()[1]
+    if path == b"/slow":
+        await asyncio.sleep(SLOW_SECONDS)
+    body = str(os.getpid()).encode()
+    writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body))
+    writer.write(body)
+    await writer.drain()
+    writer.close()
+
+
+async def serve(listen_fd: int) -> None:
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    running: set[asyncio.Task[None]] = set()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.ensure_future(answer(reader, writer))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    server = await asyncio.start_server(accept, sock=socket.socket(fileno=listen_fd))
+    await stopped.wait()
+    server.close()
+    await asyncio.gather(*running)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(json.loads(sys.stdin.readline())["listen_fd"]))

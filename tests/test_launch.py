@@ -1,0 +1,213 @@
+"""The supervisor over real processes: a fake engine, and a stand-in for the API process."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from lookonce.config import Options, ServerConfig, resolve
+from lookonce.errors import ConfigError, EngineDeadError
+from lookonce.launch import Supervisor, bind, url_of
+
+ENGINE = (sys.executable, "-m", "tests.engine.fake_process")
+API = (sys.executable, "-m", "tests.fake_api_process")
+PATIENCE = 60.0
+
+
+def config(behaviour="serve", **server):
+    plain = resolve(Options(model=behaviour))
+    changed = dataclasses.replace(plain.server, port=0, **server)
+    return dataclasses.replace(plain, server=changed)
+
+
+class Launched:
+    """A supervisor at work on this event loop."""
+
+    def __init__(self, given, engine=ENGINE):
+        self.config = given
+        self.loading = []
+        self._url = asyncio.get_running_loop().create_future()
+        self.supervisor = Supervisor(
+            given,
+            on_loading=lambda done, total: self.loading.append((done, total)),
+            on_ready=self._url.set_result,
+            engine_command=engine,
+            api_command=API,
+        )
+        self.running = asyncio.create_task(self.supervisor.run())
+
+    async def url(self):
+        await asyncio.wait([self._url, self.running], return_when=asyncio.FIRST_COMPLETED)
+        if self.running.done():
+            self.running.result()
+        return self._url.result()
+
+    async def pid(self):
+        async with httpx.AsyncClient() as client:
+            return int((await client.get(await self.url() + "/pid")).text)
+
+    async def stop(self):
+        self.supervisor.ask_stop()
+        await self.running
+
+
+def launched(scenario, given=None, **options):
+    async def whole():
+        async with asyncio.timeout(PATIENCE):
+            server = Launched(given or config(), **options)
+            try:
+                await scenario(server)
+            finally:
+                if not server.running.done():
+                    await server.stop()
+
+    asyncio.run(whole())
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110 - nothing announces it
+        await asyncio.sleep(0.02)
+
+
+def test_it_says_where_it_serves_and_cleans_up_when_it_ends():
+    async def scenario(server):
+        url = await server.url()
+        assert url.startswith("http://127.0.0.1:")
+        assert server.loading[-1] == (2, 2)
+        folder = Path(server.config.channel.address.removeprefix("ipc://")).parent
+        assert folder.exists()
+        await server.stop()
+        assert not folder.exists()
+        with pytest.raises(httpx.ConnectError):
+            await server.pid()
+
+    launched(scenario)
+
+
+def test_api_processes_share_one_socket():
+    async def scenario(server):
+        await server.url()
+        seen = set()
+        while len(seen) < 2:
+            seen |= set(await asyncio.gather(*(server.pid() for _ in range(8))))
+        assert os.getpid() not in seen
+
+    launched(scenario, config(api_processes=2))
+
+
+def test_an_api_process_that_dies_is_restarted(caplog):
+    async def scenario(server):
+        first = await server.pid()
+        os.kill(first, signal.SIGKILL)
+        while await server.pid() == first:
+            pass
+
+    with caplog.at_level(logging.ERROR):
+        launched(scenario)
+    assert "API process 0 ended by signal 9; restart 1 of 3" in caplog.text
+
+
+def test_an_engine_that_dies_is_restarted_three_times_then_everything_ends(caplog):
+    async def scenario(server):
+        with pytest.raises(EngineDeadError, match="3 times"):
+            await server.running
+
+    with caplog.at_level(logging.ERROR):
+        launched(scenario, config("crash"))
+    for number in (1, 2, 3):
+        assert f"the engine process ended with status 7; restart {number} of 3" in caplog.text
+
+
+def test_what_the_engine_refuses_to_start_with_is_raised_and_nothing_is_left():
+    async def scenario(server):
+        with pytest.raises(ConfigError, match="at least 900"):
+            await server.running
+
+    launched(scenario, config("refuse"))
+
+
+def test_running_requests_finish_when_it_is_told_to_stop():
+    async def scenario(server):
+        async with httpx.AsyncClient() as client:
+            slow = asyncio.create_task(client.get(await server.url() + "/slow"))
+            await asyncio.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (await slow).status_code == 200
+        await server.running
+
+    launched(scenario)
+
+
+def test_told_twice_it_ends_at_once():
+    async def scenario(server):
+        async with httpx.AsyncClient() as client:
+            slow = asyncio.create_task(client.get(await server.url() + "/slow"))
+            await asyncio.sleep(0.1)
+            server.supervisor.ask_stop()
+            await asyncio.sleep(0)
+            server.supervisor.ask_stop()
+            with pytest.raises(httpx.TransportError):
+                await slow
+        await server.running
+
+    launched(scenario)
+
+
+def test_an_engine_that_hangs_is_killed_and_restarted(caplog):
+    """This one says it serves, and that its step takes ever longer."""
+    hanging = (
+        "import time\n"
+        'print(\'{"type": "serving", "seconds": 0}\', flush=True)\n'
+        'print(\'{"type": "alive", "stalled_seconds": 999}\', flush=True)\n'
+        "time.sleep(999)\n"
+    )
+
+    async def scenario(server):
+        with pytest.raises(EngineDeadError):
+            await server.running
+
+    with caplog.at_level(logging.ERROR):
+        launched(scenario, engine=(sys.executable, "-c", hanging))
+    assert "it is killed" in caplog.text
+    assert "the engine process ended by signal 9; restart 1 of 3" in caplog.text
+
+
+def test_an_address_in_use_is_one_clear_error():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            bind(ServerConfig(port=port))
+
+
+def test_it_listens_on_a_unix_socket_and_replaces_a_stale_one(tmp_path):
+    path = str(tmp_path / "s")
+    stale = socket.socket(socket.AF_UNIX)
+    stale.bind(path)
+    stale.close()
+    with bind(ServerConfig(uds=path)) as listener:
+        assert url_of(listener) == f"unix:{path}"
+        with pytest.raises(ConfigError, match="cannot listen"):
+            bind(ServerConfig(uds=path))
+
+
+def test_ipv6_addresses_are_bracketed():
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    with bind(ServerConfig(host="::1", port=0)) as listener:
+        assert url_of(listener).startswith("http://[::1]:")
+
+
+def test_the_supervisor_imports_neither_torch_nor_transformers():
+    code = "import lookonce.launch, sys; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
