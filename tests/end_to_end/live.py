@@ -65,13 +65,13 @@ class LiveServer:
             self.process.stdout.close()
         return status
 
-    def client(self, **options: object) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)  # type: ignore[arg-type]
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
-    def async_client(self, **options: object) -> openai.AsyncOpenAI:
+    def async_client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options  # type: ignore[arg-type]
-        )  # fmt: skip
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60
+        )
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=30)

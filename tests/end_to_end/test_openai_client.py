@@ -23,7 +23,7 @@ def test_a_picture_is_asked_about(client):
     answer = client.chat.completions.create(model="nano", messages=ask(RED_CIRCLE, QUESTION))
     assert answer.choices[0].message.content == "the circle"
     assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage.prompt_tokens_details.model_extra["image_tokens"] == 9
+    assert answer.usage.prompt_tokens_details.image_tokens == 9
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 

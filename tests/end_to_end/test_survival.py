@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 
 import httpx
 import openai
@@ -15,6 +14,8 @@ from tests.end_to_end.drawing import ask, picture
 from tests.end_to_end.live import LiveServer, until
 
 NUM_CLIENTS = 200
+LONG = 600
+"""Tokens that take a while: long enough to be killed or drained midway."""
 
 
 def chat_body(number: int, **fields: object) -> dict[str, object]:
@@ -69,35 +70,37 @@ def mortal():
         yield live
 
 
+async def _finish_reasons(live: LiveServer, number: int, begun: asyncio.Event) -> list[object]:
+    """Streams a long answer; `begun` is set with its first words."""
+    async with live.async_client() as client:
+        stream = await client.chat.completions.create(
+            **chat_body(number, max_tokens=LONG), extra_body={"ignore_eos": True}
+        )
+        reasons: list[object] = []
+        async for chunk in stream:
+            begun.set()
+            reasons += [choice.finish_reason for choice in chunk.choices if choice.finish_reason]
+        return reasons
+
+
 def test_a_killed_engine_means_clear_errors_and_then_a_working_server(mortal):
-    answers: list[object] = []
-    started = threading.Barrier(5)
-
-    def ask_long(number: int) -> None:
-        body = chat_body(number, ignore_eos=True, max_tokens=3000)
-        with mortal.client() as client:
-            try:
-                stream = client.chat.completions.create(**body)
-                next(stream)
-                started.wait(60)
-                answers.extend(stream)
-            except openai.APIError as error:
-                answers.append(error)
-
-    threads = [threading.Thread(target=ask_long, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    started.wait(60)
     killed = mortal.engine_pid()
-    os.kill(killed, signal.SIGKILL)
-    for thread in threads:
-        thread.join(60)
-    errors = [answer for answer in answers if isinstance(answer, openai.APIError)]
-    assert len(errors) == 4
+
+    async def kill_midway():
+        begun = [asyncio.Event() for _ in range(4)]
+        streams = [
+            asyncio.create_task(_finish_reasons(mortal, n, event)) for n, event in enumerate(begun)
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        os.kill(killed, signal.SIGKILL)
+        return await asyncio.gather(*streams, return_exceptions=True)
+
+    errors = asyncio.run(kill_midway())
+    assert [type(error) for error in errors] == [openai.APIError] * 4
     assert {error.code for error in errors} == {"engine_dead"}
 
-    until(lambda: mortal.get("/health").status_code == 503 or mortal.engine_pid() not in
-          (None, killed), 30, mortal.log)  # fmt: skip
+    health = mortal.get("/health").status_code
+    assert health == 503 or mortal.engine_pid() not in (None, killed)
     until(lambda: mortal.get("/ready").status_code == 200, 90, mortal.log)
     assert mortal.get("/health").status_code == 200
     with mortal.client() as client:
@@ -106,31 +109,31 @@ def test_a_killed_engine_means_clear_errors_and_then_a_working_server(mortal):
 
 
 def test_sigterm_lets_running_requests_end_and_refuses_new_ones(mortal):
-    first_words = threading.Event()
-    texts: list[str] = []
+    async def stop_midway():
+        begun = asyncio.Event()
+        stream = asyncio.create_task(_finish_reasons(mortal, 0, begun))
+        await begun.wait()
+        mortal.process.send_signal(signal.SIGTERM)
+        refusal = await _first_refusal(mortal)
+        return await stream, refusal
 
-    def ask_long() -> None:
-        body = chat_body(0, ignore_eos=True, max_tokens=600)
-        with mortal.client() as client:
-            for chunk in client.chat.completions.create(**body):
-                first_words.set()
-                texts.extend(c.finish_reason for c in chunk.choices if c.finish_reason)
-
-    thread = threading.Thread(target=ask_long)
-    thread.start()
-    assert first_words.wait(60)
-    mortal.process.send_signal(signal.SIGTERM)
-    refused = []
-
-    def is_refused() -> bool:
-        try:
-            refused.append(mortal.post("/v1/chat/completions", chat_body(0, stream=False)))
-        except httpx.TransportError:
-            return True
-        return refused[-1].status_code == 503
-
-    until(is_refused, 30, mortal.log)
-    thread.join(60)
-    assert texts == ["length"]
+    reasons, refusal = asyncio.run(stop_midway())
+    assert reasons == ["length"]
+    assert refusal is not None
+    assert refusal.status_code == 503
+    assert refusal.json()["error"]["code"] == "draining"
     assert mortal.process.wait(60) == 0
     assert mortal.engine_pid() is None
+
+
+async def _first_refusal(live: LiveServer) -> httpx.Response | None:
+    """Asks until a request is turned away; None if the server was gone before that."""
+    async with httpx.AsyncClient(base_url=live.url, timeout=30) as client:
+        while True:
+            try:
+                body = chat_body(0, stream=False, max_tokens=1)
+                response = await client.post("/v1/chat/completions", json=body)
+            except httpx.TransportError:
+                return None
+            if response.status_code != 200:
+                return response

@@ -1,0 +1,104 @@
+"""The command line: what it says, refuses and starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from lookonce.cli.bench import run_benchmark
+from lookonce.cli.options import HELP, options_from
+from lookonce.config import Options
+from lookonce.errors import ConfigError
+from tests.end_to_end.drawing import encoded, picture
+
+
+def lookonce(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lookonce.cli.main", *arguments],
+        capture_output=True, text=True, timeout=120, check=False, **options,
+    )  # fmt: skip
+
+
+def test_help_lists_the_commands_and_loads_no_engine():
+    code = (
+        "import sys; sys.argv = ['lookonce', '--help']\n"
+        "import lookonce.cli.main as cli\n"
+        "try: cli.main()\n"
+        "finally: print({m.partition('.')[0] for m in sys.modules} & "
+        "{'torch', 'transformers', 'numpy', 'zmq', 'starlette', 'rich'})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0
+    for command in ("serve", "chat", "bench"):
+        assert command in done.stdout
+    assert done.stdout.endswith("set()\n")
+
+
+def test_serve_documents_every_option():
+    text = lookonce("serve", "--help").stdout
+    for field in dataclasses.fields(Options):
+        assert HELP[field.name]
+        if field.name != "model":
+            assert "--" + field.name.replace("_", "-") in text
+    assert "--no-prefix-caching" in text
+
+
+MISTAKES = [
+    (["serve", "--prot", "1"], "--prot"),
+    (["serve", "--port", "http"], "--port"),
+    (["serve", "--api-processes", "0"], "--api-processes"),
+    (["serve", "--dtype", "int3"], "--dtype"),
+    (["serve", "--device", "tpu"], "--device"),
+    (["serve", "--api-key", "a:b:c"], "--api-key"),
+    (["serve", "--limit-mm-per-prompt", "smell=2"], "--limit-mm-per-prompt"),
+    (["serve", "--chat-template", "/nowhere.jinja"], "--chat-template"),
+    (["serve", "--kv-cache-gb", "-1"], "--kv-cache-gb"),
+    (["chat"], "TEXT"),
+    (["chat", "nano", "two", "three"], "quotes"),
+    (["chat", "hi", "--image", "/nowhere.png"], "nowhere.png"),
+    (["bench", "nothing"], "nothing"),
+    (["dance"], "dance"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "named"), MISTAKES)
+def test_a_mistake_is_one_line_and_status_2(arguments, named):
+    done = lookonce(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert named in line
+
+
+def test_a_model_that_is_not_there_is_said_so(tmp_path):
+    done = lookonce("serve", str(tmp_path), "--port", "0")
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("lookonce: ")
+
+
+def test_options_become_tuples_and_lists_of_domains_are_split():
+    options = options_from(
+        "m", {"api_key": ["a", "b:c"], "allowed_media_domains": ["x.org,y.org", "z.org"]}
+    )
+    assert options == Options(
+        model="m", api_key=("a", "b:c"), allowed_media_domains=("x.org", "y.org", "z.org")
+    )
+
+
+def test_chat_prints_one_answer(tmp_path):
+    image = tmp_path / "drawn.png"
+    image.write_bytes(encoded(picture(("green", "triangle"))))
+    done = lookonce("chat", "--image", str(image), "What is in the picture?")
+    assert (done.returncode, done.stdout) == (0, "a green triangle\n"), done.stderr
+
+
+def test_an_unknown_benchmark_names_those_there_are(capsys):
+    with pytest.raises(ConfigError, match="there is no benchmark 'fast'"):
+        run_benchmark("fast", [])
+    assert run_benchmark("list", []) == 0

@@ -1,0 +1,116 @@
+"""`LLM`: the engine from Python, on the embedded model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from lookonce import LLM, SamplingParams, media_hash
+from lookonce.errors import BadRequestError, ConfigError
+from tests.end_to_end.drawing import ask, encoded, picture
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+RED_SQUARE = picture(("red", "square"))
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("nano") as llm:
+        yield llm
+
+
+def test_a_conversation_is_answered_truthfully(llm):
+    (output,) = llm.chat(ask(RED_SQUARE, "What is in the picture?"), GREEDY)
+    assert output.text == "a red square"
+    sample = output.outputs[0]
+    assert (sample.index, sample.finish_reason) == (0, "stop")
+    assert output.usage.prompt_tokens == len(output.prompt_token_ids)
+    assert output.usage.completion_tokens == len(sample.token_ids)
+    assert output.usage.prompt_tokens_details.image_tokens == 9
+
+
+def test_many_conversations_are_answered_side_by_side_in_order(llm):
+    colours = ["green", "purple", "red"]
+    question = "What color is the circle?"
+    asked = [ask(picture((colour, "circle")), question) for colour in colours]
+    assert [output.text for output in llm.chat(asked, GREEDY)] == colours
+
+
+def test_the_receipt_says_what_was_looked_up(llm):
+    question = ask(picture(("blue", "triangle")), "What is in the picture?")
+    cold, warm = (llm.chat(question, GREEDY)[0].reuse_receipt for _ in range(2))
+    assert cold.items[0].processor == "miss"
+    assert warm.items[0].processor in ("hit", "not_needed")
+    assert warm.prefix_cached_tokens > 0
+    assert len(cold.items[0].hash) == 16
+
+
+def test_prompts_are_text_or_tokens_one_or_many(llm):
+    prompt = "<|im_start|>user\nSay apple.<|im_end|>\n<|im_start|>assistant\n"
+    (output,) = llm.generate(prompt, GREEDY)
+    assert output.text == "apple"
+    again = llm.generate([prompt, output.prompt_token_ids], GREEDY)
+    assert [o.text for o in again] == ["apple", "apple"]
+    assert llm.generate(output.prompt_token_ids, GREEDY)[0].text == "apple"
+
+
+def test_samples_logprobs_and_stop_strings(llm):
+    params = SamplingParams(n=2, temperature=0, logprobs=2, stop=("squ",), max_tokens=40)
+    (output,) = llm.chat(ask(RED_SQUARE, "What is in the picture?"), params)
+    assert [sample.text for sample in output.outputs] == ["a red ", "a red "]
+    assert {sample.stop_reason for sample in output.outputs} == {"squ"}
+    for sample in output.outputs:
+        assert len(sample.logprobs) == len(sample.token_ids)
+        assert all(len(entry.top) == 2 for entry in sample.logprobs)
+
+
+def test_without_parameters_the_model_s_own_are_used(llm):
+    assert llm.chat(ask("Say river."))[0].text == "river"
+
+
+def test_text_streams_and_a_stream_may_be_left(llm):
+    question = ask(RED_SQUARE, "What is in the picture?")
+    assert "".join(llm.stream_chat(question)) == "a red square"
+    long = SamplingParams(temperature=0, ignore_eos=True, max_tokens=2000)
+    stream = llm.stream_chat(question, long)
+    next(stream)
+    stream.close()
+    assert llm.chat(question, GREEDY)[0].text == "a red square"
+    assert llm.stats()["num_requests_running"] == 0
+
+
+def test_one_bad_request_fails_its_call_alone(llm):
+    with pytest.raises(BadRequestError, match="context"):
+        llm.generate(["fine", "x " * 9000], GREEDY)
+    assert llm.chat(ask("Say river."), GREEDY)[0].text == "river"
+
+
+def test_wrong_options_are_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match="--dtype"):
+        LLM("nano", dtype="float7")
+
+
+def test_a_script_needs_no_main_guard(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from lookonce import LLM, SamplingParams\n"
+        "llm = LLM('nano')\n"
+        "print(llm.generate('Hello', SamplingParams(max_tokens=1))[0].usage.completion_tokens)\n"
+        "llm.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "1\n", done.stderr
+
+
+def test_the_package_exports_are_lazy():
+    code = "import lookonce, sys; print('torch' in sys.modules or 'zmq' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "False\n"
+    assert len(media_hash(encoded(RED_SQUARE), modality="image")) == 32
