@@ -49,11 +49,11 @@ class BlockPool:
     def holds(self, block_hash: bytes) -> bool:
         return block_hash in self._by_hash
 
-    def match(self, hashes: Sequence[bytes], limit: int) -> list[int]:
-        """Blocks that hold the longest prefix of `hashes`, at most `limit`. Changes nothing."""
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks that hold the longest prefix of `hashes`. Changes nothing."""
         found: list[int] = []
-        for index in range(min(limit, len(hashes))):
-            block = self._by_hash.get(hashes[index])
+        for block_hash in hashes:
+            block = self._by_hash.get(block_hash)
             if block is None:
                 break
             found.append(block)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lookonce.core.request import Request
+from lookonce.core.facts import FactsRecord
 from lookonce.types.step import EncodeItem, NewSequence, ScheduledSequence
 
 
@@ -34,8 +34,8 @@ class StepPass:
         self.encoder = EncoderBudget(encoder_rows)
         self.new: list[NewSequence] = []
         self.encode: list[EncodeItem] = []
-        self.encode_owners: dict[bytes, tuple[Request, int]] = {}
-        """Key encoded in this step → the request and feature that caused it."""
+        self.encode_owners: dict[bytes, tuple[FactsRecord, int]] = {}
+        """Key encoded in this step → the receipt and the feature that caused it."""
         self.scheduled: list[ScheduledSequence] = []
         self.stalled = False
-        """A running sequence got nothing: nobody is admitted past it."""
+        """A running sequence waits for tokens or room: nobody is admitted who could take them."""

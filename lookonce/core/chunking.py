@@ -11,15 +11,24 @@ or the item is missing), and to the edge of an unsplittable item that it would c
 from __future__ import annotations
 
 from collections.abc import Collection
+from enum import Enum
 
 from lookonce.core.budget import StepPass
 from lookonce.core.counters import Counters
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.features import Features, next_embed
-from lookonce.core.request import Request, Sequence
+from lookonce.core.request import Sequence
 from lookonce.types.media import MediaFeature, Modality
-from lookonce.types.request import EncoderOutcome
 from lookonce.types.step import EncodeItem, NewSequence, ScheduledSequence
+
+
+class Shortage(Enum):
+    """Why a sequence got nothing in a step."""
+
+    TOKENS = "token budget"
+    ENCODER_BUDGET = "encoder budget"
+    ROOM = "room in the encoder cache"
+    ITEM = "an item the engine lacks"
 
 
 class Chunker:
@@ -32,28 +41,21 @@ class Chunker:
         self._counters = counters
         self._unsplittable = frozenset(unsplittable)
 
-    def plan(self, sequence: Sequence, step: StepPass) -> bool:
-        """Schedule as much of the sequence as the step affords; False when that is nothing."""
+    def plan(self, sequence: Sequence, step: StepPass) -> Shortage | None:
+        """Schedule as much of the sequence as the step affords; what is short if that is nothing.
+
+        Nothing is held for a sequence that gets nothing.
+        """
         start = sequence.num_computed
         end = min(len(sequence.tokens), start + step.tokens)
         end = self._keep_whole(sequence.request.features, start, end)
-        end = self._acquire_window(sequence, start, end, step)
         if end <= start:
-            return False
+            return Shortage.TOKENS
+        end, shortage = self._acquire_window(sequence, start, end, step)
+        if end <= start:
+            return shortage
         self._schedule(sequence, start, end, step)
-        return True
-
-    def first_missing(self, sequence: Sequence) -> bool:
-        """Whether the very next position needs an item that the engine lacks."""
-        start = sequence.num_computed
-        request = sequence.request
-        return any(
-            self._lacks(request, request.features[index])
-            for index in request.features.overlapping(start, start + 1)
-        )
-
-    def _lacks(self, request: Request, feature: MediaFeature) -> bool:
-        return feature.key in request.missing and feature.key not in self._encoder_cache
+        return None
 
     def _keep_whole(self, features: Features, start: int, end: int) -> int:
         """Move `end` before an unsplittable item that it would cut; `start` if none fits."""
@@ -65,51 +67,58 @@ class Chunker:
                 return max(feature.offset, start)
         return end
 
-    def _acquire_window(self, sequence: Sequence, start: int, end: int, step: StepPass) -> int:
-        """Hold the outputs of items in `[start, end)`; the end up to which all could be had."""
-        features = sequence.request.features
+    def _acquire_window(
+        self, sequence: Sequence, start: int, end: int, step: StepPass
+    ) -> tuple[int, Shortage | None]:
+        """Hold the outputs of items in `[start, end)`; up to where they could be had, and why."""
+        features, held = sequence.request.features, sequence.held
+        last_held = held[-1] if held else -1
         for index in features.overlapping(start, end):
+            if index <= last_held:
+                continue
             feature = features[index]
             needed_from = next_embed(feature, start)
             if needed_from is None or needed_from >= end:
                 continue
-            if not self._acquire(sequence, index, feature, step):
+            shortage = self._acquire(sequence, index, feature, step)
+            if shortage is not None:
                 whole = feature.modality in self._unsplittable
-                return max(feature.offset, start) if whole else needed_from
-        return end
+                return max(feature.offset, start) if whole else needed_from, shortage
+            held.append(index)
+        return end, None
 
     def _acquire(
         self, sequence: Sequence, index: int, feature: MediaFeature, step: StepPass
-    ) -> bool:
-        if sequence.held and index <= sequence.held[-1]:
-            return True
-        outcome: EncoderOutcome = "hit"
-        if feature.key not in self._encoder_cache:
-            if not self._encode(sequence.request, index, feature, step):
-                return False
-            outcome = "miss"
-        self._encoder_cache.hold(sequence.seq_id, feature.key)
-        sequence.held.append(index)
-        self._count(sequence.request, index, outcome)
-        return True
+    ) -> Shortage | None:
+        """Hold one output, found or about to be encoded; what is short if it cannot be had."""
+        counters, facts = self._counters, sequence.request.facts
+        if self._encoder_cache.try_hold(sequence.seq_id, feature.key):
+            counters.encoder_cache_hits += 1
+            facts.note(index, "hit")
+        else:
+            shortage = self._encode(sequence, index, feature, step)
+            if shortage is not None:
+                return shortage
+            facts.note(index, "miss")
+        counters.encoder_cache_queries += 1
+        return None
 
-    def _encode(self, request: Request, index: int, feature: MediaFeature, step: StepPass) -> bool:
-        """Plan an encoder run; False when the item is missing or budget or room is short."""
-        item = request.items.get(feature.key)
-        if item is None or not step.encoder.affords(feature.num_embeds):
-            return False
-        if self._encoder_cache.try_allocate(feature.key, feature.num_embeds) is None:
-            return False
-        step.encoder.spend(feature.num_embeds)
-        step.encode.append(EncodeItem(feature.key, item))
-        step.encode_owners[feature.key] = (request, index)
-        return True
-
-    def _count(self, request: Request, index: int, outcome: EncoderOutcome) -> None:
-        self._counters.encoder_cache_queries += 1
-        self._counters.encoder_cache_hits += outcome == "hit"
-        if request.facts is not None:
-            request.facts.note(index, outcome)
+    def _encode(
+        self, sequence: Sequence, index: int, feature: MediaFeature, step: StepPass
+    ) -> Shortage | None:
+        """Plan an encoder run and hold its output."""
+        key, rows = feature.key, feature.num_embeds
+        item = sequence.request.items.get(key)
+        if item is None:
+            return Shortage.ITEM
+        if not step.encoder.affords(rows):
+            return Shortage.ENCODER_BUDGET
+        if self._encoder_cache.try_allocate(key, rows, sequence.seq_id) is None:
+            return Shortage.ROOM
+        step.encoder.spend(rows)
+        step.encode.append(EncodeItem(key, item))
+        step.encode_owners[key] = (sequence.request.facts, index)
+        return None
 
     def _schedule(self, sequence: Sequence, start: int, end: int, step: StepPass) -> None:
         features = sequence.request.features

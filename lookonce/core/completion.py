@@ -16,6 +16,6 @@ def finish_reason(sequence: Sequence, token_id: int) -> tuple[FinishReason | Non
         return "stop", None
     if token_id in request.stop_token_ids:
         return "stop", token_id
-    if len(sequence.tokens) >= sequence.max_tokens:
+    if len(sequence.tokens) >= sequence.token_limit:
         return "length", None
     return None, None

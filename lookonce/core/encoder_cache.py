@@ -14,15 +14,15 @@ The index runs both ways, holder → keys and key → holders, and every change 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+import sys
+from typing import NamedTuple
 
 from lookonce.errors import TooLargeError
 
 _HEAP_SLACK = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(NamedTuple):
     """Room made for one output, and the keys that had to leave for it."""
 
     key: bytes
@@ -96,6 +96,11 @@ class EncoderCache:
         """Entries of the eviction order, outdated ones included: bounded by what is cached."""
         return len(self._heap)
 
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest output that fits at all."""
+        return self.capacity_bytes // self.row_bytes if self.row_bytes else sys.maxsize
+
     def refuse_oversize(self, num_embeds: int, what: str) -> None:
         """Raise `TooLargeError` when `what` could never fit, with its size and the limit."""
         num_bytes = num_embeds * self.row_bytes
@@ -106,32 +111,46 @@ class EncoderCache:
                 param="features",
             )
 
-    def try_allocate(self, key: bytes, num_embeds: int) -> Allocation | None:
+    def try_allocate(
+        self, key: bytes, num_embeds: int, holder: int | None = None
+    ) -> Allocation | None:
         """Make room for an absent key, evicting unheld entries only as far as needed.
 
-        None, with nothing changed, when what is held leaves too little room. The new entry is
-        unheld: hold it before the next allocation.
+        None, with nothing changed, when what is held leaves too little room. With a holder the
+        new entry is held once from the start; without one it is evictable.
         """
         if key in self._entries:
             raise ValueError("the key is already in the encoder cache")
-        self.refuse_oversize(num_embeds, "an item")
         num_bytes = num_embeds * self.row_bytes
-        if self.held_bytes + num_bytes > self.capacity_bytes:
+        if self._used_bytes - self._unheld_bytes + num_bytes > self.capacity_bytes:
+            self.refuse_oversize(num_embeds, "an item")
             return None
-        evicted = self._evict_until(self.capacity_bytes - num_bytes)
+        room = self.capacity_bytes - num_bytes
+        evicted = self._evict_until(room) if self._used_bytes > room else ()
         entry = self._entries[key] = _Entry(num_bytes, self._usual_cost)
         self._used_bytes += num_bytes
-        self._make_evictable(key, entry)
+        if holder is None:
+            self._make_evictable(key, entry)
+        else:
+            entry.holders[holder] = 1
+            self._held.setdefault(holder, {})[key] = None
         return Allocation(key, num_bytes, evicted)
 
-    def hold(self, holder: int, key: bytes) -> None:
-        """Keep an entry until `release`; it counts as used now."""
-        entry = self._entries[key]
-        if not entry.holders:
+    def try_hold(self, holder: int, key: bytes) -> bool:
+        """Keep an entry until `release`, as used now; False when the key is absent."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return False
+        holders = entry.holders
+        if not holders:
             self._unheld_bytes -= entry.num_bytes
             entry.tick = 0
-        entry.holders[holder] = entry.holders.get(holder, 0) + 1
-        self._held.setdefault(holder, {})[key] = None
+        holders[holder] = holders.get(holder, 0) + 1
+        keys = self._held.get(holder)
+        if keys is None:
+            keys = self._held[holder] = {}
+        keys[key] = None
+        return True
 
     def release(self, holder: int, key: bytes) -> None:
         """Give one hold back. Raises `KeyError` when the holder has none."""

@@ -36,8 +36,12 @@ class Features:
         self._offsets = array("q")
         self._ends = array("q")
         self._as_tuple: tuple[MediaFeature, ...] | None = None
-        for feature in features:
-            self.append(feature)
+        known = tuple(features)
+        if _plain_and_in_order(known):
+            self._extend(known)
+        else:
+            for feature in known:
+                self.append(feature)
 
     def append(self, feature: MediaFeature) -> None:
         """Add a feature that begins at or after the end of the last one."""
@@ -49,6 +53,12 @@ class Features:
         self._offsets.append(feature.offset)
         self._ends.append(feature.end)
         self._as_tuple = None
+
+    def _extend(self, features: tuple[MediaFeature, ...]) -> None:
+        self._features += features
+        self._offsets.extend([feature.offset for feature in features])
+        self._ends.extend([feature.offset + feature.length for feature in features])
+        self._as_tuple = features
 
     def __len__(self) -> int:
         return len(self._features)
@@ -71,7 +81,11 @@ class Features:
         """Which encoder output rows the positions `[start, end)` take; `row` counts from start."""
         slices: list[EmbedSlice] = []
         for index in self.overlapping(start, end):
-            slices += feature_slices(self._features[index], start, end)
+            feature = self._features[index]
+            if feature.is_embed is None:
+                slices.append(_plain_slice(feature, start, end))
+            else:
+                slices += feature_slices(feature, start, end)
         return tuple(slices)
 
     def as_tuple(self) -> tuple[MediaFeature, ...]:
@@ -127,14 +141,40 @@ def feature_slices(feature: MediaFeature, start: int, end: int) -> list[EmbedSli
 
 def next_embed(feature: MediaFeature, start: int) -> int | None:
     """The first position at or after `start` that takes a row of the feature; None if none does."""
+    if feature.is_embed is None:
+        return max(feature.offset, start) if feature.end > start else None
     for first, last in _embed_ranges(feature):
         if feature.offset + last > start:
             return max(feature.offset + first, start)
     return None
 
 
+def _plain_slice(feature: MediaFeature, start: int, end: int) -> EmbedSlice:
+    """As `feature_slices`, for a feature that takes rows everywhere and touches the window."""
+    offset = feature.offset
+    low, high = max(offset, start), min(offset + feature.length, end)
+    return EmbedSlice(feature.key, low - offset, high - offset, low - start)
+
+
 def _embed_ranges(feature: MediaFeature) -> tuple[tuple[int, int], ...]:
     return ((0, feature.length),) if feature.is_embed is None else feature.is_embed
+
+
+def _plain_and_in_order(features: tuple[MediaFeature, ...]) -> bool:
+    """A fast way to know that nothing is wrong; False only sends to the thorough checks."""
+    at = 0
+    for feature in features:
+        length = feature.length
+        if (
+            feature.is_embed is not None
+            or feature.offset < at
+            or length < 1
+            or feature.num_embeds != length
+            or len(feature.key) != KEY_BYTES
+        ):
+            return False
+        at = feature.offset + length
+    return True
 
 
 def _check_shape(feature: MediaFeature, index: int) -> None:

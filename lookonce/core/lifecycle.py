@@ -5,8 +5,10 @@ from __future__ import annotations
 from lookonce.core.blocks import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.outbox import Outbox
-from lookonce.core.request import FactsRecord, Request, Sequence, State
+from lookonce.core.request import Request, Sequence, State
 from lookonce.core.roster import Roster
+from lookonce.errors import LookOnceError, error_to_wire
+from lookonce.types.request import FinishReason, TokenDelta
 
 
 class Lifecycle:
@@ -27,9 +29,7 @@ class Lifecycle:
         sequence.num_computed = num_cached_blocks * self._pool.block_size
         sequence.num_registered = num_cached_blocks
         sequence.cache_generation = self._pool.generation
-        request = sequence.request
-        if request.facts is None:
-            request.facts = FactsRecord(sequence.num_computed, len(request.features))
+        sequence.request.facts.note_admission(sequence.num_computed)
 
     def begin_decode(self, sequence: Sequence) -> None:
         """PREFILLING → DECODING: every token but the last sampled one is computed."""
@@ -73,6 +73,31 @@ class Lifecycle:
             self._outbox.output.released.append(request.request_id)
         elif not request.prefilled:
             self._promote_leader(request)
+
+    def end(
+        self, request: Request, reason: FinishReason, error: LookOnceError | None = None
+    ) -> None:
+        """Every unfinished sample → FINISHED, each with a last delta that says why."""
+        for sequence in request.live_sequences():
+            self.end_sample(sequence, reason, error)
+
+    def end_sample(
+        self, sequence: Sequence, reason: FinishReason, error: LookOnceError | None = None
+    ) -> None:
+        """One sample → FINISHED, with a last delta that says why."""
+        wire = None if error is None else error_to_wire(error)
+        delta = TokenDelta(
+            sequence.request.request_id, sequence.index, [], finish_reason=reason, error=wire
+        )
+        self._outbox.output.deltas.append(delta)
+        self.finish(sequence)
+
+    def accept_once_covered(self, sequence: Sequence) -> None:
+        """Report the request as accepted as soon as no missing item will be asked for any more."""
+        request = sequence.request
+        if not request.accepted and sequence.num_computed >= request.last_missing_end:
+            request.accepted = True
+            self._outbox.output.accepted.append(request.request_id)
 
     def _promote_leader(self, request: Request) -> None:
         """The sample the others waited for is gone: the next one computes the prompt."""

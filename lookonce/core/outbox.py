@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lookonce.errors import LookOnceError, error_to_wire
-from lookonce.types.request import FinishReason, TokenDelta
+from lookonce.types.request import TokenDelta
 
 
 @dataclass(slots=True)
@@ -42,16 +41,3 @@ class Outbox:
         finished = tuple(self.finished)
         self.finished.clear()
         return finished
-
-    def end(
-        self,
-        request_id: str,
-        index: int,
-        reason: FinishReason,
-        error: LookOnceError | None = None,
-    ) -> None:
-        """A last delta without tokens."""
-        wire = None if error is None else error_to_wire(error)
-        self.output.deltas.append(
-            TokenDelta(request_id, index, [], finish_reason=reason, error=wire)
-        )

@@ -20,8 +20,10 @@ from lookonce.core.tokens import TokenBuffer
 from lookonce.types.media import MediaFeature
 
 _ROOT = b"lookonce.kv-block.1\0"
-_ITEM = struct.Struct("<32sqqqqqqq")
+_PLAIN_ITEM = struct.Struct("<32sBqqq")
+_SHAPED_ITEM = struct.Struct("<32sBqqqqqqq")
 _RANGE = struct.Struct("<qq")
+_PLAIN, _SHAPED = 0, 1
 
 
 def root_hash(scope: bytes) -> bytes:
@@ -30,11 +32,16 @@ def root_hash(scope: bytes) -> bytes:
 
 
 def extend_chain(
-    chain: list[bytes], root: bytes, tokens: TokenBuffer, features: Features, block_size: int
+    chain: list[bytes],
+    root: bytes,
+    tokens: TokenBuffer,
+    features: Features,
+    block_size: int,
+    num_blocks: int,
 ) -> None:
-    """Append the hashes of blocks completed since the last call; earlier ones are not read."""
+    """Append hashes until `chain` covers `num_blocks` full blocks; earlier ones are not read."""
     parent = chain[-1] if chain else root
-    for block in range(len(chain), len(tokens) // block_size):
+    for block in range(len(chain), num_blocks):
         start, end = block * block_size, (block + 1) * block_size
         parts = [parent, tokens.raw(start, end)]
         parts += [_describe(features[i], start, end) for i in features.overlapping(start, end)]
@@ -44,12 +51,14 @@ def extend_chain(
 
 def _describe(feature: MediaFeature, start: int, end: int) -> bytes:
     """Self-delimiting bytes of one item as the block `[start, end)` sees it."""
-    base = feature.offset - start
+    base, length, rows = feature.offset - start, feature.length, feature.num_embeds
+    if feature.is_embed is None and feature.grid is None:
+        return _PLAIN_ITEM.pack(feature.key, _PLAIN, base, length, rows)
     ranges = [
         _RANGE.pack(base + first, base + last)
         for first, last in feature.is_embed or ()
         if base + first < end - start and base + last > 0
     ]
     grid = feature.grid or (-1, -1, -1)
-    head = _ITEM.pack(feature.key, base, feature.length, feature.num_embeds, *grid, len(ranges))
+    head = _SHAPED_ITEM.pack(feature.key, _SHAPED, base, length, rows, *grid, len(ranges))
     return head + b"".join(ranges)

@@ -15,21 +15,21 @@ ASIDE: media items the engine lacks were asked for; supplying them resumes it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lookonce.core.facts import FactsRecord
 from lookonce.core.features import Features
 from lookonce.core.prefix import extend_chain, root_hash
 from lookonce.core.tokens import TokenBuffer
 from lookonce.types.media import ProcessedItem
-from lookonce.types.request import (
-    MAX_LISTED_ITEMS,
-    EncoderOutcome,
-    GenerateRequest,
-    PrefillFacts,
-)
+from lookonce.types.request import GenerateRequest
+
+HASHED_AHEAD = 8
+"""Blocks hashed beyond the one asked for; a prompt that is not cached is not hashed at once."""
 
 
 class State(Enum):
@@ -56,36 +56,8 @@ ALLOWED: dict[State, frozenset[State]] = {
 }  # fmt: skip
 
 
-class FactsRecord:
-    """Collects what a request reused; `prefix_cached_tokens` never changes once set."""
-
-    __slots__ = ("_encode_ms", "_outcomes", "prefix_cached_tokens")
-
-    def __init__(self, prefix_cached_tokens: int, num_features: int) -> None:
-        listed = min(num_features, MAX_LISTED_ITEMS)
-        self.prefix_cached_tokens = prefix_cached_tokens
-        self._outcomes: list[EncoderOutcome] = ["skipped"] * listed
-        self._encode_ms = [0.0] * listed
-
-    def note(self, index: int, outcome: EncoderOutcome) -> None:
-        """The first use of a feature's output decides its outcome."""
-        if index < len(self._outcomes) and self._outcomes[index] == "skipped":
-            self._outcomes[index] = outcome
-
-    def note_encoding(self, index: int, seconds: float) -> None:
-        if index < len(self._encode_ms):
-            self._encode_ms[index] += 1000.0 * seconds
-
-    def freeze(self) -> PrefillFacts:
-        return PrefillFacts(
-            prefix_cached_tokens=self.prefix_cached_tokens,
-            encoder=tuple(self._outcomes),
-            encode_ms=tuple(self._encode_ms),
-        )
-
-
 class Request:
-    """What all samples share. Built once per request, by `admission.build_request`."""
+    """What all samples share. Built once per request, by `door.Door`."""
 
     __slots__ = (
         "accepted",
@@ -137,17 +109,15 @@ class Request:
         self.accepted = False
         self.prefilled = False
         """Some sample has computed the whole prompt: siblings need not wait any more."""
-        self.facts: FactsRecord | None = None
+        self.facts = FactsRecord(len(features))
         self.update_missing()
 
     def update_missing(self) -> None:
         """Recount what the engine lacks: O(items), only when items come or the request is new."""
-        self.missing.clear()
-        self.last_missing_end = 0
-        for feature in self.features.as_tuple():
-            if feature.key not in self.items:
-                self.missing.add(feature.key)
-                self.last_missing_end = feature.end
+        features = self.features.as_tuple()
+        self.missing = {feature.key for feature in features} - self.items.keys()
+        last = (f.end for f in reversed(features) if f.key in self.missing)
+        self.last_missing_end = next(last, 0) if self.missing else 0
 
     @property
     def self_sufficient(self) -> bool:
@@ -173,7 +143,6 @@ class Sequence:
         "chain",
         "held",
         "index",
-        "max_tokens",
         "next_hash",
         "num_computed",
         "num_delivered",
@@ -182,10 +151,11 @@ class Sequence:
         "request",
         "seq_id",
         "state",
+        "token_limit",
         "tokens",
     )
 
-    def __init__(self, seq_id: int, request: Request, index: int, max_tokens: int) -> None:
+    def __init__(self, seq_id: int, request: Request, index: int, token_limit: int) -> None:
         self.seq_id = seq_id
         self.request = request
         self.index = index
@@ -193,10 +163,10 @@ class Sequence:
         """First come, first served."""
         self.state = State.WAITING if index == 0 else State.HELD_BACK
         self.tokens = TokenBuffer(request.prompt)
-        self.max_tokens = max_tokens
+        self.token_limit = token_limit
         """Prompt plus generated tokens at which it ends with "length"."""
         self.chain: list[bytes] = []
-        """Hashes of all full blocks so far."""
+        """Hashes of its first full blocks, as far as anyone asked."""
         self.admissible_with = 0
         """Free blocks below which trying to admit again is in vain, unless..."""
         self.next_hash: bytes | None = None
@@ -226,9 +196,19 @@ class Sequence:
         known, self.num_delivered = self.num_delivered, len(self.block_ids)
         return tuple(self.block_ids[known:])
 
-    def extend_chain(self, block_size: int) -> None:
+    def extend_chain(self, block_size: int, num_blocks: int) -> None:
+        """Hash the first `num_blocks` full blocks, as far as they are not hashed yet."""
         request = self.request
-        extend_chain(self.chain, request.root, self.tokens, request.features, block_size)
+        extend_chain(
+            self.chain, request.root, self.tokens, request.features, block_size, num_blocks
+        )
+
+    def hashes(self, block_size: int, limit: int) -> Iterator[bytes]:
+        """Hashes of the first `limit` blocks, computed as they are asked for."""
+        for index in range(limit):
+            if index == len(self.chain):
+                self.extend_chain(block_size, min(limit, index + HASHED_AHEAD))
+            yield self.chain[index]
 
     def move_to(self, state: State) -> None:
         """Change state; an illegal transition is a bug in the scheduler and raises."""

@@ -50,7 +50,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), extra=st.integers(0, 3))
     def reuse(self, data: st.DataObject, extra: int) -> None:
         wanted = data.draw(st.lists(st.sampled_from(sorted({*self.content.values(), key("no")}))))
-        found = self.pool.match(wanted, len(wanted))
+        found = self.pool.match(wanted)
         for block, block_hash in zip(found, wanted, strict=False):
             assert self.content[block] == block_hash, "a hit answers what was written"
         if len(set(found)) < len(found):
@@ -116,7 +116,7 @@ class TestReuseOrder:
         pool.register(second[0], key("second"))
         pool.release(first)
         pool.release(second)
-        pool.release(pool.try_allocate(0, pool.match([key("first")], 1)))
+        pool.release(pool.try_allocate(0, pool.match([key("first")])))
         pool.try_allocate(1)
         assert pool.holds(key("first"))
         assert not pool.holds(key("second"))
@@ -126,7 +126,7 @@ class TestReuseOrder:
         blocks = pool.try_allocate(1)
         pool.register(blocks[0], key("a"))
         pool.release(blocks)
-        assert pool.try_allocate(2, pool.match([key("a")], 1)) is None
+        assert pool.try_allocate(2, pool.match([key("a")])) is None
         assert pool.holds(key("a"))
 
 

@@ -185,7 +185,7 @@ def test_hashing_reads_only_what_was_not_hashed_before(
         chain = sequence.chain[:-1]
         root = root_hash(long.request.scope)
         counts[num_items] = count_operations(
-            lambda c=chain, r=root, t=tokens, f=features: extend_chain(c, r, t, f, 16)
+            lambda c=chain, r=root, t=tokens, f=features: extend_chain(c, r, t, f, 16, len(c) + 1)
         )
         assert chain == sequence.chain
     assert max(counts.values()) < 300

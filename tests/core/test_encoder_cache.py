@@ -28,12 +28,13 @@ class EncoderCacheMachine(RuleBasedStateMachine):
         self.device: set[bytes] = set()
         """What a runner that obeys keeps."""
 
-    @rule(holder=HOLDERS, wanted=st.sampled_from(KEYS))
-    def acquire(self, holder: int, wanted: bytes) -> None:
+    @rule(holder=HOLDERS, wanted=st.sampled_from(KEYS), at_once=st.booleans())
+    def acquire(self, holder: int, wanted: bytes, at_once: bool) -> None:
         """A hit or an allocation, then a hold: the scheduler's way."""
         if wanted not in self.cache:
             before = {k for k in KEYS if k in self.cache}
-            allocation = self.cache.try_allocate(wanted, ROWS[wanted])
+            first = holder if at_once else None
+            allocation = self.cache.try_allocate(wanted, ROWS[wanted], first)
             held = {k for _, k in self.holds}
             fits = sum(ROWS[k] for k in held) + ROWS[wanted] <= 8
             assert (allocation is not None) == fits
@@ -44,7 +45,10 @@ class EncoderCacheMachine(RuleBasedStateMachine):
             assert before - set(allocation.evicted) == {k for k in before if k in self.cache}
             self.follow_drops()
             self.device.add(wanted)
-        self.cache.hold(holder, wanted)
+            if at_once:
+                self.holds.append((holder, wanted))
+                return
+        assert self.cache.try_hold(holder, wanted)
         self.holds.append((holder, wanted))
 
     @precondition(lambda self: self.holds)
@@ -113,7 +117,7 @@ def cache() -> EncoderCache:
 def put(cache: EncoderCache, name: str, rows: int = 1, cost: float | None = None) -> None:
     """Allocate, and use once."""
     cache.try_allocate(key(name), rows)
-    cache.hold(99, key(name))
+    cache.try_hold(99, key(name))
     if cost is not None:
         cache.record_cost(key(name), cost)
     cache.release(99, key(name))
@@ -123,7 +127,7 @@ class TestIndex:
     def test_a_failed_output_leaves_the_index_of_its_holder_too(self, cache: EncoderCache) -> None:
         """The classic bug: freeing returns early because the entry is gone, the index stays."""
         cache.try_allocate(key("a"), 1)
-        cache.hold(1, key("a"))
+        cache.try_hold(1, key("a"))
         cache.remove_failed(key("a"))
         assert cache.num_holders == 0
         cache.release_all(1)
@@ -131,8 +135,8 @@ class TestIndex:
 
     def test_a_key_held_twice_needs_two_releases(self, cache: EncoderCache) -> None:
         cache.try_allocate(key("a"), 4)
-        cache.hold(1, key("a"))
-        cache.hold(1, key("a"))
+        cache.try_hold(1, key("a"))
+        cache.try_hold(1, key("a"))
         cache.release(1, key("a"))
         assert cache.try_allocate(key("b"), 1) is None
         cache.release(1, key("a"))
@@ -140,15 +144,15 @@ class TestIndex:
 
     def test_release_all_gives_every_hold_of_a_key_back(self, cache: EncoderCache) -> None:
         cache.try_allocate(key("a"), 1)
-        cache.hold(1, key("a"))
-        cache.hold(1, key("a"))
+        cache.try_hold(1, key("a"))
+        cache.try_hold(1, key("a"))
         cache.release_all(1)
         assert cache.held_bytes == cache.num_holders == 0
 
     def test_one_holder_leaving_does_not_free_what_another_holds(self, cache: EncoderCache) -> None:
         cache.try_allocate(key("a"), 4)
-        cache.hold(1, key("a"))
-        cache.hold(2, key("a"))
+        cache.try_hold(1, key("a"))
+        cache.try_hold(2, key("a"))
         cache.release_all(1)
         assert cache.try_allocate(key("b"), 1) is None
 
@@ -167,7 +171,7 @@ class TestEviction:
     def test_with_equal_costs_the_least_recently_used_leaves(self, cache: EncoderCache) -> None:
         for name in "abcd":
             put(cache, name, cost=1.0)
-        cache.hold(1, key("a"))
+        cache.try_hold(1, key("a"))
         cache.release(1, key("a"))
         assert cache.try_allocate(key("e"), 2).evicted == (key("b"), key("c"))
 
@@ -183,7 +187,7 @@ class TestEviction:
         evicted = []
         for name in "efg":
             evicted += cache.try_allocate(key(name), 1).evicted
-            cache.hold(1, key(name))
+            cache.try_hold(1, key(name))
             cache.record_cost(key(name), 1.0)
             cache.release(1, key(name))
         assert evicted == [key("b"), key("c"), key("d")]
@@ -208,7 +212,7 @@ class TestEviction:
     def test_an_attempt_that_fails_evicts_nothing(self, cache: EncoderCache) -> None:
         put(cache, "a", rows=2)
         cache.try_allocate(key("b"), 2)
-        cache.hold(1, key("b"))
+        cache.try_hold(1, key("b"))
         assert cache.try_allocate(key("c"), 3) is None
         assert key("a") in cache
 
@@ -217,7 +221,7 @@ class TestEviction:
     ) -> None:
         put(cache, "a")
         for _ in range(10_000):
-            cache.hold(1, key("a"))
+            cache.try_hold(1, key("a"))
             cache.release(1, key("a"))
         assert cache.eviction_queue_length < 200
 
@@ -231,7 +235,7 @@ def test_an_item_larger_than_the_cache_is_refused_with_its_size_and_the_limit(
 
 def test_a_held_output_outlives_clear_and_leaves_with_its_holder(cache: EncoderCache) -> None:
     cache.try_allocate(key("a"), 1)
-    cache.hold(1, key("a"))
+    cache.try_hold(1, key("a"))
     cache.clear()
     assert key("a") in cache
     assert cache.take_dropped() == ()

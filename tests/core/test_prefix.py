@@ -20,7 +20,7 @@ def chain_of(
 ) -> list[bytes]:
     chain: list[bytes] = []
     buffer = TokenBuffer(np.asarray(tokens, np.int32))
-    extend_chain(chain, root_hash(scope), buffer, Features(features), BLOCK)
+    extend_chain(chain, root_hash(scope), buffer, Features(features), BLOCK, len(tokens) // BLOCK)
     return chain
 
 
@@ -86,7 +86,7 @@ def test_extending_gives_what_hashing_at_once_gives() -> None:
     buffer = TokenBuffer(np.asarray(tokens[:2], np.int32))
     for token in tokens[2:]:
         buffer.append(token)
-        extend_chain(grown, root_hash(SCOPE), buffer, features, BLOCK)
+        extend_chain(grown, root_hash(SCOPE), buffer, features, BLOCK, len(buffer) // BLOCK)
     assert grown == chain_of(tokens, features.as_tuple())
 
 

@@ -7,8 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
+from lookonce.core.facts import FactsRecord
 from lookonce.core.features import Features
-from lookonce.core.request import ALLOWED, FactsRecord, Request, Sequence, State
+from lookonce.core.request import ALLOWED, Request, Sequence, State
 from lookonce.core.roster import Roster
 from lookonce.types.request import MAX_LISTED_ITEMS
 from tests.core.builders import request, text
@@ -81,13 +82,20 @@ class TestRoster:
 
 class TestFacts:
     def test_the_first_use_of_an_output_decides(self) -> None:
-        facts = FactsRecord(8, 2)
+        facts = FactsRecord(2)
         facts.note(1, "miss")
         facts.note(1, "hit")
         assert facts.freeze().encoder == ("skipped", "miss")
 
+    def test_the_first_admission_decides_what_was_cached(self) -> None:
+        facts = FactsRecord(0)
+        assert not facts.admitted
+        facts.note_admission(8)
+        facts.note_admission(16)
+        assert facts.freeze().prefix_cached_tokens == 8
+
     def test_at_most_a_thousand_items_are_listed(self) -> None:
-        facts = FactsRecord(8, 5000)
+        facts = FactsRecord(5000)
         facts.note(4000, "miss")
         facts.note_encoding(4000, 1.0)
         assert len(facts.freeze().encoder) == len(facts.freeze().encode_ms) == MAX_LISTED_ITEMS

@@ -6,22 +6,23 @@ passes without a rule does not test it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 
 from lookonce.core import prefix
 from lookonce.core import request as request_module
 from lookonce.core.admission import Admission
+from lookonce.core.applying import Applier
 from lookonce.core.blocks import BlockPool
 from lookonce.core.budget import EncoderBudget, StepPass
 from lookonce.core.chunking import Chunker
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.lifecycle import Lifecycle
+from lookonce.core.planning import Planner
 from lookonce.core.preemption import Preemption
 from lookonce.core.request import Sequence, State
 from lookonce.core.roster import Roster
-from lookonce.core.scheduler import Scheduler
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.core.builders import Limits, feature, model_info, request, text
@@ -118,9 +119,9 @@ def a_blocked_queue_of_long_prompts() -> None:
     walks: list[int] = []
     match = BlockPool.match
 
-    def counting(pool: BlockPool, hashes: list[bytes], limit: int) -> list[int]:
-        walks.append(len(hashes))
-        return match(pool, hashes, limit)
+    def counting(pool: BlockPool, hashes: Iterable[bytes]) -> list[int]:
+        walks.append(1)
+        return match(pool, hashes)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(BlockPool, "match", counting)
@@ -152,9 +153,8 @@ def earliest_first(preemption: Preemption) -> Sequence:
     return next(iter(preemption._roster.decoding))
 
 
-def plan_without_stalling(scheduler: Scheduler, sequence: Sequence, step: StepPass) -> None:
-    if step.tokens > 0:
-        scheduler._chunker.plan(sequence, step)
+def plan_without_stalling(planner: Planner, sequence: Sequence, step: StepPass) -> None:
+    planner._chunker.plan(sequence, step)
 
 
 def start_over(lifecycle: Lifecycle, leader: Sequence) -> None:
@@ -165,16 +165,21 @@ def start_over(lifecycle: Lifecycle, leader: Sequence) -> None:
         lifecycle._roster.move(sibling, State.WAITING)
 
 
-def register_regardless(scheduler: Scheduler, sequence: Sequence) -> None:
-    sequence.cache_generation = scheduler._pool.generation
-    register_blocks(scheduler, sequence)
+def register_regardless(applier: Applier, sequence: Sequence) -> None:
+    sequence.cache_generation = applier._pool.generation
+    register_blocks(applier, sequence)
 
 
 def root_for_all(_scope: bytes) -> bytes:
     return prefix.root_hash(b"")
 
 
-register_blocks = Scheduler._register_blocks
+def allocate_unheld(cache: EncoderCache, key: bytes, rows: int, _holder: int) -> object:
+    return try_allocate(cache, key, rows)
+
+
+try_allocate = EncoderCache.try_allocate
+register_blocks = Applier._register_blocks
 
 Patch = tuple[object, str, Callable[..., object]]
 RULES: dict[str, tuple[Workload, list[Patch]]] = {
@@ -204,11 +209,16 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     ),
     "outputs in use are held": (
         many_items_in_a_small_encoder_cache,
-        [(EncoderCache, name, never) for name in ("hold", "release", "release_all")],
+        [
+            (EncoderCache, "try_hold", lambda cache, _holder, key: key in cache),
+            (EncoderCache, "try_allocate", allocate_unheld),
+            (EncoderCache, "release", never),
+            (EncoderCache, "release_all", never),
+        ],
     ),
     "outputs behind the window are released": (
         two_items_that_each_fill_the_encoder_cache,
-        [(Scheduler, "_release_passed_items", never)],
+        [(Applier, "_release_passed_items", never)],
     ),
     "dropped outputs are named to the runner": (
         many_items_in_a_small_encoder_cache,
@@ -228,7 +238,7 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     ),
     "nobody is admitted past a stalled prompt": (
         an_item_that_fills_the_budget_beside_a_stream_of_others,
-        [(Scheduler, "_plan_chunk", plan_without_stalling)],
+        [(Planner, "_plan_chunk", plan_without_stalling)],
     ),
     "samples share the computed prompt": (
         samples_of_one_long_prompt,
@@ -240,7 +250,7 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     ),
     "what was computed before a reset is not registered after it": (
         prefixes_reset_under_a_running_request,
-        [(Scheduler, "_register_blocks", register_regardless)],
+        [(Applier, "_register_blocks", register_regardless)],
     ),
     "an ended request is forgotten": (
         the_same_prompt_twice,

@@ -1,0 +1,141 @@
+"""Takes in what a step computed: tokens, completed blocks, passed items, failures, ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from lookonce.core.blocks import BlockPool
+from lookonce.core.completion import finish_reason
+from lookonce.core.counters import Counters
+from lookonce.core.encoder_cache import EncoderCache
+from lookonce.core.facts import FactsRecord
+from lookonce.core.lifecycle import Lifecycle
+from lookonce.core.outbox import Outbox
+from lookonce.core.request import Sequence, State
+from lookonce.core.roster import Roster
+from lookonce.errors import LookOnceError
+from lookonce.types.request import TokenDelta, TokenLogprob
+from lookonce.types.step import ScheduledSequence, StepPlan, StepResult
+
+
+class Applier:
+    """Moves every scheduled sequence on by what was computed for it."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        encoder_cache: EncoderCache,
+        roster: Roster,
+        lifecycle: Lifecycle,
+        outbox: Outbox,
+        counters: Counters,
+        *,
+        prefix_caching: bool,
+    ) -> None:
+        self._pool = pool
+        self._encoder_cache = encoder_cache
+        self._roster = roster
+        self._lifecycle = lifecycle
+        self._outbox = outbox
+        self._counters = counters
+        self._prefix_caching = prefix_caching
+
+    def apply(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        encode_owners: Mapping[bytes, tuple[FactsRecord, int]],
+    ) -> None:
+        """Sequences that ended since the plan was made are passed over.
+
+        `encode_owners`: key encoded → the receipt and the feature that caused it.
+        """
+        self._take_encodings(plan, result, encode_owners)
+        self._end_failed(result)
+        sampled = 0
+        for entry in plan.scheduled:
+            sequence = self._roster.sequences.get(entry.seq_id)
+            if sequence is not None:
+                self._advance(sequence, entry, result, sampled)
+            sampled += entry.sample
+
+    def _take_encodings(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        encode_owners: Mapping[bytes, tuple[FactsRecord, int]],
+    ) -> None:
+        for encoded in plan.encode:
+            if encoded.key in result.failed_items:
+                continue
+            self._counters.encoder_runs += 1
+            seconds = result.encode_seconds.get(encoded.key)
+            if seconds is not None:
+                self._encoder_cache.record_cost(encoded.key, seconds)
+                facts, index = encode_owners[encoded.key]
+                facts.note_encoding(index, seconds)
+
+    def _end_failed(self, result: StepResult) -> None:
+        """End every request that needed what failed; the others never notice."""
+        for key, error in result.failed_items.items():
+            holders = self._encoder_cache.holders(key)
+            self._encoder_cache.remove_failed(key)
+            self._end_requests(holders, error)
+        for seq_id, error in result.failed_sequences.items():
+            self._end_requests((seq_id,), error)
+
+    def _end_requests(self, seq_ids: Iterable[int], error: LookOnceError) -> None:
+        for seq_id in seq_ids:
+            sequence = self._roster.sequences.get(seq_id)
+            if sequence is not None:
+                self._lifecycle.end(sequence.request, "error", error)
+
+    def _advance(
+        self, sequence: Sequence, entry: ScheduledSequence, result: StepResult, sampled: int
+    ) -> None:
+        sequence.num_computed = entry.start + entry.num_tokens
+        self._register_blocks(sequence)
+        if sequence.held:
+            self._release_passed_items(sequence)
+        if sequence.state is State.PREFILLING:
+            self._lifecycle.accept_once_covered(sequence)
+        if entry.sample:
+            logprob = None if result.logprobs is None else result.logprobs[sampled]
+            self._append(sequence, result.token_ids[sampled], logprob)
+
+    def _register_blocks(self, sequence: Sequence) -> None:
+        """Remember full blocks under their hashes, unless a reset made their K/V outdated."""
+        full = sequence.num_computed // self._pool.block_size
+        if full <= sequence.num_registered or not self._prefix_caching:
+            return
+        if sequence.cache_generation == self._pool.generation:
+            sequence.extend_chain(self._pool.block_size, full)
+            for index in range(sequence.num_registered, full):
+                self._pool.register(sequence.block_ids[index], sequence.chain[index])
+        sequence.num_registered = full
+
+    def _release_passed_items(self, sequence: Sequence) -> None:
+        """Items that end at or before what is computed are not needed any more."""
+        features = sequence.request.features
+        held = sequence.held
+        while held and features[held[0]].end <= sequence.num_computed:
+            self._encoder_cache.release(sequence.seq_id, features[held.popleft()].key)
+
+    def _append(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
+        """Add the sampled token, report it, and end the sequence if it was the last."""
+        request = sequence.request
+        sequence.tokens.append(token_id)
+        self._counters.generation_tokens += 1
+        reason, stop_token_id = finish_reason(sequence, token_id)
+        delta = TokenDelta(request.request_id, sequence.index, [token_id], reason, stop_token_id)
+        if logprob is not None:
+            delta.logprobs = [logprob]
+        if sequence.index == 0 and sequence.num_generated == 1:
+            delta.facts = request.facts.freeze()
+        self._outbox.output.deltas.append(delta)
+        if not request.prefilled:
+            self._lifecycle.release_siblings(sequence)
+        if reason is not None:
+            self._lifecycle.finish(sequence)
+        elif sequence.state is State.PREFILLING:
+            self._lifecycle.begin_decode(sequence)

@@ -1,0 +1,137 @@
+"""At the door: what could never be served is refused before anything is spent on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookonce.core.blocks import BlockPool
+from lookonce.core.encoder_cache import EncoderCache
+from lookonce.core.features import Features
+from lookonce.core.request import Request
+from lookonce.errors import BadRequestError, TooLargeError
+from lookonce.types.media import ProcessedItem
+from lookonce.types.model import ModelInfo
+from lookonce.types.request import GenerateRequest
+
+
+class Door:
+    """Builds requests and refuses, before anything is spent, what could never be served.
+
+    Reads only limits that never change: another thread may have a door of its own.
+    """
+
+    def __init__(
+        self, pool: BlockPool, encoder_cache: EncoderCache, model: ModelInfo, token_budget: int
+    ) -> None:
+        self._encoder_cache = encoder_cache
+        self._model = model
+        self._token_budget = token_budget
+        self._kv_tokens = pool.num_blocks * pool.block_size
+
+    def build_request(self, request: GenerateRequest, items: dict[bytes, ProcessedItem]) -> Request:
+        """Keeps `items`. Raises `BadRequestError` or `TooLargeError` saying what is allowed."""
+        prompt = _prompt_array(request)
+        features = Features(request.features)
+        self._check_lengths(len(prompt), features)
+        self._check_items(features)
+        self._check_token_ids(prompt, features)
+        check_rows(features, items)
+        return Request(request, prompt, features, items, self._model.eos_token_ids)
+
+    def token_limit(self, request: Request) -> int:
+        """Prompt plus generated tokens one sequence may have; the last one needs no K/V."""
+        limit = min(self._model.max_model_len, self._kv_tokens + 1)
+        if request.sampling.max_tokens is not None:
+            limit = min(limit, request.num_prompt_tokens + request.sampling.max_tokens)
+        return limit
+
+    def _check_lengths(self, num_tokens: int, features: Features) -> None:
+        limit = self._model.max_model_len - 1
+        if num_tokens > limit:
+            raise TooLargeError(
+                f"the prompt has {num_tokens} tokens; this model takes at most {limit}",
+                param="prompt",
+            )
+        if num_tokens > self._kv_tokens:
+            raise TooLargeError(
+                f"the prompt has {num_tokens} tokens; the KV cache holds {self._kv_tokens}",
+                param="prompt",
+            )
+        if features.end > num_tokens:
+            raise BadRequestError(
+                f"item {len(features) - 1} ends at position {features.end}; the prompt has "
+                f"{num_tokens} tokens",
+                param="features",
+            )
+
+    def _check_items(self, features: Features) -> None:
+        modalities, unsplittable = self._model.modalities, self._model.unsplittable
+        max_rows, max_length = self._encoder_cache.max_rows, self._token_budget
+        for index, feature in enumerate(features.as_tuple()):
+            if feature.modality not in modalities:
+                raise BadRequestError(
+                    f"item {index} is {feature.modality}; this model takes "
+                    f"{', '.join(modalities) or 'text only'}",
+                    param="features",
+                )
+            if feature.num_embeds > max_rows:
+                self._encoder_cache.refuse_oversize(feature.num_embeds, f"item {index}")
+            if feature.length > max_length and feature.modality in unsplittable:
+                raise TooLargeError(
+                    f"item {index} has {feature.length} tokens that must be computed in one "
+                    f"step; the limit is {max_length}",
+                    param="features",
+                )
+
+    def _check_token_ids(self, prompt: NDArray[np.int32], features: Features) -> None:
+        """Ids outside the vocabulary are allowed only where an item's rows replace them."""
+        outside = np.flatnonzero((prompt < 0) | (prompt >= self._model.vocab_size))
+        if not len(outside):
+            return
+        replaced = np.zeros(len(prompt), dtype=np.bool_)
+        for feature in features.as_tuple():
+            for first, last in feature.is_embed or ((0, feature.length),):
+                replaced[feature.offset + first : feature.offset + last] = True
+        wrong = outside[~replaced[outside]]
+        if len(wrong):
+            raise BadRequestError(
+                f"token id {prompt[wrong[0]]} at position {wrong[0]} is outside the vocabulary "
+                f"of {self._model.vocab_size}",
+                param="prompt",
+            )
+
+
+def check_rows(features: Features, items: Mapping[bytes, ProcessedItem]) -> None:
+    """Raises `BadRequestError` for an item that has not as many rows as its place in the prompt."""
+    for index, feature in enumerate(features.as_tuple()):
+        item = items.get(feature.key)
+        if item is not None and _num_rows(item) != feature.num_embeds:
+            raise BadRequestError(
+                f"item {index} takes {feature.num_embeds} embed positions; its encoder output "
+                f"has {_num_rows(item)} rows",
+                param="features",
+            )
+
+
+def _num_rows(item: ProcessedItem) -> int:
+    """Rows of the item's encoder output; most expansions are one run, and there may be many."""
+    expansion = item.expansion
+    if len(expansion.runs) == 1:
+        token, count = expansion.runs[0]
+        return count if token == expansion.embed_token_id else 0
+    return expansion.num_embeds
+
+
+def _prompt_array(request: GenerateRequest) -> NDArray[np.int32]:
+    """The prompt as an array of its own, which nobody writes."""
+    prompt = request.prompt
+    if prompt.dtype != "int32" or len(prompt.shape) != 1 or not prompt.shape[0]:
+        raise BadRequestError(
+            f"the prompt is {prompt.dtype} of shape {prompt.shape}; it is int32 with one "
+            "dimension and at least one token",
+            param="prompt",
+        )
+    return np.frombuffer(prompt.data, dtype="<i4").astype(np.int32)
