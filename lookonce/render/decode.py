@@ -33,17 +33,6 @@ def decode_image(data: bytes | memoryview, max_pixels: int) -> Image.Image:
         ) from None
 
 
-def image_size(data: bytes | memoryview, max_pixels: int) -> tuple[int, int]:
-    """Width and height of the upright picture, from the header alone. Raises as `decode_image`."""
-    image = _open(data, max_pixels)
-    width, height = image.size
-    try:
-        orientation = image.getexif().get(0x0112, 1)
-    except Exception:  # noqa: BLE001  see decode_image
-        raise UnprocessableMediaError("the image's EXIF data is broken") from None
-    return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
-
-
 def _open(data: bytes | memoryview, max_pixels: int) -> Image.Image:
     """The header read and judged, no pixel decoded."""
     try:

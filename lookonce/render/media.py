@@ -63,12 +63,6 @@ class MediaSource:
         return data
 
 
-def is_media_part(part: Mapping[str, object]) -> bool:
-    """Whether a content part carries media (rather than text)."""
-    kind = part.get("type")
-    return kind == "video_url" or kind in PART_MODALITY
-
-
 def media_source(part: Mapping[str, object], param: str) -> MediaSource:
     """The source of a media part. Raises `BadRequestError` naming the part."""
     kind = part.get("type")

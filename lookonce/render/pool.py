@@ -206,14 +206,13 @@ class _Worker:
     ) -> None:
         """Raises `ModelLoadError` when it cannot serve the model."""
         self._link, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **ENVIRONMENT},
-            )
+        try:
+            self._process = _start(command, theirs)
+        except OSError:
+            self._link.close()
+            raise ModelLoadError("a media worker process cannot be started") from None
+        finally:
+            theirs.close()
         try:
             self._link.settimeout(START_TIMEOUT)
             send(self._link, Configure(settings))
@@ -254,6 +253,16 @@ class _Worker:
         self._process.kill()
         self._process.wait(STOP_TIMEOUT)
         self._link.close()
+
+
+def _start(command: Sequence[str], link: socket.socket) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*command, str(link.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[link.fileno()],
+        env={**os.environ, **ENVIRONMENT},
+    )
 
 
 def _casualty(job: MediaJob, *, hung: bool) -> UnprocessableMediaError:

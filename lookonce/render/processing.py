@@ -7,7 +7,6 @@ This is the heavy work of rendering. It runs in the workers of `pool`; where blo
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import msgspec
 
@@ -23,7 +22,7 @@ class ProcessingSettings(msgspec.Struct, frozen=True, array_like=True):
     """What a worker needs to know once."""
 
     folder: str
-    """A local Hugging Face folder."""
+    """A Hugging Face folder or hub id."""
     dtype: str
     """The model's."""
     max_image_pixels: int
@@ -52,7 +51,7 @@ class Processing:
 
     def __init__(self, settings: ProcessingSettings) -> None:
         """Raises `ModelLoadError`, also for a text-only model."""
-        family = load_family(Path(settings.folder), settings.dtype)
+        family = load_family(settings.folder, settings.dtype)
         if family is None:
             raise ModelLoadError("the model takes no media")
         self.family: ProcessorFamily = family

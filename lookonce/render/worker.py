@@ -6,15 +6,14 @@ its job along. It ends when the pool's end of the socket closes.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import resource
 import signal
 import socket
 import sys
-import wave
 
+import numpy as np
 from PIL import Image
 
 from lookonce.errors import LookOnceError, UnprocessableMediaError
@@ -31,7 +30,6 @@ from lookonce.render.worker_link import (
     send_error,
     send_processed,
 )
-from lookonce.types.media import Modality
 
 NICENESS = 5
 """Answering comes before decoding: the event loop and the engine step share the same cores."""
@@ -101,20 +99,16 @@ def _serve(link: socket.socket, processing: Processing) -> None:
 
 
 def warm_up(processing: Processing) -> None:
-    """Process one small item of each modality, so that the first real one finds all loaded."""
-    for modality in processing.family.modalities:
-        processing.run(MediaJob(modality, _sample(modality)))
-
-
-def _sample(modality: Modality) -> bytes:
-    buffer = io.BytesIO()
-    if modality == "image":
-        Image.new("RGB", (64, 64), "gray").save(buffer, "PNG")
-    else:
-        with wave.open(buffer, "wb") as file:
-            file.setparams((1, 2, 16000, 0, "NONE", ""))
-            file.writeframes(bytes(2 * 8000))
-    return buffer.getvalue()
+    """Process a small item of each modality, so that the first real one finds all loaded."""
+    Image.preinit()
+    family = processing.family
+    for modality in family.modalities:
+        sample = (
+            Image.new("RGB", (64, 64))
+            if modality == "image"
+            else np.zeros(family.sampling_rate, np.float32)
+        )
+        family.process(modality, sample, {})
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from lookonce.errors import (
     http_status,
 )
 from lookonce.render.load import MediaLoader
-from lookonce.render.media import MediaSource, for_part, is_media_part, media_source
+from lookonce.render.media import MediaSource, for_part, media_source
 from tests.render.origin import Answer, origin
 
 DATA = bytes(range(200))
@@ -75,13 +75,6 @@ class TestParts:
         ):
             source = media_source(part, PARAM)
             assert (source.origin, source.uuid) == ("nothing", "u")
-
-    @pytest.mark.parametrize(
-        ("kind", "expected"),
-        [("image_url", True), ("input_audio", True), ("video_url", True), ("text", False)],
-    )
-    def test_media_parts_are_told_from_text(self, kind: str, expected: bool) -> None:
-        assert is_media_part({"type": kind}) is expected
 
     @pytest.mark.parametrize(
         ("part", "words"),

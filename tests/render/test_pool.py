@@ -236,6 +236,16 @@ def test_a_worker_that_cannot_start_is_an_error_at_the_start(folder: str, words:
     asyncio.run(scenario())
 
 
+def test_a_command_that_does_not_exist_is_an_error_at_the_start() -> None:
+    async def scenario() -> None:
+        pool = MediaPool(settings(), num_workers=1, command=["/no/such/program"])
+        with pytest.raises(ModelLoadError, match="cannot be started"):
+            await pool.start()
+        await pool.aclose()
+
+    asyncio.run(scenario())
+
+
 def test_closing_ends_the_workers_and_fails_what_they_were_doing(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with fake_pool(1) as pool:
@@ -312,6 +322,17 @@ class TestRealWorkers:
             self.run(pool, "image", self.png(1001, 1000))
         with pytest.raises(TooLargeError, match="20 seconds"):
             self.run(pool, "audio", self.wav(21))
+
+    def test_limits_below_any_item_do_not_keep_a_worker_from_starting(
+        self, nano_folder: Path
+    ) -> None:
+        async def scenario() -> None:
+            narrow = ProcessingSettings(str(nano_folder), "float32", 1, 0.001)
+            pool = MediaPool(narrow, num_workers=1)
+            await pool.start()
+            await pool.aclose()
+
+        asyncio.run(scenario())
 
     def test_a_worker_knows_no_torch(self, pool: MediaPool) -> None:
         self.run(pool, "image", self.png(30, 30))

@@ -342,6 +342,23 @@ class TestFamilies:
         with pytest.raises(ModelLoadError, match="clairvoyant"):
             load_family(tmp_path, "float32")
 
+    def test_a_folder_without_config_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelLoadError, match=r"has no config\.json"):
+            load_family(tmp_path, "float32")
+
+    @pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json"])
+    def test_a_file_that_is_no_json_is_named(
+        self, folder: FolderMaker, tmp_path: Path, name: str
+    ) -> None:
+        (tmp_path / "config.json").write_bytes((folder("nano") / "config.json").read_bytes())
+        (tmp_path / name).write_text("{ not json")
+        with pytest.raises(ModelLoadError, match=name):
+            load_family(tmp_path, "float32")
+
+    def test_a_name_that_is_neither_folder_nor_hub_id_is_an_error(self) -> None:
+        with pytest.raises(ModelLoadError):
+            load_family("/no/such/folder", "float32")
+
     def test_loading_a_family_imports_neither_torch_nor_transformers(
         self, nano_folder: Path
     ) -> None:

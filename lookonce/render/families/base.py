@@ -10,8 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -20,9 +19,9 @@ from numpy.typing import NDArray
 from PIL import Image, features
 
 from lookonce.errors import BadRequestError, ModelLoadError
+from lookonce.render.families.folder import FolderFiles, Json
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
-Json = dict[str, Any]
 Options = dict[str, object]
 Decoded = Image.Image | NDArray[np.float32]
 """An RGB picture, or mono samples [n] at the family's `sampling_rate`."""
@@ -30,37 +29,6 @@ Decoded = Image.Image | NDArray[np.float32]
 PIXEL_LIBRARIES = ("Pillow", "numpy", "transformers")
 SOUND_LIBRARIES = ("numpy", "soundfile", "soxr", "transformers")
 CODECS = ("jpg", "webp", "zlib", "libjpeg_turbo")
-
-
-class FolderFiles(msgspec.Struct, frozen=True):
-    """The JSON files of a Hugging Face folder that say how media is processed."""
-
-    config: Json
-    preprocessor: Json
-    """Of the image processor and the feature extractor; both may share one file."""
-    processor: Json
-    """Top level of processor_config.json: what the processor class itself was given."""
-
-    @property
-    def image_processor(self) -> Json:
-        nested = self.processor.get("image_processor")
-        return dict(nested) if isinstance(nested, dict) else self.preprocessor
-
-    @property
-    def feature_extractor(self) -> Json:
-        nested = self.processor.get("feature_extractor")
-        return dict(nested) if isinstance(nested, dict) else self.preprocessor
-
-
-def read_folder(folder: Path) -> FolderFiles:
-    """Raises `ModelLoadError` when config.json is missing or any of the files is not JSON."""
-    if not (folder / "config.json").is_file():
-        raise ModelLoadError("the model folder has no config.json")
-    return FolderFiles(
-        config=_read_json(folder / "config.json"),
-        preprocessor=_read_json(folder / "preprocessor_config.json"),
-        processor=_read_json(folder / "processor_config.json"),
-    )
 
 
 class ProcessorFamily(ABC):
@@ -153,12 +121,3 @@ def token_id(config: Json, *names: str) -> int:
         if isinstance(value, int):
             return value
     raise ModelLoadError(f"config.json has no {names[0]}")
-
-
-def _read_json(path: Path) -> Json:
-    if not path.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Json)
-    except msgspec.DecodeError:
-        raise ModelLoadError(f"{path.name} is not a JSON object") from None

@@ -7,13 +7,8 @@ from typing import Any
 
 from PIL import Image
 
-from lookonce.render.families.base import (
-    Decoded,
-    FolderFiles,
-    Options,
-    ProcessorFamily,
-    token_id,
-)
+from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
+from lookonce.render.families.folder import FolderFiles
 from lookonce.render.families.hf import image_processor
 from lookonce.render.families.pixels import PixelTable, resized
 from lookonce.types.media import Expansion, Modality, ProcessedItem

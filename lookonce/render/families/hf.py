@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from lookonce.errors import ModelLoadError
-from lookonce.render.families.base import Json
+from lookonce.render.families.folder import Json
 
 IMAGE_PROCESSORS = {
     "CLIPImageProcessor": "transformers.models.clip.image_processing_pil_clip",

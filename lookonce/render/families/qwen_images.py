@@ -12,7 +12,8 @@ from PIL import Image
 from lookonce.errors import BadRequestError, ModelLoadError, UnprocessableMediaError
 from lookonce.render.decode import MAX_SIDE_RATIO
 from lookonce.render.families.arrays import int64_array
-from lookonce.render.families.base import Json, Options
+from lookonce.render.families.base import Options
+from lookonce.render.families.folder import Json
 from lookonce.render.families.hf import image_processor
 from lookonce.render.families.pixels import PixelTable, resized
 from lookonce.types.media import Expansion, ProcessedItem

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from lookonce.errors import ModelLoadError
-from lookonce.render.families.base import ProcessorFamily, read_folder
+from lookonce.render.families.base import ProcessorFamily
+from lookonce.render.families.folder import read_folder
 from lookonce.render.families.gemma3 import Gemma3Processing
 from lookonce.render.families.llava import LlavaProcessing
 from lookonce.render.families.qwen2_5_omni import Qwen2_5OmniProcessing
@@ -19,12 +20,12 @@ FAMILIES: dict[str, type[ProcessorFamily]] = {
 
 
 def load_family(folder: str | Path, dtype: str) -> ProcessorFamily | None:
-    """The family of a local Hugging Face folder; None for a text-only model.
+    """The family of a Hugging Face folder or hub id; None for a text-only model.
 
     Cheap: reads JSON, imports neither torch nor transformers. `dtype` is the model's. Raises
     `ModelLoadError` for a folder without config or a model with media that no family serves.
     """
-    files = read_folder(Path(folder))
+    files = read_folder(folder)
     model_type = str(files.config.get("model_type", ""))
     family = FAMILIES.get(model_type)
     if family is not None:

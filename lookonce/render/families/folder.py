@@ -1,0 +1,75 @@
+"""The JSON files of a model that say how media is processed, from a folder or the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+from lookonce.errors import ModelLoadError
+
+Json = dict[str, Any]
+
+
+class FolderFiles(msgspec.Struct, frozen=True):
+    """The JSON files of a Hugging Face folder that say how media is processed."""
+
+    config: Json
+    preprocessor: Json
+    """Of the image processor and the feature extractor; both may share one file."""
+    processor: Json
+    """Top level of processor_config.json: what the processor class itself was given."""
+
+    @property
+    def image_processor(self) -> Json:
+        nested = self.processor.get("image_processor")
+        return dict(nested) if isinstance(nested, dict) else self.preprocessor
+
+    @property
+    def feature_extractor(self) -> Json:
+        nested = self.processor.get("feature_extractor")
+        return dict(nested) if isinstance(nested, dict) else self.preprocessor
+
+
+def read_folder(folder: str | Path) -> FolderFiles:
+    """The files of a local Hugging Face folder or a hub id.
+
+    Raises `ModelLoadError` when config.json is missing or any of the files is not JSON.
+    """
+    config = _read_json(folder, "config.json")
+    if not config:
+        raise ModelLoadError(f"{folder} has no config.json")
+    return FolderFiles(
+        config=config,
+        preprocessor=_read_json(folder, "preprocessor_config.json"),
+        processor=_read_json(folder, "processor_config.json"),
+    )
+
+
+def _read_json(folder: str | Path, name: str) -> Json:
+    """Empty when there is no such file."""
+    path = _file(folder, name)
+    if path is None:
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Json)
+    except msgspec.DecodeError:
+        raise ModelLoadError(f"{name} of {folder} is not a JSON object") from None
+
+
+def _file(folder: str | Path, name: str) -> Path | None:
+    if Path(folder).is_dir():
+        path = Path(folder) / name
+        return path if path.is_file() else None
+    try:
+        return Path(hf_hub_download(str(folder), name))
+    except LocalEntryNotFoundError:
+        raise ModelLoadError(f"{folder} is no local folder, and the hub is not reached") from None
+    except EntryNotFoundError:
+        return None
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        raise ModelLoadError(f"{name} of {folder} cannot be read: {error}") from None
