@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lookonce.model import token_logits
@@ -46,6 +45,10 @@ class _SequenceState:
 
     def blocks_at(self, position: int) -> bool:
         return position - self.num_prompt_tokens < self.params.min_tokens
+
+    def count(self, token: int) -> None:
+        if self.counts is not None and token != FAILED:
+            self.counts.add_output(token)
 
     def is_plain_greedy(self) -> bool:
         params = self.params
@@ -84,7 +87,7 @@ class Sampler:
             num_prompt_tokens=len(prompt_ids),
             blocked=self._known({*self._eos_token_ids, *params.stop_token_ids}),
             counts=TokenCounts.for_params(params, prompt_ids, output_ids, self._vocab_size),
-            filter=RowFilter.from_params(params, self._vocab_size),
+            filter=RowFilter.from_params(params),
         )
         self._states[seq_id] = state
         if not state.is_plain_greedy():
@@ -102,104 +105,85 @@ class Sampler:
         tokens generated so far.
         """
         special = [row for row, seq_id in enumerate(seq_ids) if seq_id in self._special]
-        highest, best = logits.max(dim=-1)
-        greedy = torch.where(highest.isfinite(), best, FAILED)
         if not special:
-            return Sampled(greedy.tolist(), None)
-        token_ids = greedy.tolist()
-        self._sample_special(logits, token_ids, special, seq_ids, positions)
-        self._count(token_ids, special, seq_ids)
-        return Sampled(token_ids, self._logprobs(logits, token_ids, special, seq_ids))
-
-    def _sample_special(
-        self,
-        logits: Tensor,
-        token_ids: list[int],
-        special: list[int],
-        seq_ids: Sequence[int],
-        positions: Sequence[int],
-    ) -> None:
-        """Replace the argmax of every row that needs more by its real draw."""
-        rows = [row for row in special if token_ids[row] != FAILED]
-        rows = [row for row in rows if self._changes_argmax(seq_ids[row], positions[row])]
-        if not rows:
-            return
-        states = [self._states[seq_ids[row]] for row in rows]
-        scores = logits[rows].float()
-        self._edit(scores, states, [positions[row] for row in rows])
-        drawn = token_logits.argmax(scores)
-        random = [i for i, state in enumerate(states) if not state.params.greedy]
-        if random:
-            uniform = token_logits.uniforms(
-                [states[i].seed for i in random], [positions[rows[i]] for i in random]
-            )
-            chosen = scores if len(random) == len(rows) else scores[random]
-            draws = token_logits.draw(chosen, [states[i].filter for i in random], uniform)
-            for i, token in zip(random, draws, strict=True):
-                drawn[i] = token
-        for row, token in zip(rows, drawn, strict=True):
-            token_ids[row] = token
-
-    def _changes_argmax(self, seq_id: int, position: int) -> bool:
-        state = self._states[seq_id]
-        return (
-            not state.params.greedy
-            or state.counts is not None
-            or bool(state.params.logit_bias)
-            or state.blocks_at(position)
-        )
-
-    def _edit(self, scores: Tensor, states: list[_SequenceState], positions: list[int]) -> None:
-        """Minimum tokens, logit bias and penalties, in place."""
-        blocked = [
-            (row, state.blocked)
-            for row, (state, position) in enumerate(zip(states, positions, strict=True))
-            if state.blocked and state.blocks_at(position)
-        ]
-        token_logits.block(scores, blocked)
-        biased = [
-            (row, state.params.logit_bias)
-            for row, state in enumerate(states)
-            if state.params.logit_bias
-        ]
-        token_logits.add_bias(scores, biased)
-        penalised = [
-            (row, state.params, state.counts)
-            for row, state in enumerate(states)
-            if state.counts is not None
-        ]
-        token_logits.penalise(scores, penalised)
-
-    def _count(self, token_ids: list[int], special: list[int], seq_ids: Sequence[int]) -> None:
+            return Sampled(token_logits.argmax(logits), None)
+        states = [self._states[seq_id] for seq_id in seq_ids]
+        scores = _edited(logits, states, positions)
+        token_ids = _choose(scores, states, positions)
         for row in special:
-            counts = self._states[seq_ids[row]].counts
-            if counts is not None and token_ids[row] != FAILED:
-                counts.add_output(token_ids[row])
-
-    def _logprobs(
-        self,
-        logits: Tensor,
-        token_ids: list[int],
-        special: list[int],
-        seq_ids: Sequence[int],
-    ) -> list[TokenLogprob | None] | None:
-        """Of the raw logits: before bias, penalties and temperature."""
-        asked = [
-            (row, wanted)
-            for row in special
-            if (wanted := self._states[seq_ids[row]].params.logprobs) is not None
-        ]
-        if not asked:
-            return None
-        result: list[TokenLogprob | None] = [None] * len(token_ids)
-        alive = [(row, wanted) for row, wanted in asked if token_ids[row] != FAILED]
-        rows = [row for row, _ in alive]
-        entries = token_logits.logprobs(
-            logits, rows, [token_ids[row] for row in rows], [wanted for _, wanted in alive]
-        )
-        for row, entry in zip(rows, entries, strict=True):
-            result[row] = entry
-        return result
+            states[row].count(token_ids[row])
+        return Sampled(token_ids, _logprobs(logits, token_ids, states))
 
     def _known(self, token_ids: set[int]) -> list[int]:
         return sorted(t for t in token_ids if 0 <= t < self._vocab_size)
+
+
+def _edited(logits: Tensor, states: list[_SequenceState], positions: Sequence[int]) -> Tensor:
+    """Minimum tokens, logit bias and penalties, on a copy if any row has them."""
+    blocked = [
+        (row, state.blocked)
+        for row, (state, position) in enumerate(zip(states, positions, strict=True))
+        if state.blocked and state.blocks_at(position)
+    ]
+    biased = [
+        (row, state.params.logit_bias)
+        for row, state in enumerate(states)
+        if state.params.logit_bias
+    ]
+    penalised = [
+        (row, state.params, state.counts)
+        for row, state in enumerate(states)
+        if state.counts is not None
+    ]
+    if not (blocked or biased or penalised):
+        return logits
+    scores = logits.clone()
+    token_logits.block(scores, blocked)
+    token_logits.add_bias(scores, biased)
+    token_logits.penalise(scores, penalised)
+    return scores
+
+
+def _choose(scores: Tensor, states: list[_SequenceState], positions: Sequence[int]) -> list[int]:
+    """An argmax for greedy rows, a draw for the others."""
+    token_ids = [FAILED] * len(states)
+    greedy = [row for row, state in enumerate(states) if state.params.greedy]
+    random = [row for row, state in enumerate(states) if not state.params.greedy]
+    if greedy:
+        best = token_logits.argmax(_rows(scores, greedy))
+        for row, token in zip(greedy, best, strict=True):
+            token_ids[row] = token
+    if random:
+        seeds = [states[row].seed for row in random]
+        uniform = token_logits.uniforms(seeds, [positions[row] for row in random])
+        filters = [states[row].filter for row in random]
+        drawn = token_logits.draw(_rows(scores, random), filters, uniform)
+        for row, token in zip(random, drawn, strict=True):
+            token_ids[row] = token
+    return token_ids
+
+
+def _logprobs(
+    logits: Tensor, token_ids: list[int], states: list[_SequenceState]
+) -> list[TokenLogprob | None] | None:
+    """Of the raw logits: before bias, penalties and temperature."""
+    if all(state.params.logprobs is None for state in states):
+        return None
+    asked = [
+        (row, state.params.logprobs)
+        for row, state in enumerate(states)
+        if state.params.logprobs is not None and token_ids[row] != FAILED
+    ]
+    result: list[TokenLogprob | None] = [None] * len(states)
+    rows = [row for row, _ in asked]
+    entries = token_logits.logprobs(
+        _rows(logits, rows), [token_ids[row] for row in rows], [wanted for _, wanted in asked]
+    )
+    for row, entry in zip(rows, entries, strict=True):
+        result[row] = entry
+    return result
+
+
+def _rows(scores: Tensor, rows: list[int]) -> Tensor:
+    """`scores` itself where all rows are wanted."""
+    return scores if len(rows) == len(scores) else scores[rows]

@@ -1,8 +1,8 @@
 """The arithmetic of sampling: stateless functions on [rows, V] logits, and two small row records.
 
-Thresholds instead of sorted indices: top-k, top-p and min-p each keep `logits >= threshold`, which
-depends on a row's own values alone. Equal logits (common with bf16 weights) are all kept, so the
-outcome never depends on the order in which a sort leaves ties.
+Thresholds instead of sorted indices: top-k, top-p and min-p each keep what is at least as likely as
+a threshold, which depends on a row's own values alone. Equal logits (common with bf16 weights) are
+all kept, so the outcome never depends on the order in which a sort leaves ties.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
@@ -22,8 +23,13 @@ from lookonce.types.sampling import SamplingParams
 FAILED = -1
 """The token of a row whose logits are not finite."""
 
-NUCLEUS_CANDIDATES = 512
-"""Largest logits looked at first for top-p; a flatter row than they cover is sorted whole."""
+NUCLEUS_CANDIDATES = (64, 2048, 2**15, 2**31)
+"""How many of the largest probabilities top-p looks at first, then, then at most."""
+
+NO_TOP_K = 2**31 - 1
+
+BLOCK = 256
+"""Tokens per block where a large vocabulary is searched block by block."""
 
 
 class TokenCounts:
@@ -85,13 +91,12 @@ class RowFilter:
     temperature: float
     top_k: int
     top_p: float
-    log_min_p: float
+    min_p: float
 
     @classmethod
-    def from_params(cls, params: SamplingParams, vocab_size: int) -> RowFilter:
-        top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
-        log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
-        return cls(max(params.temperature, 1e-5), top_k, params.top_p, log_min_p)
+    def from_params(cls, params: SamplingParams) -> RowFilter:
+        top_k = params.top_k if params.top_k > 0 else NO_TOP_K
+        return cls(max(params.temperature, 1e-5), top_k, params.top_p, params.min_p)
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
@@ -109,10 +114,10 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def argmax(scores: Tensor) -> list[int]:
-    """[n, V] → n tokens; `FAILED` where nothing finite is left."""
+    """[n, V] → n tokens; `FAILED` where the largest is NaN or infinite."""
     highest, best = scores.max(dim=-1)
-    chosen: list[int] = torch.where(highest.isfinite(), best, FAILED).tolist()
-    return chosen
+    tokens: list[int] = torch.where(highest.isfinite(), best, FAILED).tolist()
+    return tokens
 
 
 def block(scores: Tensor, blocked: list[tuple[int, list[int]]]) -> None:
@@ -159,86 +164,140 @@ def penalise(scores: Tensor, penalised: list[tuple[int, SamplingParams, TokenCou
 
 
 def draw(scores: Tensor, filters: list[RowFilter], uniform: NDArray[np.float64]) -> list[int]:
-    """One token per row of `scores` [n, V] by inverse CDF in the order of token ids."""
-    temperatures = [row.temperature for row in filters]
-    scores = scores / _like(scores, np.asarray(temperatures, np.float32))[:, None]
-    scores = _filtered(scores, filters)
-    cumulative = torch.softmax(scores, dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    targets = torch.from_numpy(uniform).to(scores.device)[:, None] * cumulative[:, -1:]
-    # right=True passes over tokens of probability 0: their sum equals the one before.
-    tokens = torch.searchsorted(cumulative, targets, right=True)[:, 0]
-    chosen: list[int] = torch.where(cumulative[:, -1].isfinite(), tokens, FAILED).tolist()
+    """One token per row of `scores` [n, V]; `FAILED` where they hold NaN or infinity."""
+    cold = np.asarray([1 / row.temperature for row in filters], np.float32)
+    probs = torch.softmax(scores * _like(scores, cold)[:, None], dim=-1)
+    probs = _apply_top_k_top_p(_apply_min_p(probs, filters), filters)
+    tokens = _inverse_cdf(probs, torch.from_numpy(uniform).to(scores.device))
+    # Anything not finite among a row's scores has made its whole softmax NaN.
+    chosen: list[int] = torch.where(probs[:, 0].isfinite(), tokens, FAILED).tolist()
     return chosen
 
 
-def _filtered(scores: Tensor, filters: list[RowFilter]) -> Tensor:
-    """`scores` with everything that min-p, top-k and top-p exclude at minus infinity."""
-    scores = _apply_min_p(scores, filters)
-    narrowed = [i for i, row in enumerate(filters) if row.top_k < scores.shape[1] or row.top_p < 1]
-    if not narrowed:
-        return scores
-    if len(narrowed) == len(filters):
-        return _apply_thresholds(scores, filters)
-    scores[narrowed] = _apply_thresholds(scores[narrowed], [filters[i] for i in narrowed])
-    return scores
+def _inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Token ids [n] where the running sum of `probs` [n, V], in id order, passes `uniform` [n].
 
-
-def _apply_min_p(scores: Tensor, filters: list[RowFilter]) -> Tensor:
-    if all(row.log_min_p == -math.inf for row in filters):
-        return scores
-    margin = _like(scores, np.asarray([row.log_min_p for row in filters], np.float32))
-    threshold = scores.max(dim=-1).values + margin
-    return scores.masked_fill(scores < threshold[:, None], -math.inf)
-
-
-def _apply_thresholds(scores: Tensor, filters: list[RowFilter]) -> Tensor:
-    vocab_size = scores.shape[1]
-    largest_k = max((row.top_k for row in filters if row.top_k < vocab_size), default=0)
-    candidates = min(vocab_size, max(largest_k, NUCLEUS_CANDIDATES))
-    threshold, settled = _thresholds(scores, filters, candidates)
-    rest = [] if candidates == vocab_size else (~settled).nonzero()[:, 0].tolist()
-    if rest:
-        threshold[rest], _ = _thresholds(scores[rest], [filters[i] for i in rest], vocab_size)
-    return scores.masked_fill(scores < threshold[:, None], -math.inf)
-
-
-def _thresholds(scores: Tensor, filters: list[RowFilter], candidates: int) -> tuple[Tensor, Tensor]:
-    """Each row's smallest kept logit, and whether the `candidates` largest were enough to tell.
-
-    top-p keeps the fewest largest tokens whose probabilities, within the top-k, reach `top_p`: a
-    token stays as long as those before it do not.
+    A large vocabulary is taken in two steps, the block and then the token within it: running sums
+    are the slowest pass of all, and this way they run over a few hundred numbers.
     """
-    ordered = scores.topk(candidates, dim=-1, sorted=True).values
+    vocab_size = probs.shape[1]
+    if vocab_size <= 2 * BLOCK:
+        return _pick(probs, uniform)[0]
+    padded = functional.pad(probs, (0, -vocab_size % BLOCK)) if vocab_size % BLOCK else probs
+    blocks = padded.view(len(probs), -1, BLOCK)
+    block, rest = _pick(blocks.sum(dim=-1), uniform)
+    inside = blocks[torch.arange(len(block), device=block.device), block]
+    return block * BLOCK + _pick(inside, rest)[0]
+
+
+def _pick(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """The entry [n] each uniform number falls on, and how far into it, again in [0, 1)."""
+    running = weights.cumsum(dim=-1, dtype=torch.float64)
+    target = uniform * running[:, -1]
+    # right=True passes over entries of weight 0: their running sum equals the one before.
+    index = torch.searchsorted(running, target[:, None], right=True)
+    index.clamp_(max=weights.shape[1] - 1)
+    weight = weights.gather(1, index).double()
+    rest = (target[:, None] - running.gather(1, index) + weight) / weight
+    return index[:, 0], rest[:, 0].clamp_(0.0, 1.0 - 2.0**-52)
+
+
+def _apply_min_p(probs: Tensor, filters: list[RowFilter]) -> Tensor:
+    """Zero what is less likely than min-p times the likeliest."""
+    if not any(row.min_p for row in filters):
+        return probs
+    share = _like(probs, np.asarray([row.min_p for row in filters], np.float32))
+    return _cut(probs, share * probs.amax(dim=-1))
+
+
+def _apply_top_k_top_p(probs: Tensor, filters: list[RowFilter]) -> Tensor:
+    vocab_size = probs.shape[1]
+    narrowed = [i for i, row in enumerate(filters) if row.top_k < vocab_size or row.top_p < 1]
+    if not narrowed:
+        return probs
+    if len(narrowed) == len(filters):
+        return _cut(probs, _settled_thresholds(probs, filters))
+    thresholds = probs.new_zeros(len(filters))
+    thresholds[narrowed] = _settled_thresholds(probs[narrowed], [filters[i] for i in narrowed])
+    return _cut(probs, thresholds)
+
+
+def _cut(probs: Tensor, threshold: Tensor) -> Tensor:
+    return probs.masked_fill(probs < threshold[:, None], 0.0)
+
+
+def _settled_thresholds(probs: Tensor, filters: list[RowFilter]) -> Tensor:
+    """Each row's smallest kept probability [n], looking at as few of the largest as will do."""
+    vocab_size = probs.shape[1]
+    largest_k = max((row.top_k for row in filters if row.top_k < vocab_size), default=1)
+    threshold = probs.new_zeros(len(filters))
+    rows = list(range(len(filters)))
+    for count in NUCLEUS_CANDIDATES:
+        candidates = min(vocab_size, max(largest_k, count))
+        found, settled = _thresholds(probs[rows], [filters[i] for i in rows], candidates)
+        threshold[rows] = found
+        rows = [row for row, done in zip(rows, settled, strict=True) if not done]
+        if not rows:
+            break
+    return threshold
+
+
+def _thresholds(
+    probs: Tensor, filters: list[RowFilter], candidates: int
+) -> tuple[Tensor, list[bool]]:
+    """Each row's smallest kept probability, and whether the `candidates` largest could tell.
+
+    top-p keeps the fewest largest tokens whose probabilities, renormalised within the top-k, reach
+    `top_p`: a token stays as long as those before it do not.
+    """
+    vocab_size = probs.shape[1]
+    ordered = largest(probs, candidates)[0].double()
+    top_k = torch.tensor([row.top_k for row in filters], device=probs.device)[:, None]
+    top_p = torch.tensor([row.top_p for row in filters], device=probs.device)[:, None].double()
+    within = torch.arange(candidates, device=probs.device) < top_k
+    running = (ordered * within).cumsum(dim=-1)
+    total = torch.where(top_k < vocab_size, running[:, -1:], probs.sum(dim=-1, keepdim=True))
+    before = running - ordered
+    kept = within & ((before < top_p * total) | (top_p >= 1))
+    last = kept.sum(dim=-1, keepdim=True).clamp_(min=1) - 1
+    settled = (top_k < vocab_size) | (last < candidates - 1) | (candidates == vocab_size)
+    done: list[bool] = settled[:, 0].tolist()
+    return ordered.gather(1, last)[:, 0].to(probs.dtype), done
+
+
+def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest entries of each row of [n, V] and their indices, largest first.
+
+    The `count` largest lie in the `count` blocks with the largest maxima, so for few of many only
+    those blocks are ranked.
+    """
     vocab_size = scores.shape[1]
-    top_k = torch.tensor([row.top_k for row in filters], device=scores.device)
-    top_p = torch.tensor([row.top_p for row in filters], dtype=torch.float64, device=scores.device)
-    within = torch.arange(candidates, device=scores.device) < top_k[:, None]
-    bounded = ordered.masked_fill(~within, -math.inf)
-    total = torch.where(top_k < vocab_size, bounded.logsumexp(-1), scores.logsumexp(-1))
-    mass = (bounded - total[:, None]).exp().cumsum(dim=-1, dtype=torch.float64)
-    before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=-1)
-    kept = within & ((before < top_p[:, None]) | (top_p[:, None] >= 1))
-    last = kept.sum(dim=-1) - 1
-    threshold = ordered.gather(1, last[:, None])[:, 0]
-    settled = (top_k < vocab_size) | (last < candidates - 1)
-    return threshold, settled
+    if 4 * count * BLOCK > vocab_size:
+        top = scores.topk(count, dim=-1, sorted=True)
+        return top.values, top.indices
+    whole = vocab_size - vocab_size % BLOCK
+    maxima = scores[:, :whole].reshape(len(scores), -1, BLOCK).amax(dim=-1)
+    if whole < vocab_size:
+        maxima = torch.cat([maxima, scores[:, whole:].amax(dim=-1, keepdim=True)], dim=-1)
+    blocks = maxima.topk(count, dim=-1, sorted=False).indices
+    ids = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device=scores.device)).flatten(1)
+    values = scores.gather(1, ids.clamp(max=vocab_size - 1))
+    top = values.masked_fill(ids >= vocab_size, -math.inf).topk(count, dim=-1, sorted=True)
+    return top.values, ids.gather(1, top.indices)
 
 
-def logprobs(
-    logits: Tensor, rows: list[int], token_ids: list[int], wanted: list[int]
-) -> list[TokenLogprob]:
-    """Log-probabilities of raw `logits` [n, V] in `rows`: each sampled token's and the best."""
-    if not rows:
+def logprobs(logits: Tensor, token_ids: list[int], wanted: list[int]) -> list[TokenLogprob]:
+    """Log-probabilities under `logits` [n, V]: each row's token, and its `wanted` best."""
+    if not token_ids:
         return []
-    picked = logits[rows].float()
-    normaliser = picked.logsumexp(dim=-1, keepdim=True)
+    normaliser = logits.logsumexp(dim=-1, keepdim=True)
     tokens = torch.tensor(token_ids, device=logits.device)[:, None]
-    sampled = (picked.gather(1, tokens) - normaliser)[:, 0].tolist()
-    best = picked.topk(min(max(wanted), picked.shape[1]), dim=-1, sorted=True)
-    values, ids = (best.values - normaliser).tolist(), best.indices.tolist()
+    chosen = (logits.gather(1, tokens) - normaliser)[:, 0].tolist()
+    values, ids = largest(logits, min(max(1, *wanted), logits.shape[1]))
+    best = (values - normaliser).tolist(), ids.tolist()
     return [
-        TokenLogprob(value, tuple(zip(row_ids[:count], row_values[:count], strict=True)))
-        for value, row_ids, row_values, count in zip(sampled, ids, values, wanted, strict=True)
+        TokenLogprob(logprob, tuple(zip(row_ids[:count], row_values[:count], strict=True)))
+        for logprob, row_values, row_ids, count in zip(chosen, *best, wanted, strict=True)
     ]
 
 
