@@ -183,6 +183,102 @@ class TestPictures:
             assert smart_size(width, height, **bounds) == expected[::-1]
 
 
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llava-1.5": (
+        {"model_type": "llava", "image_token_index": 32000, "vision_config": {"patch_size": 14}},
+        {
+            "crop_size": {"height": 336, "width": 336},
+            "do_center_crop": True,
+            "do_convert_rgb": True,
+            "do_normalize": True,
+            "do_rescale": True,
+            "do_resize": True,
+            "image_mean": [0.48145466, 0.4578275, 0.40821073],
+            "image_processor_type": "CLIPImageProcessor",
+            "image_std": [0.26862954, 0.26130258, 0.27577711],
+            "processor_class": "LlavaProcessor",
+            "resample": 3,
+            "rescale_factor": 0.00392156862745098,
+            "size": {"shortest_edge": 336},
+        },
+    ),
+    "qwen2.5-vl": (
+        {"model_type": "qwen2_5_vl", "image_token_id": 151655},
+        {
+            "min_pixels": 3136,
+            "max_pixels": 1003520,
+            "patch_size": 14,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            "image_mean": [0.48145466, 0.4578275, 0.40821073],
+            "image_std": [0.26862954, 0.26130258, 0.27577711],
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+            "processor_class": "Qwen2_5_VLProcessor",
+        },
+    ),
+    "gemma3": (
+        {
+            "model_type": "gemma3",
+            "boi_token_index": 255999,
+            "eoi_token_index": 256000,
+            "image_token_index": 262144,
+            "mm_tokens_per_image": 256,
+        },
+        {
+            "do_convert_rgb": None,
+            "do_normalize": True,
+            "do_pan_and_scan": None,
+            "do_rescale": True,
+            "do_resize": True,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_processor_type": "Gemma3ImageProcessor",
+            "image_seq_length": 256,
+            "image_std": [0.5, 0.5, 0.5],
+            "pan_and_scan_max_num_crops": None,
+            "processor_class": "Gemma3Processor",
+            "resample": 2,
+            "rescale_factor": 0.00392156862745098,
+            "size": {"height": 896, "width": 896},
+        },
+    ),
+    "llava-siglip": (
+        {
+            "model_type": "llava",
+            "image_token_index": 7,
+            "vision_feature_select_strategy": "full",
+            "vision_config": {"model_type": "siglip_vision_model", "patch_size": 14},
+        },
+        {
+            "do_normalize": True,
+            "do_rescale": True,
+            "do_resize": True,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_processor_type": "SiglipImageProcessor",
+            "image_std": [0.5, 0.5, 0.5],
+            "resample": 3,
+            "size": {"height": 384, "width": 384},
+        },
+    ),
+}
+"""config.json (what matters of it) and preprocessor_config.json as models are published with."""
+TOKENS_OF_500_BY_300 = {"llava-1.5": 576, "qwen2.5-vl": 198, "gemma3": 256, "llava-siglip": 729}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_understood_as_hugging_face_does(name: str, tmp_path: Path) -> None:
+    config, preprocessor = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    image = picture(500, 300)
+    item = load(tmp_path).process("image", image, {})
+    theirs = hugging_face_images(tmp_path)(
+        images=[image], do_convert_rgb=True, return_tensors="np"
+    )["pixel_values"]
+    ours = numpy_of(item.arrays["pixel_values"])
+    assert np.array_equal(ours, theirs.reshape(ours.shape))
+    assert item.expansion.num_embeds == TOKENS_OF_500_BY_300[name]
+
+
 class TestSounds:
     @pytest.mark.parametrize("seconds", [0.05, 0.5, 1.003, 7.77, 29.995, 30.0])
     def test_features_equal_the_extractor_within_rounding(

@@ -25,7 +25,7 @@ class PixelTable:
 
     def __init__(self, processor: Any, dtype: str) -> None:
         """`processor` is a transformers image processor of the PIL backend."""
-        if processor.backend != "pil" or not processor.do_convert_rgb:
+        if processor.backend != "pil":
             raise ModelLoadError("the image processor is not one this family knows")
         ramp = np.tile(np.arange(256, dtype=np.uint8), (3, 1))[:, None, :]
         values = processor.rescale(ramp, processor.rescale_factor) if processor.do_rescale else ramp
