@@ -108,6 +108,32 @@ def an_item_that_fills_the_budget_beside_a_stream_of_others() -> None:
     assert engine.released.index("big") <= 3
 
 
+def an_item_that_waits_for_room_beside_a_stream_of_others() -> None:
+    """Each of the others holds the same popular output for some steps, and so keeps it there."""
+    engine = Engine(Limits(encoder_rows=16, max_num_batched_tokens=8, max_num_seqs=4))
+    popular = feature("popular", 1, 12)
+    engine.add(request("0", text(14), [popular]))
+    engine.step()
+    engine.add(request("big", text(20), [feature("big", 0, 8)], arrival=1.0))
+    for number in range(1, 12):
+        engine.add(request(str(number), text(14, seed=number), [popular], arrival=1.0 + number))
+    engine.run()
+    assert engine.released.index("big") <= 2
+
+
+def a_crowd_with_one_whose_picture_is_not_here() -> None:
+    picture = feature("x", 0, 8)
+    engine = Engine(Limits(num_blocks=12))
+    engine.add(request("seed", text(14), [picture]))
+    engine.run()
+    engine.add(request("a", text(8, seed=1), arrival=1.0, sampling=LASTING))
+    late = request("b", text(14), [picture], arrival=2.0, sampling=LASTING)
+    engine.add(late, missing=[picture.key])
+    engine.run()
+    assert engine.scheduler.stats()["num_preemptions_total"] > 0
+    assert engine.released[1:] == ["b", "a"]
+
+
 def samples_of_one_long_prompt() -> None:
     sampling = SamplingParams(n=3, max_tokens=4, ignore_eos=True)
     engine = serve(Limits(), [request("a", text(80), sampling=sampling)])
@@ -151,6 +177,10 @@ def never(*_args: object, **_kwargs: object) -> None:
 
 def earliest_first(preemption: Preemption) -> Sequence:
     return next(iter(preemption._roster.decoding))
+
+
+def latest_of_all(preemption: Preemption) -> Sequence:
+    return preemption._latest_first()[0]
 
 
 def plan_without_stalling(planner: Planner, sequence: Sequence, step: StepPass) -> None:
@@ -236,9 +266,17 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
         pictures_that_must_stay_whole,
         [(Chunker, "_bidirectional", lambda *_: ())],
     ),
-    "nobody is admitted past a stalled prompt": (
+    "nobody is admitted who could take the tokens a prompt waits for": (
         an_item_that_fills_the_budget_beside_a_stream_of_others,
         [(Planner, "_plan_chunk", plan_without_stalling)],
+    ),
+    "nobody is admitted who could take the room a prompt waits for": (
+        an_item_that_waits_for_room_beside_a_stream_of_others,
+        [(Planner, "_plan_chunk", plan_without_stalling)],
+    ),
+    "one that would have to ask for items again is the last victim": (
+        a_crowd_with_one_whose_picture_is_not_here,
+        [(Preemption, "_choose_victim", latest_of_all)],
     ),
     "samples share the computed prompt": (
         samples_of_one_long_prompt,

@@ -64,6 +64,14 @@ class TestEncoding:
         assert [len(plan.encode) for plan in engine.plans][:2] == [1, 1]
         assert engine.tokens["a", 0] == reference(one, 8)
 
+    def test_text_goes_on_while_pictures_wait_for_the_encoder_budget(self) -> None:
+        engine = Engine(Limits(max_encoder_tokens=8, max_num_batched_tokens=64))
+        for i, name in enumerate("xyz"):
+            engine.add(request(name, text(12, seed=i), [feature(name, 0, 8)], arrival=i))
+        engine.add(request("text", text(9), arrival=5.0))
+        plan = engine.step()
+        assert [s.num_tokens for s in plan.scheduled] == [12, 9]
+
     def test_a_chunk_that_touches_no_embed_position_of_an_item_does_not_encode_it(self) -> None:
         gaps = feature("gaps", 4, 12, is_embed=((0, 2), (10, 12)))
         engine = Engine(Limits(max_num_batched_tokens=8))
