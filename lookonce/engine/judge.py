@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lookonce.core.admission import Door
+from lookonce.core.door import Door
 from lookonce.errors import BadRequestError
 from lookonce.types.media import ProcessedItem
 from lookonce.types.model import ModelInfo
