@@ -20,6 +20,7 @@ from lookonce.errors import ModelLoadError
 from lookonce.model.attention.hook import ATTENTION_NAME
 from lookonce.model.families.base import Model, ModelFamily
 from lookonce.model.families.registry import family_for
+from lookonce.model.fusion import fuse_norms
 from lookonce.model.inputs import DTYPES
 from lookonce.types.model import ModelInfo
 
@@ -108,7 +109,9 @@ def _read_weights(
         )
     composite = model.config.get_text_config(decoder=True) is not model.config
     model.set_attn_implementation({"text_config": ATTENTION_NAME} if composite else ATTENTION_NAME)
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    fuse_norms(model)
+    return model
 
 
 @contextlib.contextmanager
