@@ -21,6 +21,7 @@ from lookonce.engine.settings import engine_settings
 from lookonce.engine.supervise import EngineSupervisor, OnLoading
 from lookonce.server.exchange import Sample
 from lookonce.server.generation import Generation, Piece, prepared
+from lookonce.server.hub import with_local_model
 from lookonce.server.receipt import reuse_receipt, usage
 from lookonce.server.responses import ReuseReceipt, StopReason, Usage
 from lookonce.server.services import Services
@@ -73,7 +74,7 @@ class LLM:
     def __init__(
         self, model: str = NANO, *, on_loading: OnLoading | None = None, **options: Any
     ) -> None:
-        config = resolve(Options(model=model, **options))
+        config = with_local_model(resolve(Options(model=model, **options)))
         self._closed = False
         self._loop = _LoopThread()
         self._stack = AsyncExitStack()

@@ -7,18 +7,20 @@ from importlib import import_module
 
 from lookonce.errors import ConfigError
 
-BENCHMARKS: dict[str, tuple[str, str]] = {}
+BENCHMARKS: dict[str, tuple[str, str]] = {
+    "engine": ("lookonce.bench.engine", "a decode step beside the bare model and transformers"),
+    "look": ("lookonce.bench.look", "what a picture costs when known, when new, uncached"),
+}
 """Name → module, whose `main(arguments)` returns the exit status, and what it measures."""
 
 
 def run_benchmark(name: str, arguments: Sequence[str]) -> int:
     """The exit status of benchmark `name`; `list` shows which there are."""
-    if name == "list":
+    if name in ("list", "--help"):
         for known, (_, measures) in sorted(BENCHMARKS.items()):
             print(f"{known:12} {measures}")
         return 0
     if name not in BENCHMARKS:
-        known_names = ", ".join(sorted(BENCHMARKS)) or "none yet"
-        raise ConfigError(f"there is no benchmark {name!r}; there are: {known_names}")
+        raise ConfigError(f"there is no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
     module, _ = BENCHMARKS[name]
     return int(import_module(module).main(list(arguments)) or 0)

@@ -55,12 +55,12 @@ def chat(
     run_chat(question, options_from(model, given))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench(
-    context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Which benchmark; see `lookonce bench list`.")],
-) -> None:
-    """Run the benchmark NAME; every one prints a table and takes --json FILE and --help."""
+@app.command(
+    add_help_option=False,  # the benchmark shows its own
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench(context: typer.Context, name: str = typer.Argument("list")) -> None:
+    """Run the benchmark NAME, or list them; each takes --json FILE and --help."""
     from lookonce.cli.bench import run_benchmark
 
     raise typer.Exit(run_benchmark(name, context.args))

@@ -11,11 +11,12 @@ from rich.console import Console
 from lookonce.cli.progress import LoadingBar
 from lookonce.config import Config, Options, resolve
 from lookonce.launch import Supervisor
+from lookonce.server.hub import with_local_model
 
 
 def run_server(options: Options) -> int:
     """Serves until SIGTERM or Ctrl-C; the exit status. Raises `ConfigError` before any load."""
-    config = resolve(options)
+    config = with_local_model(resolve(options))
     logging.basicConfig(
         level=logging.INFO,
         format="%(asctime)s %(levelname)s server: %(message)s",

@@ -12,10 +12,11 @@ from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, TooLargeError
+from lookonce.server.connection import ClientLeftError
 from lookonce.server.protocol import Unbuilt
 from lookonce.server.services import Services
 
@@ -45,11 +46,14 @@ async def read_body(request: Request, limit: int) -> bytes:
     if declared.isdigit() and int(declared) > limit:
         raise TooLargeError(f"the body has {declared} bytes, {limit} are allowed")
     chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise TooLargeError(f"the body has more than {limit} bytes, which is the limit")
-        chunks.append(chunk)
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise TooLargeError(f"the body has more than {limit} bytes, which is the limit")
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise ClientLeftError from None
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 

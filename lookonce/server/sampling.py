@@ -67,7 +67,7 @@ def chat_sampling(request: ChatRequest, defaults: SamplingDefaults) -> SamplingP
 
 def completion_sampling(request: CompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
     """Raises `BadRequestError` naming the field."""
-    if request.best_of not in (None, 1, request.n):
+    if request.best_of not in (None, request.n or 1):
         raise BadRequestError("best_of is not supported beyond n", param="best_of")
     limit = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     return _sampling(request, defaults, limit, request.logprobs, "logprobs")

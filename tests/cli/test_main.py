@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
-from lookonce.cli.bench import run_benchmark
+from lookonce.cli.bench import BENCHMARKS, run_benchmark
 from lookonce.cli.options import HELP, options_from
 from lookonce.config import Options
 from lookonce.errors import ConfigError
@@ -96,6 +97,16 @@ def test_chat_prints_one_answer(tmp_path):
     image.write_bytes(encoded(picture(("green", "triangle"))))
     done = lookonce("chat", "--image", str(image), "What is in the picture?")
     assert (done.returncode, done.stdout) == (0, "a green triangle\n"), done.stderr
+
+
+def test_benchmarks_are_found_and_get_their_own_arguments(capsys):
+    for name, (module, measures) in BENCHMARKS.items():
+        assert measures
+        with pytest.raises(SystemExit) as ended:
+            run_benchmark(name, ["--help"])
+        assert ended.value.code == 0
+        assert name in capsys.readouterr().out
+        assert import_module(module)
 
 
 def test_an_unknown_benchmark_names_those_there_are(capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -65,9 +66,25 @@ def test_of_200_streams_a_third_leave_and_nothing_is_left_behind(server):
 
 @pytest.fixture(scope="module")
 def mortal():
-    """A server of this module's own: its engine is killed and then it is stopped."""
-    with LiveServer() as live:
+    """A server of this module's own, of two API processes: its engine is killed, then it stops."""
+    with LiveServer("--api-processes", "2", "--vllm-metric-names", "--block-size", "32") as live:
         yield live
+
+
+def test_any_of_two_api_processes_answers_for_both(mortal):
+    def ask_once(number: int) -> str:
+        body = chat_body(number, stream=False, reuse_receipt=True)
+        return mortal.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+
+    with ThreadPoolExecutor(8) as pool:  # connections of their own: both processes get some
+        assert list(pool.map(ask_once, range(40))) == [expected(n) for n in range(40)]
+    for _ in range(8):
+        found = mortal.metrics()
+        assert found["request_success_total:stop"] == 40
+        assert found["mm_cache_queries_total"] == 40
+        assert found["mm_cache_hits_total"] + found["media_processed_total:image"] >= 40
+        assert found["vllm:mm_cache_queries_total:nano"] == 40
+        assert found["e2e_request_latency_seconds_count"] == 40
 
 
 async def _finish_reasons(live: LiveServer, number: int, begun: asyncio.Event) -> list[object]:

@@ -1,0 +1,32 @@
+"""A model's folder on this machine, fetched from the Hugging Face hub where it is not there."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from lookonce.config import Config
+from lookonce.errors import ConfigError
+
+NEEDED_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.safetensors"]
+
+
+def with_local_model(config: Config) -> Config:
+    """The same configuration, its model a local folder. Raises `ConfigError` naming MODEL."""
+    folder = local_folder(config.model.folder)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, folder=folder))
+
+
+def local_folder(model: str) -> str:
+    """`model` itself if it is a folder, else where the hub's files of that id are."""
+    if model and Path(model).is_dir():
+        return model
+    try:
+        return str(snapshot_download(model, allow_patterns=NEEDED_FILES))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError):
+        raise ConfigError(
+            f"MODEL {model!r} is neither a local folder nor a model the hub gives out"
+        ) from None

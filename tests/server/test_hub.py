@@ -1,0 +1,35 @@
+"""Where a model's files are."""
+
+from __future__ import annotations
+
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from lookonce.config import Options, resolve
+from lookonce.errors import ConfigError
+from lookonce.server import hub
+
+
+def test_a_folder_stays_where_it_is(tmp_path):
+    assert hub.local_folder(str(tmp_path)) == str(tmp_path)
+
+
+def test_a_hub_id_becomes_the_folder_of_its_files_and_keeps_its_name(tmp_path, monkeypatch):
+    def hub_of_one_model(repo_id: str, **_: object) -> str:
+        assert repo_id == "org/model"
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", hub_of_one_model)
+    config = hub.with_local_model(resolve(Options(model="org/model")))
+    assert config.model.folder == str(tmp_path)
+    assert config.model.served_name == "org/model"
+
+
+@pytest.mark.parametrize("model", ["org/model", "/no/such/folder", "a b c", ""])
+def test_neither_folder_nor_id_is_a_mistake_in_an_option(model, monkeypatch):
+    def unreachable(repo_id: str, **_: object) -> str:
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(hub, "snapshot_download", unreachable)
+    with pytest.raises(ConfigError, match="MODEL"):
+        hub.local_folder(model)
