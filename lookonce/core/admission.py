@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lookonce.core.blocks import BlockPool
 from lookonce.core.counters import Counters
-from lookonce.core.door import Door as Door
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.request import Request, Sequence

@@ -54,14 +54,24 @@ class Lifecycle:
         self._roster.move(sequence, State.WAITING)
 
     def set_aside(self, sequence: Sequence, keys: tuple[bytes, ...]) -> None:
-        """WAITING or PREFILLING → ASIDE, asking for `keys`; nothing is kept meanwhile."""
+        """WAITING or PREFILLING → ASIDE, asking for `keys`; nothing is kept meanwhile.
+
+        What another sample has asked for already is not asked for again.
+        """
         self._give_back(sequence)
         self._roster.move(sequence, State.ASIDE)
-        self._outbox.output.needs.append((sequence.request.request_id, keys))
+        request = sequence.request
+        unasked = tuple(key for key in keys if key not in request.asked)
+        if unasked:
+            request.asked.update(unasked)
+            self._outbox.output.needs.append((request.request_id, unasked))
 
-    def resume(self, sequence: Sequence) -> None:
-        """ASIDE → WAITING, in its place of arrival."""
-        self._roster.move(sequence, State.WAITING)
+    def resume(self, request: Request) -> None:
+        """ASIDE → WAITING for all samples, each in its place of arrival: items have come."""
+        request.asked.clear()
+        for sequence in request.sequences:
+            if sequence.state is State.ASIDE:
+                self._roster.move(sequence, State.WAITING)
 
     def finish(self, sequence: Sequence) -> None:
         """Any state → FINISHED. The request ends with its last sequence."""

@@ -62,6 +62,7 @@ class Request:
     __slots__ = (
         "accepted",
         "arrival",
+        "asked",
         "eos_token_ids",
         "facts",
         "features",
@@ -99,6 +100,8 @@ class Request:
         """Every item the engine holds for this request; kept for recompute after preemption."""
         self.missing: set[bytes] = set()
         """Keys of items the engine lacks."""
+        self.asked: set[bytes] = set()
+        """Of those, what was asked for since items last came."""
         self.last_missing_end = 0
         """Position after which no missing item is needed."""
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
@@ -167,10 +170,6 @@ class Sequence:
         """Prompt plus generated tokens at which it ends with "length"."""
         self.chain: list[bytes] = []
         """Hashes of its first full blocks, as far as anyone asked."""
-        self.admissible_with = 0
-        """Free blocks below which trying to admit again is in vain, unless..."""
-        self.next_hash: bytes | None = None
-        """...the block after the cached prefix has become cached meanwhile."""
         self.clear_computed()
 
     def clear_computed(self) -> None:
@@ -186,6 +185,10 @@ class Sequence:
         """Features whose encoder output this sequence holds, ascending."""
         self.announced = False
         """The runner knows this sequence."""
+        self.admissible_with = 0
+        """Free blocks below which trying to admit again is in vain, unless..."""
+        self.next_hash: bytes | None = None
+        """...the block after the cached prefix has become cached meanwhile."""
 
     @property
     def num_generated(self) -> int:

@@ -25,7 +25,7 @@ from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.outbox import Outbox, SchedulerOutput
 from lookonce.core.planning import Planner
 from lookonce.core.preemption import Preemption
-from lookonce.core.request import Sequence, State
+from lookonce.core.request import Sequence
 from lookonce.core.roster import Roster
 from lookonce.errors import BadRequestError, ConfigError, QueueFullError
 from lookonce.types.media import ProcessedItem
@@ -135,9 +135,7 @@ class Scheduler:
             return
         request.items.update(items)
         request.update_missing()
-        for sequence in request.sequences:
-            if sequence.state is State.ASIDE:
-                self._lifecycle.resume(sequence)
+        self._lifecycle.resume(request)
         self._lifecycle.accept_once_covered(request.sequences[0])
 
     def abort(self, request_id: str, index: int | None = None) -> None:

@@ -272,6 +272,25 @@ class TestMissingItems:
         engine.run()
         assert engine.needs == [("a", (at.key,))]
 
+    def test_samples_put_aside_for_the_same_item_ask_once(self) -> None:
+        """Both lose their blocks, and meanwhile the output that they had shared has left."""
+        at = feature("x", 0, 8)
+        engine = Engine(Limits(num_blocks=7))
+        engine.add(request("seed", text(10), [at], sampling=SamplingParams(max_tokens=1)))
+        engine.run()
+        params = SamplingParams(n=3, max_tokens=12, ignore_eos=True)
+        one = request("a", text(10), [at], sampling=params)
+        engine.add(one, missing=[at.key])
+        for _ in range(40):
+            engine.step()
+            engine.scheduler.reset_prefix_cache()
+            engine.scheduler.reset_encoder_cache()
+        assert engine.needs == [("a", (at.key,))]
+        engine.supply(one)
+        engine.run()
+        for index in range(3):
+            assert engine.tokens["a", index] == reference(one, 12, index)
+
     def test_supply_for_an_ended_request_is_ignored(self) -> None:
         engine = Engine()
         one = request("a", text(20), [X])
