@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
+from lookonce.types.kv import ExternalFacts, KVLayout, Lookup, TransferReport
 from lookonce.types.media import Expansion
 from lookonce.types.request import ProcessorOutcome
 from lookonce.types.step import StepPlan, StepResult
@@ -21,13 +23,16 @@ class ItemDirectory(Protocol):
     `lookup` answers the expansion of an item the engine holds for this sender and takes one pin;
     None means it must be fetched, decoded and processed (or its expansion is known from elsewhere,
     see `known_expansion`, which neither pins nor changes recency). Every answered lookup is given
-    back once: by `unpin`, or by handing the pin on as `RenderedItem.pinned`. `count` is called
-    once per media part when rendering resolves (never for resends or live sessions).
+    back once: by `unpin`, or by handing the pin on as `RenderedItem.pinned`. `held_as` says what
+    kind of hit an answered lookup was. `count` is called once per media part when rendering
+    resolves (never for resends or live sessions; see `RenderedItem.uncounted` for when later).
     """
 
     def lookup(self, key: bytes) -> Expansion | None: ...
 
     def unpin(self, key: bytes) -> None: ...
+
+    def held_as(self, key: bytes) -> ProcessorOutcome: ...
 
     def known_expansion(self, key: bytes) -> Expansion | None: ...
 
@@ -38,3 +43,93 @@ class Clock(Protocol):
     """Seconds, monotonic."""
 
     def __call__(self) -> float: ...
+
+
+class KVPageCopier(Protocol):
+    """Moves whole KV blocks between the device and host memory; called by transfer workers.
+
+    A block's bytes are in the order of `layout`. `gather` reads blocks nobody writes meanwhile and
+    `scatter` writes blocks nobody else uses: the scheduler sees to both by holding references.
+    """
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    def gather(self, block_ids: Sequence[int], out: memoryview) -> None:
+        """Copy blocks to `out`, `len(block_ids) * layout.block_bytes` bytes."""
+
+    def scatter(self, block_ids: Sequence[int], data: memoryview) -> None:
+        """The inverse; when it returns the device sees the new contents."""
+
+
+class ExternalPrefixCache(Protocol):
+    """The scheduler's half of the external KV tiers. Nothing here waits for a tier or raises.
+
+    A request is known from `on_request_added` to `on_request_finished`; unknown ids are ignored.
+
+        on_request_added ─▶ lookup ─(pending: later again)─▶ on_allocated ─▶ LoadReport ─▶
+        on_admitted ─▶ on_request_finished
+
+    Blocks given to `on_allocated` and `try_store` stay referenced until their ticket has been
+    acknowledged, whatever became of the request: a late write never lands in a reused block.
+    """
+
+    def on_request_added(self, request_id: str, num_prompt_tokens: int) -> None: ...
+
+    def lookup(
+        self, request_id: str, hashes: Callable[[], Sequence[bytes]], num_local: int
+    ) -> Lookup:
+        """Begin or look at the lookup of a prompt's leading block `hashes` (asked for once).
+
+        `num_local` of the blocks are on the device. A hit ends where loading does not pay.
+        """
+
+    def on_allocated(self, request_id: str, block_ids: Sequence[int], num_local: int) -> int:
+        """Load the prompt's leading blocks, from block `num_local` on, into `block_ids` (which
+        begin with the local ones); the ticket that will be acknowledged."""
+
+    def on_admitted(self, request_id: str, num_cached: int, used: Container[int]) -> ExternalFacts:
+        """The request is admitted with `num_cached` cached blocks; `used`: their ids. Frozen."""
+
+    def on_request_finished(self, request_id: str) -> None:
+        """Idempotent; ends what is under way for the request, if anything is."""
+
+    def try_store(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> int | None:
+        """Keep full blocks in the tiers; a ticket, or None when the queue is full (counted)."""
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """What computing costs, for weighing it against loading."""
+
+    def poll(self) -> TransferReport: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
+
+
+class KVTransferWorker(Protocol):
+    """The workers' half: everything that waits happens behind it, in threads of its own."""
+
+    def submit_lookup(self, ticket: int, keys: Sequence[bytes]) -> float:
+        """Begin a lookup; its deadline."""
+
+    def submit_load(
+        self,
+        ticket: int,
+        keys: Sequence[bytes],
+        sources: Sequence[int],
+        block_ids: Sequence[int],
+        first: int = 0,
+    ) -> None:
+        """Load blocks `first` on; keys, sources and block ids begin at the prompt's start."""
+
+    def submit_store(self, ticket: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> bool:
+        """False, counted, when the queue is full."""
+
+    def release(self, keys: Sequence[bytes], sources: Sequence[int]) -> None:
+        """Give back the leases of a lookup's hit."""
+
+    def cancel(self, ticket: int) -> None:
+        """Nobody waits for it any more; it is acknowledged all the same."""
+
+    def close(self) -> None: ...

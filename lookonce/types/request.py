@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from lookonce.types.kv import ExternalFacts
 from lookonce.types.media import Array, Expansion, MediaFeature, Modality, ProcessedItem
 from lookonce.types.sampling import SamplingParams
 
@@ -52,6 +53,8 @@ class PrefillFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One per feature, at most `MAX_LISTED_ITEMS`."""
     encode_ms: tuple[float, ...] = ()
     """One per listed feature; 0.0 where nothing was encoded."""
+    external: ExternalFacts | None = None
+    """None where no external tier is configured; `external.loaded` is `external_cached_tokens`."""
 
 
 class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -89,6 +92,9 @@ class RenderedItem:
     pinned: bool = False
     """This part owns one pin of the directory (a `lookup` that answered), handed to the sender:
     it gives the pin back when the prompt is sent or cancelled, and clears this flag."""
+    uncounted: bool = False
+    """A reference sent ahead: whether it was a hit is known, and counted once, when the engine has
+    accepted or asked, or the prompt has ended."""
 
 
 @dataclass(slots=True)

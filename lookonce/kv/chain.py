@@ -1,0 +1,184 @@
+"""The tiers of one engine, nearest first, each behind its breaker and with its own figures."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from lookonce.kv.breaker import Breaker
+from lookonce.kv.tier import FAULTS, KVTier, ReadOutcome, Reason, TierError
+
+logger = logging.getLogger(__name__)
+
+BREAKER_VALUES = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
+
+
+class GuardedTier:
+    """A tier that never raises and is left alone while it is broken. Thread-safe.
+
+    Counts blocks; the metrics speak of tokens, `block_size` to a block.
+    """
+
+    def __init__(
+        self, tier: KVTier, name: str, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.name = name
+        self._tier = tier
+        self._breaker = Breaker(clock)
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._load_seconds = self._store_seconds = 0.0
+        self._failures: Counter[Reason] = Counter()
+
+    def lease(self, keys: Sequence[bytes]) -> list[bool] | None:
+        """Which are held; None when the tier cannot say."""
+        if not self._breaker.try_enter():
+            return None
+        try:
+            held = self._tier.lease(keys)
+        except TierError as error:
+            self._fail(error.reason)
+            return None
+        self._breaker.succeed()
+        self._count(lookups=len(keys), hits=sum(held))
+        return held
+
+    def release(self, keys: Sequence[bytes]) -> None:
+        self._tier.release(keys)
+
+    def read(self, keys: Sequence[bytes], into: memoryview) -> tuple[ReadOutcome, float]:
+        """The outcome, and the seconds it took."""
+        if not self._breaker.try_enter():
+            return ReadOutcome(0, "connection"), 0.0
+        started = time.monotonic()
+        outcome = self._tier.read(keys, into)
+        seconds = time.monotonic() - started
+        if outcome.reason is not None:
+            self._fail(outcome.reason)
+        if outcome.reason not in FAULTS:
+            self._breaker.succeed()
+        nbytes = outcome.num_blocks * (into.nbytes // len(keys))
+        self._count(load_seconds=seconds, loaded=outcome.num_blocks, loaded_bytes=nbytes)
+        return outcome, seconds
+
+    def write(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> None:
+        if not self._breaker.try_enter():
+            self.count_dropped(len(keys))
+            return
+        started = time.monotonic()
+        try:
+            stored = self._tier.write(keys, payloads)
+        except TierError as error:
+            self._fail(error.reason)
+            self.count_dropped(len(keys))
+            return
+        self._breaker.succeed()
+        nbytes = stored * payloads[0].nbytes
+        seconds = time.monotonic() - started
+        self._count(store_seconds=seconds, stored=stored, stored_bytes=nbytes)
+
+    def count_dropped(self, num_blocks: int) -> None:
+        self._count(dropped=num_blocks)
+
+    def close(self) -> None:
+        self._tier.close()
+
+    def stats(self, block_size: int) -> dict[str, float]:
+        """Metric name and label → value."""
+        with self._lock:
+            counts, failures = self._counts.copy(), self._failures.copy()
+        figures = {
+            "kv_tier_lookups_total": counts["lookups"] * block_size,
+            "kv_tier_hits_total": counts["hits"] * block_size,
+            "kv_tier_loaded_tokens_total": counts["loaded"] * block_size,
+            "kv_tier_loaded_bytes_total": counts["loaded_bytes"],
+            "kv_tier_load_seconds_total": self._load_seconds,
+            "kv_tier_stored_tokens_total": counts["stored"] * block_size,
+            "kv_tier_stored_bytes_total": counts["stored_bytes"],
+            "kv_tier_store_seconds_total": self._store_seconds,
+            "kv_tier_dropped_stores_total": counts["dropped"],
+            "kv_tier_held_bytes": self._tier.held_bytes,
+            "kv_tier_breaker_state": BREAKER_VALUES[self._breaker.state],
+        }
+        stats = {f"{name}:{self.name}": float(value) for name, value in figures.items()}
+        for reason, count in failures.items():
+            stats[f"kv_tier_failures_total:{self.name},{reason}"] = float(count)
+        return stats
+
+    def _fail(self, reason: Reason) -> None:
+        with self._lock:
+            self._failures[reason] += 1
+        if reason in FAULTS:
+            before = self._breaker.state
+            self._breaker.fail(timed_out=reason == "timeout")
+            if before == "closed" and self._breaker.state == "open":
+                logger.warning("KV tier %s failed (%s): left alone for a while", self.name, reason)
+
+    def _count(
+        self, *, load_seconds: float = 0.0, store_seconds: float = 0.0, **counts: int
+    ) -> None:
+        with self._lock:
+            self._counts.update(counts)
+            self._load_seconds += load_seconds
+            self._store_seconds += store_seconds
+
+
+class TierChain:
+    """Tiers nearest first. Called by worker threads only: a tier may take its time."""
+
+    def __init__(
+        self, tiers: Sequence[KVTier], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        names = _distinct([tier.name for tier in tiers])
+        self.tiers = tuple(
+            GuardedTier(tier, name, clock=clock) for tier, name in zip(tiers, names, strict=True)
+        )
+
+    def lease(self, keys: Sequence[bytes]) -> tuple[int, ...] | None:
+        """The tier that holds each of the leading blocks, leased there; nearest first.
+
+        None when nothing was found and some tier could not say.
+        """
+        sources: list[int | None] = [None] * len(keys)
+        unsure = False
+        for number, tier in enumerate(self.tiers):
+            absent = [index for index, source in enumerate(sources) if source is None]
+            if not absent:
+                break
+            held = tier.lease([keys[index] for index in absent])
+            unsure |= held is None
+            for index, found in zip(absent, held or (), strict=False):
+                if found:
+                    sources[index] = number
+        prefix: list[int] = []
+        for source in sources:
+            if source is None:
+                break
+            prefix.append(source)
+        rest = [(key, s) for key, s in zip(keys, sources, strict=True) if s is not None]
+        self.release([k for k, _ in rest[len(prefix) :]], [s for _, s in rest[len(prefix) :]])
+        return None if unsure and not prefix else tuple(prefix)
+
+    def release(self, keys: Sequence[bytes], sources: Sequence[int]) -> None:
+        """Give back the leases `lease` took."""
+        pairs = sorted(zip(sources, keys, strict=True))
+        for source, group in groupby(pairs, key=lambda pair: pair[0]):
+            self.tiers[source].release([key for _, key in group])
+
+    def close(self) -> None:
+        for tier in self.tiers:
+            tier.close()
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Two tiers of one kind are told apart by number: disk, disk-2."""
+    seen: Counter[str] = Counter()
+    distinct = []
+    for name in names:
+        seen[name] += 1
+        distinct.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+    return distinct

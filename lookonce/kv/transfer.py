@@ -1,0 +1,301 @@
+"""The threads that wait for tiers, so that the step loop does not.
+
+    submit_lookup, submit_load ──▶ loaders ──▶ tiers ──▶ pages
+    submit_store ──▶ gatherer (pages → host memory, then acknowledged) ──▶ a writer per tier
+
+A lookup or load past its deadline is over for its request at once; the worker that is still at it
+acknowledges later. Until then the blocks it may write belong to nobody else.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from lookonce.kv.chain import TierChain
+from lookonce.kv.deadlines import Deadlines
+from lookonce.kv.tier import Reason
+from lookonce.kv.writer import TierWriter
+from lookonce.types.ports import KVPageCopier
+
+logger = logging.getLogger(__name__)
+
+NUM_LOADERS = 2
+SLICE_BYTES = 4 << 20
+"""Blocks are moved in slices of about this size: what a deadline and a cancellation wait for."""
+LOOKUP_SECONDS = 0.5
+LOAD_SECONDS = 5.0
+MAX_QUEUED_BYTES = 256 << 20
+"""Of stores not gathered yet, and of stores each tier has not written yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    ticket: int
+    keys: Sequence[bytes]
+    sources: tuple[int, ...] | None
+    """Tier of each leading block that is held, leased there; None: the lookup failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    ticket: int
+    num_loaded: int
+    reason: Reason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What loading cost."""
+
+    tier: int
+    num_blocks: int
+    seconds: float
+
+
+Event: TypeAlias = Answered | Loaded | Acknowledged | Measured
+
+
+@dataclass(slots=True)
+class _Job:
+    """A lookup or a load: settled once, by its worker or by its deadline."""
+
+    ticket: int
+    keys: Sequence[bytes]
+    sources: Sequence[int] = ()
+    block_ids: Sequence[int] = ()
+    first: int = 0
+    num_loaded: int = 0
+    settled: bool = False
+    cancelled: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def settle(self) -> bool:
+        """True for whoever comes first."""
+        with self.lock:
+            first, self.settled = not self.settled, True
+            return first
+
+
+class Transfers:
+    """Implements `types.ports.KVTransferWorker`; `tell` gets every event, from any thread."""
+
+    def __init__(
+        self,
+        chain: TierChain,
+        pages: KVPageCopier,
+        tell: Callable[[Event], None],
+        *,
+        lookup_seconds: float = LOOKUP_SECONDS,
+        load_seconds: float = LOAD_SECONDS,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
+    ) -> None:
+        self._chain = chain
+        self._pages = pages
+        self._tell = tell
+        self._lookup_seconds = lookup_seconds
+        self._load_seconds = load_seconds
+        self._max_queued_bytes = max_queued_bytes
+        self._block_bytes = pages.layout.block_bytes
+        self._slice_blocks = max(1, SLICE_BYTES // self._block_bytes)
+        self._loads: dict[int, _Job] = {}
+        self._to_load: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._to_gather: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._gather_lock = threading.Lock()
+        self._gather_bytes = 0
+        self.num_dropped = 0
+        """Blocks whose store found the queue full before any tier was asked."""
+        self._deadlines = Deadlines()
+        self._writers = [TierWriter(tier, max_queued_bytes) for tier in chain.tiers]
+        self._threads = [_start(f"kv-load-{n}", self._to_load) for n in range(NUM_LOADERS)]
+        self._threads.append(_start("kv-gather", self._to_gather))
+
+    # --- the step thread's side -----------------------------------------------------------------
+
+    def submit_lookup(self, ticket: int, keys: Sequence[bytes]) -> float:
+        job = _Job(ticket, keys)
+        deadline = time.monotonic() + self._lookup_seconds
+
+        def expire() -> None:
+            if job.settle():
+                self._tell(Answered(ticket, keys, None))
+
+        self._deadlines.at(deadline, expire)
+        self._to_load.put(lambda: self._look_up(job))
+        return deadline
+
+    def submit_load(
+        self,
+        ticket: int,
+        keys: Sequence[bytes],
+        sources: Sequence[int],
+        block_ids: Sequence[int],
+        first: int = 0,
+    ) -> None:
+        """Load blocks `first` on; `keys`, `sources`, `block_ids` begin at the prompt's start."""
+        job = self._loads[ticket] = _Job(ticket, keys, sources, block_ids, first)
+
+        def expire() -> None:
+            job.cancelled = True
+            if job.settle():
+                self._tell(Loaded(ticket, job.num_loaded, "timeout"))
+
+        self._deadlines.at(time.monotonic() + self._load_seconds, expire)
+        self._to_load.put(lambda: self._load(job))
+
+    def submit_store(self, ticket: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> bool:
+        nbytes = len(keys) * self._block_bytes
+        with self._gather_lock:
+            room = self._gather_bytes + nbytes <= self._max_queued_bytes
+            if room:
+                self._gather_bytes += nbytes
+            else:
+                self.num_dropped += len(keys)
+        if room:
+            self._to_gather.put(lambda: self._store(ticket, keys, block_ids))
+        return room
+
+    def release(self, keys: Sequence[bytes], sources: Sequence[int]) -> None:
+        if keys:
+            self._to_load.put(lambda: self._chain.release(keys, sources))
+
+    def cancel(self, ticket: int) -> None:
+        job = self._loads.get(ticket)
+        if job is not None:
+            job.cancelled = True
+            job.settle()
+
+    def stats(self) -> dict[str, float]:
+        stats = {"kv_transfer_queue_bytes": float(self._gather_bytes)}
+        for writer, tier in zip(self._writers, self._chain.tiers, strict=True):
+            stats[f"kv_tier_queue_bytes:{tier.name}"] = float(writer.queued_bytes)
+        stats["kv_transfer_dropped_stores_total"] = float(self.num_dropped)
+        return stats
+
+    def close(self) -> None:
+        for _ in range(NUM_LOADERS):
+            self._to_load.put(None)
+        self._to_gather.put(None)
+        for thread in self._threads:
+            thread.join(timeout=2.0)
+        for writer in self._writers:
+            writer.close()
+        self._deadlines.close()
+        self._chain.close()
+
+    # --- loaders --------------------------------------------------------------------------------
+
+    def _look_up(self, job: _Job) -> None:
+        if job.settled:
+            return
+        sources = self._chain.lease(job.keys)
+        if job.settle():
+            self._tell(Answered(job.ticket, job.keys, sources))
+        elif sources:
+            self._chain.release(job.keys[: len(sources)], sources)
+
+    def _load(self, job: _Job) -> None:
+        reason: Reason | None = "io"
+        try:
+            reason = self._load_slices(job)
+        finally:
+            self._loads.pop(job.ticket, None)
+            if job.settle():
+                self._tell(Loaded(job.ticket, job.num_loaded, reason))
+            self._tell(Acknowledged(job.ticket))
+            self._chain.release(job.keys, job.sources)
+
+    def _load_slices(self, job: _Job) -> Reason | None:
+        staging = np.empty(self._slice_blocks * self._block_bytes, dtype=np.uint8)
+        for start, stop in _slices(job.sources, job.first, self._slice_blocks):
+            if job.cancelled:
+                return "timeout"
+            tier, keys = job.sources[start], job.keys[start:stop]
+            into = staging.data[: len(keys) * self._block_bytes]
+            outcome, seconds = self._chain.tiers[tier].read(keys, into)
+            good = outcome.num_blocks
+            if good:
+                began = time.monotonic()
+                payloads = into[: good * self._block_bytes]
+                self._pages.scatter(job.block_ids[start : start + good], payloads)
+                job.num_loaded += good
+                seconds += time.monotonic() - began
+                self._tell(Measured(tier, good, seconds))
+                self._keep_nearer(tier, keys[:good], payloads)
+            if outcome.reason is not None:
+                return outcome.reason
+        return None
+
+    def _keep_nearer(self, tier: int, keys: Sequence[bytes], payloads: memoryview) -> None:
+        """What was found far is kept near, as far as their queues have room."""
+        if tier:
+            copy = np.array(np.frombuffer(payloads, dtype=np.uint8))
+            self._offer(self._writers[:tier], keys, copy.data)
+
+    # --- the gatherer ---------------------------------------------------------------------------
+
+    def _store(self, ticket: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        try:
+            batches = [
+                (keys[at : at + self._slice_blocks], self._gather(block_ids, at))
+                for at in range(0, len(keys), self._slice_blocks)
+            ]
+        finally:
+            self._tell(Acknowledged(ticket))
+            with self._gather_lock:
+                self._gather_bytes -= len(keys) * self._block_bytes
+        for batch, payloads in batches:
+            self._offer(self._writers, batch, payloads)
+
+    def _gather(self, block_ids: Sequence[int], at: int) -> memoryview:
+        wanted = block_ids[at : at + self._slice_blocks]
+        payloads = np.empty(len(wanted) * self._block_bytes, dtype=np.uint8)
+        self._pages.gather(wanted, payloads.data)
+        return payloads.data
+
+    def _offer(
+        self, writers: Sequence[TierWriter], keys: Sequence[bytes], payloads: memoryview
+    ) -> None:
+        size = self._block_bytes
+        parts = [payloads[at : at + size] for at in range(0, payloads.nbytes, size)]
+        for writer in writers:
+            writer.offer(keys, parts)
+
+
+def _slices(sources: Sequence[int], first: int, limit: int) -> Iterator[tuple[int, int]]:
+    """`(start, stop)` runs of one tier, at most `limit` blocks long."""
+    start = first
+    while start < len(sources):
+        stop = start + 1
+        while stop < min(len(sources), start + limit) and sources[stop] == sources[start]:
+            stop += 1
+        yield start, stop
+        start = stop
+
+
+def _start(name: str, jobs: queue.SimpleQueue[Callable[[], None] | None]) -> threading.Thread:
+    thread = threading.Thread(target=_work, args=(jobs,), name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    """Until None. A job that raises is a bug or a lost device; its thread goes on."""
+    while (job := jobs.get()) is not None:
+        try:
+            job()
+        except Exception:
+            logger.exception("a KV transfer failed")
+        del job

@@ -1,0 +1,163 @@
+"""External KV tiers: what crosses the seams between scheduler, transfer workers and tiers."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from lookonce.errors import ConfigError
+from lookonce.types.media import ITEM_SIZE
+
+ExternalStatus = Literal["loaded", "partial", "failed", "shadowed", "aborted", "none"]
+KVLoadPolicy = Literal["auto", "always"]
+KVLoadFailurePolicy = Literal["recompute", "fail"]
+TierKind = Literal["host", "disk", "valkey"]
+
+_UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """One block's K and V of all layers as contiguous bytes `[layer, k or v, row, head, dim]`."""
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def block_bytes(self) -> int:
+        rows = 2 * self.num_layers * self.block_size
+        return rows * self.num_kv_heads * self.head_dim * ITEM_SIZE[self.dtype]
+
+    def describe(self) -> bytes:
+        """Unambiguous bytes for digests and object headers, 32 bytes."""
+        sizes = (self.num_layers, self.block_size, self.num_kv_heads, self.head_dim)
+        return struct.pack("<4I16s", *sizes, self.dtype.encode())
+
+
+class ExternalFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What external tiers did for one prompt, frozen at its first admission; tokens."""
+
+    matched: int = 0
+    """Held by the tiers beyond the local prefix, in whole blocks, at most P - 1."""
+    loaded: int = 0
+    """Verified, loaded beyond the local prefix, and used: 0 <= loaded <= matched."""
+    status: ExternalStatus = "none"
+    by_tier: tuple[tuple[str, int], ...] = ()
+    """`loaded` by the tier it came from."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """One `--kv-tier`, parsed. Which fields are set depends on `kind`."""
+
+    kind: TierKind
+    capacity_bytes: int = 0
+    path: str | None = None
+    """Folder of a disk tier, socket of a Valkey."""
+    host: str | None = None
+    port: int = 6379
+    database: int = 0
+    username: str | None = None
+    password: str | None = None
+
+
+def parse_tier_spec(text: str) -> TierSpec:
+    """`host:4GB`, `disk:/path:50GB`, `valkey://[user:password@]host:port[/db]`,
+    `valkey:///path.sock`. Raises `ConfigError` saying what is allowed."""
+    scheme, _, rest = text.partition(":")
+    if scheme == "host":
+        return TierSpec("host", capacity_bytes=_capacity(text, rest))
+    if scheme == "disk":
+        path, _, size = rest.rpartition(":")
+        if not path.startswith("/"):
+            raise _malformed(text)
+        return TierSpec("disk", capacity_bytes=_capacity(text, size), path=path)
+    if scheme in ("valkey", "redis") and rest.startswith("//"):
+        return _valkey(text, rest[2:])
+    raise _malformed(text)
+
+
+def _valkey(text: str, rest: str) -> TierSpec:
+    if rest.startswith("/"):
+        return TierSpec("valkey", path=rest)
+    credentials, _, address = rest.rpartition("@")
+    username, _, password = credentials.partition(":")
+    address, _, database = address.partition("/")
+    host, colon, port = address.rpartition(":")
+    if not colon:
+        host, port = address, "6379"
+    if not host or not port.isdigit() or (database and not database.isdigit()):
+        raise _malformed(text)
+    return TierSpec(
+        "valkey",
+        host=host.strip("[]"),
+        port=int(port),
+        database=int(database or 0),
+        username=username or None,
+        password=password or None,
+    )
+
+
+def _capacity(text: str, size: str) -> int:
+    number, unit = size[:-2], size[-2:].lower()
+    try:
+        capacity = int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise _malformed(text) from None
+    if capacity <= 0:
+        raise _malformed(text)
+    return capacity
+
+
+def _malformed(text: str) -> ConfigError:
+    shown = text.rpartition("@")[2]  # never a password
+    return ConfigError(
+        f"--kv-tier: {shown!r} is none of host:4GB, disk:/path:50GB, valkey://host:port, "
+        "valkey:///path.sock"
+    )
+
+
+# --- the scheduler's side -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What is known of a request's external prefix; `ERROR` and `MISS` both mean: compute it."""
+
+    state: Literal["pending", "hit", "miss", "error"]
+    num_blocks: int = 0
+    """For a hit: leading blocks of the prompt worth loading up to, local ones included."""
+    deadline: float = 0.0
+    """Monotonic second after which a pending lookup counts as an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """A load has come to its end for the request: it can go on."""
+
+    request_id: str
+    ticket: int
+    num_loaded: int
+    """Leading blocks of the load that are verified and in place."""
+    failure: str | None = None
+    """Why it is fewer than asked: "missing", "corrupt", "timeout", "connection", "io"."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """What became known since the last poll."""
+
+    answered: tuple[str, ...] = ()
+    """Requests whose lookup is no longer pending."""
+    loads: tuple[LoadReport, ...] = ()
+    acknowledged: tuple[int, ...] = ()
+    """Tickets whose blocks no worker touches any more."""
+
+    def __bool__(self) -> bool:
+        return bool(self.answered or self.loads or self.acknowledged)
