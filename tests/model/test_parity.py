@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model.serving import NUM_TOKENS, Subject, compare, make_subject, serve
+from tests.model.serving import NUM_TOKENS, Subject, compare, serve
 
 KINDS = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss"),
@@ -17,8 +17,8 @@ BLOCK = 4
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def subject(request, folder) -> Subject:
-    return make_subject(folder(request.param))
+def subject(request, subjects) -> Subject:
+    return subjects(request.param)
 
 
 def assert_parity(served, expected, report) -> None:

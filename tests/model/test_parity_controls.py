@@ -18,23 +18,11 @@ from lookonce.model.families.base import ModelFamily
 from lookonce.model.families.qwen2_audio import Qwen2AudioFamily
 from lookonce.model.families.qwen3_vl import Qwen3VLFamily
 from lookonce.types.step import EmbedSlice, ScheduledSequence, StepPlan
-from tests.model.serving import Subject, compare, make_subject, serve
+from tests.model.serving import Subject, compare, serve
 
 WHOLE = 256
 """A token budget that takes each prompt in one chunk."""
 VISIBLE_ERROR = 1e-2
-
-
-@pytest.fixture(scope="module")
-def subjects(folder) -> Callable[[str], Subject]:
-    made: dict[str, Subject] = {}
-
-    def get(kind: str) -> Subject:
-        if kind not in made:
-            made[kind] = make_subject(folder(kind))
-        return made[kind]
-
-    return get
 
 
 def logit_error(subject: Subject, **taken_away) -> float:

@@ -1,0 +1,35 @@
+"""Folders loaded once per session, with cases and Hugging Face's answers to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.model.serving import Subject, make_subject
+
+
+@pytest.fixture(scope="session")
+def subjects(folder) -> Callable[[str], Subject]:
+    made: dict[str, Subject] = {}
+
+    def get(kind: str) -> Subject:
+        if kind not in made:
+            made[kind] = make_subject(folder(kind))
+        return made[kind]
+
+    return get
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Say how often greedy answers parted from Hugging Face's at a tie of float precision."""
+    ties = [
+        value
+        for report in terminalreporter.getreports("passed")
+        for name, value in report.user_properties
+        if name == "near_ties"
+    ]
+    if ties:
+        terminalreporter.write_line(
+            f"parity: {len(ties)} runs compared with Hugging Face, {sum(ties)} near ties"
+        )
