@@ -33,6 +33,8 @@ class Listing:
     expansion: Expansion
     adopted: bool
     """Listed on the strength of a hint: the store may turn out not to hold it."""
+    injected: bool = False
+    """A client processed it, not we."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,17 @@ class Directory:
         hint = self._hints.get(key)
         return None if hint is None else hint.expansion
 
+    def held_as(self, key: bytes) -> ProcessorOutcome:
+        """What kind of hit `lookup` was: of our own making, "injected", or "shared" by another
+        sender.
+        """
+        listing = self._entries.peek(key)
+        if listing is None:
+            return "shared"
+        if listing.injected:
+            return "injected"
+        return "shared" if listing.adopted else "hit"
+
     def known_expansion(self, key: bytes) -> Expansion | None:
         """The expansion if anybody here ever learnt it and it is still remembered."""
         return self.peek(key) or self._known.get(key)
@@ -97,7 +110,7 @@ class Directory:
     def count(self, outcome: ProcessorOutcome) -> None:
         """Count one media part, once, when its rendering resolves; off with the cache.
 
-        `hit`, `injected`, `shared` and `not_needed` (sent ahead as a reference) caused no
+        `hit`, `injected`, `shared` and `not_needed` (sent ahead, and never asked for) caused no
         processing and are hits; `miss` and `bypass` are queries only.
         """
         if self.capacity_bytes:
@@ -110,10 +123,16 @@ class Directory:
         self._entries.pin(key)
 
     def try_list(
-        self, key: bytes, nbytes: int, expansion: Expansion, *, adopted: bool = False
+        self,
+        key: bytes,
+        nbytes: int,
+        expansion: Expansion,
+        *,
+        adopted: bool = False,
+        injected: bool = False,
     ) -> list[bytes] | None:
         """List an item; the keys evicted for it, or None if it does not fit beside the pins."""
-        evicted = self._entries.try_insert(key, nbytes, Listing(expansion, adopted))
+        evicted = self._entries.try_insert(key, nbytes, Listing(expansion, adopted, injected))
         if evicted is None:
             return None
         self._hints.pop(key)
@@ -126,6 +145,11 @@ class Directory:
         listing = self._entries.remove(key)
         if listing is not None:
             self.learn(key, listing.expansion)
+
+    def lists_for_certain(self, key: bytes) -> bool:
+        """Whether the store holds the item once it has read what we have sent."""
+        listing = self._entries.peek(key)
+        return listing is not None and not listing.adopted
 
     def listing(self, key: bytes) -> Listing | None:
         return self._entries.peek(key)

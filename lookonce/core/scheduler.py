@@ -221,6 +221,7 @@ class Scheduler:
             "encoder_cache_queries_total": counters.encoder_cache_queries,
             "encoder_cache_hits_total": counters.encoder_cache_hits,
             "encoder_cache_bytes": self._encoder_cache.used_bytes,
+            "encoder_cache_holders": self._encoder_cache.num_holders,
             "encoder_runs_total": counters.encoder_runs,
             "num_requests_running": self.num_running,
             "num_requests_waiting": self.num_waiting,

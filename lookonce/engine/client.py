@@ -50,10 +50,10 @@ from lookonce.ipc.messages import (
     Welcome,
 )
 from lookonce.ipc.zmq_links import ZmqClientLink
-from lookonce.types.media import Array
+from lookonce.types.media import Array, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import Clock
-from lookonce.types.request import GenerateRequest, RenderedPrompt
+from lookonce.types.request import GenerateRequest, RenderedItem, RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -252,11 +252,13 @@ class EngineClient:
             case Accepted(request_id):
                 if request_id in self._requests:
                     self._requests[request_id].accept()
+                    self.sender.settle(self._requests[request_id].rendered)
             case Rejected(request_id, error):
                 if request_id in self._requests:
                     self._requests.pop(request_id).fail(error_from_wire(*error))
             case ResendMedia(request_id, keys):
                 if request_id in self._requests:
+                    self.sender.asked(self._requests[request_id].rendered, keys)
                     self._start_resend(self._requests[request_id], keys)
             case Heartbeat():
                 self._heartbeat(message)
@@ -290,6 +292,7 @@ class EngineClient:
     def _leave(self, request: PendingRequest) -> None:
         """The caller holds the request no more: pins go back, the engine stops computing."""
         self.sender.cancel(request.rendered)
+        self.sender.settle(request.rendered)
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
             request.fail(RequestFailedError("the caller left"))
@@ -310,20 +313,39 @@ class EngineClient:
     async def _resend(self, request: PendingRequest, keys: tuple[bytes, ...]) -> None:
         """Make what the engine lacks again from its source, and supply it."""
         try:
-            parts = self.sender.to_recover(request.rendered, keys)
-            made = await asyncio.gather(*(part.recover() for part in parts if part.recover))
-            recovered = {part.key: item for part, item in zip(parts, made, strict=True)}
-            async with self._channel.room(sum(item.nbytes for item in made)):
-                if not request.closed:
-                    supply = self.sender.supply(
-                        request.request_id, request.rendered, keys, recovered
-                    )
-                    self._commit(supply)
+            recovered: dict[bytes, ProcessedItem] = {}
+            while not await self._try_supply(request, keys, recovered):
+                pass  # a reset took what was listed: it too must be made again
         except LookOnceError as error:
             self._give_up(request, error)
         except Exception:
             logger.exception("request %s: media could not be made again", request.request_id)
             self._give_up(request, RequestFailedError("media could not be processed again"))
+
+    async def _try_supply(
+        self,
+        request: PendingRequest,
+        keys: tuple[bytes, ...],
+        recovered: dict[bytes, ProcessedItem],
+    ) -> bool:
+        """Add to `recovered` what must be made again, then supply; False if that takes more."""
+
+        def lacking() -> tuple[RenderedItem, ...]:
+            rest = [key for key in keys if key not in recovered]
+            return self.sender.to_recover(request.rendered, rest)
+
+        parts = lacking()
+        made = await asyncio.gather(*(part.recover() for part in parts if part.recover))
+        recovered.update((part.key, item) for part, item in zip(parts, made, strict=True))
+        async with self._channel.room(sum(item.nbytes for item in recovered.values())):
+            if request.closed:
+                return True
+            if lacking():
+                return False
+            self._commit(
+                self.sender.supply(request.request_id, request.rendered, keys, recovered)
+            )
+            return True
 
     def _give_up(self, request: PendingRequest, error: LookOnceError) -> None:
         if self._requests.pop(request.request_id, None) is not None:

@@ -14,6 +14,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from lookonce.core.outbox import SchedulerOutput
 from lookonce.engine.intake import Intake
@@ -27,7 +28,15 @@ from lookonce.engine.step_loop import (
     StatsAnswer,
     Supply,
 )
-from lookonce.errors import LookOnceError, NotReadyError, QueueFullError, error_to_wire
+from lookonce.errors import (
+    EngineDeadError,
+    LookOnceError,
+    MediaNotCachedError,
+    NotReadyError,
+    QueueFullError,
+    RequestFailedError,
+    error_to_wire,
+)
 from lookonce.ipc.channel import EngineChannel
 from lookonce.ipc.messages import (
     Abort,
@@ -55,6 +64,16 @@ from lookonce.types.request import GenerateRequest, TokenDelta
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.5
+MAX_LOST = 64
+"""Senders out of reach that are remembered; one that comes back later starts as a stranger."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What a request's sender owes: items, in answers that are still to come."""
+
+    keys: set[bytes] = field(default_factory=set)
+    num_answers: int = 0
 
 
 class Reception:
@@ -76,7 +95,9 @@ class Reception:
         """Request → its sender, from judging to release."""
         self._unaccepted: set[str] = set()
         """Requests whose sender still keeps the sources."""
-        self._num_resends = 0
+        self._asked: dict[str, _Asked] = {}
+        self._lost: dict[str, list[str]] = {}
+        """Senders that could not be reached, and the requests that ended with that."""
         self._num_clears = 0
         self._stopped = False
 
@@ -114,6 +135,8 @@ class Reception:
         on_beat(stalled)
 
     def _receive(self, sender: str, message: ClientMessage) -> None:
+        if sender in self._lost and not isinstance(message, Hello):
+            self._take_back(sender)
         if not isinstance(message, Hello) and sender not in self._senders:
             logger.warning("dropped a message of a sender that said no hello")
             return
@@ -123,7 +146,8 @@ class Reception:
             case SupplyMedia():
                 self._supply(sender, message)
             case UpdateCache():
-                self._intake.update(sender, message)
+                if not self._intake.update(sender, message):
+                    self._discarded(sender, message.epoch)
                 self._received(sender, message.seq)
             case Abort(epoch, request_ids, index):
                 if epoch == self._intake.epoch:
@@ -141,8 +165,10 @@ class Reception:
     def _hello(self, sender: str, message: Hello) -> None:
         """A (re)connection: what ran for an earlier one has nobody to read it."""
         self._end_requests(sender)
+        self._lost.pop(sender, None)
         self._senders.add(sender)
-        self._intake.hello(sender, message.epoch)
+        if not self._intake.hello(sender, message.epoch):
+            self._discarded(sender, message.epoch)
         logger.info("API process connected (%d of %d)", len(self._senders), self._num_senders)
         if self._judge is not None:
             self._welcome(sender, self._judge)
@@ -159,12 +185,28 @@ class Reception:
     def _goodbye(self, sender: str) -> None:
         logger.warning("API process disconnected")
         self._senders.discard(sender)
-        self._end_requests(sender)
+        self._lost[sender] = self._end_requests(sender)
+        if len(self._lost) > MAX_LOST:
+            del self._lost[next(iter(self._lost))]
         self._intake.goodbye(sender)
 
-    def _end_requests(self, sender: str) -> None:
-        for request_id in [r for r, owner in self._owners.items() if owner == sender]:
+    def _take_back(self, sender: str) -> None:
+        """It was taken for dead and lives: it must not wait for what has ended."""
+        self._senders.add(sender)
+        for request_id in self._lost.pop(sender):
+            self._reject(sender, request_id, _out_of_touch())
+
+    def _discarded(self, sender: str, epoch: int) -> None:
+        """A message meant for a share that was closed: both sides begin with an empty one."""
+        if epoch == self._intake.epoch:
+            self._num_clears += 1
+            self._send(sender, ClearCache(self._num_clears))
+
+    def _end_requests(self, sender: str) -> list[str]:
+        ended = [r for r, owner in self._owners.items() if owner == sender]
+        for request_id in ended:
             self.exchange.command(AbortRequest(request_id))
+        return ended
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -178,6 +220,8 @@ class Reception:
         finally:
             self._received(sender, message.seq)
         if held is None:
+            self._discarded(sender, message.epoch)
+            self._reject(sender, request_id, _out_of_touch())
             return
         try:
             self._check(message.request, held.items)
@@ -198,7 +242,13 @@ class Reception:
         waiting = self.exchange.num_waiting + self.exchange.num_commands
         if waiting >= self._max_queue:
             raise QueueFullError(f"{waiting} requests are waiting, the most that may")
-        self._judge.check(request, items)
+        try:
+            self._judge.check(request, items)
+        except LookOnceError:
+            raise
+        except Exception as error:
+            logger.exception("request %s could not be judged", request.request_id)
+            raise RequestFailedError("the engine does not understand this request") from error
 
     def _reject(self, sender: str, request_id: str, error: LookOnceError) -> None:
         self._send(sender, Rejected(request_id, error_to_wire(error)))
@@ -208,11 +258,24 @@ class Reception:
         held = self._intake.supply(sender, message)
         self._received(sender, message.seq)
         request_id = message.request_id
-        if held is None or self._owners.get(request_id) != sender:
-            return
-        if not held.missing:
-            self._accept(request_id)
-        self.exchange.command(Supply(request_id, held.items))
+        if held is None:
+            self._discarded(sender, message.epoch)
+        elif self._owners.get(request_id) != sender:
+            return  # it has ended meanwhile
+        elif self._owes(request_id, held.items):
+            self._reject(sender, request_id, MediaNotCachedError("referenced media did not come"))
+            self.exchange.command(AbortRequest(request_id))
+        else:
+            if not held.missing:
+                self._accept(request_id)
+            self.exchange.command(Supply(request_id, held.items))
+
+    def _owes(self, request_id: str, came: dict[bytes, ProcessedItem]) -> bool:
+        """Whether items that were asked for are in none of the answers."""
+        asked = self._asked.get(request_id, _Asked())
+        asked.keys -= came.keys()
+        asked.num_answers -= 1
+        return bool(asked.keys) and asked.num_answers <= 0
 
     def _accept(self, request_id: str) -> None:
         if request_id in self._unaccepted:
@@ -220,7 +283,9 @@ class Reception:
             self._send(self._owners[request_id], Accepted(request_id))
 
     def _ask(self, request_id: str, keys: tuple[bytes, ...]) -> None:
-        self._num_resends += len(keys)
+        asked = self._asked.setdefault(request_id, _Asked())
+        asked.keys.update(keys)
+        asked.num_answers += 1
         self._send(self._owners[request_id], ResendMedia(request_id, keys))
 
     def _abort(self, sender: str, request_ids: tuple[str, ...], index: int | None) -> None:
@@ -264,12 +329,15 @@ class Reception:
     def _release(self, request_id: str) -> None:
         self._owners.pop(request_id, None)
         self._unaccepted.discard(request_id)
+        self._asked.pop(request_id, None)
         self._intake.release(request_id)
 
     def _own_counters(self) -> dict[str, float]:
+        store = self._intake.store
         return {
-            "mm_cache_bytes": float(self._intake.store.nbytes),
-            "mm_cache_resends_total": float(self._num_resends),
+            "mm_store_bytes": float(store.nbytes),
+            "mm_store_listed_bytes": float(sum(map(store.share_nbytes, store.senders))),
+            "mm_store_requests": float(len(store.requests)),
         }
 
     # --- sending ------------------------------------------------------------------------------
@@ -292,3 +360,7 @@ class Reception:
     def _send(self, sender: str, message: EngineMessage) -> None:
         if sender in self._senders and not self._channel.send(sender, message):
             self._goodbye(sender)
+
+
+def _out_of_touch() -> EngineDeadError:
+    return EngineDeadError("the engine lost touch with this server process")

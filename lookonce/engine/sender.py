@@ -6,7 +6,8 @@ enqueues without awaiting in between: directory and store see one order of chang
 
     lookup … lookup      the renderer pins what it relies on            (Directory)
     submit | cancel      pins are given back; only submit changes anything
-    supply               the answer to ResendMedia
+    asked, supply        ResendMedia is counted, and answered
+    settle               parts whose counting waited for the engine's word are counted
     update               injection
     clear | resync       the directory is emptied, by the engine's wish or our own
 
@@ -16,7 +17,7 @@ refers to; what does not fit beside the pins travels loose, for its request alon
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Self
 
 from lookonce.cache.directory import Directory
@@ -59,7 +60,10 @@ class Sender:
         self.directory = Directory(capacity_bytes)
         self.uuids = uuids if uuids is not None else UuidBindings()
         self.resends = 0
-        """Items the engine asked for again."""
+        """Items the engine asked for although it should have held them: it restarted, or a hint
+        was stale."""
+        self.asks = 0
+        """Items the engine asked for whose references were sent ahead of them, knowingly."""
         self._capacity_bytes = capacity_bytes
         self._num_senders = 1
         self._seq = 0
@@ -105,15 +109,33 @@ class Sender:
                 part.pinned = False
                 self.directory.unpin(part.key)
 
+    def settle(self, rendered: RenderedPrompt) -> None:
+        """Count parts that went ahead and will not be asked for. May be called again."""
+        for part in rendered.items:
+            if part.uncounted:
+                part.uncounted = False
+                self.directory.count(part.outcome)
+
+    def asked(self, rendered: RenderedPrompt, keys: Iterable[bytes]) -> None:
+        """Take note of `ResendMedia(keys)`, before anything is recovered."""
+        expected = {part.key for part in rendered.items if part.outcome != "not_needed"}
+        for key in keys:
+            if key in expected:
+                self.resends += 1
+            else:
+                self.asks += 1
+
     def to_recover(
         self, rendered: RenderedPrompt, keys: Iterable[bytes]
     ) -> tuple[RenderedItem, ...]:
-        """The parts whose `recover` must run before `supply`; the others still have their item.
+        """The parts whose `recover` must run before `supply`: those which neither have their item
+        nor are listed by now because another request has sent it.
 
         Raises `MediaNotCachedError` (422) when no bytes stand behind one of them.
         """
         parts = _unique(rendered.items)
-        asked = [parts.get(key) for key in dict.fromkeys(keys)]
+        wanted = [key for key in dict.fromkeys(keys) if not self.directory.lists_for_certain(key)]
+        asked = [parts.get(key) for key in wanted]
         lacking = [part for part in asked if part is None or part.item is None]
         recoverable = tuple(part for part in lacking if part is not None and part.recover)
         if len(recoverable) < len(lacking):
@@ -129,13 +151,16 @@ class Sender:
     ) -> SupplyMedia:
         """Commit the answer to `ResendMedia(keys)`: recovered items, else those rendered.
 
-        Raises `MediaNotCachedError`, with nothing changed, when an item is in neither.
+        Raises `MediaNotCachedError`, with nothing changed, when an item is in neither and its key
+        is not listed for certain.
         """
-        items = _gather(_unique(rendered.items), keys, recovered)
-        with _Change(self.directory, items) as change:
+        asked = set(keys)
+        lacking = [key for key in keys if not self.directory.lists_for_certain(key)]
+        items = _gather(_unique(rendered.items), lacking, recovered)
+        with _Change(self.directory, asked) as change:
             for key, item in items.items():
                 change.supply(key, item)
-        self.resends += len(items)
+        self._settle_asked(rendered, asked)
         return SupplyMedia(
             epoch=self.epoch,
             seq=self._next_seq(),
@@ -152,7 +177,7 @@ class Sender:
         given = {keyed.key: keyed.item for keyed in items}
         with _Change(self.directory, given) as change:
             for key, item in given.items():
-                change.supply(key, item)
+                change.supply(key, item, injected=True)
         return self._update(change.ops())
 
     def clear(self, message: ClearCache) -> UpdateCache:
@@ -171,6 +196,14 @@ class Sender:
             self.directory.hint(hint.key, hint.nbytes, hint.expansion)
         for name, digest in message.bindings:
             self.uuids.learn(name, digest)
+
+    def _settle_asked(self, rendered: RenderedPrompt, keys: Container[bytes]) -> None:
+        """What was asked for was needed; a part that was not processed for it is a hit."""
+        for part in rendered.items:
+            if part.uncounted and part.key in keys:
+                part.uncounted = False
+                part.outcome = "hit" if part.outcome == "not_needed" else part.outcome
+                self.directory.count(part.outcome)
 
     def _update(self, ops: CacheOps, cleared: int = 0) -> UpdateCache:
         return UpdateCache(epoch=self.epoch, seq=self._next_seq(), ops=ops, cleared=cleared)
@@ -220,15 +253,15 @@ class _Change:
             return
         self._add(key, item)
 
-    def supply(self, key: bytes, item: ProcessedItem) -> None:
+    def supply(self, key: bytes, item: ProcessedItem, *, injected: bool = False) -> None:
         """An item the engine may lack: added, or sent loose, unless it has it for certain."""
         listing = self._directory.listing(key)
         if listing is None:
-            self._add(key, item)
+            self._add(key, item, injected=injected)
         elif listing.adopted:
             self._directory.unlist(key)
             self._drops.append(key)
-            self._add(key, item)
+            self._add(key, item, injected=injected)
 
     def ops(self) -> CacheOps:
         return CacheOps(tuple(self._drops), tuple(self._adds), tuple(self._adopts))
@@ -244,9 +277,9 @@ class _Change:
         self._adopts.append((key, hint.nbytes))
         return True
 
-    def _add(self, key: bytes, item: ProcessedItem) -> None:
+    def _add(self, key: bytes, item: ProcessedItem, *, injected: bool = False) -> None:
         keyed = KeyedItem(key, item)
-        evicted = self._directory.try_list(key, item.nbytes, item.expansion)
+        evicted = self._directory.try_list(key, item.nbytes, item.expansion, injected=injected)
         if evicted is None:
             self._directory.learn(key, item.expansion)
             self.loose.append(keyed)

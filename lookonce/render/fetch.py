@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import httpcore
@@ -41,8 +42,8 @@ REDIRECTS = frozenset({301, 302, 303, 307, 308})
 class FetchCounts:
     """What the fetcher did since it started."""
 
-    fetched: int = 0
-    """Bodies read from the network."""
+    fetched: Counter[str] = field(default_factory=Counter)
+    """Bodies read from the network, by what they were fetched as."""
     confirmed: int = 0
     """Held bodies an origin confirmed with 304."""
     reused: int = 0
@@ -79,18 +80,19 @@ class Fetcher:
     async def aclose(self) -> None:
         await self._pool.aclose()
 
-    async def fetch(self, url: str, scope: bytes = b"") -> bytes:
-        """The body behind `url`; concurrent calls for one URL and scope fetch once.
+    async def fetch(self, url: str, scope: bytes = b"", kind: str = "media") -> bytes:
+        """The body behind `url`; concurrent calls for one URL and scope fetch once, and count as
+        the first one's `kind`.
 
         Raises `MediaForbiddenError`, `UnprocessableMediaError`, `TooLargeError` or
         `BadRequestError`.
         """
-        return await self._flights.run((scope, url), lambda: self._fetch(url, scope))
+        return await self._flights.run((scope, url), lambda: self._fetch(url, scope, kind))
 
-    async def _fetch(self, url: str, scope: bytes) -> bytes:
+    async def _fetch(self, url: str, scope: bytes, kind: str) -> bytes:
         try:
             async with asyncio.timeout(self._timeout):
-                return await self._follow(url, scope)
+                return await self._follow(url, scope, kind)
         except AddressRefusedError:
             raise MediaForbiddenError(
                 "the host of the media URL is not allowed: its address is not public"
@@ -104,10 +106,10 @@ class Fetcher:
                 "the media could not be fetched: the connection failed"
             ) from None
 
-    async def _follow(self, url: str, scope: bytes) -> bytes:
+    async def _follow(self, url: str, scope: bytes, kind: str) -> bytes:
         target = self._checked(url)
         for _ in range(MAX_REDIRECTS + 1):
-            body = await self._hop(target, (scope, str(target)))
+            body = await self._hop(target, (scope, str(target)), kind)
             if isinstance(body, bytes):
                 return body
             target = self._checked(str(body))
@@ -115,7 +117,7 @@ class Fetcher:
             f"the media could not be fetched: more than {MAX_REDIRECTS} redirects"
         )
 
-    async def _hop(self, url: httpx.URL, key: CacheKey) -> bytes | httpx.URL:
+    async def _hop(self, url: httpx.URL, key: CacheKey, kind: str) -> bytes | httpx.URL:
         """One request: the body, or where to go next."""
         held = self._cache.lookup(key)
         if held is not None and self._cache.is_fresh(held):
@@ -132,7 +134,7 @@ class Fetcher:
                 self.counts.confirmed += 1
                 return held.data
             data = await self._read(response, headers)
-        self.counts.fetched += 1
+        self.counts.fetched[kind] += 1
         self._cache.store(key, data, headers)
         return data
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
+from collections import Counter
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -20,9 +21,12 @@ from lookonce.errors import (
 from lookonce.render.addresses import GuardedBackend, is_any, is_public
 from lookonce.render.fetch import FetchCounts, Fetcher
 from lookonce.render.fetch_cache import FetchCache
+from lookonce.render.flights import Flights
 from lookonce.render.media import MediaSource, for_part
 
 FETCH_CACHE_BYTES = 256 * 1024 * 1024
+OFF_LOOP_BYTES = 4 * 1024 * 1024
+"""Encoded media above this is decoded from base64, and hashed, in a thread."""
 
 
 class MediaLoader:
@@ -38,29 +42,42 @@ class MediaLoader:
             cache=FetchCache(cache_bytes),
             backend=GuardedBackend(is_any if config.allow_private else is_public),
         )
+        self._reads: Flights[str, bytes] = Flights()
 
     @property
     def counts(self) -> FetchCounts:
         return self._fetcher.counts
+
+    @property
+    def fetched(self) -> Counter[str]:
+        """Bodies fetched and files read, by modality."""
+        return self._fetcher.counts.fetched
 
     async def load(self, source: MediaSource, scope: bytes = b"") -> bytes:
         """The encoded bytes. `scope` (32 bytes) keeps tenants apart in the fetch cache.
 
         Raises a `RequestError` that names the part.
         """
+        if source.origin == "inline" and len(source.value) > OFF_LOOP_BYTES:
+            return await asyncio.to_thread(source.inline_bytes, self._max_bytes)
         if source.origin == "inline":
             return source.inline_bytes(self._max_bytes)
         try:
             if source.origin == "remote":
-                return await self._fetcher.fetch(source.value, scope)
+                return await self._fetcher.fetch(source.value, scope, source.modality)
             if source.origin == "file":
-                return await asyncio.to_thread(self._local.read, source.value)
+                return await self._reads.run(source.value, lambda: self._read(source))
         except RequestError as error:
             raise for_part(error, source.param) from None
         raise MediaNotCachedError(
             f"{source.param}: no media is held under this uuid; send it again",
             param=source.param,
         )
+
+    async def _read(self, source: MediaSource) -> bytes:
+        data = await asyncio.to_thread(self._local.read, source.value)
+        self.fetched[source.modality] += 1
+        return data
 
     async def aclose(self) -> None:
         await self._fetcher.aclose()

@@ -13,6 +13,7 @@ or whose template lost a picture is refused before anything is fetched.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -143,9 +144,13 @@ class Renderer:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def counts(self) -> dict[str, float]:
-        """`media_decodes_total` and `media_processed_total`, as `name:modality` → value."""
+        """Fetches, decodes and processor runs, as `name:modality` → value."""
         stats = RenderStats() if self._resolver is None else self._resolver.stats
-        counted = {"media_decodes_total": stats.decoded, "media_processed_total": stats.processed}
+        counted: dict[str, Counter[Any]] = {
+            "media_fetches_total": stats.fetched,
+            "media_decodes_total": stats.decoded,
+            "media_processed_total": stats.processed,
+        }
         return {
             f"{name}:{modality}": float(by_modality[modality])
             for name, by_modality in counted.items()

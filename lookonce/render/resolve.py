@@ -26,14 +26,13 @@ from lookonce.cache.uuids import UuidBindings
 from lookonce.errors import ConflictError, MediaNotCachedError, RequestError
 from lookonce.render.families.base import Options
 from lookonce.render.flights import Flights
+from lookonce.render.load import OFF_LOOP_BYTES
 from lookonce.render.media import MediaSource, for_part
 from lookonce.render.processing import MediaJob, Processed
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 from lookonce.types.ports import ItemDirectory
 from lookonce.types.request import ProcessorOutcome, RenderedItem
 
-OFF_LOOP_BYTES = 4 * 1024 * 1024
-"""Encoded media above this is hashed in a thread (blake3 does about 1 GB/s here)."""
 MAX_SIDE_BY_SIDE = 32
 """Parts of one prompt that are fetched or processed at a time: a prompt with more must neither be
 refused by the pool's bounded queue nor fill it alone."""
@@ -51,6 +50,10 @@ class Family(Protocol):
 
 class Loader(Protocol):
     """Encoded bytes of a source; `load.MediaLoader` is the real one."""
+
+    @property
+    def fetched(self) -> Counter[str]:
+        """Bodies fetched and files read, by modality."""
 
     async def load(self, source: MediaSource, scope: bytes = b"") -> bytes: ...
 
@@ -70,6 +73,7 @@ class RendererDirectory(ItemDirectory, Protocol):
 class RenderStats:
     """Work done since the start, by modality; plain counters that metrics read."""
 
+    fetched: Counter[str] = field(default_factory=Counter)
     decoded: Counter[Modality] = field(default_factory=Counter)
     processed: Counter[Modality] = field(default_factory=Counter)
 
@@ -114,7 +118,7 @@ class MediaResolver:
         algorithm: HashAlgorithm = "blake3",
     ) -> None:
         """`max_bytes` limits the encoded bytes of inline media."""
-        self.stats = RenderStats()
+        self.stats = RenderStats(fetched=loader.fetched)
         self._family = family
         self._fingerprint = family.fingerprint()
         self._directory = directory
@@ -142,15 +146,20 @@ class MediaResolver:
             self.release(prompt.pinned)
             raise
         for item in items:
-            self._directory.count(item.outcome)
+            item.uncounted = item.outcome == "not_needed"
+            if not item.uncounted:
+                self._directory.count(item.outcome)
         return items
 
     def release(self, items: Iterable[RenderedItem]) -> None:
-        """Give back the pins of a prompt that will not be sent."""
+        """Give back the pins of a prompt that is over, and count what nobody asked for."""
         for item in items:
             if item.pinned:
                 item.pinned = False
                 self._directory.unpin(item.key)
+            if item.uncounted:
+                item.uncounted = False
+                self._directory.count(item.outcome)
 
     async def _resolve_all(
         self, sources: Sequence[MediaSource], prompt: _Prompt
@@ -225,7 +234,8 @@ class MediaResolver:
         """The item of a part that needs no work here. Raises when a bare uuid has nothing."""
         expansion = self._directory.lookup(part.key)
         if expansion is not None:
-            item = self._item(part, expansion, outcome="hit", pinned=True)
+            outcome = self._directory.held_as(part.key)
+            item = self._item(part, expansion, outcome=outcome, pinned=True)
             prompt.pinned.append(item)
             return self._bound(part, item)
         live = self._live.get(part.key)
@@ -293,9 +303,12 @@ class MediaResolver:
         """Makes the item again from its bytes, and lets the receipt say so."""
 
         async def recover() -> ProcessedItem:
+            joined = part.key in self._flights
             made = await self._process(part)
             rendered = item()
-            if rendered is not None:
+            if rendered is not None and joined:
+                rendered.outcome = "hit"
+            elif rendered is not None:
                 rendered.outcome = self._outcome_of(made.item)
                 rendered.decode_ms, rendered.process_ms = made.decode_ms, made.process_ms
             return made.item

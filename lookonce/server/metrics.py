@@ -37,11 +37,16 @@ COUNTED_ELSEWHERE: dict[str, Described] = {
         "Media parts that caused no processing", vllm="mm_cache_hits_total"
     ),
     "mm_cache_evictions_total": Described("Items the processor cache dropped for room"),
-    "mm_cache_bytes": Described("Bytes of items this server lists in the processor cache"),
-    "mm_cache_resends_total": Described("Items the engine had to ask for again"),
+    "mm_cache_bytes": Described("Bytes of items the API processes list in the processor cache"),
+    "mm_store_bytes": Described("Bytes of items the engine holds, each counted once"),
+    "mm_store_listed_bytes": Described("Bytes the engine accounts to the API processes' lists"),
+    "mm_store_requests": Described("Requests the engine holds items for"),
+    "mm_cache_resends_total": Described("Items the engine should have held and asked for again"),
+    "mm_cache_asks_total": Described("Items the engine asked for after their references came"),
     "encoder_cache_queries_total": Described("Encoder outputs looked up"),
     "encoder_cache_hits_total": Described("Encoder outputs found"),
     "encoder_cache_bytes": Described("Bytes of encoder outputs held"),
+    "encoder_cache_holders": Described("Sequences that hold encoder outputs"),
     "encoder_runs_total": Described("Media items the encoder was run on"),
     "prefix_cache_queries_total": Described(
         "Prompt tokens looked up in the prefix cache", vllm="prefix_cache_queries_total"
@@ -49,7 +54,7 @@ COUNTED_ELSEWHERE: dict[str, Described] = {
     "prefix_cache_hits_total": Described(
         "Prompt tokens found in the prefix cache", vllm="prefix_cache_hits_total"
     ),
-    "preemptions_total": Described(
+    "num_preemptions_total": Described(
         "Sequences preempted and recomputed", vllm="num_preemptions_total"
     ),
     "media_fetches_total": Described("Media fetched or read", label="modality"),

@@ -66,4 +66,5 @@ def _cache_counts(client: EngineClient) -> Counts:
         "mm_cache_evictions_total": directory.evictions,
         "mm_cache_bytes": directory.nbytes,
         "mm_cache_resends_total": client.sender.resends,
+        "mm_cache_asks_total": client.sender.asks,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections import Counter
 from collections.abc import Mapping
 
 from lookonce.errors import UnprocessableMediaError
@@ -43,6 +44,7 @@ class FakeLoader:
     def __init__(self, web: Mapping[str, bytes]) -> None:
         self.web = dict(web)
         self.loaded: list[str] = []
+        self.fetched: Counter[str] = Counter()
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -53,6 +55,7 @@ class FakeLoader:
         await self.gate.wait()
         if source.value not in self.web:
             raise for_part(UnprocessableMediaError("the media could not be fetched"), source.param)
+        self.fetched[source.modality] += 1
         return self.web[source.value]
 
 

@@ -296,6 +296,8 @@ def test_decoding_shows_special_tokens(kitchen):
 def test_work_is_counted_by_modality(kitchen):
     kitchen.chat(user(picture(b"cat"), picture(b"cat"), sound(b"uh")))
     assert kitchen.renderer.counts() == {
+        "media_fetches_total:image": 0.0,
+        "media_fetches_total:audio": 0.0,
         "media_decodes_total:image": 1.0,
         "media_decodes_total:audio": 1.0,
         "media_processed_total:image": 1.0,
