@@ -24,7 +24,12 @@ import msgspec
 from lookonce.config import Config, ServerConfig
 from lookonce.engine.child import Child, KeptProcess
 from lookonce.engine.settings import engine_settings
-from lookonce.engine.supervise import ENGINE_COMMAND, EngineSupervisor, OnLoading
+from lookonce.engine.supervise import (
+    ENGINE_COMMAND,
+    EngineSupervisor,
+    OnLoading,
+    remove_socket,
+)
 from lookonce.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -69,17 +74,24 @@ class Supervisor:
         Raises `ConfigError` (also for an address in use), `ModelLoadError`, and `EngineDeadError`
         when a process cannot be kept running.
         """
-        with bind(self._config.server) as listener, _Signals(self):
-            self._apis = [
-                self._api_process(index, listener)
-                for index in range(self._config.server.api_processes)
-            ]
-            announcing = asyncio.create_task(self._announce(listener))
-            try:
-                await self._keep_running()
-            finally:
-                announcing.cancel()
-                _unlink(self._config.server.uds)
+        try:
+            with bind(self._config.server) as listener, _Signals(self):
+                try:
+                    await self._serve_on(listener)
+                finally:
+                    _unlink(self._config.server.uds)
+        finally:
+            remove_socket(self._config.channel.address)
+
+    async def _serve_on(self, listener: socket.socket) -> None:
+        self._apis = [
+            self._api_process(index, listener) for index in range(self._config.server.api_processes)
+        ]
+        announcing = asyncio.create_task(self._announce(listener))
+        try:
+            await self._keep_running()
+        finally:
+            announcing.cancel()
 
     def ask_stop(self) -> None:
         """Drain and end; asked again, end at once."""
@@ -104,7 +116,7 @@ class Supervisor:
             task.result()
 
     async def _end(self, *, drain: bool) -> None:
-        timeout = self._config.server.drain_timeout + DRAIN_GRACE if drain else 0.0
+        timeout = DRAIN_GRACE + (self._config.server.drain_timeout if drain else 0.0)
         logger.info("stopping%s", ": running requests may finish" if drain else "")
         await asyncio.gather(*(api.stop(timeout) for api in self._apis))
         await self._engine.stop()

@@ -182,11 +182,17 @@ def test_an_engine_that_hangs_is_killed_and_restarted(caplog):
     assert "the engine process ended by signal 9; restart 1 of 3" in caplog.text
 
 
-def test_an_address_in_use_is_one_clear_error():
+def test_an_address_in_use_is_one_clear_error_and_leaves_nothing():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
+        given = resolve(Options(port=port))
+
+        async def scenario():
+            await Supervisor(given).run()
+
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-            bind(ServerConfig(port=port))
+            asyncio.run(scenario())
+    assert not Path(given.channel.address.removeprefix("ipc://")).parent.exists()
 
 
 def test_it_listens_on_a_unix_socket_and_replaces_a_stale_one(tmp_path):

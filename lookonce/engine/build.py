@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
+import os
 import time
 from collections.abc import Callable
 
 import msgspec
 import numpy as np
+import torch
 
 from lookonce.config import KVConfig
-from lookonce.core.admission import Door
 from lookonce.core.blocks import BlockPool
+from lookonce.core.door import Door
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
 from lookonce.engine.core import EngineCore
@@ -43,6 +46,7 @@ def build_engine(settings: EngineSettings, progress: Progress) -> tuple[EngineCo
 
     Raises `ConfigError` for settings the model cannot be served with, and `ModelLoadError`.
     """
+    _leave_a_core()
     loaded = load_model(settings.model, progress)
     features = loaded.family.attention_features(loaded.dtype)
     backend = select_backend(loaded.device, features)
@@ -64,6 +68,8 @@ def build_engine(settings: EngineSettings, progress: Progress) -> tuple[EngineCo
     )  # fmt: skip
     pool = BlockPool(num_blocks, block_size)
     warm_up(runner, pool.blocks_for(WARM_UP_TOKENS))
+    gc.collect()
+    gc.freeze()  # the model's objects stay: later collections need not walk them
     return assemble(loaded.info, runner, settings, pool)
 
 
@@ -110,6 +116,13 @@ def warm_up(runner: ModelRunner, num_blocks: int) -> None:
         for error in runner.execute(plan).failed_sequences.values():
             raise ModelLoadError(f"the model does not compute: {error.message}")
     logger.info("warmed up in %.2f s", time.monotonic() - started)
+
+
+def _leave_a_core() -> None:
+    """Unless told how many threads to use, torch takes every core; others have work too."""
+    cores = len(os.sched_getaffinity(0))
+    if torch.get_num_threads() >= cores > 1:
+        torch.set_num_threads(cores - 1)
 
 
 def _num_blocks(loaded: LoadedModel, kv: KVConfig, block_size: int) -> int:

@@ -53,10 +53,7 @@ class EngineSupervisor:
     async def run(self) -> None:
         """Until `stop`. Raises what the engine refuses to start with (`ConfigError`,
         `ModelLoadError`), and `EngineDeadError` when restarting does not help."""
-        try:
-            await self._process.run()
-        finally:
-            remove_socket(self._settings.address)
+        await self._process.run()
 
     async def wait_serving(self) -> None:
         """Returns once the engine has been ready to serve."""

@@ -79,12 +79,14 @@ class ZmqClientLink:
 
     def _read(self) -> None:
         """Take everything that has come: the readiness of a ZMQ socket is an edge, not a level."""
-        while self._socket is not None:
-            try:
-                frames = _receive(self._socket)
-            except zmq.Again:
-                return
-            self._events.link_frames(frames)
+        try:
+            while self._socket is not None:
+                self._events.link_frames(_receive(self._socket))
+        except zmq.Again:
+            return
+        except Exception:
+            self._loop.call_soon(self._read)  # what is left would wait for an edge that has been
+            raise
 
     def _watch(self) -> None:
         while self._monitor is not None:
@@ -153,8 +155,9 @@ class ZmqEngineLink:
     def close(self) -> None:
         self._socket.close()
         self._context.term()
+        pipe, self._wake_in = self._wake_in, -1  # a late `wake` must not hit a reused number
+        os.close(pipe)
         os.close(self._wake_out)
-        os.close(self._wake_in)
 
 
 def _receive(socket: zmq.Socket[bytes]) -> list[Buffer]:

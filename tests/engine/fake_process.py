@@ -11,8 +11,8 @@ import sys
 import threading
 from collections.abc import Callable
 
-from lookonce.core.admission import Door
 from lookonce.core.blocks import BlockPool
+from lookonce.core.door import Door
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.engine.core import EngineCore
 from lookonce.engine.hosting import host_engine

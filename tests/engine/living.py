@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 
 from lookonce.config import ChannelConfig
-from lookonce.core.admission import Door
 from lookonce.core.blocks import BlockPool
+from lookonce.core.door import Door
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.engine.client import EngineClient
 from lookonce.engine.core import EngineCore
@@ -128,10 +128,17 @@ class World:
         return self.engine
 
     def client(
-        self, *, cache_bytes: int = 1 << 20, stall_timeout: float = PATIENCE
+        self,
+        *,
+        cache_bytes: int = 1 << 20,
+        stall_timeout: float = PATIENCE,
+        max_bytes_in_flight: int = 1 << 20,
     ) -> EngineClient:
-        config = ChannelConfig(address="", stall_timeout=stall_timeout)
-        return EngineClient(config, processor_cache_bytes=cache_bytes, connect=self.hub.client_link)
+        return EngineClient(
+            ChannelConfig("", stall_timeout, max_bytes_in_flight),
+            processor_cache_bytes=cache_bytes,
+            connect=self.hub.client_link,
+        )
 
     def run(self, scenario: Callable[[EngineClient], object]) -> None:
         """`scenario` with a ready client; afterwards the engine must be empty."""
@@ -209,3 +216,9 @@ def expected(prompt: RenderedPrompt, num_tokens: int, sample_index: int = 0) -> 
 
 def tokens_of(deltas: list[TokenDelta], index: int = 0) -> list[int]:
     return [token for delta in deltas if delta.index == index for token in delta.token_ids]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Returns once `condition` holds."""
+    while not condition():  # noqa: ASYNC110 - nothing announces it
+        await asyncio.sleep(0.005)

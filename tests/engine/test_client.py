@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 
+import msgspec
 import pytest
 
 from lookonce.errors import (
     BadRequestError,
     EngineDeadError,
+    LookOnceError,
     MediaNotCachedError,
     NotReadyError,
     QueueFullError,
@@ -20,7 +22,7 @@ from lookonce.ipc.messages import KeyedItem
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 from tests.core.builders import Limits, key, text
-from tests.engine.living import World, expected, item, part, rendered, tokens_of
+from tests.engine.living import World, expected, item, part, rendered, tokens_of, until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
@@ -28,11 +30,6 @@ ENDLESS = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
 
 async def all_of(generation):
     return [delta async for delta in generation]
-
-
-async def until(condition):
-    while not condition():  # noqa: ASYNC110 - nothing announces it
-        await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -131,6 +128,17 @@ def test_what_the_model_cannot_take_is_refused_before_it_is_accepted(
     world.run(scenario)
 
 
+def test_numbers_that_nothing_can_hold_fail_their_request_alone(world):
+    async def scenario(client):
+        prompt = rendered(text(20), part("cat"), offsets=(3,))
+        prompt.features = (msgspec.structs.replace(prompt.features[0], offset=2**63),)
+        with pytest.raises(LookOnceError):
+            await client.generate(prompt, GREEDY, "r")
+        assert len(await all_of(client.generate(rendered(text(9)), GREEDY, "s"))) == 8
+
+    world.run(scenario)
+
+
 def test_a_refused_request_leaves_directory_and_store_equal(world):
     async def scenario(client):
         sampling = SamplingParams(stop_token_ids=(5000,))
@@ -182,7 +190,7 @@ def test_an_item_the_engine_lost_is_made_again_and_the_caller_never_knows(world)
         deltas = await all_of(client.generate(prompt, GREEDY, "r"))
         assert tokens_of(deltas) == expected(prompt, 8)
         assert client.sender.resends == 1
-        assert (await client.stats())["mm_cache_resends_total"] == 1
+        assert client.sender.asks == 0
 
     world.run(scenario)
 
@@ -454,7 +462,7 @@ def test_stats_name_the_engines_counters(world):
         assert stats["prompt_tokens_total"] == 20
         assert stats["generation_tokens_total"] == 8
         assert stats["encoder_runs_total"] == 1
-        assert stats["mm_cache_bytes"] == item(4).nbytes
+        assert stats["mm_store_bytes"] == stats["mm_store_listed_bytes"] == item(4).nbytes
 
     world.run(scenario)
 

@@ -1,0 +1,250 @@
+"""The input thread's protocol, message by message, over the in-process channel."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+import pytest
+
+from lookonce.ipc.channel import ClientChannel
+from lookonce.ipc.messages import (
+    NO_OPS,
+    Abort,
+    Accepted,
+    CacheOps,
+    Deltas,
+    Heartbeat,
+    Hello,
+    KeyedItem,
+    Rejected,
+    ResendMedia,
+    Submit,
+    SupplyMedia,
+    UpdateCache,
+    Welcome,
+)
+from tests.core.builders import feature, key, request, text
+from tests.engine.living import PATIENCE, World, item, until
+
+CAT = feature("cat", 3, 4)
+
+
+class RawClient:
+    """Speaks the protocol by hand."""
+
+    def __init__(self, world, name="api"):
+        self.name = name
+        self.channel = ClientChannel(world.hub.client_link(name), max_bytes_in_flight=1 << 20)
+        self.messages: asyncio.Queue = asyncio.Queue()
+        self.epoch = world.engine.intake.epoch
+        self._seq = 0
+
+    def connected(self):
+        pass
+
+    def disconnected(self):
+        pass
+
+    def received(self, message):
+        self.messages.put_nowait(message)
+
+    def seq(self):
+        self._seq += 1
+        return self._seq
+
+    async def hello(self):
+        self.channel.open(self)
+        await asyncio.sleep(0)
+        self.channel.send_now(Hello(self.name))
+        return await self.next(Welcome)
+
+    def submit(self, wire, *, epoch=None, ops=NO_OPS):
+        self.channel.send_now(Submit(epoch or self.epoch, self.seq(), ops, wire))
+
+    async def next(self, kind):
+        """The next message that is no heartbeat, which must be of this kind."""
+        while isinstance(message := await self.messages.get(), Heartbeat):
+            if kind is Heartbeat:
+                return message
+        assert isinstance(message, kind), message
+        return message
+
+    async def deltas_until_finished(self):
+        found = []
+        while not found or found[-1].deltas[-1].finish_reason is None:
+            found.append(await self.next(Deltas))
+        return found
+
+    async def settled(self):
+        """Everything sent so far has been received."""
+        await until(lambda: self.channel.bytes_in_flight == 0)
+
+
+@pytest.fixture
+def speak():
+    """Runs a scenario with a world and a client that said hello."""
+
+    def run(scenario):
+        world = World()
+
+        async def whole():
+            async with asyncio.timeout(PATIENCE):
+                client = RawClient(world)
+                await client.hello()
+                await scenario(client, world)
+                client.channel.close()
+
+        try:
+            asyncio.run(whole())
+        finally:
+            world.engine.die()
+
+    return run
+
+
+def added(*names):
+    return CacheOps(adds=tuple(KeyedItem(key(name), item(4)) for name in names))
+
+
+def test_a_request_whose_items_came_along_is_accepted_without_a_step(speak):
+    async def scenario(client, world):
+        world.engine.runner.gate.clear()
+        client.submit(request("busy", text(9)))
+        client.submit(request("r", text(20), [CAT]), ops=added("cat"))
+        assert await client.next(Accepted) == Accepted("busy")
+        assert await client.next(Accepted) == Accepted("r")
+        await client.settled()
+        world.engine.runner.gate.set()
+
+    speak(scenario)
+
+
+def test_a_rejection_waits_for_no_step_either_and_the_operations_hold(speak):
+    async def scenario(client, world):
+        world.engine.runner.gate.clear()
+        client.submit(request("busy", text(9)))
+        await client.next(Accepted)
+        client.submit(request("r", [5000]), ops=added("cat"))
+        rejected = await client.next(Rejected)
+        assert rejected.error[0] == "BadRequestError"
+        assert set(world.engine.intake.store.share("api")) == {key("cat")}
+        world.engine.runner.gate.set()
+
+    speak(scenario)
+
+
+def test_missing_items_are_asked_for_and_their_arrival_accepts(speak):
+    async def scenario(client, world):
+        client.submit(request("r", text(20), [CAT]))
+        assert await client.next(ResendMedia) == ResendMedia("r", (CAT.key,))
+        client.channel.send_now(SupplyMedia(client.epoch, client.seq(), added("cat"), "r"))
+        assert await client.next(Accepted) == Accepted("r")
+        await client.deltas_until_finished()
+
+    speak(scenario)
+
+
+def test_a_supply_for_a_request_that_is_over_still_changes_the_store(speak):
+    async def scenario(client, world):
+        client.channel.send_now(SupplyMedia(client.epoch, client.seq(), added("cat"), "gone"))
+        await client.settled()
+        assert set(world.engine.intake.store.share("api")) == {key("cat")}
+
+    speak(scenario)
+
+
+def test_a_request_id_in_use_is_rejected_and_the_first_goes_on(speak):
+    async def scenario(client, world):
+        world.engine.runner.gate.clear()
+        client.submit(request("r", text(9)))
+        await client.next(Accepted)
+        client.submit(request("r", text(9)), ops=added("cat"))
+        await client.next(Rejected)
+        world.engine.runner.gate.set()
+        assert len(await client.deltas_until_finished()) == 8
+        assert set(world.engine.intake.store.share("api")) == {key("cat")}
+
+    speak(scenario)
+
+
+def test_one_message_a_step_carries_all_deltas_of_a_sender(speak):
+    async def scenario(client, world):
+        world.engine.runner.gate.clear()
+        client.submit(request("first", text(9)))
+        await client.next(Accepted)
+        for name in ("second", "third"):
+            client.submit(request(name, text(9)))
+            await client.next(Accepted)
+        world.engine.runner.gate.set()
+        sizes = [len((await client.next(Deltas)).deltas) for _ in range(9)]
+        assert max(sizes) == 3
+        assert sum(sizes) == 24
+
+    speak(scenario)
+
+
+def test_messages_of_another_epoch_do_nothing_but_free_their_room(speak):
+    async def scenario(client, world):
+        client.submit(request("r", text(20), [CAT]), epoch=client.epoch + 1, ops=added("cat"))
+        old = UpdateCache(client.epoch + 1, client.seq(), added("dog"))
+        client.channel.send_now(old)
+        client.channel.send_now(Abort(client.epoch + 1, ("r",)))
+        await client.settled()
+        assert len(world.engine.intake.store) == 0
+        assert not world.engine.intake.store.requests
+
+    speak(scenario)
+
+
+def test_who_says_no_hello_is_not_heard(speak, caplog):
+    async def scenario(client, world):
+        rude = RawClient(world, "rude")
+        rude.channel.open(rude)
+        await asyncio.sleep(0)
+        rude.submit(request("r", text(9)))
+        client.submit(request("s", text(9)))
+        await client.next(Accepted)
+        assert world.engine.intake.store.requests == ("s",)
+        rude.channel.close()
+
+    with caplog.at_level(logging.WARNING):
+        speak(scenario)
+    assert "said no hello" in caplog.text
+
+
+def test_a_second_hello_ends_what_ran_for_the_first(speak):
+    async def scenario(client, world):
+        endless = msgspec.structs.replace(request("x", text(9)).sampling, max_tokens=200)
+        world.engine.runner.gate.clear()
+        client.submit(request("r", text(9), sampling=endless), ops=added("cat"))
+        await client.next(Accepted)
+        client.channel.send_now(Hello("api"))
+        await client.next(Welcome)
+        assert world.engine.intake.store.share("api") == {}
+        world.engine.runner.gate.set()
+        await until(lambda: not world.engine.intake.store.requests)
+
+    speak(scenario)
+
+
+def test_heartbeats_tell_that_an_idle_engine_is_well(speak):
+    async def scenario(client, world):
+        assert await client.next(Heartbeat) == Heartbeat(client.epoch, True, 0.0)
+
+    speak(scenario)
+
+
+def test_heartbeats_go_on_while_a_step_takes_long(speak):
+    async def scenario(client, world):
+        world.engine.runner.gate.clear()
+        client.submit(request("r", text(9)))
+        await client.next(Accepted)
+        stalled = 0.0
+        while stalled == 0.0:
+            stalled = (await client.next(Heartbeat)).stalled_seconds
+        world.engine.runner.gate.set()
+        await client.deltas_until_finished()
+
+    speak(scenario)
