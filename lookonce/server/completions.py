@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lookonce.errors import BadRequestError
+from lookonce.errors import BadRequestError, RequestError
 from lookonce.server.exchange import Exchange, Sample, answer, open_exchange
 from lookonce.server.generation import Piece
 from lookonce.server.logprobs import CompletionFormat as LogprobsFormat
@@ -31,13 +32,16 @@ async def completions(request: Request) -> Response:
     return await answer(request, exchange, CompletionFormat(exchange, body, sampling))
 
 
-def prompts_of(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """The prompts one by one; raises `BadRequestError` for none, too many, or a mixture."""
+def named_prompts(prompt: str | list[str | int | list[int]]) -> dict[str, str | list[int]]:
+    """The prompts by the names errors give them: `prompt` alone, or `prompt[0]` and so on.
+
+    Raises `BadRequestError` for none, too many, or a mixture.
+    """
     if isinstance(prompt, str):
-        return [prompt]
+        return {"prompt": prompt}
     token_ids = [part for part in prompt if isinstance(part, int)]
     if token_ids and len(token_ids) == len(prompt):
-        return [token_ids]
+        return {"prompt": token_ids}
     prompts = [part for part in prompt if not isinstance(part, int)]
     if token_ids or not prompts:
         raise BadRequestError("prompt is text, token ids or a list of either", param="prompt")
@@ -45,7 +49,21 @@ def prompts_of(prompt: str | list[str | int | list[int]]) -> list[str | list[int
         raise BadRequestError(
             f"prompt has {len(prompts)} prompts, {MAX_PROMPTS} are allowed", param="prompt"
         )
-    return prompts
+    return {f"prompt[{number}]": part for number, part in enumerate(prompts)}
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """The renderer knows one `prompt`; errors about one of several say which."""
+    try:
+        yield
+    except RequestError as error:
+        param = error.param or ""
+        if name == "prompt" or not param.startswith("prompt"):
+            raise
+        named = param.replace("prompt", name, 1)
+        message = error.message.replace(param, named, 1)
+        raise type(error)(message, param=named, code=error.code) from None
 
 
 class CompletionFormat:
@@ -62,15 +80,15 @@ class CompletionFormat:
 
     async def render(self) -> None:
         exchange = self._exchange
-        for prompt in prompts_of(self._body.prompt):
-            with exchange.services.metrics.render.time():
+        for name, prompt in named_prompts(self._body.prompt).items():
+            with exchange.services.metrics.render.time(), _naming(name):
                 rendered = await exchange.services.renderer.render_completion(
                     prompt,
                     tenant=exchange.principal.tenant,
                     cache_salt=self._body.cache_salt,
                     add_special_tokens=self._body.add_special_tokens,
                 )
-            exchange.add_prompt(rendered, self._sampling)
+                exchange.add_prompt(rendered, self._sampling)
 
     def whole(self, samples: Sequence[Sample]) -> Completion:
         body = self._envelope([self._choice(i, sample) for i, sample in enumerate(samples)])

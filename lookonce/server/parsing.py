@@ -145,7 +145,7 @@ def _parts(value: Any, kind: Any) -> list[tuple[str, Any, Any]]:
     origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
     if isinstance(value, dict) and isinstance(origin, type):
         if issubclass(origin, msgspec.Struct):
-            hints = typing.get_type_hints(origin)
+            hints = typing.get_type_hints(origin, include_extras=True)
             return [(f.encode_name, value[f.encode_name], hints[f.name])
                     for f in msgspec.structs.fields(origin) if f.encode_name in value]  # fmt: skip
         if issubclass(origin, dict) and arguments:

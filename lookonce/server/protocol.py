@@ -8,12 +8,13 @@ JSON: `parsing.parse` refuses them with a clear 400 unless their value asks for 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 Raw = msgspec.Raw
 NOTHING = msgspec.Raw(b"")
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class Unbuilt(msgspec.Struct, kw_only=True):
@@ -133,7 +134,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """`POST /detokenize`."""
 
-    tokens: list[int]
+    tokens: list[TokenId]
     model: str | None = None
 
 

@@ -79,6 +79,9 @@ class LiveServer:
     def post(self, path: str, body: object = None) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60)
 
+    def post_bytes(self, path: str, body: bytes) -> httpx.Response:
+        return httpx.post(self.url + path, content=body, timeout=60)
+
     def metrics(self) -> dict[str, float]:
         """Every sample, by name and label values: `media_decodes_total:image`."""
         found = {}

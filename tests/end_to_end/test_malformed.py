@@ -1,0 +1,174 @@
+"""What no client should send: each gets its status, names its part, and disturbs nobody."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.end_to_end.drawing import ask, encoded, image_part, picture, text_part, wav
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PNG = encoded(picture(("red", "circle")))
+GOOD = image_part(picture(("red", "circle")))
+FIRST = "messages[0].content[0]"
+
+
+def image_url(url: object, **fields: object) -> dict[str, object]:
+    return {"type": "image_url", "image_url": {"url": url}, **fields}
+
+
+def image_of(data: bytes) -> dict[str, object]:
+    return image_url("data:image/png;base64," + base64.b64encode(data).decode())
+
+
+def drawn(kind: str, size: tuple[int, int] = (84, 84)) -> dict[str, object]:
+    buffer = io.BytesIO()
+    Image.new("RGB", size).save(buffer, kind)
+    return image_of(buffer.getvalue())
+
+
+def sound_of(data: bytes, form: str = "wav") -> dict[str, object]:
+    audio = {"data": base64.b64encode(data).decode(), "format": form}
+    return {"type": "input_audio", "input_audio": audio}
+
+
+PARTS = [
+    # encoded bytes
+    (image_url("data:image/png;base64,"), 400),
+    (image_url("data:image/png;base64,%%%"), 400),
+    (image_url("data:image/png,abc"), 400),
+    (image_of(PNG[:40]), 422),
+    (image_of(b"GIF89a"), 422),
+    (image_of(b"%PDF-1.4"), 422),
+    (drawn("BMP"), 422),
+    (drawn("TIFF"), 422),
+    (drawn("PNG", (3000, 2)), 422),
+    (sound_of(b"AAAA"), 422),
+    (sound_of(wav(np.zeros(0))), 422),
+    (sound_of(wav(np.zeros(8000)), "midi"), 400),
+    # places
+    (image_url("ftp://x/y.png"), 400),
+    (image_url("https://"), 400),
+    (image_url("http://a b/x"), 400),
+    (image_url("file:///etc/passwd"), 403),
+    (image_url("http://localhost:1/x"), 403),
+    (image_url("http://127.0.0.1/x"), 403),
+    (image_url("http://0x7f000001/x"), 403),
+    (image_url("http://[::1]/x"), 403),
+    (image_url("http://[::ffff:10.0.0.1]/x"), 403),
+    (image_url("http://169.254.169.254/latest"), 403),
+    (image_url("http://10.0.0.1/x"), 403),
+    # shapes of parts
+    (image_url(""), 400),
+    (image_url(3), 400),
+    ({"type": "image_url"}, 400),
+    ({"type": "image_url", "image_url": None}, 400),
+    ({"type": "image_url", "image_url": []}, 400),
+    ({"type": "image_url", "uuid": "never-sent"}, 422),
+    ({**GOOD, "uuid": ""}, 400),
+    ({**GOOD, "uuid": 3}, 400),
+    ({"type": "input_audio"}, 400),
+    ({"type": "video_url", "video_url": {"url": "https://x/y"}}, 400),
+    ({"type": "smell"}, 400),
+    ({}, 400),
+    (None, 400),
+    (3, 400),
+    ({"type": "text"}, 400),
+    ({"type": "text", "text": None}, 400),
+]
+
+
+@pytest.mark.parametrize(("part", "status"), PARTS)
+def test_a_bad_part_is_named(server, part, status):
+    response = server.post(CHAT, {"messages": [{"role": "user", "content": [part]}]})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"].removesuffix(".text")) == (status, FIRST), error
+    assert error["message"].startswith(error["param"])
+    assert "0x7f" not in error["message"]
+    assert "/" not in error["message"] or "http" in error["message"]
+
+
+HI = {"messages": ask("hi")}
+LOOK = {"messages": ask(GOOD, "hi")}
+
+BODIES = [
+    (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": {}}]}, "messages[0].content"),
+    (CHAT, {"messages": ask(*[GOOD] * 9)}, "messages"),
+    (CHAT, {**LOOK, "mm_processor_kwargs": {"max_pixels": -5}}, "mm_processor_kwargs.max_pixels"),
+    (CHAT, {**LOOK, "mm_processor_kwargs": {"nonsense": 1}}, "mm_processor_kwargs.nonsense"),
+    (CHAT, {**HI, "mm_processor_kwargs": 3}, "mm_processor_kwargs"),
+    (CHAT, {**HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    (CHAT, {**HI, "continue_final_message": True}, "continue_final_message"),
+    (CHAT, {**HI, "temperature": 1e308}, "temperature"),
+    (CHAT, {**HI, "n": 129}, "n"),
+    (CHAT, {**HI, "stop": ["a"] * 17}, "stop"),
+    (CHAT, {**HI, "min_tokens": 9, "max_tokens": 5}, "min_tokens"),
+    (CHAT, {**HI, "max_tokens": 5000}, "max_tokens"),
+    (CHAT, {**HI, "cache_salt": 3}, "cache_salt"),
+    (CHAT, {**HI, "stop_token_ids": [2**40]}, "stop_token_ids"),
+    (COMPLETIONS, {"prompt": ""}, "prompt"),
+    (COMPLETIONS, {"prompt": []}, "prompt"),
+    (COMPLETIONS, {"prompt": [[]]}, "prompt[0]"),
+    (COMPLETIONS, {"prompt": [5, -1]}, "prompt[1]"),
+    (COMPLETIONS, {"prompt": [[5], [5, 99999]]}, "prompt[1][1]"),
+    (COMPLETIONS, {"prompt": [9]}, "prompt[0]"),
+    (COMPLETIONS, {"prompt": [2**70]}, "prompt[0]"),
+    (COMPLETIONS, {"prompt": ["a"] * 300}, "prompt"),
+    (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs"),
+    ("/tokenize", {"messages": []}, "messages"),
+    ("/detokenize", {"tokens": [5, -1]}, "tokens[1]"),
+    ("/detokenize", {"tokens": [2**70]}, "tokens[0]"),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "param"), BODIES)
+def test_a_bad_field_is_named(server, route, body, param):
+    response = server.post(route, body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), error
+
+
+ODD_BUT_ALLOWED = [
+    {"messages": [{"role": "user", "content": []}]},
+    {"messages": [{"role": "user", "content": ""}]},
+    {"messages": [{"role": "user", "content": "\x00\x01"}]},
+    {"messages": ask(drawn("PNG", (1, 1)), "hi")},
+    {**HI, "seed": -1, "temperature": 2},
+    {**HI, "n": 128},
+    {**HI, "cache_salt": "x" * 100_000},
+    {**HI, "logit_bias": {"1": -100}},
+    {**HI, "add_generation_prompt": False},
+]
+
+
+@pytest.mark.parametrize("body", ODD_BUT_ALLOWED)
+def test_odd_requests_are_answered(server, body):
+    response = server.post(CHAT, {**body, "max_tokens": 2})
+    assert response.status_code == 200, response.text
+    assert len(response.json()["choices"]) == body.get("n", 1)
+
+
+@pytest.mark.parametrize(
+    "text", ["<|IMAGE|>", "<|vision_bos|><|IMAGE|><|vision_eos|>", "<|AUDIO|>" * 3]
+)
+def test_text_cannot_forge_a_placeholder(server, text):
+    for body in ({"messages": ask(text_part(text))}, {"prompt": text}):
+        tokens = server.post("/tokenize", body).json()["tokens"]
+        assert not {3, 9, 10} & set(tokens)
+
+
+def test_after_all_this_the_server_is_idle_and_well(server):
+    lone_surrogate = json.dumps({"messages": [{"role": "user", "content": "\ud800"}]})
+    assert server.post_bytes(CHAT, lone_surrogate.encode()).status_code == 400
+    found = server.metrics()
+    assert found["num_requests_running"] == found["num_requests_waiting"] == 0
+    assert found["kv_cache_usage_ratio"] == 0
+    assert server.post(CHAT, LOOK).status_code == 200
