@@ -5,9 +5,11 @@ from __future__ import annotations
 from lookonce.core.blocks import BlockPool
 from lookonce.core.counters import Counters
 from lookonce.core.encoder_cache import EncoderCache
+from lookonce.core.external import ExternalPrefixes, Prospect
 from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.request import Request, Sequence
 from lookonce.core.roster import Roster
+from lookonce.types.kv import ExternalFacts
 
 
 class Admission:
@@ -22,6 +24,7 @@ class Admission:
         counters: Counters,
         *,
         prefix_caching: bool,
+        external: ExternalPrefixes | None = None,
     ) -> None:
         self._pool = pool
         self._encoder_cache = encoder_cache
@@ -29,9 +32,10 @@ class Admission:
         self._lifecycle = lifecycle
         self._counters = counters
         self._prefix_caching = prefix_caching
+        self._external = external
 
     def try_admit(self, sequence: Sequence) -> bool:
-        """True when the sequence left the waiting lane: admitted, or put aside to ask for items.
+        """True when the sequence left the waiting lane: admitted, or aside until somebody answers.
 
         The blocks of all known tokens are taken at once, so that a prefill never stops half way;
         one more per running sequence stays free, so that its decodes do not undo the admission.
@@ -40,17 +44,25 @@ class Admission:
         if not self._worth_trying(sequence, headroom):
             return False
         cached = self._cached_blocks(sequence)
+        prospect = self._external_prospect(sequence, cached, headroom)
+        if prospect is Prospect.ASIDE:
+            return True
         needed = self.needed_keys(sequence, len(cached) * self._pool.block_size)
         if needed:
             self._lifecycle.set_aside(sequence, needed)
             return True
         fresh = self._pool.blocks_for(len(sequence.tokens)) - len(cached)
-        blocks = self._pool.try_allocate(fresh, cached, reserve=headroom)
+        blocks = None
+        if prospect is not Prospect.NO_ROOM:
+            blocks = self._pool.try_allocate(fresh, cached, reserve=headroom)
         if blocks is None:
             self._remember_failure(sequence, cached, fresh)
             return False
-        self._count_prefix(sequence, len(cached))
-        self._lifecycle.admit(sequence, blocks, len(cached))
+        external = self._external_facts(sequence.request, cached)
+        first = not sequence.request.facts.admitted
+        self._lifecycle.admit(sequence, blocks, len(cached), external)
+        if first:
+            self._count_prefix(sequence.request)
         return True
 
     def needed_keys(self, sequence: Sequence, computed: int) -> tuple[bytes, ...]:
@@ -96,10 +108,20 @@ class Admission:
         limit = min(len(sequence.chain), self._max_cached(len(sequence.tokens)))
         sequence.next_hash = sequence.chain[len(cached)] if len(cached) < limit else None
 
-    def _count_prefix(self, sequence: Sequence, num_cached: int) -> None:
+    def _external_prospect(self, sequence: Sequence, cached: list[int], headroom: int) -> Prospect:
+        """Tiers are asked before a request's first admission only; it is what the receipt tells."""
+        if self._external is None or sequence.request.facts.admitted:
+            return Prospect.NONE
+        return self._external.consider(sequence, cached, headroom)
+
+    def _external_facts(self, request: Request, cached: list[int]) -> ExternalFacts | None:
+        if self._external is None or request.facts.admitted:
+            return None
+        return self._external.admitted(request, cached)
+
+    def _count_prefix(self, request: Request) -> None:
         """Counts a request once, at its first admission, so that totals equal the receipts."""
-        if not sequence.request.facts.admitted:
-            self._counters.prompt_tokens += sequence.request.num_prompt_tokens
-            if self._prefix_caching:
-                self._counters.prefix_cache_queries += sequence.request.num_prompt_tokens
-                self._counters.prefix_cache_hits += num_cached * self._pool.block_size
+        self._counters.prompt_tokens += request.num_prompt_tokens
+        if self._prefix_caching:
+            self._counters.prefix_cache_queries += request.num_prompt_tokens
+            self._counters.prefix_cache_hits += request.facts.prefix_cached_tokens or 0

@@ -8,6 +8,7 @@ from lookonce.core.blocks import BlockPool
 from lookonce.core.completion import finish_reason
 from lookonce.core.counters import Counters
 from lookonce.core.encoder_cache import EncoderCache
+from lookonce.core.external import ExternalPrefixes
 from lookonce.core.facts import FactsRecord
 from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.outbox import Outbox
@@ -31,6 +32,7 @@ class Applier:
         counters: Counters,
         *,
         prefix_caching: bool,
+        external: ExternalPrefixes | None = None,
     ) -> None:
         self._pool = pool
         self._encoder_cache = encoder_cache
@@ -39,6 +41,7 @@ class Applier:
         self._outbox = outbox
         self._counters = counters
         self._prefix_caching = prefix_caching
+        self._external = external
 
     def apply(
         self,
@@ -58,6 +61,8 @@ class Applier:
             if sequence is not None:
                 self._advance(sequence, entry, result, sampled)
             sampled += entry.sample
+        if self._external is not None:
+            self._external.flush()
 
     def _take_encodings(
         self,
@@ -111,8 +116,12 @@ class Applier:
         if sequence.cache_generation == self._pool.generation:
             sequence.extend_chain(self._pool.block_size, full)
             for index in range(sequence.num_registered, full):
-                self._pool.register(sequence.block_ids[index], sequence.chain[index])
+                self._remember(sequence.block_ids[index], sequence.chain[index])
         sequence.num_registered = full
+
+    def _remember(self, block: int, block_hash: bytes) -> None:
+        if self._pool.register(block, block_hash) and self._external is not None:
+            self._external.completed(block_hash, block)
 
     def _release_passed_items(self, sequence: Sequence) -> None:
         """Items that end at or before what is computed are not needed any more."""

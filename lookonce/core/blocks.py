@@ -98,11 +98,16 @@ class BlockPool:
                 if self._hashes[block] is None:
                     self._free.move_to_end(block, last=False)
 
-    def register(self, block: int, block_hash: bytes) -> None:
-        """Remember that a referenced block holds the prefix `block_hash`; the first one stays."""
-        if block_hash not in self._by_hash and self._hashes[block] is None:
-            self._by_hash[block_hash] = block
-            self._hashes[block] = block_hash
+    def register(self, block: int, block_hash: bytes) -> bool:
+        """Remember that a referenced block holds the prefix `block_hash`.
+
+        The first one stays: False where another block, or another hash, is remembered already.
+        """
+        if block_hash in self._by_hash or self._hashes[block] is not None:
+            return False
+        self._by_hash[block_hash] = block
+        self._hashes[block] = block_hash
+        return True
 
     def reset(self) -> None:
         """Forget every remembered prefix; referenced blocks stay with whoever uses them."""

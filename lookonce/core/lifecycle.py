@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lookonce.core.blocks import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.outbox import Outbox
 from lookonce.core.request import Request, Sequence, State
 from lookonce.core.roster import Roster
 from lookonce.errors import LookOnceError, error_to_wire
+from lookonce.types.kv import ExternalFacts
 from lookonce.types.request import FinishReason, TokenDelta
 
 
@@ -21,15 +24,26 @@ class Lifecycle:
         self._encoder_cache = encoder_cache
         self._roster = roster
         self._outbox = outbox
+        self.on_end: Callable[[Request], None] = lambda request: None
+        """Told of every request that has ended, whatever state it was in."""
 
-    def admit(self, sequence: Sequence, blocks: list[int], num_cached_blocks: int) -> None:
-        """WAITING → PREFILLING with `blocks`, the first `num_cached_blocks` computed already."""
+    def admit(
+        self,
+        sequence: Sequence,
+        blocks: list[int],
+        num_cached_blocks: int,
+        external: ExternalFacts | None = None,
+    ) -> None:
+        """WAITING → PREFILLING with `blocks`, the first `num_cached_blocks` computed already.
+
+        `external`: what external KV tiers did for it, at a request's first admission.
+        """
         self._roster.move(sequence, State.PREFILLING)
         sequence.block_ids = blocks
         sequence.num_computed = num_cached_blocks * self._pool.block_size
         sequence.num_registered = num_cached_blocks
         sequence.cache_generation = self._pool.generation
-        sequence.request.facts.note_admission(sequence.num_computed)
+        sequence.request.facts.note_admission(sequence.num_computed, external)
 
     def begin_decode(self, sequence: Sequence) -> None:
         """PREFILLING → DECODING: every token but the last sampled one is computed."""
@@ -73,6 +87,16 @@ class Lifecycle:
             if sequence.state is State.ASIDE:
                 self._roster.move(sequence, State.WAITING)
 
+    def begin_loading(self, sequence: Sequence) -> None:
+        """WAITING → LOADING: the load holds its blocks, not the sequence."""
+        self._roster.move(sequence, State.LOADING)
+
+    def end_loading(self, request: Request) -> None:
+        """LOADING → WAITING, in its place of arrival: the tiers have answered."""
+        for sequence in request.sequences:
+            if sequence.state is State.LOADING:
+                self._roster.move(sequence, State.WAITING)
+
     def finish(self, sequence: Sequence) -> None:
         """Any state → FINISHED. The request ends with its last sequence."""
         self._give_back(sequence)
@@ -81,6 +105,7 @@ class Lifecycle:
         if request.finished:
             self._roster.forget(request)
             self._outbox.output.released.append(request.request_id)
+            self.on_end(request)
         elif not request.prefilled:
             self._promote_leader(request)
 

@@ -3,13 +3,16 @@
                     ┌──────────── preempt ────────────┐
                     ▼                                 │
     HELD_BACK ─▶ WAITING ─ admit ─▶ PREFILLING ─ begin_decode ─▶ DECODING
-                  ▲   │                │
-           resume │   └── set_aside ───┤
-                  │                    ▼
-                  └───────────────── ASIDE             FINISHED from every state
+                  ▲   │  │             │
+           resume │   │  └─ set_aside ─┤
+                  │   │                ▼
+                  ├───┼───────────── ASIDE             FINISHED from every state
+                  │   ▼
+                  └ LOADING
 
 HELD_BACK: a sibling that waits until the request's leader has computed the prompt.
 ASIDE: media items the engine lacks were asked for; supplying them resumes it.
+LOADING: external KV tiers are asked for its prefix, or load it.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ class State(Enum):
     HELD_BACK = "held back"
     WAITING = "waiting"
     ASIDE = "aside"
+    LOADING = "loading"
     PREFILLING = "prefilling"
     DECODING = "decoding"
     FINISHED = "finished"
@@ -46,8 +50,11 @@ class State(Enum):
 
 ALLOWED: dict[State, frozenset[State]] = {
     State.HELD_BACK: frozenset({State.WAITING, State.FINISHED}),
-    State.WAITING: frozenset({State.PREFILLING, State.ASIDE, State.FINISHED}),
+    State.WAITING: frozenset(
+        {State.PREFILLING, State.ASIDE, State.LOADING, State.FINISHED}
+    ),
     State.ASIDE: frozenset({State.WAITING, State.FINISHED}),
+    State.LOADING: frozenset({State.WAITING, State.FINISHED}),
     State.PREFILLING: frozenset(
         {State.DECODING, State.WAITING, State.ASIDE, State.FINISHED}
     ),

@@ -50,11 +50,12 @@ class Roster:
         self.requests: dict[str, Request] = {}
         self.sequences: dict[int, Sequence] = {}
         self.held_back, self.waiting, self.aside = Lane(), Lane(), Lane()
-        self.prefilling, self.decoding = Lane(), Lane()
+        self.loading, self.prefilling, self.decoding = Lane(), Lane(), Lane()
         self._lanes = {
             State.HELD_BACK: self.held_back,
             State.WAITING: self.waiting,
             State.ASIDE: self.aside,
+            State.LOADING: self.loading,
             State.PREFILLING: self.prefilling,
             State.DECODING: self.decoding,
         }

@@ -20,6 +20,7 @@ from lookonce.core.chunking import Chunker
 from lookonce.core.counters import Counters
 from lookonce.core.door import Door, check_rows
 from lookonce.core.encoder_cache import EncoderCache
+from lookonce.core.external import ExternalPrefixes
 from lookonce.core.facts import FactsRecord
 from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.outbox import Outbox, SchedulerOutput
@@ -30,6 +31,7 @@ from lookonce.core.roster import Roster
 from lookonce.errors import BadRequestError, ConfigError, QueueFullError
 from lookonce.types.media import ProcessedItem
 from lookonce.types.model import ModelInfo
+from lookonce.types.ports import ExternalPrefixCache
 from lookonce.types.request import GenerateRequest
 from lookonce.types.step import StepPlan, StepResult
 
@@ -37,7 +39,11 @@ __all__ = ["Scheduler", "SchedulerOutput"]
 
 
 class Scheduler:
-    """Owns every request between `add` and its last delta."""
+    """Owns every request between `add` and its last delta.
+
+    `external`: KV tiers beyond the device, if there are any. With `fail_on_loss` a request ends
+    with an error when a promised prefix does not come; else it is computed.
+    """
 
     def __init__(
         self,
@@ -47,6 +53,8 @@ class Scheduler:
         model: ModelInfo,
         config: SchedulerConfig,
         prefix_caching: bool,
+        external: ExternalPrefixCache | None = None,
+        fail_on_loss: bool = False,
     ) -> None:
         if model.largest_unsplittable > config.max_num_batched_tokens:
             raise ConfigError(
@@ -60,6 +68,12 @@ class Scheduler:
         self._outbox = Outbox()
         self._counters = counters = Counters()
         self._lifecycle = lifecycle = Lifecycle(block_pool, encoder_cache, roster, self._outbox)
+        self._external: ExternalPrefixes | None = None
+        if external is not None:
+            self._external = ExternalPrefixes(
+                external, block_pool, roster, lifecycle, fail_on_loss=fail_on_loss
+            )
+            lifecycle.on_end = self._external.finished
         self._door = Door(block_pool, encoder_cache, model, config.max_num_batched_tokens)
         self._planner = Planner(
             roster,
@@ -71,6 +85,7 @@ class Scheduler:
                 lifecycle,
                 counters,
                 prefix_caching=prefix_caching,
+                external=self._external,
             ),
             Preemption(block_pool, roster, lifecycle, counters),
             Chunker(encoder_cache, counters, model.unsplittable),
@@ -86,6 +101,7 @@ class Scheduler:
             self._outbox,
             counters,
             prefix_caching=prefix_caching,
+            external=self._external,
         )
         self._next_seq_id = 0
         self._step_id = 0
@@ -118,6 +134,8 @@ class Scheduler:
             built.sequences.append(Sequence(self._next_seq_id, built, index, token_limit))
             self._next_seq_id += 1
         self._roster.add(built)
+        if self._external is not None:
+            self._external.add(built)
         self._lifecycle.accept_once_covered(built.sequences[0])
 
     def supply(self, request_id: str, items: Mapping[bytes, ProcessedItem]) -> None:
@@ -163,6 +181,8 @@ class Scheduler:
         A plan that schedules nothing carries what the runner must forget. Planning itself may
         have something to report (`take_output`), when it puts requests aside.
         """
+        if self._external is not None:
+            self._external.take_reports()
         step = self._planner.plan()
         finished = self._outbox.take_finished()
         dropped = self._encoder_cache.take_dropped()
@@ -215,7 +235,8 @@ class Scheduler:
     def stats(self) -> dict[str, float]:
         """Metric names without prefix → values."""
         counters = self._counters
-        return {
+        external = {} if self._external is None else self._external.stats()
+        return external | {
             "prefix_cache_queries_total": counters.prefix_cache_queries,
             "prefix_cache_hits_total": counters.prefix_cache_hits,
             "encoder_cache_queries_total": counters.encoder_cache_queries,
@@ -235,7 +256,8 @@ class Scheduler:
         """Raise `RuntimeError` where sequences, blocks and encoder outputs disagree."""
         self._roster.check_integrity()
         sequences = self._roster.sequences.values()
-        self._pool.check_integrity([s.block_ids for s in sequences])
+        transfers = [] if self._external is None else self._external.block_tables()
+        self._pool.check_integrity([s.block_ids for s in sequences] + transfers)
         self._encoder_cache.check_integrity()
         for sequence in sequences:
             features = sequence.request.features
