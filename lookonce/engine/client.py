@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -20,12 +20,14 @@ import numpy as np
 from lookonce.cache.directory import Directory
 from lookonce.config import ChannelConfig
 from lookonce.engine.generation import Generation, PendingRequest
+from lookonce.engine.pulse import EngineState, Pulse
+from lookonce.engine.questions import Questions
+from lookonce.engine.resend import Resender
 from lookonce.engine.sender import Sender
 from lookonce.errors import (
     BadRequestError,
     EngineDeadError,
     LookOnceError,
-    NotReadyError,
     RequestFailedError,
     error_from_wire,
 )
@@ -50,15 +52,13 @@ from lookonce.ipc.messages import (
     Welcome,
 )
 from lookonce.ipc.zmq_links import ZmqClientLink
-from lookonce.types.media import Array, ProcessedItem
+from lookonce.types.media import Array
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import Clock
-from lookonce.types.request import GenerateRequest, RenderedItem, RenderedPrompt
+from lookonce.types.request import GenerateRequest, RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-EngineState = Literal["starting", "ready", "stuck", "dead"]
 
 MESSAGE_OVERHEAD = 4096
 """Bytes charged for a submission beside its prompt and its items."""
@@ -87,19 +87,10 @@ class EngineClient:
             connect(sender_id) if connect else ZmqClientLink(config.address, sender_id),
             max_bytes_in_flight=config.max_bytes_in_flight,
         )
-        self._stall_timeout = config.stall_timeout
-        self._clock = clock
+        self._pulse = Pulse(config.stall_timeout, clock)
+        self._questions = Questions()
         self._requests: dict[str, PendingRequest] = {}
-        self._resends: set[asyncio.Task[None]] = set()
-        self._questions: dict[int, asyncio.Future[dict[str, float]]] = {}
-        self._num_questions = 0
-        self._counters: dict[str, float] | None = None
-        self._model: ModelInfo | None = None
-        self._connected = False
-        self._was_connected = False
-        self._ready = asyncio.Event()
-        self._last_beat = 0.0
-        self._stalled = 0.0
+        self._resender = Resender(self.sender, self._channel.room, self._commit, self._give_up)
 
     async def __aenter__(self) -> Self:
         self._channel.open(self)
@@ -112,9 +103,7 @@ class EngineClient:
         traceback: TracebackType | None,
     ) -> None:
         self._lose_engine("the server is shutting down")
-        for task in self._resends:
-            task.cancel()
-        await asyncio.gather(*self._resends, return_exceptions=True)
+        await self._resender.close()
         self._channel.close()
 
     # --- how it is ----------------------------------------------------------------------------
@@ -122,19 +111,12 @@ class EngineClient:
     @property
     def state(self) -> EngineState:
         """ "dead" only after a connection was lost; "stuck" while a step takes too long."""
-        if not self._connected:
-            return "dead" if self._was_connected else "starting"
-        if not self._ready.is_set():
-            return "starting"
-        silent = self._clock() - self._last_beat
-        return "stuck" if self._stalled + silent > self._stall_timeout else "ready"
+        return self._pulse.state
 
     @property
     def model(self) -> ModelInfo:
         """The served model's facts; they outlive the engine. Raises `NotReadyError` before."""
-        if self._model is None:
-            raise NotReadyError("the model is still loading")
-        return self._model
+        return self._pulse.model
 
     @property
     def directory(self) -> Directory:
@@ -147,7 +129,7 @@ class EngineClient:
 
     async def wait_ready(self) -> None:
         """Returns once the engine serves; waits through restarts."""
-        await self._ready.wait()
+        await self._pulse.wait_ready()
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -200,7 +182,7 @@ class EngineClient:
         """List items in the engine's store; the answer's `ops.adds` are those that were added."""
         given = list(items)
         async with self._channel.room(sum(keyed.item.nbytes for keyed in given)):
-            self._require_ready()
+            self._pulse.require_ready()
             update = self.sender.update(given)
             self._commit(update)
         return update
@@ -216,9 +198,9 @@ class EngineClient:
             async with asyncio.timeout(STATS_TIMEOUT):
                 return await self._ask_stats()
         except TimeoutError:
-            if self._counters is None:
+            if self._questions.last_counters is None:
                 raise EngineDeadError("the engine does not answer") from None
-            return self._counters
+            return self._questions.last_counters
 
     async def reset_cache(self, tier: str) -> None:
         """Empty the tier "mm", "encoder" or "prefix"; returns when it is done.
@@ -227,15 +209,14 @@ class EngineClient:
         """
         if tier not in ("mm", "encoder", "prefix"):
             raise BadRequestError(f"there is no cache tier {tier!r}", param="tier")
-        self._require_ready()
+        self._pulse.require_ready()
         self._send(ResetCache(self.sender.epoch, tier))
         await self._ask_stats()  # answered after the reset: all messages keep their order
 
     # --- what the channel tells ---------------------------------------------------------------
 
     def connected(self) -> None:
-        self._connected = self._was_connected = True
-        self._last_beat = self._clock()
+        self._pulse.connect()
         self._send(self.sender.hello())
 
     def disconnected(self) -> None:
@@ -259,20 +240,17 @@ class EngineClient:
             case ResendMedia(request_id, keys):
                 if request_id in self._requests:
                     self.sender.asked(self._requests[request_id].rendered, keys)
-                    self._start_resend(self._requests[request_id], keys)
+                    self._resender.start(self._requests[request_id], keys)
             case Heartbeat():
-                self._heartbeat(message)
+                self._pulse.beat(message, self.sender.epoch)
             case Welcome():
                 self._welcome(message)
             case ClearCache():
                 self._tell(self.sender.clear(message))
             case Hints():
                 self.sender.hint(message)
-            case Stats(nonce, counters):
-                self._counters = counters
-                question = self._questions.pop(nonce, None)
-                if question is not None and not question.done():
-                    question.set_result(counters)
+            case Stats():
+                self._questions.answer(message)
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -280,9 +258,9 @@ class EngineClient:
         items = [part.item for part in request.rendered.items if part.item is not None]
         nbytes = MESSAGE_OVERHEAD + wire.prompt.nbytes + sum(item.nbytes for item in items)
         _check_encodable(wire)
-        self._require_ready()
+        self._pulse.require_ready()
         async with self._channel.room(nbytes):
-            self._require_ready()
+            self._pulse.require_ready()
             if request.request_id in self._requests:
                 raise BadRequestError("this request_id is running", param="request_id")
             self._commit(self.sender.submit(wire, request.rendered))
@@ -305,48 +283,6 @@ class EngineClient:
             if request.error is not None and request.num_unfinished > 1:
                 self._tell(Abort(self.sender.epoch, (request.request_id,)))
 
-    def _start_resend(self, request: PendingRequest, keys: tuple[bytes, ...]) -> None:
-        task = asyncio.get_running_loop().create_task(self._resend(request, keys))
-        self._resends.add(task)
-        task.add_done_callback(self._resends.discard)
-
-    async def _resend(self, request: PendingRequest, keys: tuple[bytes, ...]) -> None:
-        """Make what the engine lacks again from its source, and supply it."""
-        try:
-            recovered: dict[bytes, ProcessedItem] = {}
-            while not await self._try_supply(request, keys, recovered):
-                pass  # a reset took what was listed: it too must be made again
-        except LookOnceError as error:
-            self._give_up(request, error)
-        except Exception:
-            logger.exception("request %s: media could not be made again", request.request_id)
-            self._give_up(request, RequestFailedError("media could not be processed again"))
-
-    async def _try_supply(
-        self,
-        request: PendingRequest,
-        keys: tuple[bytes, ...],
-        recovered: dict[bytes, ProcessedItem],
-    ) -> bool:
-        """Add to `recovered` what must be made again, then supply; False if that takes more."""
-
-        def lacking() -> tuple[RenderedItem, ...]:
-            rest = [key for key in keys if key not in recovered]
-            return self.sender.to_recover(request.rendered, rest)
-
-        parts = lacking()
-        made = await asyncio.gather(*(part.recover() for part in parts if part.recover))
-        recovered.update((part.key, item) for part, item in zip(parts, made, strict=True))
-        async with self._channel.room(sum(item.nbytes for item in recovered.values())):
-            if request.closed:
-                return True
-            if lacking():
-                return False
-            self._commit(
-                self.sender.supply(request.request_id, request.rendered, keys, recovered)
-            )
-            return True
-
     def _give_up(self, request: PendingRequest, error: LookOnceError) -> None:
         if self._requests.pop(request.request_id, None) is not None:
             request.fail(error)
@@ -354,55 +290,29 @@ class EngineClient:
 
     def _welcome(self, message: Welcome) -> None:
         logger.info("connected to the engine, epoch %d", message.epoch)
-        self._model = message.model
         self.sender.welcome(message)
-        self._last_beat = self._clock()
-        if message.ready:
-            self._ready.set()
-
-    def _heartbeat(self, message: Heartbeat) -> None:
-        self._last_beat = self._clock()
-        self._stalled = message.stalled_seconds
-        if message.ready and message.epoch == self.sender.epoch:
-            self._ready.set()
+        self._pulse.welcome(message.model, ready=message.ready)
 
     def _lose_engine(self, why: str) -> None:
         """Everything that waits ends at once; the directory starts empty with the next welcome."""
-        self._connected = False
-        self._ready.clear()
-        self._stalled = 0.0
+        self._pulse.lose()
         self.sender.epoch = 0
         requests, self._requests = self._requests, {}
-        questions, self._questions = self._questions, {}
         if requests:
             logger.error("%s (%d requests fail)", why, len(requests))
         for request in requests.values():
             request.fail(EngineDeadError(why))
-        for question in questions.values():
-            if not question.done():
-                question.set_exception(EngineDeadError(why))
+        self._questions.fail(EngineDeadError(why))
 
     async def _ask_stats(self) -> dict[str, float]:
-        if not self._connected:
+        if not self._pulse.connected:
             raise EngineDeadError("the engine is not running")
-        self._num_questions += 1
-        nonce = self._num_questions
-        answer: asyncio.Future[dict[str, float]] = asyncio.get_running_loop().create_future()
-        self._questions[nonce] = answer
-        self._send(GetStats(nonce))
+        number, answer = self._questions.ask()
+        self._send(GetStats(number))
         try:
             return await answer
         finally:
-            self._questions.pop(nonce, None)
-
-    def _require_ready(self) -> None:
-        match self.state:
-            case "starting":
-                raise NotReadyError("the model is still loading")
-            case "dead":
-                raise EngineDeadError("the engine is not running; it is being restarted")
-            case "stuck":
-                raise EngineDeadError("the engine does not answer")
+            self._questions.forget(number)
 
     def _commit(self, message: ClientMessage) -> None:
         """Send what the directory has already done; if that fails both sides start over."""
@@ -419,7 +329,7 @@ class EngineClient:
 
     def _tell(self, message: ClientMessage) -> None:
         """Send unless there is nobody to tell any more."""
-        if self._connected:
+        if self._pulse.connected:
             self._send(message)
 
 

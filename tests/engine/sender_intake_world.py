@@ -136,14 +136,16 @@ class Api:
             if part.rendered.outcome == "miss":
                 part.rendered.item = make_item(part.number)
                 self.processed += 1
-            self.sender.directory.count(part.rendered.outcome)
+            part.rendered.uncounted = part.rendered.outcome == "not_needed"
+            if not part.rendered.uncounted:
+                self.sender.directory.count(part.rendered.outcome)
             self.counted += 1
         request.state = "rendered"
 
     def cancel(self, request: Request) -> None:
         """The client left, or the prompt was refused, before anything was sent."""
         self.sender.cancel(request.prompt)
-        request.state = "cancelled"
+        self.end(request, "cancelled")
 
     # --- sending ------------------------------------------------------------------------------
 
@@ -189,12 +191,17 @@ class Api:
     def disconnect(self, request: Request) -> None:
         """The client left after the request was sent."""
         self.outbox.append(Abort(self.sender.epoch, (request.id,)))
-        request.state = "cancelled"
+        self.end(request, "cancelled")
 
     def inject(self, numbers: list[int]) -> None:
         self.outbox.append(
             self.sender.update([KeyedItem(key(number), make_item(number)) for number in numbers])
         )
+
+    def end(self, request: Request, state: str) -> None:
+        """Whoever asked has the answer, an error, or has left."""
+        self.sender.settle(request.prompt)
+        request.state = state
 
     # --- receiving ----------------------------------------------------------------------------
 
@@ -217,7 +224,7 @@ class Api:
         if message.epoch != self.sender.epoch:
             for request in self.requests.values():
                 if request.state in ("sent", "accepted"):
-                    request.state = "unavailable"
+                    self.end(request, "unavailable")
         self.sender.welcome(message)
 
     def _answer(self, message: object) -> None:
@@ -227,17 +234,22 @@ class Api:
             return
         if isinstance(message, Accepted):
             request.state = "accepted"
+            self.sender.settle(request.prompt)
         elif isinstance(message, Deltas):
-            request.state = "done"
+            self.end(request, "done")
         elif isinstance(message, Rejected):
             kind = message.error[0]
             assert kind == "EngineDeadError" or request.fate == "reject", kind
-            request.state = "unavailable" if kind == "EngineDeadError" else "rejected"
+            self.end(request, "unavailable" if kind == "EngineDeadError" else "rejected")
         elif isinstance(message, ResendMedia):
             self._asked_again(request, message)
 
     def _asked_again(self, request: Request, message: ResendMedia) -> None:
         assert not request.guaranteed & set(message.keys), "asked for what was guaranteed"
+        before = self.sender.resends
+        self.sender.asked(request.prompt, message.keys)
+        if not self.world.expectations_may_break:
+            assert self.sender.resends == before, "a resend without a restart, reset or hint"
         request.num_asks += 1
         assert request.num_asks == 1, "asked twice"
         request.asked.append(message.keys)
@@ -251,9 +263,13 @@ class Api:
             todo = self.sender.to_recover(request.prompt, keys)
         except MediaNotCachedError:
             assert any(part.rendered.recover is None for part in request.parts)
-            request.state = "not cached"
+            self.end(request, "not cached")
             self.outbox.append(Abort(self.sender.epoch, (request.id,)))
             return
+        for part in todo:
+            if part.outcome == "not_needed":  # whatever else is made again counts nothing
+                part.outcome = "miss"
+                self.processed += 1
         numbers = {part.rendered.key: part.number for part in request.parts}
         recovered = {part.key: make_item(numbers[part.key]) for part in todo}
         message = self.sender.supply(request.id, request.prompt, keys, recovered)
@@ -348,11 +364,13 @@ class Engine:
 
     def reset(self) -> None:
         self.num_clears += 1
+        self.world.expectations_may_break = True
         for name in self.intake.store.senders:
             self.world.apis[name].inbox.append(ClearCache(self.num_clears))
 
     def forget(self, name: str) -> None:
         """Its heartbeats were lost: the engine takes an API process for dead."""
+        self.world.expectations_may_break = True
         for request_id in self.intake.goodbye(name):
             self.end(request_id)
             self._reject(self.world.apis[name], request_id, "EngineDeadError")
@@ -378,6 +396,8 @@ class World:
         make_intake: Callable[[int], Intake] = Intake,
     ) -> None:
         self.num_senders = num_senders
+        self.expectations_may_break = num_senders > 1
+        """Hints, restarts and resets do that; nothing else may."""
         self.make_intake = make_intake
         self._num_requests = 0
         self.engine = Engine(self, 1)
@@ -400,6 +420,7 @@ class World:
 
     def restart_engine(self) -> None:
         """The engine dies with all it held; what is under way to it still arrives, at the new."""
+        self.expectations_may_break = True
         epoch = self.engine.intake.epoch + 1
         self.engine = Engine(self, epoch)
         for api in self.apis.values():
@@ -474,5 +495,6 @@ class World:
     def _check_counters(self, api: Api) -> None:
         directory = api.sender.directory
         on = directory.capacity_bytes > 0
-        assert directory.queries == (api.counted if on else 0)
-        assert directory.queries - directory.hits == (api.processed if on else 0)
+        assert directory.queries == (api.counted if on else 0), "queries miscounted"
+        misses = directory.queries - directory.hits
+        assert misses == (api.processed if on else 0), "hits miscounted"

@@ -421,7 +421,7 @@ def test_the_states_of_an_engine_that_starts(world):
             with pytest.raises(NotReadyError):
                 await client.generate(rendered(text(9)), GREEDY, "r")
             engine = world.new_engine(ready=False)
-            await until(lambda: client._connected)
+            await until(lambda: client._pulse.connected)
             assert client.state == "starting"
             engine.become_ready()
             await client.wait_ready()

@@ -192,8 +192,55 @@ def test_a_supply_lists_what_was_recovered():
     assert [p.key for p in sender.to_recover(prompt, held.missing)] == [key(1)]
     message = sender.supply("r", prompt, held.missing, {key(1): item(1000)})
     assert intake.supply("a", message).items.keys() == {key(1)}
-    assert sender.resends == 1
     assert_equal(intake, sender)
+
+
+@pytest.mark.parametrize(("outcome", "counts"), [("hit", (1, 0)), ("not_needed", (0, 1))])
+def test_an_ask_is_a_resend_unless_the_reference_went_ahead_knowingly(outcome, counts):
+    sender = welcomed()
+    prompt = RenderedPrompt([1], items=[part(1, ahead=True)])
+    prompt.items[0].outcome = outcome
+    sender.submit(request(1), prompt)
+    sender.asked(prompt, [key(1)])
+    assert (sender.resends, sender.asks) == counts
+
+
+def ahead_of_items(*numbers):
+    items = [part(number, ahead=True) for number in numbers]
+    for item_part in items:
+        item_part.outcome, item_part.uncounted = "not_needed", True
+    return RenderedPrompt([1], items=items)
+
+
+def test_a_reference_ahead_counts_as_a_hit_once_it_is_accepted():
+    sender = welcomed()
+    prompt = ahead_of_items(1, 2)
+    sender.settle(prompt)
+    sender.settle(prompt)
+    assert (sender.directory.queries, sender.directory.hits) == (2, 2)
+
+
+def test_a_reference_ahead_that_is_asked_for_counts_as_what_it_became():
+    sender, _, intake = pair()
+    prompt = ahead_of_items(1, 1, 2)
+    held = intake.submit("a", sender.submit(request(1, 1, 2), prompt))
+    made, _ = sender.to_recover(prompt, held.missing)
+    made.outcome = "miss"
+    sender.supply("r", prompt, held.missing, {key(1): item(600), key(2): item(600)})
+    sender.settle(prompt)
+    counts = sender.directory.queries, sender.directory.hits
+    assert counts == (3, 2), "the copy, and what was in the air already"
+    assert [p.outcome for p in prompt.items] == ["miss", "hit", "hit"]
+
+
+def test_what_another_request_has_sent_meanwhile_is_not_made_again():
+    sender, _, intake = pair()
+    prompt = RenderedPrompt([1], items=[part(1, ahead=True)])
+    held = intake.submit("a", sender.submit(request(1), prompt))
+    intake.submit("a", submit(sender, part(1), request_id="s"))
+    assert sender.to_recover(prompt, held.missing) == ()
+    message = sender.supply("r", prompt, held.missing, {})
+    assert intake.supply("a", message).items.keys() == {key(1)}
 
 
 def test_a_supply_that_does_not_fit_travels_loose():

@@ -260,15 +260,33 @@ def test_trusting_a_hint_is_found():
     """A stale adoption is taken for certain: its resend brings nothing."""
     real = Directory.try_list
 
-    def certain(self, key, nbytes, expansion, *, adopted=False):
+    def certain(self, key, nbytes, expansion, *, adopted=False, injected=False):
         return real(self, key, nbytes, expansion)
 
     with patch.object(Directory, "try_list", certain):
         assert_found("did not bring|asked|sent")
 
 
+def test_counting_a_reference_ahead_twice_is_found():
+    def settle(self, rendered):
+        for part in rendered.items:
+            if part.outcome == "not_needed":
+                self.directory.count(part.outcome)
+
+    with patch.object(Sender, "settle", settle):
+        assert_found("miscounted")
+
+
+def test_never_counting_what_was_asked_for_is_found():
+    with (
+        patch.object(Sender, "_settle_asked", lambda self, rendered, keys: None),
+        patch.object(Sender, "settle", lambda self, rendered: None),
+    ):
+        assert_found("miscounted")
+
+
 def test_keeping_the_pins_of_a_cancelled_prompt_is_found():
-    with patch.object(Api, "cancel", lambda self, request: setattr(request, "state", "cancelled")):
+    with patch.object(Api, "cancel", lambda self, request: self.end(request, "cancelled")):
         assert_found("pins leaked")
 
 

@@ -1,0 +1,142 @@
+"""What the two ends do when the other is not as they believed: nobody hangs, both start over."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from lookonce.ipc.messages import (
+    NO_OPS,
+    Accepted,
+    ClearCache,
+    Hello,
+    Rejected,
+    ResendMedia,
+    SupplyMedia,
+    UpdateCache,
+    Welcome,
+)
+from lookonce.types.media import Expansion
+from lookonce.types.sampling import SamplingParams
+from tests.core.builders import PLACEHOLDER, feature, key, request, text
+from tests.engine.living import PATIENCE, World, expected, item, part, rendered, tokens_of, until
+from tests.engine.test_reception import RawClient, added
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+CAT, DOG = feature("cat", 3, 4), feature("dog", 10, 4)
+
+
+@pytest.fixture
+def world():
+    world = World()
+    yield world
+    world.engine.die()
+
+
+def play(world, scenario):
+    async def whole():
+        async with asyncio.timeout(PATIENCE):
+            client = RawClient(world)
+            await client.hello()
+            await scenario(client)
+            client.channel.close()
+
+    asyncio.run(whole())
+
+
+async def lose_touch(client, world):
+    """The engine cannot reach the client for a moment, and takes it for dead."""
+    link = client.channel._link
+    world.hub.detach(link)
+    await until(lambda: not world.engine.intake.knows(client.name))
+    world.hub.attach(link)
+
+
+def test_a_living_sender_taken_for_dead_is_told_so_and_starts_over(world):
+    async def scenario(client):
+        world.engine.runner.gate.clear()
+        client.submit(request("old", text(9)), ops=added("cat"))
+        await client.next(Accepted)
+        await lose_touch(client, world)
+        client.submit(request("new", text(20), [CAT]))
+        ended, refused = await client.next(Rejected), None
+        clear = await client.next(ClearCache)
+        refused = await client.next(Rejected)
+        assert (ended.request_id, refused.request_id) == ("old", "new")
+        assert ended.error[0] == refused.error[0] == "EngineDeadError"
+        client.channel.send_now(
+            UpdateCache(client.epoch, client.seq(), NO_OPS, cleared=clear.number)
+        )
+        client.submit(request("again", text(20), [CAT]), ops=added("cat"))
+        assert await client.next(Accepted) == Accepted("again")
+        world.engine.runner.gate.set()
+
+    play(world, scenario)
+
+
+def test_a_hello_that_claims_a_closed_share_is_answered_with_a_clear(world):
+    async def scenario(client):
+        await lose_touch(client, world)
+        client.channel.send_now(Hello(client.name, client.epoch))
+        await client.next(ClearCache)
+        await client.next(Welcome)
+
+    play(world, scenario)
+
+
+def test_a_request_of_another_epoch_is_refused(world):
+    async def scenario(client):
+        client.submit(request("r", text(9)), epoch=client.epoch + 1)
+        assert (await client.next(Rejected)).error[0] == "EngineDeadError"
+
+    play(world, scenario)
+
+
+def test_an_item_asked_for_that_does_not_come_fails_its_request(world):
+    async def scenario(client):
+        client.submit(request("r", text(30), [CAT, DOG]))
+        assert set((await client.next(ResendMedia)).keys) == {CAT.key, DOG.key}
+        client.channel.send_now(SupplyMedia(client.epoch, client.seq(), added("cat"), "r"))
+        assert (await client.next(Rejected)).error[0] == "MediaNotCachedError"
+        await until(lambda: not world.engine.intake.store.requests)
+
+    play(world, scenario)
+
+
+def test_an_item_nobody_asked_for_need_not_come(world):
+    """The prefix covers the first picture; only the second is asked for."""
+
+    async def scenario(client):
+        client.submit(request("first", text(40), [CAT]), ops=added("cat"))
+        await client.next(Accepted)
+        await client.deltas_until_finished()
+        client.channel.send_now(UpdateCache(client.epoch, client.seq(), NO_OPS, cleared=-1))
+        client.submit(request("r", text(40), [CAT, feature("dog", 30, 4)]))
+        assert await client.next(ResendMedia) == ResendMedia("r", (key("dog"),))
+        client.channel.send_now(SupplyMedia(client.epoch, client.seq(), added("dog"), "r"))
+        assert await client.next(Accepted) == Accepted("r")
+        await client.deltas_until_finished()
+
+    play(world, scenario)
+
+
+def test_a_committed_message_that_cannot_be_encoded_lets_both_sides_start_over():
+    async def scenario(client):
+        await first_of(client, "a", part("dog"))
+        unspeakable = part("cat")
+        unspeakable.item = msgspec.structs.replace(
+            item(4), expansion=Expansion(((PLACEHOLDER, 2**70),), PLACEHOLDER)
+        )
+        with pytest.raises(OverflowError):
+            await first_of(client, "b", unspeakable)
+        assert len(client.directory) == 0
+        await first_of(client, "c", part("cat"))
+
+    async def first_of(client, name, picture):
+        prompt = rendered(text(20), picture, offsets=(3,))
+        deltas = [delta async for delta in client.generate(prompt, GREEDY, name)]
+        assert tokens_of(deltas) == expected(prompt, 8)
+
+    World().run(scenario)
