@@ -17,7 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    DynamicCache,
+)
 
 from lookonce.bench.report import Report, median
 from lookonce.config import NANO_FOLDER, EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
@@ -38,28 +43,26 @@ from lookonce.types.sampling import SamplingParams
 
 BATCHES = (1, 8, 32)
 PROMPT_TOKENS = 64
-STEPS = 64
-PAIRS = 5
+SEGMENT_STEPS = 8
+SEGMENTS = 24
 
 
 class _Stopwatch:
-    """Adds up the wall and CPU seconds spent inside modules."""
+    """Adds up the CPU seconds spent inside modules."""
 
     def __init__(self) -> None:
         self.cpu = 0.0
-        self.wall = 0.0
 
     def watch(self, module: nn.Module) -> None:
         """Count every call of `module` from now on; its calls must not nest in others watched."""
         inner = module.forward
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            cpu, wall = time.thread_time(), time.perf_counter()
+            cpu = time.thread_time()
             try:
                 return inner(*args, **kwargs)
             finally:
                 self.cpu += time.thread_time() - cpu
-                self.wall += time.perf_counter() - wall
 
         module.forward = timed
 
@@ -141,37 +144,48 @@ def _engine_core(loaded: LoadedModel, settings: EngineSettings) -> EngineCore:
 
 
 class _Theirs:
-    """Transformers' text model in a loop over a dense cache: the least such a loop can do."""
+    """Transformers' text model in a loop over its dense cache: the least such a loop can do.
+
+    It skips what `generate` and the multimodal wrapper do around the text model.
+    """
 
     def __init__(self, folder: str) -> None:
-        loaded = load_model(ModelConfig(folder=folder, served_name="bench"))
-        model = loaded.model
-        composite = model.config.get_text_config(decoder=True) is not model.config
-        model.set_attn_implementation({"text_config": "sdpa"} if composite else "sdpa")
-        self._model = model
-        self._axes = loaded.family.position_axes
-        self._vocab_size = loaded.info.vocab_size
+        config = AutoConfig.from_pretrained(folder)
+        composite = config.get_text_config(decoder=True) is not config
+        auto = AutoModelForMultimodalLM if composite else AutoModelForCausalLM
+        model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        self._model = model.eval()
+        text = config.get_text_config(decoder=True)
+        rope = getattr(text, "rope_parameters", None) or {}
+        self._axes = 3 if "mrope_section" in rope else 1
+        self._vocab_size = text.vocab_size
+        self._cache = DynamicCache(config=text)
+        self._token = torch.zeros(0)
+        self._length = 0
 
     @torch.inference_mode()
-    def decode(self, batch: int, steps: int) -> float:
-        """Wall seconds of `steps` decode steps after the prompt."""
-        cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
+    def prefill(self, batch: int) -> None:
+        self._cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
         ids = torch.randint(20, self._vocab_size, (batch, PROMPT_TOKENS))
-        token = self._forward(ids, 0, cache)
-        started = time.perf_counter()
-        for step in range(steps):
-            token = self._forward(token, PROMPT_TOKENS + step, cache)
-            token.tolist()  # a server reads every token
-        return time.perf_counter() - started
+        self._length = 0
+        self._token = self._forward(ids)
 
-    def _forward(self, ids: torch.Tensor, start: int, cache: DynamicCache) -> torch.Tensor:
-        positions = torch.arange(start, start + ids.shape[1]).expand(ids.shape[0], -1)
+    @torch.inference_mode()
+    def decode(self, steps: int) -> None:
+        for _ in range(steps):
+            self._token = self._forward(self._token)
+            self._token.tolist()  # a server reads every token
+
+    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
+        end = self._length + ids.shape[1]
+        positions = torch.arange(self._length, end).expand(ids.shape[0], -1)
+        self._length = end
         if self._axes > 1:
             positions = positions.expand(self._axes, -1, -1)
         output = self._model.get_decoder()(
             inputs_embeds=self._model.get_input_embeddings()(ids),
             position_ids=positions,
-            past_key_values=cache,
+            past_key_values=self._cache,
             use_cache=True,
         )
         logits = self._model.get_output_embeddings()(output.last_hidden_state[:, -1])
@@ -179,7 +193,7 @@ class _Theirs:
         return token
 
 
-def measure(folder: str, batches: Sequence[int], steps: int, pairs: int) -> Report:
+def measure(folder: str, batches: Sequence[int], segments: int) -> Report:
     """One row per batch size."""
     torch.set_num_threads(1)
     report = Report(
@@ -194,40 +208,50 @@ def measure(folder: str, batches: Sequence[int], steps: int, pairs: int) -> Repo
             "ratio",
         ),
         notes=[
-            f"milliseconds per decode step; {steps} steps after {PROMPT_TOKENS} prompt tokens, "
-            f"median of {pairs} pairs, fp32, one thread",
+            f"CPU time of the one thread; {SEGMENT_STEPS} decode steps of ours and of theirs in "
+            f"turn after {PROMPT_TOKENS} prompt tokens, medians of {segments} turns, fp32",
         ],
     )
     ours, theirs = _Ours(folder), _Theirs(folder)
     for batch in batches:
-        runs = [_pair(ours, theirs, batch, steps) for _ in range(pairs + 1)][1:]
-        model, own, travel, our_rate, their_rate = (
-            median(column) for column in zip(*runs, strict=True)
-        )
-        ratio = median([run[3] / run[4] for run in runs])
+        _segments(ours, theirs, batch, 2)
+        rows = _segments(ours, theirs, batch, segments)
+        columns = list(zip(*rows, strict=True))
+        model, own, travel, our_rate, their_rate = (median(column) for column in columns)
+        ratio = median([row[3] / row[4] for row in rows])
         report.add(batch, model, own, travel, our_rate, their_rate, ratio)
     return report
 
 
-def _pair(
-    ours: _Ours, theirs: _Theirs, batch: int, steps: int
-) -> tuple[float, float, float, float, float]:
-    ours.prefill(batch, steps)
-    model_cpu, model_wall = ours.model.cpu, ours.model.wall
-    cpu, wall = time.thread_time(), time.perf_counter()
-    deltas = ours.decode(steps)
-    wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+_Row = tuple[float, float, float, float, float]
+
+
+def _segments(ours: _Ours, theirs: _Theirs, batch: int, segments: int) -> list[_Row]:
+    """Both loops at the same context, a few steps each in turn, so that noise hits both alike."""
+    ours.prefill(batch, segments * SEGMENT_STEPS)
+    theirs.prefill(batch)
+    return [_segment(ours, theirs, batch) for _ in range(segments)]
+
+
+def _segment(ours: _Ours, theirs: _Theirs, batch: int) -> _Row:
+    """Model ms, own ms, of it messages and text (per step), our and their tokens per second."""
+    model = ours.model.cpu
+    cpu = time.thread_time()
+    deltas = ours.decode(SEGMENT_STEPS)
+    cpu = time.thread_time() - cpu
     travel = ours.travel(deltas)
-    own = cpu - (ours.model.cpu - model_cpu) + travel
-    tokens = sum(len(delta.token_ids) for step in deltas for delta in step)
-    their_seconds = theirs.decode(batch, steps)
-    per_step = 1e3 / steps
+    model = ours.model.cpu - model
+    their_cpu = time.thread_time()
+    theirs.decode(SEGMENT_STEPS)
+    their_cpu = time.thread_time() - their_cpu
+    tokens = batch * SEGMENT_STEPS
+    step_ms = 1e3 / SEGMENT_STEPS
     return (
-        (ours.model.wall - model_wall) * per_step,
-        own * per_step,
-        travel * per_step,
-        tokens / (wall + travel),
-        batch * steps / their_seconds,
+        model * step_ms,
+        (cpu - model + travel) * step_ms,
+        travel * step_ms,
+        tokens / (cpu + travel),
+        tokens / their_cpu,
     )
 
 
@@ -235,11 +259,10 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="lookonce bench engine", description=__doc__)
     parser.add_argument("--model", default=str(NANO_FOLDER), help="folder; default: nano")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--turns", type=int, default=SEGMENTS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    report = measure(options.model, options.batches, options.steps, options.pairs)
+    report = measure(options.model, options.batches, options.turns)
     report.show()
     if options.json is not None:
         report.write_json(options.json)
