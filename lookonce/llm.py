@@ -24,6 +24,7 @@ from lookonce.server.generation import Generation, Piece, prepared
 from lookonce.server.hub import with_local_model
 from lookonce.server.receipt import reuse_receipt, usage
 from lookonce.server.responses import ReuseReceipt, StopReason, Usage
+from lookonce.server.sampling import default_sampling
 from lookonce.server.services import Services
 from lookonce.server.wiring import open_services
 from lookonce.types.request import RenderedPrompt, TokenLogprob
@@ -120,7 +121,7 @@ class LLM:
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """What the model's `generation_config.json` recommends, with `changes`."""
-        return msgspec.structs.replace(self._services.defaults.sampling(), **changes)
+        return msgspec.structs.replace(default_sampling(self._services.defaults), **changes)
 
     def stats(self) -> dict[str, float]:
         """The engine's counters."""
@@ -159,7 +160,7 @@ class LLM:
         return services
 
     def _sampling(self, asked: SamplingParams | None) -> SamplingParams:
-        return self._services.defaults.sampling() if asked is None else asked
+        return default_sampling(self._services.defaults) if asked is None else asked
 
     def _render_chat(
         self, messages: list[Message], cache_salt: str | None

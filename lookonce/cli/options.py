@@ -34,6 +34,10 @@ HELP: dict[str, str] = {
     "kv_cache_gb": "Memory for keys and values, GiB.",
     "block_size": "Tokens per block of keys and values; 16 on CPU by default.",
     "prefix_caching": "Reuse keys and values of prompts that begin alike.",
+    "kv_tier": "Keep KV beyond the device: host:4GB, disk:/path:50GB, valkey://host:port or "
+    "valkey:///path.sock; repeatable, nearest first.",
+    "kv_load": "auto loads from a tier what that makes faster; always loads all there is.",
+    "kv_load_failure_policy": "recompute or fail: what becomes of a prompt whose load failed.",
     "encoder_cache_gb": "Memory for encoder outputs of media, GiB.",
     "mm_processor_cache_gb": "Memory for processed media, GiB; 0 turns this cache off.",
     "mm_hash_algorithm": "blake3 or sha256: what media are recognised by.",

@@ -16,13 +16,13 @@ class LoadingBar:
             SpinnerColumn(),
             TextColumn("Loading {task.description}"),
             BarColumn(),
-            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[weights]}"),
             TimeElapsedColumn(),
             console=console,
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self._progress.add_task(model, total=None)
+        self._task = self._progress.add_task(model, total=None, weights="")
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -33,7 +33,8 @@ class LoadingBar:
 
     def update(self, done: int, total: int) -> None:
         """`total` 0 while it is not known."""
-        self._progress.update(self._task, completed=done, total=total or None)
+        weights = f"{done} of {total} weights" if total else ""
+        self._progress.update(self._task, completed=done, total=total or None, weights=weights)
 
     def finish(self) -> None:
         self._progress.stop()

@@ -25,12 +25,6 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
 
-    def sampling(self) -> SamplingParams:
-        """What a request that asks for nothing gets."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        known = {name: self.value(name) for name in names if self.value(name) is not None}
-        return msgspec.convert({**known, "max_tokens": self.max_new_tokens}, SamplingParams)
-
     def value(self, name: str) -> float | None:
         if name == "temperature" and self.do_sample is False:
             return 0.0
@@ -50,6 +44,11 @@ def read_defaults(folder: str) -> SamplingDefaults:
         return msgspec.json.decode(file.read_bytes(), type=SamplingDefaults, strict=False)
     except msgspec.DecodeError as error:
         raise ModelLoadError(f"generation_config.json: {error}") from None
+
+
+def default_sampling(defaults: SamplingDefaults) -> SamplingParams:
+    """What a chat request that asks for nothing gets."""
+    return _sampling(Sampling(), defaults, defaults.max_new_tokens, None, "logprobs")
 
 
 def chat_sampling(request: ChatRequest, defaults: SamplingDefaults) -> SamplingParams:

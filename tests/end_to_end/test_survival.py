@@ -61,7 +61,12 @@ def test_of_200_streams_a_third_leave_and_nothing_is_left_behind(server):
         return found["num_requests_running"] == found["num_requests_waiting"] == 0
 
     until(quiet, 30, lambda: str(server.metrics()))
-    assert server.metrics()["kv_cache_usage_ratio"] == 0
+    for tier in ("mm", "encoder", "prefix"):  # a reset keeps only what a request still holds
+        assert server.post(f"/reset_{tier}_cache").status_code == 200
+    found = server.metrics()
+    assert found["kv_cache_usage_ratio"] == 0
+    assert found["encoder_cache_bytes"] == 0
+    assert found["mm_cache_bytes"] == 0
 
 
 @pytest.fixture(scope="module")
