@@ -9,7 +9,9 @@ export OMP_NUM_THREADS ?= 1
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py lookonce/model/attention/paged.cpp
+KERNEL := $(wildcard lookonce/model/attention/*.cpp lookonce/model/attention/*.h)
+
+$(STAMP): pyproject.toml setup.py $(KERNEL)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing LookOnce into $(VENV) (PyTorch is large; the first time takes a few minutes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
@@ -28,6 +30,9 @@ check: $(STAMP)
 
 test: check
 	@$(BIN)/python -m pytest
+
+soak: $(STAMP)
+	@SOAK_REQUESTS=10000 $(BIN)/python -m pytest tests/end_to_end/test_soak.py
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .

@@ -1,0 +1,81 @@
+"""The processor cache under traffic, between real processes: nothing fails and nothing drifts.
+
+`make soak` sends more requests: `SOAK_REQUESTS` says how many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+
+import pytest
+
+from tests.end_to_end.live import LiveServer, until
+from tests.end_to_end.traffic import REFUSED, drive, plans, working_set
+
+NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "500"))
+CONCURRENCY = 12
+PICTURE_BYTES, SOUND_BYTES = 170_000, 52_000
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def media():
+    return working_set(num_pictures=45, num_sounds=15)
+
+
+def small_server(api_processes: int) -> LiveServer:
+    """A quarter of the working set fits the processor cache; little fits the other tiers."""
+    quarter = (45 * PICTURE_BYTES + 15 * SOUND_BYTES) / 4 / GIB
+    return LiveServer(
+        "--api-processes", str(api_processes),
+        "--mm-processor-cache-gb", f"{quarter:.6f}",
+        "--kv-cache-gb", "0.02",
+        "--encoder-cache-gb", "0.0002",
+    )  # fmt: skip
+
+
+def quiet(found: Mapping[str, float]) -> bool:
+    return not any(
+        found[name]
+        for name in (
+            "num_requests_running",
+            "num_requests_waiting",
+            "mm_store_requests",
+            "encoder_cache_holders",
+            "kv_cache_usage_ratio",
+        )  # fmt: skip
+    )
+
+
+def soak(server: LiveServer, requests) -> dict[str, float]:
+    """Traffic, and what must hold whatever the number of API processes; the final metrics."""
+    tally = asyncio.run(drive(server.url, requests, concurrency=CONCURRENCY))
+    assert set(tally.statuses) == {200, 400}, tally.statuses
+    assert tally.wrong == []
+    assert tally.statuses[400] == sum(plan.refused for plan in requests)
+    assert tally.statuses.total() + tally.left == len(requests)
+    until(lambda: quiet(server.metrics()), 30, lambda: str(server.metrics()))
+    found = server.metrics()
+    assert found["mm_cache_bytes"] == found["mm_store_listed_bytes"], "the two sides differ"
+    assert found["mm_cache_evictions_total"] > 0
+    assert found["mm_cache_hits_total"] > 0
+    return found
+
+
+def test_nothing_fails_nothing_is_sent_again_and_both_sides_end_equal(media):
+    requests = plans(media, NUM_REQUESTS, seed=3)
+    assert sum(plan.refused for plan in requests) > len(requests) * REFUSED / 2
+    with small_server(api_processes=1) as server:
+        found = soak(server, requests)
+    assert found["mm_cache_resends_total"] == 0
+    assert found["mm_store_bytes"] == found["mm_cache_bytes"]
+    assert found["mm_cache_asks_total"] > 0, "no reference ever had to be made good"
+
+
+def test_two_api_processes_share_one_store(media):
+    requests = plans(media, NUM_REQUESTS // 5, seed=4)
+    with small_server(api_processes=2) as server:
+        found = soak(server, requests)
+    assert 0 < found["mm_store_bytes"] <= found["mm_cache_bytes"]
