@@ -11,14 +11,16 @@ import os
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from lookonce.errors import ConfigError
+from lookonce.types.kv import KVLoadFailurePolicy, KVLoadPolicy, TierSpec, parse_tier_spec
 from lookonce.types.media import MODALITIES
 
 NANO = "nano"
 NANO_FOLDER = Path(__file__).parent / "models" / "nano"
 GIB = 1 << 30
+Word = TypeVar("Word", bound=str)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -50,6 +52,11 @@ class KVConfig:
     block_size: int | None = None
     """Tokens per KV block; None: 16 on CPU, the backend's smallest legal size on CUDA."""
     prefix_caching: bool = True
+    tiers: tuple[TierSpec, ...] = ()
+    """External tiers, nearest first."""
+    load_policy: KVLoadPolicy = "auto"
+    """"auto": load only what is estimated to take less time than computing it."""
+    load_failure_policy: KVLoadFailurePolicy = "recompute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +147,9 @@ class Options:
     kv_cache_gb: float = 1.0
     block_size: int | None = None
     prefix_caching: bool = True
+    kv_tier: tuple[str, ...] = ()
+    kv_load: str = "auto"
+    kv_load_failure_policy: str = "recompute"
     encoder_cache_gb: float = 0.5
     mm_processor_cache_gb: float = 4.0
     mm_hash_algorithm: str = "blake3"
@@ -184,11 +194,7 @@ def resolve(options: Options) -> Config:
             max_encoder_tokens=options.max_num_batched_tokens,
             max_queue=options.max_queue,
         ),
-        kv=KVConfig(
-            cache_bytes=int(options.kv_cache_gb * GIB),
-            block_size=options.block_size,
-            prefix_caching=options.prefix_caching,
-        ),
+        kv=_kv(options),
         encoder=EncoderConfig(cache_bytes=int(options.encoder_cache_gb * GIB)),
         media=_media(options),
         server=ServerConfig(
@@ -205,6 +211,28 @@ def resolve(options: Options) -> Config:
             address=f"ipc://{_socket_path()}", stall_timeout=options.engine_stall_timeout
         ),
     )
+
+
+def _kv(options: Options) -> KVConfig:
+    if options.kv_tier and not options.prefix_caching:
+        raise ConfigError("--kv-tier needs --prefix-caching")
+    return KVConfig(
+        cache_bytes=int(options.kv_cache_gb * GIB),
+        block_size=options.block_size,
+        prefix_caching=options.prefix_caching,
+        tiers=tuple(parse_tier_spec(spec) for spec in options.kv_tier),
+        load_policy=_one_of("--kv-load", options.kv_load, ("auto", "always")),
+        load_failure_policy=_one_of(
+            "--kv-load-failure-policy", options.kv_load_failure_policy, ("recompute", "fail")
+        ),
+    )
+
+
+def _one_of(name: str, value: str, allowed: tuple[Word, ...]) -> Word:
+    for word in allowed:
+        if value == word:
+            return word
+    raise ConfigError(f"{name} is {' or '.join(allowed)}, got {value}")
 
 
 def _media(options: Options) -> MediaConfig:

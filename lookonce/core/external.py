@@ -95,6 +95,7 @@ class ExternalPrefixes:
             return Prospect.NO_ROOM
         request_id, num_local = sequence.request.request_id, len(cached)
         ticket = self._cache.on_allocated(request_id, blocks, num_local)
+        sequence.extend_chain(self._pool.block_size, num_blocks)  # another sample may have asked
         hashes = sequence.chain[:num_blocks]
         self._loads[ticket] = _Load(request_id, blocks, hashes, num_local, self._pool.generation)
         self._lifecycle.begin_loading(sequence)

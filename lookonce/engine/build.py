@@ -19,6 +19,7 @@ from lookonce.core.door import Door
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
 from lookonce.engine.core import EngineCore
+from lookonce.engine.external import open_external, rope_of
 from lookonce.engine.judge import Judge
 from lookonce.engine.settings import EngineSettings
 from lookonce.errors import ConfigError, ModelLoadError
@@ -27,7 +28,7 @@ from lookonce.model.kv_pages import block_bytes
 from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.runner import Runner
 from lookonce.types.model import ModelInfo
-from lookonce.types.ports import ModelRunner
+from lookonce.types.ports import ExternalPrefixCache, ModelRunner
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan
 
@@ -70,11 +71,19 @@ def build_engine(settings: EngineSettings, progress: Progress) -> tuple[EngineCo
     warm_up(runner, pool.blocks_for(WARM_UP_TOKENS))
     gc.collect()
     gc.freeze()  # the model's objects stay: later collections need not walk them
-    return assemble(loaded.info, runner, settings, pool)
+    external = None
+    if settings.kv.tiers:
+        rope = rope_of(loaded.family.text_config)
+        external = open_external(settings.kv, loaded.info, rope, runner.page_copier())
+    return assemble(loaded.info, runner, settings, pool, external)
 
 
 def assemble(
-    info: ModelInfo, runner: ModelRunner, settings: EngineSettings, pool: BlockPool
+    info: ModelInfo,
+    runner: ModelRunner,
+    settings: EngineSettings,
+    pool: BlockPool,
+    external: ExternalPrefixCache | None = None,
 ) -> tuple[EngineCore, Judge]:
     """A scheduler over `pool` and a runner with as many blocks make an engine.
 
@@ -87,9 +96,11 @@ def assemble(
         model=info,
         config=settings.scheduler,
         prefix_caching=settings.kv.prefix_caching,
+        external=external,
+        fail_on_loss=settings.kv.load_failure_policy == "fail",
     )
     door = Door(pool, encoder_cache, info, settings.scheduler.max_num_batched_tokens)
-    return EngineCore(scheduler, runner), Judge(info, door)
+    return EngineCore(scheduler, runner, external), Judge(info, door)
 
 
 def warm_up(runner: ModelRunner, num_blocks: int) -> None:

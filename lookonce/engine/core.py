@@ -8,12 +8,13 @@ Nothing here knows of processes, threads or messages.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 from lookonce.core.scheduler import Scheduler, SchedulerOutput
 from lookonce.errors import RequestFailedError
 from lookonce.types.media import ProcessedItem
-from lookonce.types.ports import ModelRunner
+from lookonce.types.ports import ExternalPrefixCache, ModelRunner
 from lookonce.types.request import GenerateRequest
 from lookonce.types.step import StepPlan, StepResult
 
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 MAX_BROKEN_STEPS = 8
 """Steps in a row that may raise as a whole before the device counts as lost."""
 
+MIN_OBSERVED_TOKENS = 64
+"""Steps of fewer tokens are mostly decodes: they say little of what a prompt costs."""
+
 
 class EngineCore:
     """Owns the step; a failure in it ends the requests that were in it, never the engine.
@@ -29,9 +33,16 @@ class EngineCore:
     Used by one thread. A bug in the scheduler is not survivable and raises.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        external: ExternalPrefixCache | None = None,
+    ) -> None:
+        """`external`: the KV tiers the scheduler was given."""
         self._scheduler = scheduler
         self._runner = runner
+        self._external = external
         self._broken_steps = 0
 
     def step(self) -> SchedulerOutput | None:
@@ -66,6 +77,16 @@ class EngineCore:
     def stats(self) -> dict[str, float]:
         return self._scheduler.stats()
 
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, from any thread, when a step has something new to look at."""
+        if self._external is not None:
+            self._external.wake = wake
+
+    def close(self) -> None:
+        """End the threads of the external tiers."""
+        if self._external is not None:
+            self._external.close()
+
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work
@@ -78,6 +99,7 @@ class EngineCore:
         self._scheduler.check_integrity()
 
     def _execute(self, plan: StepPlan) -> StepResult:
+        started = time.monotonic()
         try:
             result = self._runner.execute(plan)
         except Exception as error:
@@ -88,7 +110,13 @@ class EngineCore:
             return _broken(plan, error)
         if plan.scheduled:
             self._broken_steps = 0
+            self._observe(plan, time.monotonic() - started)
         return result
+
+    def _observe(self, plan: StepPlan, seconds: float) -> None:
+        """What a prompt's tokens cost, for weighing it against loading them."""
+        if self._external is not None and plan.num_tokens >= MIN_OBSERVED_TOKENS:
+            self._external.observe_prefill(plan.num_tokens, seconds)
 
 
 def _broken(plan: StepPlan, cause: Exception) -> StepResult:

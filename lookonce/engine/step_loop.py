@@ -51,7 +51,13 @@ class Stop:
     pass
 
 
+@dataclass(frozen=True, slots=True)
+class _Wake:
+    """Nothing to obey: another step, to see what external tiers have reported."""
+
+
 Command: TypeAlias = Add | Supply | AbortRequest | ResetTier | AskStats | Stop
+"""What the step loop obeys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,9 @@ class Exchange:
     """
 
     def __init__(self, wake_input: Callable[[], None]) -> None:
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Command | _Wake] = queue.SimpleQueue()
+        self._waking = False
+        """A wake-up is in the queue already."""
         self._outcomes: deque[Outcome] = deque()
         self._wake_input = wake_input
         self.busy_since: float | None = None
@@ -86,7 +94,13 @@ class Exchange:
 
     @property
     def num_commands(self) -> int:
-        return self._commands.qsize()
+        return max(0, self._commands.qsize() - self._waking)
+
+    def wake(self) -> None:
+        """Let the loop look again, from any thread; many calls at once are one."""
+        if not self._waking:
+            self._waking = True
+            self._commands.put(_Wake())
 
     def take_outcomes(self) -> list[Outcome]:
         taken = []
@@ -106,12 +120,16 @@ class Exchange:
         self._wake_input()
 
     def take_commands(self, *, wait: bool) -> list[Command]:
-        """Everything commanded; with `wait`, at least one."""
+        """Everything commanded; with `wait`, returns once there is a command or a wake-up."""
         taken: list[Command] = []
         try:
-            taken.append(self._commands.get(block=wait))
+            command = self._commands.get(block=wait)
             while True:
-                taken.append(self._commands.get_nowait())
+                if isinstance(command, _Wake):
+                    self._waking = False
+                else:
+                    taken.append(command)
+                command = self._commands.get_nowait()
         except queue.Empty:
             return taken
 
@@ -123,6 +141,7 @@ class StepLoop:
         self._core = core
         self._exchange = exchange
         self._stopped = False
+        core.wake_with(exchange.wake)
 
     def run(self) -> None:
         """Returns after `Stop`."""
@@ -132,6 +151,7 @@ class StepLoop:
             for command in exchange.take_commands(wait=idle):
                 self._obey(command)
             if self._stopped:
+                self._core.close()
                 return
             exchange.num_waiting = core.num_waiting
             exchange.busy_since = time.monotonic()

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.model.attention.backend import AttentionBackend
-from lookonce.model.attention.hook import paged_forward_context
+from lookonce.model.decoders import Step, choose_decoder
 from lookonce.model.encoder import COMPUTE_ERRORS, Encoder, EncodeReport
+from lookonce.model.kv_copier import PageCopier
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.loader import LoadedModel
 from lookonce.model.sampler import Sampled, Sampler
@@ -53,6 +54,7 @@ class Runner:
             loaded.dtype,
             loaded.device,
         )
+        self._decoder = choose_decoder(family, loaded.dtype, loaded.device)
         self._encoder = Encoder(family, loaded.dtype, loaded.device)
         self._sampler = Sampler(loaded.info.vocab_size, loaded.info.eos_token_ids)
         self._table = SequenceTable(
@@ -68,6 +70,10 @@ class Runner:
             block_size=block_size,
             device=loaded.device,
         )
+
+    def page_copier(self) -> PageCopier:
+        """For external KV tiers: moves whole blocks beside the steps."""
+        return PageCopier(self._kv_pages)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -152,16 +158,8 @@ class Runner:
         extras = {}
         if inputs.embed_at is not None:
             extras = family.place(embeds, inputs.embed_at, self._encoder.rows(inputs.embeds))
-        with paged_forward_context(inputs.metadata, self._backend, self._kv_pages):
-            output = family.decoder(
-                inputs_embeds=embeds.unsqueeze(0),
-                position_ids=inputs.position_ids,
-                attention_mask=None,
-                use_cache=False,  # left out, transformers would build a cache of its own
-                **extras,
-            )
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
+        step = Step(inputs.metadata, self._backend, self._kv_pages)
+        return self._decoder(embeds, inputs.position_ids, step, extras)
 
     def logits(self, hidden: Tensor, seq_ids: Sequence[int]) -> Tensor:
         """Logits [S, V] float32 of the sampled sequences' last hidden states [S, H]."""

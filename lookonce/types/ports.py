@@ -74,6 +74,9 @@ class ExternalPrefixCache(Protocol):
     acknowledged, whatever became of the request: a late write never lands in a reused block.
     """
 
+    wake: Callable[[], None]
+    """Called, from any thread, when there is something to `poll`."""
+
     def on_request_added(self, request_id: str, num_prompt_tokens: int) -> None: ...
 
     def lookup(

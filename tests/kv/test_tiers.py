@@ -216,6 +216,7 @@ def test_a_folder_that_cannot_be_made_is_a_mistake_in_the_option(tmp_path: Path)
 def shared(valkey: ValkeyServer) -> Iterator[ValkeyTier]:
     tier = ValkeyTier(OBJECTS, TierSpec("valkey", path=valkey.socket), timeout=0.3)
     yield tier
+    tier.close()
 
 
 def test_a_corrupt_value_is_deleted_and_a_miss(valkey: ValkeyServer, shared: ValkeyTier) -> None:
