@@ -11,6 +11,11 @@ setup(
         Extension(
             "lookonce.model.attention._paged",
             sources=["lookonce/model/attention/paged.cpp"],
+            depends=[
+                "lookonce/model/attention/vectors.h",
+                "lookonce/model/attention/problem.h",
+                "lookonce/model/attention/chunk.h",
+            ],
             extra_compile_args=["-O3", "-march=native", "-std=gnu++17", "-fopenmp"],
             extra_link_args=["-fopenmp"],
             language="c++",

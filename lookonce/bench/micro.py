@@ -9,11 +9,10 @@ of their own, so that keys come from where a whole model would find them, not fr
 
 from __future__ import annotations
 
-import json
-import statistics
+import argparse
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lookonce.bench.report import Report, median
 from lookonce.model.attention.backend import AttentionBuffers, AttentionMetadata
 from lookonce.model.attention.cpu import KernelBackend, kernel_available
 from lookonce.model.attention.reference import ReferenceBackend, write_pages
@@ -59,19 +59,8 @@ LOADS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """Milliseconds for all layers of one step, median; `ratio` is the best torch way / ours."""
-
-    shape: str
-    dtype: str
-    batch: int
-    query: int
-    context: int
-    kernel_ms: float
-    gather_ms: float
-    per_sequence_ms: float
-    ratio: float
+COLUMNS = ("shape", "batch", "new", "before", "kernel", "gather", "per seq", "ratio")
+Way = Callable[[LayerPages], Tensor]
 
 
 class _Step:
@@ -154,39 +143,30 @@ def _gather_attention(
     return output.transpose(1, 2).flatten(0, 1)
 
 
-def measure(shape: Shape, load: Load, dtype: torch.dtype, seconds: float) -> Figure:
-    """Run the three ways in turn for about `seconds` and take each one's median."""
+def measure(shape: Shape, load: Load, dtype: torch.dtype, seconds: float) -> tuple[float, ...]:
+    """CPU ms for every layer once, median, of the kernel, gathered and per sequence.
+
+    The three take turns, so that noise hits all alike.
+    """
     step = _Step(shape, load, dtype)
     ways = (step.kernel, step.gather, step.per_sequence)
     _check_agreement(step, ways)
-    times: list[list[float]] = [[], [], []]
+    times: list[list[float]] = [[] for _ in ways]
     deadline = time.perf_counter() + seconds
     while time.perf_counter() < deadline or len(times[0]) < 5:
         for way, taken in zip(ways, times, strict=True):
             taken.append(_time_layers(step.pages, way))
-    kernel, gather, per_sequence = (statistics.median(taken) for taken in times)
-    return Figure(
-        shape=shape.name,
-        dtype=str(dtype).removeprefix("torch."),
-        batch=load.batch,
-        query=load.query,
-        context=load.context,
-        kernel_ms=kernel,
-        gather_ms=gather,
-        per_sequence_ms=per_sequence,
-        ratio=min(gather, per_sequence) / kernel,
-    )
+    return tuple(median(taken) for taken in times)
 
 
-def _time_layers(pages: KVPages, way: Callable[[LayerPages], Tensor]) -> float:
-    """Milliseconds for every layer once."""
-    start = time.perf_counter()
+def _time_layers(pages: KVPages, way: Way) -> float:
+    start = time.thread_time()
     for layer in pages.layers:
         way(layer)
-    return (time.perf_counter() - start) * 1e3
+    return (time.thread_time() - start) * 1e3
 
 
-def _check_agreement(step: _Step, ways: tuple[Callable[[LayerPages], Tensor], ...]) -> None:
+def _check_agreement(step: _Step, ways: Sequence[Way]) -> None:
     """A fast wrong answer is no figure."""
     outputs = [way(step.pages.layers[0]).float() for way in ways]
     tolerance = 1e-5 if step.query.dtype == torch.float32 else 5e-2
@@ -194,30 +174,39 @@ def _check_agreement(step: _Step, ways: tuple[Callable[[LayerPages], Tensor], ..
         torch.testing.assert_close(output, outputs[0], atol=tolerance, rtol=tolerance)
 
 
-def run_attention(
-    json_path: Path | None = None, *, bf16: bool = False, seconds: float = 1.0
-) -> list[Figure]:
-    """`lookonce bench attention`: print the table; with `json_path` also write the figures."""
+def measure_all(dtype: torch.dtype, seconds: float) -> Report:
+    """Every load on every shape, on one thread."""
+    report = Report("attention", COLUMNS)
+    report.notes += [
+        f"ms of CPU time for all layers of one step, one thread, {dtype}; batch sequences, each of",
+        "so many new tokens and tokens before; ratio: the better of gather and per seq / kernel",
+    ]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            for shape in SHAPES:
+                for load in LOADS:
+                    kernel, *others = measure(shape, load, dtype, seconds)
+                    ratio = min(others) / kernel
+                    sizes = (load.batch, load.query, load.context)
+                    report.add(shape.name, *sizes, kernel, *others, ratio)
+    finally:
+        torch.set_num_threads(threads)
+    return report
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="lookonce bench attention", description=__doc__)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--seconds", type=float, default=1.0, help="per row of the table")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
     if not kernel_available():
-        raise SystemExit("the attention kernel is not built: run `make setup`")
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    print(f"attention, all layers of a step, ms, {torch.get_num_threads()} thread(s), {dtype}")
-    print(
-        f"{'shape':10} {'batch':>5} {'query':>5} {'before':>6} {'kernel':>9} {'gather+SDPA':>12} "
-        f"{'SDPA/sequence':>14} {'ratio':>6}"
-    )
-    figures = []
-    with torch.inference_mode():
-        for shape in SHAPES:
-            for load in LOADS:
-                figure = measure(shape, load, dtype, seconds)
-                figures.append(figure)
-                print(
-                    f"{figure.shape:10} {figure.batch:5} {figure.query:5} {figure.context:6} "
-                    f"{figure.kernel_ms:9.3f} {figure.gather_ms:12.3f} "
-                    f"{figure.per_sequence_ms:14.3f} {figure.ratio:6.2f}",
-                    flush=True,
-                )
-    if json_path is not None:
-        json_path.write_text(json.dumps([asdict(figure) for figure in figures], indent=2) + "\n")
-    return figures
+        print("the attention kernel is not built: run `make setup`")
+        return 1
+    report = measure_all(getattr(torch, options.dtype), options.seconds)
+    report.show()
+    if options.json is not None:
+        report.write_json(options.json)
+    return 0

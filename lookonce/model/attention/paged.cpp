@@ -1,384 +1,29 @@
 // Paged attention on the CPU, in place over the KV pages: nothing is gathered or copied.
 //
 // One call writes the step's keys and values into their slots and attends, for fp32 and bf16 pages,
-// accumulating in fp32. A unit of work (Task) is one KV head of one sequence and a tile of its query
-// tokens; the rows of a task are its (token, query head of the group) pairs, so each key and value is
-// read once for the whole group. Keys come in chunks of CHUNK with an online softmax. Few rows
-// (decode) read pages directly; many rows (prefill) copy a chunk into a transposed buffer first and
-// run a register-blocked matrix product. Every row sees one interval of keys [low, high): causality,
-// sliding window and bidirectional items are all such intervals. What a row does not see cannot reach
-// it, be it NaN: not only is its weight zero, it is never multiplied.
+// accumulating in fp32. A unit of work (Task) is one KV head of one sequence and a tile of its
+// query tokens; the rows of a task are its (token, query head of the group) pairs, so each key and
+// value is read once for the whole group. Keys come in chunks of CHUNK with an online softmax. Few
+// rows (decode) read pages directly; many rows (prefill) copy a chunk into a transposed buffer
+// first and run a register-blocked matrix product.
 //
-// Only the stable CPython API and compiler vectors are used: no torch headers, no fast-math (NaN must
-// come out where NaN went in). Sizes are checked in cpu.py; what is cheap is checked again here.
+// Every row sees one interval of keys [low, high): causality, sliding window and bidirectional
+// items are all such intervals. What a row does not see cannot reach it, be it NaN: not only is
+// its weight zero, it is never multiplied.
+//
+// No torch headers, so it compiles in seconds; no fast-math, so NaN comes out where NaN went in.
+// Sizes are checked in cpu.py; what is cheap is checked again here.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <utility>
-#include <vector>
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
+#include "chunk.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16;
-#elif defined(__AVX__)
-constexpr int LANES = 8;
-#else
-constexpr int LANES = 4;
-#endif
+using namespace paged;
 
-constexpr int CHUNK = 64;         // keys per online-softmax step
-constexpr int BLOCK_ROWS = 6;     // rows of the register block of the matrix product
-constexpr int BLOCK_VECS = LANES == 16 ? 4 : 2;  // and its width
-constexpr int MAX_TILE_ROWS = 96; // rows of one prefill task
-constexpr int DIRECT_ROWS = 8;    // up to this many rows read pages directly
-constexpr float LOWEST = -1e30f;  // below every score, and finite: differences stay finite
-
-typedef float Vec __attribute__((vector_size(LANES * 4)));
-typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
-typedef uint16_t HalfVec __attribute__((vector_size(LANES * 2)));
-
-struct BFloat16 {
-    uint16_t bits;
-};
-
-// ---------------------------------------------------------------- vectors
-
-inline Vec splat(float x) { return Vec{} + x; }
-
-inline Vec load(const float* from) {
-    Vec v;
-    std::memcpy(&v, from, sizeof v);
-    return v;
-}
-
-inline Vec load(const BFloat16* from) {
-    HalfVec half;
-    std::memcpy(&half, from, sizeof half);
-    IntVec wide = __builtin_convertvector(half, IntVec) << 16;
-    Vec v;
-    std::memcpy(&v, &wide, sizeof v);
-    return v;
-}
-
-inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
-
-inline float widen(float x) { return x; }
-
-inline float widen(BFloat16 x) {
-    uint32_t bits = uint32_t(x.bits) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-inline void narrow(float value, float* to) { *to = value; }
-
-inline void narrow(float value, BFloat16* to) {  // round to nearest even, NaN stays NaN
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    to->bits = value != value ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-template <typename T>
-inline Vec load_part(const T* from, int count) {
-    float lanes[LANES] = {};
-    for (int i = 0; i < count; ++i) lanes[i] = widen(from[i]);
-    return load(lanes);
-}
-
-// e^x to 1e-7 relative, 0 below -87; NaN gives NaN.
-inline Vec exp_vec(Vec x) {
-    const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    Vec rounded = x * 1.44269504088896341f + shift;
-    IntVec exponent;
-    std::memcpy(&exponent, &rounded, sizeof exponent);
-    Vec n = rounded - shift;
-    Vec r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    Vec p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    exponent = (exponent << 23) + (127 << 23);  // the shift's own bits fall off the top
-    Vec scale;
-    std::memcpy(&scale, &exponent, sizeof scale);
-    return x < -87.0f ? splat(0.0f) : p * scale;
-}
-
-inline Vec tanh_vec(Vec x) {
-    x = x > 15.0f ? splat(15.0f) : x;
-    x = x < -15.0f ? splat(-15.0f) : x;
-    return 1.0f - 2.0f / (exp_vec(x + x) + 1.0f);
-}
-
-inline Vec max_vec(Vec a, Vec b) { return a > b ? a : b; }
-
-inline float reduce_max(Vec v) {
-    float result = v[0];
-    for (int i = 1; i < LANES; ++i) result = v[i] > result ? v[i] : result;
-    return result;
-}
-
-inline float reduce_sum(Vec v) {
-    float result = 0;
-    for (int i = 0; i < LANES; ++i) result += v[i];
-    return result;
-}
-
-// Lane i of the result is the sum of the lanes of v[i]: a transpose folded into the additions.
-// At each level pairs of vectors are halved side by side: [a.low b.low] + [a.high b.high].
-template <int HALF>
-constexpr int low_half(int lane) {
-    return (lane / HALF % 2) * LANES + (lane / HALF / 2) * 2 * HALF + lane % HALF;
-}
-
-template <int HALF, size_t... LANE>
-inline Vec fold(Vec a, Vec b, std::index_sequence<LANE...>) {
-    return __builtin_shufflevector(a, b, low_half<HALF>(LANE)...) +
-           __builtin_shufflevector(a, b, (low_half<HALF>(LANE) + HALF)...);
-}
-
-template <int HALF>
-inline void fold_all(Vec* v) {
-    for (int i = 0; i < HALF; ++i) v[i] = fold<HALF>(v[i], v[i + HALF], std::make_index_sequence<LANES>());
-    if constexpr (HALF > 1) fold_all<HALF / 2>(v);
-}
-
-inline Vec transpose_sum(Vec* v) {
-    fold_all<LANES / 2>(v);
-    return v[0];
-}
-
-// ---------------------------------------------------------------- the problem
-
-struct Problem {
-    const void *query, *key, *value;  // [T, heads, D], strides below, D contiguous
-    void *output;                     // [T, Hq, D], contiguous
-    void *key_pages, *value_pages;    // [blocks, block_size, Hkv, D], contiguous
-    const int32_t *query_start;       // [B + 1]
-    const int32_t *kv_lens;           // [B]
-    const int32_t *block_tables;      // [B, table_stride]
-    const int64_t *slots;             // [T]
-    const int32_t *visible_end;       // [T] or null
-    const float *sinks;               // [Hq] or null
-    int64_t query_token, query_head, key_token, key_head, value_token, value_head;  // in elements
-    int64_t table_stride, num_sequences, num_heads, num_kv_heads, head_dim, block_size, num_blocks;
-    int64_t window;                   // 0: none
-    float scale, softcap;             // softcap 0: none
-    int num_threads;
-
-    int64_t group() const { return num_heads / num_kv_heads; }
-    int64_t num_tokens() const { return query_start[num_sequences]; }
-};
-
-struct Task {
-    int32_t sequence, kv_head;
-    int32_t first, count;  // query tokens within the sequence
-};
-
-inline int64_t pad(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-// What one thread needs; grows to the largest task it has met.
-struct Scratch {
-    std::vector<float> memory;
-    float *query, *scores, *output, *keys, *values, *maximum, *total;
-    std::vector<int32_t> low, high;
-
-    void prepare(int64_t rows, int64_t depth, bool packed) {
-        int64_t chunk_floats = packed ? depth * CHUNK : 0;
-        int64_t sizes[] = {rows * depth, rows * CHUNK, rows * depth, chunk_floats,
-                           chunk_floats, rows,         rows};
-        float** parts[] = {&query, &scores, &output, &keys, &values, &maximum, &total};
-        int64_t sum = 0;
-        for (int64_t size : sizes) sum += pad(size, LANES);
-        if (int64_t(memory.size()) < sum) memory.resize(sum);
-        float* next = memory.data();
-        for (int i = 0; i < 7; ++i) {
-            *parts[i] = next;
-            next += pad(sizes[i], LANES);
-        }
-        if (int64_t(low.size()) < rows) low.resize(rows), high.resize(rows);
-    }
-};
-
-// Keys [first, first + count) of one head as pointers to their rows, wherever their pages are.
-template <typename T>
-struct KeyChunk {
-    const T *keys[CHUNK], *values[CHUNK];
-    int64_t first;
-    int count;
-
-    void locate(const Problem& p, const Task& task, int64_t begin, int64_t end) {
-        const int32_t* table = p.block_tables + task.sequence * p.table_stride;
-        const int64_t row = p.num_kv_heads * p.head_dim;
-        first = begin;
-        count = int(std::min<int64_t>(end - begin, CHUNK));
-        int64_t block = begin / p.block_size, inside = begin % p.block_size;
-        for (int i = 0; i < count; ++i) {
-            int64_t at = (table[block] * p.block_size + inside) * row + task.kv_head * p.head_dim;
-            keys[i] = static_cast<const T*>(p.key_pages) + at;
-            values[i] = static_cast<const T*>(p.value_pages) + at;
-            if (++inside == p.block_size) inside = 0, ++block;
-        }
-    }
-};
-
-// ---------------------------------------------------------------- few rows: straight from pages
-
-// scores[r][i] = query[r] . keys[i]. VECS is the head dimension in vectors, 0 where it is no
-// multiple known at compile time.
-template <int VECS, typename T>
-void direct_scores(const float* query, int rows, int64_t dim, int64_t depth,
-                   const KeyChunk<T>& chunk, float* scores) {
-    Vec parts[DIRECT_ROWS][LANES];
-    for (int start = 0; start < chunk.count; start += LANES) {
-        const int limit = std::min(LANES, chunk.count - start);
-        for (int i = 0; i < LANES; ++i) {
-            const T* key = chunk.keys[start + std::min(i, limit - 1)];
-            if constexpr (VECS > 0) {
-                Vec k[VECS];
-                for (int j = 0; j < VECS; ++j) k[j] = load(key + j * LANES);
-                for (int r = 0; r < rows; ++r) {
-                    Vec sum = load(query + r * depth) * k[0];
-                    for (int j = 1; j < VECS; ++j) sum += load(query + r * depth + j * LANES) * k[j];
-                    parts[r][i] = sum;
-                }
-            } else {
-                for (int r = 0; r < rows; ++r) {
-                    Vec sum = {};
-                    int64_t j = 0;
-                    for (; j + LANES <= dim; j += LANES) sum += load(query + r * depth + j) * load(key + j);
-                    if (j < dim) sum += load(query + r * depth + j) * load_part(key + j, int(dim - j));
-                    parts[r][i] = sum;
-                }
-            }
-        }
-        for (int r = 0; r < rows; ++r) store(scores + r * CHUNK + start, transpose_sum(parts[r]));
-    }
-}
-
-// output += sum over i in [begin, end) of weights[i] * values[i], VECS vectors of columns.
-template <int VECS, typename T>
-inline void direct_columns(const float* weights, int begin, int end, const KeyChunk<T>& chunk,
-                           int64_t column, float* output) {
-    Vec sum[VECS];
-    for (int j = 0; j < VECS; ++j) sum[j] = load(output + column + j * LANES);
-    for (int i = begin; i < end; ++i) {
-        const T* value = chunk.values[i] + column;
-        for (int j = 0; j < VECS; ++j) sum[j] += weights[i] * load(value + j * LANES);
-    }
-    for (int j = 0; j < VECS; ++j) store(output + column + j * LANES, sum[j]);
-}
-
-// One row's weighted values, all columns.
-template <typename T>
-void direct_values(const float* weights, int begin, int end, int64_t dim,
-                   const KeyChunk<T>& chunk, float* output) {
-    int64_t column = 0;
-    for (; column + 4 * LANES <= dim; column += 4 * LANES)
-        direct_columns<4>(weights, begin, end, chunk, column, output);
-    for (; column + LANES <= dim; column += LANES)
-        direct_columns<1>(weights, begin, end, chunk, column, output);
-    if (column == dim) return;
-    Vec sum = load(output + column);
-    for (int i = begin; i < end; ++i)
-        sum += weights[i] * load_part(chunk.values[i] + column, int(dim - column));
-    store(output + column, sum);
-}
-
-// ---------------------------------------------------------------- many rows: matrix products
-
-// c[BLOCK_ROWS][VECS vectors] (+)= a[BLOCK_ROWS][inner] * b[inner][VECS vectors]
-template <int VECS>
-inline void block_product(const float* a, int64_t a_stride, const float* b, int64_t b_stride,
-                          int64_t inner, float* c, int64_t c_stride, bool add) {
-    Vec sum[BLOCK_ROWS][VECS] = {};
-    for (int64_t k = 0; k < inner; ++k) {
-        Vec right[VECS];
-        for (int j = 0; j < VECS; ++j) right[j] = load(b + k * b_stride + j * LANES);
-        for (int r = 0; r < BLOCK_ROWS; ++r)
-            for (int j = 0; j < VECS; ++j) sum[r][j] += a[r * a_stride + k] * right[j];
-    }
-    for (int r = 0; r < BLOCK_ROWS; ++r)
-        for (int j = 0; j < VECS; ++j) {
-            float* to = c + r * c_stride + j * LANES;
-            store(to, add ? load(to) + sum[r][j] : sum[r][j]);
-        }
-}
-
-// Rows padded to BLOCK_ROWS, columns to LANES.
-void product(int64_t rows, int64_t columns, int64_t inner, const float* a, int64_t a_stride,
-             const float* b, int64_t b_stride, float* c, int64_t c_stride, bool add) {
-    for (int64_t r = 0; r < rows; r += BLOCK_ROWS) {
-        const float* left = a + r * a_stride;
-        float* to = c + r * c_stride;
-        int64_t j = 0;
-        for (; j + BLOCK_VECS * LANES <= columns; j += BLOCK_VECS * LANES)
-            block_product<BLOCK_VECS>(left, a_stride, b + j, b_stride, inner, to + j, c_stride, add);
-        for (; j < columns; j += LANES)
-            block_product<1>(left, a_stride, b + j, b_stride, inner, to + j, c_stride, add);
-    }
-}
-
-// keys_out [D][CHUNK], values_out [CHUNK][depth]; key columns past the chunk's end are zero. Returns
-// whether all values are finite.
-template <typename T>
-bool pack(const KeyChunk<T>& chunk, int64_t dim, int64_t depth, float* keys_out, float* values_out) {
-    for (int64_t i = 0; i < pad(chunk.count, LANES); ++i)
-        for (int64_t d = 0; d < dim; ++d)
-            keys_out[d * CHUNK + i] = i < chunk.count ? widen(chunk.keys[i][d]) : 0.0f;
-    Vec nothing = {};
-    for (int i = 0; i < chunk.count; ++i) {
-        for (int64_t d = 0; d < depth; ++d)
-            values_out[i * depth + d] = d < dim ? widen(chunk.values[i][d]) : 0.0f;
-        for (int64_t d = 0; d < depth; d += LANES) nothing += load(values_out + i * depth + d) * 0.0f;
-    }
-    return reduce_sum(nothing) == 0.0f;
-}
-
-// ---------------------------------------------------------------- softmax
-
-// Turns one row's scores of keys [begin, end) of a chunk into weights, zero for the chunk's other
-// keys, and rescales what was summed before.
-inline void soften(float* scores, int begin, int end, int count, float softcap, float* maximum,
-                   float* total, float* output, int64_t depth) {
-    const int first = begin / LANES * LANES, last = int(pad(end, LANES));
-    if (softcap > 0)
-        for (int i = first; i < last; i += LANES)
-            store(scores + i, softcap * tanh_vec(load(scores + i) / softcap));
-    for (int i = first; i < begin; ++i) scores[i] = LOWEST;
-    for (int i = end; i < last; ++i) scores[i] = LOWEST;
-    Vec highest = splat(*maximum);
-    for (int i = first; i < last; i += LANES) highest = max_vec(load(scores + i), highest);
-    const float now = reduce_max(highest);
-    Vec sum = {};
-    for (int i = first; i < last; i += LANES) {
-        Vec weight = exp_vec(load(scores + i) - now);
-        store(scores + i, weight);
-        sum += weight;
-    }
-    for (int i = 0; i < first; i += LANES) store(scores + i, Vec{});
-    for (int i = last; i < count; i += LANES) store(scores + i, Vec{});
-    if (now != *maximum) {
-        const float before = exp_vec(splat(*maximum - now))[0];
-        *total *= before;
-        for (int64_t d = 0; d < depth; d += LANES) store(output + d, before * load(output + d));
-        *maximum = now;
-    }
-    *total += reduce_sum(sum);
-}
+constexpr int MAX_TILE_ROWS = 96;  // rows of one prefill task
 
 // ---------------------------------------------------------------- one task
 
@@ -398,10 +43,14 @@ class Attention {
         KeyChunk<T> chunk;
         for (int64_t key = lowest; key < highest; key += CHUNK) {
             chunk.locate(p, t, key, highest);
-            const bool finite = !packed || pack(chunk, p.head_dim, depth, s.keys, s.values);
+            if (packed) pack_keys(chunk, p.head_dim, s.keys);
             score(chunk);
             for (int r = 0; r < rows; ++r) soften_row(chunk, r);
-            packed && finite ? add_packed_values(chunk) : add_direct_values(chunk);
+            // Zero times NaN or infinity would reach every row of a packed product.
+            if (packed && pack_values(chunk, p.head_dim, depth, s.values))
+                add_packed_values(chunk);
+            else
+                add_direct_values(chunk);
         }
         write_output();
     }
@@ -424,7 +73,8 @@ class Attention {
         for (int r = 0; r < rows; ++r) {
             const int64_t head = t.kv_head * group + r % group;
             const T* from = query + (start + r / group) * p.query_token + head * p.query_head;
-            for (int64_t d = 0; d < p.head_dim; ++d) s.query[r * depth + d] = widen(from[d]) * p.scale;
+            float* to = s.query + r * depth;
+            for (int64_t d = 0; d < p.head_dim; ++d) to[d] = widen(from[d]) * p.scale;
             s.maximum[r] = p.sinks ? p.sinks[head] : LOWEST;
             s.total[r] = p.sinks ? 1.0f : 0.0f;
         }
@@ -486,7 +136,6 @@ class Attention {
         product(rows, depth, chunk.count, s.scores, CHUNK, s.values, depth, s.output, depth, true);
     }
 
-    // Also where a packed chunk holds NaN or infinity: zero times those would reach every row.
     void add_direct_values(const KeyChunk<T>& chunk) {
         for (int r = 0; r < rows; ++r)
             direct_values(s.scores + r * CHUNK, begin_of(chunk, r), end_of(chunk, r), p.head_dim,
@@ -498,8 +147,9 @@ class Attention {
         for (int r = 0; r < rows; ++r) {
             const int64_t head = t.kv_head * group + r % group;
             T* to = output + ((start + r / group) * p.num_heads + head) * p.head_dim;
+            const float* from = s.output + r * depth;
             const float inverse = 1.0f / s.total[r];
-            for (int64_t d = 0; d < p.head_dim; ++d) narrow(s.output[r * depth + d] * inverse, to + d);
+            for (int64_t d = 0; d < p.head_dim; ++d) narrow(from[d] * inverse, to + d);
         }
     }
 };
@@ -625,14 +275,24 @@ PyObject* paged_attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // The file is compiled for the CPU it is built on; elsewhere it must refuse, not crash.
 bool runs_here() {
-#if defined(__x86_64__) && defined(__AVX512F__)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-#elif defined(__x86_64__) && defined(__AVX2__)
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#else
-    return true;
+    bool supported = true;
+#ifdef __x86_64__
+#ifdef __AVX2__
+    supported = supported && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
+#ifdef __AVX512F__
+    supported = supported && __builtin_cpu_supports("avx512f") &&
+                __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                __builtin_cpu_supports("avx512vl");
+#endif
+#ifdef __AVX512VBMI__
+    supported = supported && __builtin_cpu_supports("avx512vbmi");
+#endif
+#ifdef __AVX512BF16__
+    supported = supported && __builtin_cpu_supports("avx512bf16");
+#endif
+#endif
+    return supported;
 }
 
 PyMethodDef methods[] = {

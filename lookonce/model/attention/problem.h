@@ -1,0 +1,88 @@
+// What one call is asked (Problem), how it is divided (Task), and where a stretch of keys lies
+// (KeyChunk).
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "vectors.h"
+
+namespace paged {
+
+constexpr int CHUNK = 64;  // keys per online-softmax step
+
+struct Problem {
+    const void *query, *key, *value;  // [T, heads, D], strides below, D contiguous
+    void *output;                     // [T, Hq, D], contiguous
+    void *key_pages, *value_pages;    // [blocks, block_size, Hkv, D], contiguous
+    const int32_t *query_start;       // [B + 1]
+    const int32_t *kv_lens;           // [B]
+    const int32_t *block_tables;      // [B, table_stride]
+    const int64_t *slots;             // [T]
+    const int32_t *visible_end;       // [T] or null
+    const float *sinks;               // [Hq] or null
+    int64_t query_token, query_head, key_token, key_head, value_token, value_head;  // in elements
+    int64_t table_stride, num_sequences, num_heads, num_kv_heads, head_dim, block_size, num_blocks;
+    int64_t window;                   // 0: none
+    float scale, softcap;             // softcap 0: none
+    int num_threads;
+
+    int64_t group() const { return num_heads / num_kv_heads; }
+    int64_t num_tokens() const { return query_start[num_sequences]; }
+};
+
+struct Task {
+    int32_t sequence, kv_head;
+    int32_t first, count;  // query tokens within the sequence
+};
+
+inline int64_t pad(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// What one thread needs; grows to the largest task it has met.
+struct Scratch {
+    std::vector<float> memory;
+    float *query, *scores, *output, *keys, *values, *maximum, *total;
+    std::vector<int32_t> low, high;
+
+    void prepare(int64_t rows, int64_t depth, bool packed) {
+        int64_t chunk_floats = packed ? depth * CHUNK : 0;
+        int64_t sizes[] = {rows * depth, rows * CHUNK, rows * depth, chunk_floats,
+                           chunk_floats, rows,         rows};
+        float** parts[] = {&query, &scores, &output, &keys, &values, &maximum, &total};
+        int64_t sum = 0;
+        for (int64_t size : sizes) sum += pad(size, LANES);
+        if (int64_t(memory.size()) < sum) memory.resize(sum);
+        float* next = memory.data();
+        for (int i = 0; i < 7; ++i) {
+            *parts[i] = next;
+            next += pad(sizes[i], LANES);
+        }
+        if (int64_t(low.size()) < rows) low.resize(rows), high.resize(rows);
+    }
+};
+
+// Keys [first, first + count) of one head as pointers to their rows, wherever their pages are.
+template <typename T>
+struct KeyChunk {
+    const T *keys[CHUNK], *values[CHUNK];
+    int64_t first;
+    int count;
+
+    void locate(const Problem& p, const Task& task, int64_t begin, int64_t end) {
+        const int32_t* table = p.block_tables + task.sequence * p.table_stride;
+        const int64_t row = p.num_kv_heads * p.head_dim;
+        first = begin;
+        count = int(std::min<int64_t>(end - begin, CHUNK));
+        int64_t block = begin / p.block_size, inside = begin % p.block_size;
+        for (int i = 0; i < count; ++i) {
+            int64_t at = (table[block] * p.block_size + inside) * row + task.kv_head * p.head_dim;
+            keys[i] = static_cast<const T*>(p.key_pages) + at;
+            values[i] = static_cast<const T*>(p.value_pages) + at;
+            if (++inside == p.block_size) inside = 0, ++block;
+        }
+    }
+};
+
+}  // namespace paged
