@@ -131,11 +131,10 @@ class World:
         self,
         *,
         cache_bytes: int = 1 << 20,
-        stall_timeout: float = PATIENCE,
         max_bytes_in_flight: int = 1 << 20,
     ) -> EngineClient:
         return EngineClient(
-            ChannelConfig("", stall_timeout, max_bytes_in_flight),
+            ChannelConfig("", PATIENCE, max_bytes_in_flight),
             processor_cache_bytes=cache_bytes,
             connect=self.hub.client_link,
         )

@@ -224,25 +224,6 @@ def test_the_states_of_an_engine_that_starts(world):
         world.engine.die()
 
 
-def test_a_step_longer_than_the_stall_timeout_makes_the_engine_stuck(world):
-    async def scenario():
-        async with world.client(stall_timeout=0.7) as client:
-            await client.wait_ready()
-            world.engine.runner.gate.clear()
-            running = await client.generate(rendered(text(9)), GREEDY, "r")
-            await until(lambda: client.state == "stuck")
-            with pytest.raises(EngineDeadError, match="answer"):
-                await client.generate(rendered(text(9)), GREEDY, "s")
-            world.engine.runner.gate.set()
-            assert len(await all_of(running)) == 8
-            await until(lambda: client.state == "ready")
-
-    try:
-        asyncio.run(scenario())
-    finally:
-        world.engine.die()
-
-
 # --- caches and figures -----------------------------------------------------------------------
 
 

@@ -1,0 +1,94 @@
+"""The engine's state, as connection, welcome and heartbeats tell it."""
+
+from __future__ import annotations
+
+import pytest
+
+from lookonce.engine.pulse import Pulse
+from lookonce.errors import EngineDeadError, NotReadyError
+from lookonce.ipc.messages import Heartbeat
+from tests.core.builders import model_info
+
+STALL_TIMEOUT = 120.0
+EPOCH = 7
+
+
+class Time:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def time():
+    return Time()
+
+
+@pytest.fixture
+def pulse(time):
+    """Of an engine that serves."""
+    serving = Pulse(STALL_TIMEOUT, time)
+    serving.connect()
+    serving.welcome(model_info(), ready=True)
+    return serving
+
+
+def test_until_the_welcome_an_engine_is_starting(time):
+    pulse = Pulse(STALL_TIMEOUT, time)
+    assert pulse.state == "starting"
+    pulse.connect()
+    assert pulse.state == "starting"
+    with pytest.raises(NotReadyError):
+        pulse.require_ready()
+    with pytest.raises(NotReadyError):
+        pulse.model  # noqa: B018
+    pulse.welcome(model_info(), ready=True)
+    assert pulse.state == "ready"
+    assert pulse.model == model_info()
+
+
+def test_an_engine_that_warms_up_is_ready_with_the_heartbeat_that_says_so(time):
+    pulse = Pulse(STALL_TIMEOUT, time)
+    pulse.connect()
+    pulse.welcome(model_info(), ready=False)
+    pulse.beat(Heartbeat(EPOCH, False, 0.0), EPOCH)
+    assert pulse.state == "starting"
+    pulse.beat(Heartbeat(EPOCH, True, 0.0), EPOCH)
+    assert pulse.state == "ready"
+
+
+def test_a_lost_connection_is_death_and_a_new_one_a_start(pulse):
+    pulse.lose()
+    assert pulse.state == "dead"
+    with pytest.raises(EngineDeadError, match="restarted"):
+        pulse.require_ready()
+    assert pulse.model == model_info()
+    pulse.connect()
+    assert pulse.state == "starting"
+
+
+def test_a_heartbeat_of_another_epoch_does_not_make_it_ready(pulse):
+    pulse.lose()
+    pulse.connect()
+    pulse.beat(Heartbeat(EPOCH + 1, True, 0.0), EPOCH)
+    assert pulse.state == "starting"
+
+
+def test_a_long_step_is_stuck_only_beyond_the_stall_timeout(pulse):
+    pulse.beat(Heartbeat(EPOCH, True, STALL_TIMEOUT), EPOCH)
+    assert pulse.state == "ready"
+    pulse.beat(Heartbeat(EPOCH, True, STALL_TIMEOUT + 0.5), EPOCH)
+    assert pulse.state == "stuck"
+    with pytest.raises(EngineDeadError, match="answer"):
+        pulse.require_ready()
+    pulse.beat(Heartbeat(EPOCH, True, 0.0), EPOCH)
+    assert pulse.state == "ready"
+
+
+def test_silence_counts_as_stalling(pulse, time):
+    pulse.beat(Heartbeat(EPOCH, True, 100.0), EPOCH)
+    time.now += 19.0
+    assert pulse.state == "ready"
+    time.now += 2.0
+    assert pulse.state == "stuck"
