@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar, cast
 
@@ -18,7 +19,7 @@ import msgspec
 
 from lookonce.config import NANO, Config, Options, resolve
 from lookonce.engine.settings import engine_settings
-from lookonce.engine.supervise import EngineSupervisor, OnLoading
+from lookonce.engine.supervise import EngineSupervisor, OnLoading, remove_socket
 from lookonce.server.exchange import Sample
 from lookonce.server.generation import Generation, Piece, prepared
 from lookonce.server.hub import with_local_model
@@ -76,9 +77,9 @@ class LLM:
         self, model: str = NANO, *, on_loading: OnLoading | None = None, **options: Any
     ) -> None:
         config = with_local_model(resolve(Options(model=model, **options)))
-        self._closed = False
         self._loop = _LoopThread()
         self._stack = AsyncExitStack()
+        self._end = weakref.finalize(self, _end_all, self._stack, self._loop)
         try:
             self._services = self._loop.run(self._open(config, on_loading))
         except BaseException:
@@ -128,11 +129,8 @@ class LLM:
         return self._loop.run(self._services.engine.stats())
 
     def close(self) -> None:
-        """Ends the engine process. May be called again."""
-        if not self._closed:
-            self._closed = True
-            self._loop.run(self._stack.aclose())
-            self._loop.stop()
+        """Ends the engine process. May be called again; who forgets it has it done at exit."""
+        self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -149,8 +147,9 @@ class LLM:
             stall_timeout=config.channel.stall_timeout,
             on_loading=on_loading,
         )
+        self._stack.callback(remove_socket, config.channel.address)
         running = asyncio.create_task(supervisor.run())
-        self._stack.push_async_callback(_end, supervisor, running)
+        self._stack.push_async_callback(_end_engine, supervisor, running)
         services = await self._stack.enter_async_context(open_services(config))
         ready = asyncio.create_task(services.engine.wait_ready())
         await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
@@ -228,7 +227,14 @@ class _LoopThread:
         self._loop.close()
 
 
-async def _end(supervisor: EngineSupervisor, running: asyncio.Task[None]) -> None:
+def _end_all(stack: AsyncExitStack, loop: _LoopThread) -> None:
+    # As the interpreter exits, executors take no more work; what needs none still ends in order.
+    with suppress(RuntimeError):
+        loop.run(stack.aclose())
+    loop.stop()
+
+
+async def _end_engine(supervisor: EngineSupervisor, running: asyncio.Task[None]) -> None:
     await supervisor.stop()
     await asyncio.gather(running, return_exceptions=True)
 
