@@ -76,6 +76,7 @@ class ChatFormat:
             choices=[self._choice(index, sample) for index, sample in enumerate(samples)],
             usage=exchange.usage(),
             reuse_receipt=exchange.receipt(),
+            kv_transfer_params=exchange.kv_transfer(),
         )
 
     def _choice(self, index: int, sample: Sample) -> ChatChoice:
@@ -104,12 +105,14 @@ class ChatFormat:
         chunk.choices[0].stop_reason = piece.stop_reason
         if self._exchange.finished and not self._exchange.include_usage:
             chunk.reuse_receipt = self._exchange.receipt()
+            chunk.kv_transfer_params = self._exchange.kv_transfer()
         return chunk
 
     def usage_chunk(self) -> ChatChunk:
         chunk = self._envelope([])
         chunk.usage = self._exchange.usage()
         chunk.reuse_receipt = self._exchange.receipt()
+        chunk.kv_transfer_params = self._exchange.kv_transfer()
         return chunk
 
     def _chunk(

@@ -94,6 +94,7 @@ class CompletionFormat:
         body = self._envelope([self._choice(i, sample) for i, sample in enumerate(samples)])
         body.usage = self._exchange.usage()
         body.reuse_receipt = self._exchange.receipt()
+        body.kv_transfer_params = self._exchange.kv_transfer()
         return body
 
     def _choice(self, index: int, sample: Sample) -> CompletionChoice:
@@ -114,6 +115,7 @@ class CompletionFormat:
                 choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
                 if self._exchange.finished and not self._exchange.include_usage:
                     chunk.reuse_receipt = self._exchange.receipt()
+                    chunk.kv_transfer_params = self._exchange.kv_transfer()
             yield chunk
 
     def usage_chunk(self) -> Completion:

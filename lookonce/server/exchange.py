@@ -18,14 +18,16 @@ from lookonce.server.auth import Principal
 from lookonce.server.connection import while_connected
 from lookonce.server.generation import Generation, Piece, merged, prepared
 from lookonce.server.protocol import Generate
-from lookonce.server.receipt import reuse_receipt, usage
+from lookonce.server.receipt import kv_transfer_params, reuse_receipt, usage
 from lookonce.server.responding import json_response
-from lookonce.server.responses import ReuseReceipt, StopReason, Usage
+from lookonce.server.responses import KVTransferParams, ReuseReceipt, StopReason, Usage
 from lookonce.server.services import Services
 from lookonce.server.stream import stream_response
 from lookonce.types.request import RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
+KV_TRANSFER_KEY = "num_lmcache_extra_cached_tokens"
+"""In `kv_transfer_params`, whatever its value: asks what external KV tiers did."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -41,6 +43,7 @@ class Exchange:
     stream: bool
     include_usage: bool
     wants_receipt: bool
+    wants_kv_transfer: bool
     cache_salt: str | None
     arrival: float
     created: int = field(default_factory=lambda: int(time.time()))
@@ -70,6 +73,9 @@ class Exchange:
 
     def receipt(self) -> ReuseReceipt | msgspec.UnsetType:
         return reuse_receipt(self.generations) if self.wants_receipt else msgspec.UNSET
+
+    def kv_transfer(self) -> KVTransferParams | msgspec.UnsetType:
+        return kv_transfer_params(self.generations) if self.wants_kv_transfer else msgspec.UNSET
 
 
 @dataclass(slots=True)
@@ -123,6 +129,7 @@ def open_exchange(request: Request, body: Generate, arrival: float) -> Exchange:
         request_id=_request_id(request, body.request_id),
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        wants_kv_transfer=KV_TRANSFER_KEY in (body.kv_transfer_params or ()),
         wants_receipt=body.reuse_receipt or request.headers.get("x-reuse-receipt") == "1",
         cache_salt=body.cache_salt,
         arrival=arrival,

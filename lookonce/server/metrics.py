@@ -1,7 +1,7 @@
 """Prometheus metrics: what this process counts itself, and what others count for it.
 
 Counters that live elsewhere (renderer, directory, engine) are read when somebody asks: a source is
-a function that answers `{name: value}`, where a name may carry one label as `name:label value`.
+a function that answers `{name: value}`, where a name may carry label values as `name:a,b`.
 Names have no prefix inside LookOnce; `lookonce_`, and `vllm:` where asked for, come on at the door.
 """
 
@@ -25,6 +25,7 @@ LATENCY_BUCKETS = (
 class Described:
     help: str
     label: str | None = None
+    """Label names, separated by commas."""
     vllm: str | None = None
     """The name of the same figure in vLLM, without its prefix."""
 
@@ -53,6 +54,39 @@ COUNTED_ELSEWHERE: dict[str, Described] = {
     ),
     "prefix_cache_hits_total": Described(
         "Prompt tokens found in the prefix cache", vllm="prefix_cache_hits_total"
+    ),
+    "external_prefix_cache_queries_total": Described(
+        "Prompt tokens the device did not hold, while there were external KV tiers",
+        vllm="external_prefix_cache_queries_total",
+    ),
+    "external_prefix_cache_matched_total": Described("Of those, tokens external KV tiers held"),
+    "external_prefix_cache_hits_total": Described(
+        "Of those, tokens loaded and used", vllm="external_prefix_cache_hits_total"
+    ),
+    "kv_tier_lookups_total": Described("Tokens looked up in a KV tier", label="tier"),
+    "kv_tier_hits_total": Described("Tokens found in a KV tier", label="tier"),
+    "kv_tier_loaded_tokens_total": Described("Tokens loaded from a KV tier", label="tier"),
+    "kv_tier_loaded_bytes_total": Described("Bytes loaded from a KV tier", label="tier"),
+    "kv_tier_load_seconds_total": Described("Seconds spent reading a KV tier", label="tier"),
+    "kv_tier_stored_tokens_total": Described("Tokens stored in a KV tier", label="tier"),
+    "kv_tier_stored_bytes_total": Described("Bytes stored in a KV tier", label="tier"),
+    "kv_tier_store_seconds_total": Described("Seconds spent writing a KV tier", label="tier"),
+    "kv_tier_dropped_stores_total": Described("Blocks a KV tier could not take", label="tier"),
+    "kv_tier_held_bytes": Described("Bytes a KV tier holds, as far as known", label="tier"),
+    "kv_tier_queue_bytes": Described("Bytes waiting to be stored in a KV tier", label="tier"),
+    "kv_tier_breaker_state": Described(
+        "0: the KV tier is in use, 1: on trial, 2: left alone after failures", label="tier"
+    ),
+    "kv_tier_failures_total": Described("Failures of a KV tier", label="tier,reason"),
+    "kv_transfer_queue_bytes": Described("Bytes on the device waiting to be copied to KV tiers"),
+    "kv_transfer_dropped_stores_total": Described("Blocks dropped before any KV tier was asked"),
+    "kv_transfer_blocks_held": Described("KV blocks that transfers keep from being reused"),
+    "kv_transfer_blocks_quarantined": Described(
+        "Of those, blocks of requests that have ended or given up"
+    ),
+    "kv_transfer_requests_loading": Described("Requests waiting for external KV tiers"),
+    "kv_transfer_unknown_completions_total": Described(
+        "Answers of KV tiers for requests that had ended"
     ),
     "num_preemptions_total": Described(
         "Sequences preempted and recomputed", vllm="num_preemptions_total"
@@ -174,17 +208,18 @@ def _families(counts: Counts) -> list[Metric]:
     """The described figures among `counts`, as Prometheus families."""
     found: dict[str, Metric] = {}
     for key, value in sorted(counts.items()):
-        name, _, label_value = key.partition(":")
+        name, _, label_values = key.partition(":")
         described = COUNTED_ELSEWHERE.get(name)
         if described is None:
             continue
         if name not in found:
             found[name] = _family(name, described)
-        found[name].add_metric([label_value] if described.label else [], value)  # type: ignore[attr-defined]
+        values = label_values.split(",") if described.label else []
+        found[name].add_metric(values, value)  # type: ignore[attr-defined]
     return list(found.values())
 
 
 def _family(name: str, described: Described) -> Metric:
-    labels = [described.label] if described.label else []
+    labels = described.label.split(",") if described.label else []
     kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
     return kind(f"lookonce_{name}", described.help, labels=labels)

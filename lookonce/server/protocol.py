@@ -79,6 +79,7 @@ class Generate(Sampling, kw_only=True):
     request_id: str | None = None
     cache_salt: str | None = None
     reuse_receipt: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class ChatRequest(Generate, kw_only=True):

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from lookonce.server.generation import Generation
-from lookonce.server.responses import PromptTokensDetails, ReceiptItem, ReuseReceipt, Usage
+from lookonce.server.responses import (
+    ExternalCache,
+    KVTransferParams,
+    PromptTokensDetails,
+    ReceiptItem,
+    ReuseReceipt,
+    Usage,
+)
+from lookonce.types.kv import ExternalFacts, ExternalStatus
 from lookonce.types.request import MAX_LISTED_ITEMS, PrefillFacts
 
 
@@ -36,6 +45,38 @@ def reuse_receipt(generations: Sequence[Generation]) -> ReuseReceipt:
         external_cached_tokens=sum(fact.external_cached_tokens for fact in facts),
         items=items[:MAX_LISTED_ITEMS],
     )
+
+
+def kv_transfer_params(generations: Sequence[Generation]) -> KVTransferParams:
+    """Sums over all prompts of one response."""
+    facts = [_external(generation.facts) for generation in generations]
+    by_tier: Counter[str] = Counter()
+    for fact in facts:
+        by_tier.update(dict(fact.by_tier))
+    return KVTransferParams(
+        num_lmcache_extra_cached_tokens=sum(fact.matched for fact in facts),
+        num_external_cached_tokens=sum(fact.loaded for fact in facts),
+        external_cache=ExternalCache(
+            status=_status([fact.status for fact in facts]), by_tier=dict(by_tier)
+        ),
+    )
+
+
+def _external(facts: PrefillFacts | None) -> ExternalFacts:
+    """A prompt without facts ended before its first token."""
+    if facts is None:
+        return ExternalFacts(status="aborted")
+    return facts.external or ExternalFacts()
+
+
+def _status(statuses: Sequence[ExternalStatus]) -> ExternalStatus:
+    """Of several prompts: some loaded and some not is partial, else what went most wrong."""
+    if len(set(statuses)) == 1:
+        return statuses[0]
+    if {"loaded", "partial"} & set(statuses):
+        return "partial"
+    worst: tuple[ExternalStatus, ...] = ("failed", "aborted", "shadowed")
+    return next((status for status in worst if status in statuses), "none")
 
 
 def _cached(facts: PrefillFacts | None) -> int:

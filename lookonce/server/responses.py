@@ -49,6 +49,22 @@ class ReuseReceipt(msgspec.Struct, kw_only=True):
     items: list[ReceiptItem]
 
 
+class ExternalCache(msgspec.Struct, kw_only=True):
+    status: str
+    by_tier: dict[str, int]
+    """Tokens loaded and used, by the tier they came from."""
+
+
+class KVTransferParams(msgspec.Struct, kw_only=True):
+    """What external KV tiers did for the prompts of one response, in tokens."""
+
+    num_lmcache_extra_cached_tokens: int
+    """Held by the tiers beyond what the device held."""
+    num_external_cached_tokens: int
+    """Of those, loaded and used."""
+    external_cache: ExternalCache
+
+
 class ErrorBody(msgspec.Struct):
     message: str
     type: str
@@ -115,6 +131,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     usage: Usage
     system_fingerprint: None = None
     reuse_receipt: ReuseReceipt | UnsetType = UNSET
+    kv_transfer_params: KVTransferParams | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
@@ -140,6 +157,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     system_fingerprint: None = None
     usage: Usage | UnsetType | None = UNSET
     reuse_receipt: ReuseReceipt | UnsetType = UNSET
+    kv_transfer_params: KVTransferParams | UnsetType = UNSET
 
 
 # --- plain completions ----------------------------------------------------------------------------
@@ -165,6 +183,7 @@ class Completion(msgspec.Struct, kw_only=True):
     system_fingerprint: None = None
     usage: Usage | UnsetType | None = UNSET
     reuse_receipt: ReuseReceipt | UnsetType = UNSET
+    kv_transfer_params: KVTransferParams | UnsetType = UNSET
 
 
 # --- the rest -------------------------------------------------------------------------------------
