@@ -41,6 +41,10 @@ class UuidBindings:
             self._digests.move_to_end(name)
         return digest
 
+    def peek(self, scope: bytes, uuid: str) -> bytes | None:
+        """What `resolve` would answer, without counting as a use."""
+        return self._digests.get(name_digest(scope, uuid))
+
     def claim(self, name: bytes, digest: bytes) -> bytes:
         """Bind unless bound; the digest that counts from now on."""
         bound = self._digests.get(name)

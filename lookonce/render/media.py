@@ -44,6 +44,8 @@ class MediaSource:
     uuid: str | None = None
     start: int = 0
     """Length of a data URL's header: cutting it off would copy megabytes."""
+    digest: bytes | None = None
+    """The MediaHash the bytes must have; None: whichever they have."""
 
     def inline_bytes(self, max_bytes: int) -> bytes:
         """The bytes of an inline source. Raises `BadRequestError`, or `TooLargeError` first."""

@@ -19,8 +19,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from lookonce.cache.identity import scope_digest
-from lookonce.cache.uuids import UuidBindings
+from lookonce.cache.identity import item_key, scope_digest
 from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import BadRequestError
 from lookonce.render.chat import template_sources
@@ -28,14 +27,29 @@ from lookonce.render.detokenize import Detokenizer
 from lookonce.render.encoding import ChatOptions, EncodedPrompt, PromptEncoder, chat_options
 from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.families.registry import load_family
+from lookonce.render.features import (
+    GivenMedia,
+    GivenResolver,
+    check_token_ids,
+    digest_to_write,
+    place_given,
+    placeholder_span,
+)
+from lookonce.render.injection import given_item
 from lookonce.render.load import MediaLoader
 from lookonce.render.media import MediaSource
 from lookonce.render.messages import read_messages
 from lookonce.render.placeholders import MediaPart, match_placeholders, place_media
 from lookonce.render.pool import MediaPool
 from lookonce.render.processing import ProcessingSettings
-from lookonce.render.resolve import MediaResolver, RendererDirectory, RenderStats
+from lookonce.render.resolve import (
+    MediaResolver,
+    NameBindings,
+    RendererDirectory,
+    RenderStats,
+)
 from lookonce.render.tokenizer import Tokenizer
+from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
@@ -65,6 +79,7 @@ class Renderer:
         self._encoder = encoder
         self._family = family
         self._resolver = resolver
+        self._given = _given_resolver(family, resolver)
         self._limits = dict(limits or {})
 
     # --- prompts ------------------------------------------------------------------------------
@@ -113,6 +128,57 @@ class Renderer:
             rendered = RenderedPrompt(list(prompt), scope=scope)
         self._check_length(len(rendered.token_ids), "prompt")
         return rendered
+
+    async def render_tokens(
+        self,
+        token_ids: Sequence[int],
+        media: Sequence[GivenMedia] = (),
+        *,
+        tenant: str = "",
+        cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        trusted: bool = False,
+    ) -> RenderedPrompt:
+        """A prompt whose media somebody else placed: token ids with placeholders expanded.
+
+        `trusted`: the client may name its arrays by a MediaHash. Raises a `RequestError` that names
+        the part at fault; then, as when cancelled, no pin is left.
+        """
+        self._check_length(len(token_ids), "token_ids")
+        scope = scope_digest(tenant, cache_salt)
+        placed = sorted(media, key=lambda each: each.offset)
+        items = await self._given_items(placed, scope, mm_processor_kwargs, trusted=trusted)
+        try:
+            features = place_given(token_ids, placed, items)
+            spans = [placeholder_span(f, i) for f, i in zip(features, items, strict=True)]
+            self._check_token_ids(token_ids, spans, "token_ids")
+        except BaseException:
+            self.release(RenderedPrompt([], items=items))
+            raise
+        return RenderedPrompt(list(token_ids), features, items, scope)
+
+    def injected(
+        self,
+        modality: Modality,
+        name: str,
+        arrays: Mapping[str, Array],
+        *,
+        tenant: str,
+        cache_salt: str | None = None,
+        trusted: bool = False,
+    ) -> tuple[bytes, ProcessedItem]:
+        """The key and the item of arrays somebody else processed. Raises `BadRequestError` for
+        what this model's processor could not have made."""
+        if self._family is None:
+            raise BadRequestError("the model takes no media")
+        digest = digest_to_write(name, modality, trusted=trusted)
+        item = given_item(self._family, modality, arrays)
+        return item_key(scope_digest(tenant, cache_salt), digest), item
+
+    @property
+    def fingerprint(self) -> bytes:
+        """What `media_hash` needs to name this model's items; empty for a text-only model."""
+        return b"" if self._family is None else self._family.fingerprint()
 
     def release(self, prompt: RenderedPrompt) -> None:
         """Give back the pins of a prompt that will not be sent. May be called again."""
@@ -209,17 +275,34 @@ class Renderer:
                 code="context_length_exceeded",
             )
 
-    def _check_token_ids(self, token_ids: Sequence[int]) -> None:
+    async def _given_items(
+        self,
+        media: Sequence[GivenMedia],
+        scope: bytes,
+        kwargs: Mapping[str, Any] | None,
+        *,
+        trusted: bool,
+    ) -> list[RenderedItem]:
+        if not media:
+            return []
+        if self._given is None:
+            raise BadRequestError("the model takes no media", param="features")
+        for modality, count in Counter(each.modality for each in media).items():
+            allowed = self._limits.get(modality, 0)
+            if modality not in self._encoder.placeholder_ids or count > allowed:
+                raise BadRequestError(
+                    f"features: {count} items of type {modality}; at most {allowed} are allowed",
+                    param=f"features.mm_hashes.{modality}",
+                )
+        checked = self._processor_kwargs(kwargs)
+        return await self._given.resolve(media, scope, checked, trusted=trusted)
+
+    def _check_token_ids(
+        self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]] = (), param: str = "prompt"
+    ) -> None:
         vocab_size = self.vocab_size or self.tokenizer.vocab_size
-        placeholders = set(self._encoder.placeholder_ids.values())
-        for number, token_id in enumerate(token_ids):
-            if type(token_id) is not int or not 0 <= token_id < vocab_size:
-                problem = f"token ids are 0 to {vocab_size - 1}"
-            elif token_id in placeholders:
-                problem = f"token {token_id} stands for media, which a plain prompt has none of"
-            else:
-                continue
-            raise BadRequestError(f"prompt[{number}]: {problem}", param=f"prompt[{number}]")
+        placeholders = frozenset(self._encoder.placeholder_ids.values())
+        check_token_ids(token_ids, vocab_size, placeholders, spans, param)
 
 
 @asynccontextmanager
@@ -228,7 +311,7 @@ async def open_renderer(
     media: MediaConfig,
     *,
     directory: RendererDirectory,
-    uuids: UuidBindings,
+    uuids: NameBindings,
     chat_template: str | None = None,
     max_model_len: int | None = None,
 ) -> AsyncIterator[Renderer]:
@@ -252,6 +335,12 @@ async def open_renderer(
         )
 
 
+def _given_resolver(
+    family: ProcessorFamily | None, resolver: MediaResolver | None
+) -> GivenResolver | None:
+    return None if family is None or resolver is None else GivenResolver(family, resolver)
+
+
 def _load_encoder(
     folder: str, chat_template: str | None, family: ProcessorFamily | None
 ) -> tuple[Tokenizer, PromptEncoder]:
@@ -266,7 +355,7 @@ async def _open_resolver(
     media: MediaConfig,
     family: ProcessorFamily,
     directory: RendererDirectory,
-    uuids: UuidBindings,
+    uuids: NameBindings,
 ) -> MediaResolver:
     loader = MediaLoader(media)
     stack.push_async_callback(loader.aclose)

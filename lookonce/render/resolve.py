@@ -22,8 +22,12 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from lookonce.cache.identity import HashAlgorithm, item_key, media_hash
-from lookonce.cache.uuids import UuidBindings
-from lookonce.errors import ConflictError, MediaNotCachedError, RequestError
+from lookonce.errors import (
+    ConflictError,
+    MediaNotCachedError,
+    RequestError,
+    UnprocessableMediaError,
+)
 from lookonce.render.families.base import Options
 from lookonce.render.flights import Flights
 from lookonce.render.load import OFF_LOOP_BYTES
@@ -69,6 +73,14 @@ class RendererDirectory(ItemDirectory, Protocol):
     def capacity_bytes(self) -> int: ...
 
 
+class NameBindings(Protocol):
+    """What uuids mean; `cache.uuids.UuidBindings` is the real one."""
+
+    def bind(self, scope: bytes, uuid: str, digest: bytes, *, param: str | None = None) -> None: ...
+
+    def resolve(self, scope: bytes, uuid: str) -> bytes | None: ...
+
+
 @dataclass(slots=True)
 class RenderStats:
     """Work done since the start, by modality; plain counters that metrics read."""
@@ -76,6 +88,10 @@ class RenderStats:
     fetched: Counter[str] = field(default_factory=Counter)
     decoded: Counter[Modality] = field(default_factory=Counter)
     processed: Counter[Modality] = field(default_factory=Counter)
+
+    def clear(self) -> None:
+        for counter in (self.fetched, self.decoded, self.processed):
+            counter.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +127,7 @@ class MediaResolver:
         *,
         family: Family,
         directory: RendererDirectory,
-        uuids: UuidBindings,
+        uuids: NameBindings,
         loader: Loader,
         pool: Pool,
         max_bytes: int,
@@ -121,7 +137,7 @@ class MediaResolver:
         self.stats = RenderStats(fetched=loader.fetched)
         self._family = family
         self._fingerprint = family.fingerprint()
-        self._directory = directory
+        self.directory = directory
         self._uuids = uuids
         self._loader = loader
         self._pool = pool
@@ -130,6 +146,20 @@ class MediaResolver:
         self._flights: Flights[bytes, Processed] = Flights()
         self._live: weakref.WeakValueDictionary[bytes, RenderedItem] = weakref.WeakValueDictionary()
         """Parts with their item at hand, of prompts that may not be sent yet."""
+
+    def beside(
+        self, *, directory: RendererDirectory, uuids: NameBindings, loader: Loader
+    ) -> MediaResolver:
+        """The same processing with other memory: nothing it does shows in this one."""
+        return MediaResolver(
+            family=self._family,
+            directory=directory,
+            uuids=uuids,
+            loader=loader,
+            pool=self._pool,
+            max_bytes=self._max_bytes,
+            algorithm=self._algorithm,
+        )
 
     async def resolve(
         self, sources: Sequence[MediaSource], scope: bytes, kwargs: Mapping[str, object]
@@ -148,7 +178,7 @@ class MediaResolver:
         for item in items:
             item.uncounted = item.outcome == "not_needed"
             if not item.uncounted:
-                self._directory.count(item.outcome)
+                self.directory.count(item.outcome)
         return items
 
     def release(self, items: Iterable[RenderedItem]) -> None:
@@ -156,10 +186,10 @@ class MediaResolver:
         for item in items:
             if item.pinned:
                 item.pinned = False
-                self._directory.unpin(item.key)
+                self.directory.unpin(item.key)
             if item.uncounted:
                 item.uncounted = False
-                self._directory.count(item.outcome)
+                self.directory.count(item.outcome)
 
     async def _resolve_all(
         self, sources: Sequence[MediaSource], prompt: _Prompt
@@ -218,8 +248,10 @@ class MediaResolver:
     def _identified(
         self, source: MediaSource, prompt: _Prompt, digest: bytes, data: bytes | None
     ) -> Identified:
-        """Raises `ConflictError` before any work when the part's uuid means other media."""
+        """Raises before any work when the part's uuid or digest means other media."""
         options, scope = prompt.options[source.modality], prompt.scope
+        if source.digest not in (None, digest):
+            raise _other_media(source)
         if source.uuid is not None:
             bound = self._uuids.resolve(scope, _uuid_name(source, options))
             if bound not in (None, digest):
@@ -232,9 +264,9 @@ class MediaResolver:
 
     def _held(self, part: Identified, prompt: _Prompt) -> RenderedItem | None:
         """The item of a part that needs no work here. Raises when a bare uuid has nothing."""
-        expansion = self._directory.lookup(part.key)
+        expansion = self.directory.lookup(part.key)
         if expansion is not None:
-            outcome = self._directory.held_as(part.key)
+            outcome = self.directory.held_as(part.key)
             item = self._item(part, expansion, outcome=outcome, pinned=True)
             prompt.pinned.append(item)
             return self._bound(part, item)
@@ -242,9 +274,9 @@ class MediaResolver:
         if live is not None and live.item is not None:
             item = self._item(part, live.expansion, item=live.item, outcome="hit")
             return self._bound(part, item)
-        if part.data is not None and not self._directory.capacity_bytes:
+        if part.data is not None and not self.directory.capacity_bytes:
             return None  # with the cache off the engine is not asked to do without the item
-        expansion = self._directory.known_expansion(part.key)
+        expansion = self.directory.known_expansion(part.key)
         if expansion is not None:
             return self._bound(part, self._item(part, expansion, outcome="not_needed"))
         if part.data is None:
@@ -291,6 +323,7 @@ class MediaResolver:
             outcome=outcome,
             pinned=pinned,
         )
+        rendered.encoded = part.data
         if part.data is not None:
             rendered.recover = self._recovery(part, weakref.ref(rendered))
         if item is not None:
@@ -316,7 +349,7 @@ class MediaResolver:
         return recover
 
     def _outcome_of(self, item: ProcessedItem) -> ProcessorOutcome:
-        return "miss" if item.nbytes <= self._directory.capacity_bytes else "bypass"
+        return "miss" if item.nbytes <= self.directory.capacity_bytes else "bypass"
 
     def _bound(self, part: Identified, item: RenderedItem) -> RenderedItem:
         """The item, its uuid bound now that its content is known to be good."""
@@ -335,6 +368,14 @@ def _uuid_name(source: MediaSource, options: Options) -> str:
 def _not_cached(source: MediaSource) -> MediaNotCachedError:
     return MediaNotCachedError(
         f"{source.param}: no media is held under this uuid; send it again", param=source.param
+    )
+
+
+def _other_media(source: MediaSource) -> UnprocessableMediaError:
+    return UnprocessableMediaError(
+        f"{source.param}: the media does not have the hash it was sent with: its bytes, the "
+        "processor's options, or the processor itself (version, dtype) differ",
+        param=source.param,
     )
 
 

@@ -20,6 +20,7 @@ from PIL import Image, features
 
 from lookonce.errors import BadRequestError, ModelLoadError
 from lookonce.render.families.folder import FolderFiles, Json
+from lookonce.render.families.given import Arrays, refuse_arrays
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 Options = dict[str, object]
@@ -74,6 +75,19 @@ class ProcessorFamily(ABC):
 
         `size` is (width, height) of the upright picture, or (samples,) at `sampling_rate`.
         """
+
+    def expansion_of_arrays(self, modality: Modality, arrays: Arrays) -> Expansion:
+        """The expansion of an item that was processed elsewhere, known only by its arrays.
+
+        Floats are of the model's dtype. Raises `BadRequestError` for arrays, by name, dtype, shape
+        or content that decides a shape, that `process` could not have made.
+        """
+        raise refuse_arrays(f"this model does not take processed {modality} items")
+
+    def largest_size(self, modality: Modality, max_tokens: int) -> tuple[int, ...] | None:
+        """The size, as `expansion_of_size` takes it, of the item with the largest placeholder of
+        at most `max_tokens`; None when even the smallest has more."""
+        return None
 
     def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> Options:
         """What of a request's `mm_processor_kwargs` concerns one modality, checked and canonical.

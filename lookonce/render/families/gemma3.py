@@ -9,6 +9,7 @@ from PIL import Image
 
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
 from lookonce.render.families.folder import FolderFiles
+from lookonce.render.families.given import Arrays, check_arrays
 from lookonce.render.families.hf import image_processor
 from lookonce.render.families.pixels import PixelTable, resized
 from lookonce.types.media import Expansion, Modality, ProcessedItem
@@ -40,6 +41,24 @@ class Gemma3Processing(ProcessorFamily):
     ) -> Expansion:
         runs = ((self._begin, 1), (self._token, self._num_tokens), (self._end, 1))
         return Expansion(runs, self._token)
+
+    def expansion_of_arrays(self, modality: Modality, arrays: Arrays) -> Expansion:
+        height, width = self._output_size
+        check_arrays(arrays, {"pixel_values": (self.dtype, (3, height, width))})
+        return self.expansion_of_size(modality, (width, height), {})
+
+    def largest_size(self, modality: Modality, max_tokens: int) -> tuple[int, ...] | None:
+        """All pictures have as many tokens."""
+        height, width = self._output_size
+        return (width, height) if self._num_tokens + 2 <= max_tokens else None
+
+    @property
+    def _output_size(self) -> tuple[int, int]:
+        """Height and width of what the processor returns, from its JSON alone."""
+        size = self.files.image_processor.get("size") or {"height": 224, "width": 224}
+        if isinstance(size, int):
+            return size, size
+        return int(size["height"]), int(size["width"])
 
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
         """`pixel_values` [3, height, width]."""

@@ -11,6 +11,7 @@ from PIL import Image
 from lookonce.errors import ModelLoadError
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
 from lookonce.render.families.folder import FolderFiles, Json
+from lookonce.render.families.given import Arrays, check_arrays
 from lookonce.render.families.hf import image_processor
 from lookonce.render.families.pixels import PixelTable, resized
 from lookonce.types.media import Expansion, Modality, ProcessedItem
@@ -32,6 +33,14 @@ class LlavaProcessing(ProcessorFamily):
         self, modality: Modality, size: tuple[int, ...], options: Options
     ) -> Expansion:
         return Expansion(((self._token, self._num_tokens),), self._token)
+
+    def expansion_of_arrays(self, modality: Modality, arrays: Arrays) -> Expansion:
+        check_arrays(arrays, {"pixel_values": (self.dtype, (3, self._height, self._width))})
+        return Expansion(((self._token, self._num_tokens),), self._token)
+
+    def largest_size(self, modality: Modality, max_tokens: int) -> tuple[int, ...] | None:
+        """All pictures have as many tokens."""
+        return (self._width, self._height) if self._num_tokens <= max_tokens else None
 
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
         """`pixel_values` [3, height, width]."""

@@ -12,6 +12,7 @@ from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.render.families.arrays import float_array
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
 from lookonce.render.families.folder import FolderFiles
+from lookonce.render.families.given import Arrays, check_arrays, refuse_arrays
 from lookonce.render.families.hf import whisper_feature_extractor
 from lookonce.render.families.mel import MelSettings, log_mel, num_frames
 from lookonce.render.families.qwen_images import OPTION_NAMES, QwenImages
@@ -50,6 +51,28 @@ class Qwen2_5OmniProcessing(ProcessorFamily):  # noqa: N801
             return self.images.expansion(size[0], size[1], options)
         return self._audio_expansion(size[0])
 
+    def expansion_of_arrays(self, modality: Modality, arrays: Arrays) -> Expansion:
+        """Sounds are `input_features` [mel bins, frames] of their real length, without padding."""
+        if modality == "image":
+            return self.images.expansion_of_arrays(arrays)
+        check_arrays(arrays, {"input_features": (self.dtype, (self._mel_bins, None))})
+        frames = arrays["input_features"].shape[1]
+        limit = int(self.max_audio_seconds * self.sampling_rate) // self.hop_length
+        if frames > limit:
+            raise refuse_arrays(f"the sound has {frames} frames; the model takes {limit}")
+        return self._frames_expansion(frames)
+
+    def largest_size(self, modality: Modality, max_tokens: int) -> tuple[int, ...] | None:
+        if modality == "image":
+            return self.images.largest_size(max_tokens)
+        longest = int(self.max_audio_seconds * self.sampling_rate)
+        frames = min(num_frames(longest, self.hop_length), max_tokens * 4)
+        return (min(longest, frames * self.hop_length),) if max_tokens > 0 else None
+
+    @property
+    def _mel_bins(self) -> int:
+        return int(self.files.feature_extractor.get("feature_size", 80))
+
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
         if isinstance(decoded, Image.Image):
             return self.images.process(decoded, options)
@@ -60,7 +83,10 @@ class Qwen2_5OmniProcessing(ProcessorFamily):  # noqa: N801
 
     def _audio_expansion(self, num_samples: int) -> Expansion:
         """Two strided convolutions over the frames: about 25 tokens a second."""
-        halved = (num_frames(num_samples, self.hop_length) - 1) // 2 + 1
+        return self._frames_expansion(num_frames(num_samples, self.hop_length))
+
+    def _frames_expansion(self, frames: int) -> Expansion:
+        halved = (frames - 1) // 2 + 1
         tokens = (halved - 2) // 2 + 1
         if tokens < 1:
             raise UnprocessableMediaError("the audio is too short for this model")

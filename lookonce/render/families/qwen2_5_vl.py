@@ -8,6 +8,7 @@ from PIL import Image
 
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
 from lookonce.render.families.folder import FolderFiles
+from lookonce.render.families.given import Arrays
 from lookonce.render.families.qwen_images import OPTION_NAMES, QwenImages
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
@@ -34,6 +35,12 @@ class Qwen2_5VLProcessing(ProcessorFamily):  # noqa: N801
         self, modality: Modality, size: tuple[int, ...], options: Options
     ) -> Expansion:
         return self.images.expansion(size[0], size[1], options)
+
+    def expansion_of_arrays(self, modality: Modality, arrays: Arrays) -> Expansion:
+        return self.images.expansion_of_arrays(arrays)
+
+    def largest_size(self, modality: Modality, max_tokens: int) -> tuple[int, ...] | None:
+        return self.images.largest_size(max_tokens)
 
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
         assert isinstance(decoded, Image.Image)

@@ -14,6 +14,7 @@ from lookonce.render.decode import MAX_SIDE_RATIO
 from lookonce.render.families.arrays import int64_array
 from lookonce.render.families.base import Options
 from lookonce.render.families.folder import Json
+from lookonce.render.families.given import Arrays, check_arrays, integers, refuse_arrays
 from lookonce.render.families.hf import image_processor
 from lookonce.render.families.pixels import PixelTable, resized
 from lookonce.types.media import Expansion, ProcessedItem
@@ -79,11 +80,47 @@ class QwenImages:
     def expansion(self, width: int, height: int, options: Options) -> Expansion:
         """One token per merge x merge patches."""
         columns, rows = (side // self._factor for side in self._target(width, height, options))
+        return self._expansion(rows, columns)
+
+    def _expansion(self, rows: int, columns: int) -> Expansion:
         return Expansion(
             runs=((self.token_id, rows * columns),),
             embed_token_id=self.token_id,
             grid=(1, rows, columns),
         )
+
+    def expansion_of_arrays(self, arrays: Arrays) -> Expansion:
+        """See `ProcessorFamily.expansion_of_arrays`. The grid decides positions: it is checked."""
+        values = 3 * self.frames * self.patch**2
+        expected = {
+            "pixel_values": (self._dtype, (None, values)),
+            "image_grid_thw": ("int64", (3,)),
+        }
+        check_arrays(arrays, expected)
+        frames, rows, columns = integers(arrays["image_grid_thw"])
+        num_patches = arrays["pixel_values"].shape[0]
+        if frames != 1 or rows < 1 or columns < 1 or rows * columns != num_patches:
+            raise refuse_arrays(
+                f"image_grid_thw must be 1, rows and columns of the {num_patches} patches"
+            )
+        if rows % self.merge or columns % self.merge:
+            raise refuse_arrays(f"rows and columns of patches must be multiples of {self.merge}")
+        limit = max(self.max_pixels, self._factor**2)
+        if num_patches * self.patch**2 > limit:
+            raise refuse_arrays(f"the picture has more than {limit} pixels")
+        return self._expansion(rows // self.merge, columns // self.merge)
+
+    def largest_size(self, max_tokens: int) -> tuple[int, int] | None:
+        """Among squares and pictures of two to one, the one of most tokens up to `max_tokens`."""
+        most = min(max_tokens, self.max_pixels // self._factor**2)
+        found: dict[int, tuple[int, int]] = {}
+        for shape in (1, 2):
+            side = math.isqrt(max(0, most // shape)) * self._factor
+            size = (side * shape, side)
+            if side:
+                found[self.expansion(*size, {}).length] = size
+        fitting = [length for length in found if length <= max_tokens]
+        return found[max(fitting)] if fitting else None
 
     def process(self, image: Image.Image, options: Options) -> ProcessedItem:
         """`pixel_values` [patches, patch values] and `image_grid_thw` [3], in patches."""

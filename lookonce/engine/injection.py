@@ -1,0 +1,74 @@
+"""Items processed elsewhere on their way into the processor cache, judged one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from lookonce.cache.directory import Directory
+from lookonce.engine.client import EngineClient
+from lookonce.ipc.messages import KeyedItem
+from lookonce.types.media import ProcessedItem
+
+InjectionStatus = Literal["stored", "already_held", "rejected"]
+Keyed = tuple[bytes, ProcessedItem]
+
+
+class Injected(msgspec.Struct, frozen=True):
+    """What became of one item."""
+
+    status: InjectionStatus
+    reason: str | None = None
+
+
+STORED = Injected("stored")
+ALREADY_HELD = Injected("already_held")
+DISABLED = Injected("rejected", "cache disabled")
+NO_ROOM = Injected("rejected", "the cache has no room beside the items in use")
+
+
+async def inject(client: EngineClient, items: Sequence[Keyed]) -> list[Injected]:
+    """What became of each item, in order; each is one query, and a hit where it is held already.
+
+    With the processor cache off nothing is counted. Raises `UnavailableError`.
+    """
+    directory = client.directory
+    if not directory.capacity_bytes:
+        return [DISABLED] * len(items)
+    outcomes: list[Injected | None] = []
+    new: dict[bytes, ProcessedItem] = {}
+    for key, item in items:
+        outcomes.append(_judge(directory, key, item, new))
+    stored = await _send(client, new) if new else set()
+    settled = [o or (STORED if k in stored else NO_ROOM)
+               for o, (k, _) in zip(outcomes, items, strict=True)]  # fmt: skip
+    for outcome in settled:
+        directory.count("hit" if outcome is ALREADY_HELD else "miss")
+    return settled
+
+
+def _judge(
+    directory: Directory, key: bytes, item: ProcessedItem, new: dict[bytes, ProcessedItem]
+) -> Injected | None:
+    """None for an item that is to be sent, which is noted in `new`."""
+    if key in new:
+        return ALREADY_HELD
+    if directory.lists_for_certain(key):
+        directory.pin(key)
+        directory.unpin(key)  # it becomes the most recent one
+        return ALREADY_HELD
+    if item.nbytes > directory.capacity_bytes:
+        return Injected(
+            "rejected",
+            f"the item has {item.nbytes} bytes; the cache holds {directory.capacity_bytes}",
+        )
+    new[key] = item
+    return None
+
+
+async def _send(client: EngineClient, new: dict[bytes, ProcessedItem]) -> set[bytes]:
+    """The keys that are held afterwards."""
+    await client.inject(KeyedItem(key, item) for key, item in new.items())
+    return {key for key in new if key in client.directory}

@@ -1,0 +1,168 @@
+"""Rendering that leaves no trace: for routes that answer with tokens, and for remote engines.
+
+    lookup ─▶ own small memory ─▶ a peek at what the main directory knows ─▶ process, and remember
+
+The main directory is only peeked at: no pin, no recency, no counter, no binding. What is learnt
+stays here. Where there is no main cache (a render-only server) this is all there is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from lookonce.cache.lru import ByteLRU
+from lookonce.cache.uuids import UuidBindings
+from lookonce.config import MediaConfig
+from lookonce.render.encoding import ChatOptions
+from lookonce.render.load import MediaLoader
+from lookonce.render.renderer import Renderer
+from lookonce.render.resolve import MediaResolver
+from lookonce.types.media import Expansion, ProcessedItem
+from lookonce.types.request import ProcessorOutcome, RenderedItem, RenderedPrompt
+
+MAX_EXPANSIONS = 8_192
+MAX_BINDINGS = 4_096
+ITEM_BYTES = 64 << 20
+"""Processed items kept for answers that carry tensors."""
+FETCH_BYTES = 32 << 20
+
+
+class Peekable(Protocol):
+    """The part of `cache.directory.Directory` that changes nothing."""
+
+    def known_expansion(self, key: bytes) -> Expansion | None: ...
+
+
+class ReadOnlyDirectory:
+    """A `render.resolve.RendererDirectory` over a memory of its own; it pins and counts nothing."""
+
+    capacity_bytes = ITEM_BYTES
+
+    def __init__(self, main: Peekable | None = None) -> None:
+        self._main = main
+        self._expansions: OrderedDict[bytes, Expansion] = OrderedDict()
+        self._items: ByteLRU[ProcessedItem] = ByteLRU(ITEM_BYTES)
+
+    def lookup(self, key: bytes) -> Expansion | None:
+        own = self._expansions.get(key)
+        if own is not None:
+            self._expansions.move_to_end(key)
+            return own
+        return None if self._main is None else self._main.known_expansion(key)
+
+    def unpin(self, key: bytes) -> None:
+        pass
+
+    def held_as(self, key: bytes) -> ProcessorOutcome:
+        return "hit"
+
+    def known_expansion(self, key: bytes) -> Expansion | None:
+        return self.lookup(key)
+
+    def count(self, outcome: ProcessorOutcome) -> None:
+        pass
+
+    def remember(self, items: Iterable[RenderedItem]) -> None:
+        """What a prompt made, for the next one."""
+        for part in items:
+            self._expansions[part.key] = part.expansion
+            self._expansions.move_to_end(part.key)
+            if part.item is not None and self._items.get(part.key) is None:
+                self._items.try_insert(part.key, part.item.nbytes, part.item)
+        while len(self._expansions) > MAX_EXPANSIONS:
+            self._expansions.popitem(last=False)
+
+    def item(self, key: bytes) -> ProcessedItem | None:
+        return self._items.get(key)
+
+    def clear(self) -> None:
+        self._expansions.clear()
+        self._items.clear()
+
+
+class ReadOnlyBindings:
+    """Implements `render.resolve.NameBindings`: the main ones are read, new ones stay here."""
+
+    def __init__(self, main: UuidBindings | None = None) -> None:
+        self._main = main
+        self._own = UuidBindings(MAX_BINDINGS)
+
+    def resolve(self, scope: bytes, uuid: str) -> bytes | None:
+        bound = None if self._main is None else self._main.peek(scope, uuid)
+        return self._own.resolve(scope, uuid) if bound is None else bound
+
+    def bind(self, scope: bytes, uuid: str, digest: bytes, *, param: str | None = None) -> None:
+        if self._main is None or self._main.peek(scope, uuid) is None:
+            self._own.bind(scope, uuid, digest, param=param)
+            self._own.take_fresh()
+
+
+class ReadOnlyRenderer(Renderer):
+    """The prompts of another renderer, made beside it with a memory of their own."""
+
+    def __init__(
+        self, main: Renderer, resolver: MediaResolver | None, memory: ReadOnlyDirectory
+    ) -> None:
+        super().__init__(
+            tokenizer=main.tokenizer,
+            encoder=main._encoder,
+            family=main._family,
+            resolver=resolver,
+            limits=main._limits,
+            max_model_len=main.max_model_len,
+            vocab_size=main.vocab_size,
+        )
+        self._memory = memory
+
+    async def render_chat(
+        self,
+        messages: Sequence[object],
+        *,
+        tenant: str = "",
+        cache_salt: str | None = None,
+        options: ChatOptions | Mapping[str, Any] | None = None,
+    ) -> RenderedPrompt:
+        prompt = await super().render_chat(
+            messages, tenant=tenant, cache_salt=cache_salt, options=options
+        )
+        self._memory.remember(prompt.items)
+        return prompt
+
+    async def item_of(self, part: RenderedItem) -> ProcessedItem | None:
+        """The part's arrays, made again if they must be; None when a name alone stands for it."""
+        item = part.item or self._memory.item(part.key)
+        if item is None and part.recover is not None:
+            part.item = item = await part.recover()
+            self._memory.remember([part])
+        return item
+
+    def forget(self) -> None:
+        """Empty the memory; counts begin again at zero."""
+        self._memory.clear()
+        if self._resolver is not None:
+            self._resolver.stats.clear()
+
+
+@asynccontextmanager
+async def open_readonly(
+    main: Renderer,
+    media: MediaConfig,
+    *,
+    directory: Peekable | None = None,
+    uuids: UuidBindings | None = None,
+) -> AsyncIterator[ReadOnlyRenderer]:
+    """`main`'s read-only companion: it peeks at `directory` and `uuids`, where there are any."""
+    memory = ReadOnlyDirectory(directory)
+    loader = MediaLoader(media, cache_bytes=FETCH_BYTES)
+    resolver = None
+    if main._resolver is not None:
+        resolver = main._resolver.beside(
+            directory=memory, uuids=ReadOnlyBindings(uuids), loader=loader
+        )
+    try:
+        yield ReadOnlyRenderer(main, resolver, memory)
+    finally:
+        await loader.aclose()
