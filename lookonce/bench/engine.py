@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -41,6 +40,9 @@ from lookonce.types.media import Array
 from lookonce.types.request import GenerateRequest, TokenDelta
 from lookonce.types.sampling import SamplingParams
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 BATCHES = (1, 8, 32)
 PROMPT_TOKENS = 64
 SEGMENT_STEPS = 8
@@ -48,23 +50,22 @@ SEGMENTS = 24
 
 
 class _Stopwatch:
-    """Adds up the CPU seconds spent inside modules."""
+    """Adds up the CPU seconds spent inside calls."""
 
     def __init__(self) -> None:
         self.cpu = 0.0
 
-    def watch(self, module: nn.Module) -> None:
-        """Count every call of `module` from now on; its calls must not nest in others watched."""
-        inner = module.forward
+    def around(self, inner: Callable[_P, _R]) -> Callable[_P, _R]:
+        """`inner`, counted; counted calls must not nest."""
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def timed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             cpu = time.thread_time()
             try:
                 return inner(*args, **kwargs)
             finally:
                 self.cpu += time.thread_time() - cpu
 
-        module.forward = timed
+        return timed
 
 
 class _Ours:
@@ -79,11 +80,12 @@ class _Ours:
             address="",
         )
         loaded = load_model(settings.model)
-        self.core = _engine_core(loaded, settings)
         self.vocab_size = loaded.info.vocab_size
         self.model = _Stopwatch()
-        self.model.watch(loaded.family.decoder)
-        self.model.watch(loaded.family.lm_head)
+        head = loaded.family.lm_head
+        head.forward = self.model.around(head.forward)  # type: ignore[method-assign]
+        self.core, runner = _engine_core(loaded, settings)
+        runner.decoder = self.model.around(runner.decoder)
         self._tokenizer = Tokenizer.load(folder)
         self._encoder = Encoder()
         self._messages: Decoder[EngineMessage] = Decoder(EngineMessage)
@@ -127,7 +129,7 @@ class _Ours:
         return time.thread_time() - started
 
 
-def _engine_core(loaded: LoadedModel, settings: EngineSettings) -> EngineCore:
+def _engine_core(loaded: LoadedModel, settings: EngineSettings) -> tuple[EngineCore, Runner]:
     backend = select_backend(loaded.device, loaded.family.attention_features(loaded.dtype))
     block_size = resolve_block_size(backend, settings.kv.block_size)
     num_blocks = 2048
@@ -140,7 +142,7 @@ def _engine_core(loaded: LoadedModel, settings: EngineSettings) -> EngineCore:
         max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
     )
     core, _ = assemble(loaded.info, runner, settings, BlockPool(num_blocks, block_size))
-    return core
+    return core, runner
 
 
 class _Theirs:

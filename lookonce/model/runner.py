@@ -54,7 +54,7 @@ class Runner:
             loaded.dtype,
             loaded.device,
         )
-        self._decoder = choose_decoder(family, loaded.dtype, loaded.device)
+        self.decoder = choose_decoder(family, loaded.dtype, loaded.device)
         self._encoder = Encoder(family, loaded.dtype, loaded.device)
         self._sampler = Sampler(loaded.info.vocab_size, loaded.info.eos_token_ids)
         self._table = SequenceTable(
@@ -159,7 +159,7 @@ class Runner:
         if inputs.embed_at is not None:
             extras = family.place(embeds, inputs.embed_at, self._encoder.rows(inputs.embeds))
         step = Step(inputs.metadata, self._backend, self._kv_pages)
-        return self._decoder(embeds, inputs.position_ids, step, extras)
+        return self.decoder(embeds, inputs.position_ids, step, extras)
 
     def logits(self, hidden: Tensor, seq_ids: Sequence[int]) -> Tensor:
         """Logits [S, V] float32 of the sampled sequences' last hidden states [S, H]."""

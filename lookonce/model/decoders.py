@@ -1,0 +1,305 @@
+"""Runs the text model over one step's embeddings: through transformers, or leaner over its weights.
+
+Transformers' own forward is general, and in a decode step of a small model it costs more than the
+arithmetic. Decoders of the plain shape below are run by `LeanDecoder` on the same weights:
+
+    x += W_o · attention(rope(W_qkv · norm(x)))
+    x += W_down · (act(gate) * up),   [gate | up] = W_gate_up · norm(x)
+
+Whether it may is not assumed: `lean_decoder` compares both on a random step and refuses where they
+differ. All other decoders run as transformers wrote them, with attention through the hook.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lookonce.model.attention.backend import AttentionBackend, AttentionBuffers, AttentionMetadata
+from lookonce.model.attention.hook import paged_forward_context
+from lookonce.model.attention.reference import ReferenceBackend
+from lookonce.model.families.base import ModelFamily
+from lookonce.model.kv_pages import KVPages, LayerPages
+
+logger = logging.getLogger(__name__)
+
+PLAIN_DECODERS = frozenset(
+    {
+        "LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen2VLTextModel",
+        "Qwen2_5_VLTextModel", "Qwen2_5OmniThinkerTextModel",
+    }
+)  # fmt: skip
+"""Classes whose forward is the plain one: nothing happens between or beside their layers."""
+TOLERANCE = 1e-4
+"""Largest difference to transformers' hidden states, relative to their largest value."""
+
+
+class Step(NamedTuple):
+    """What attention needs of one step."""
+
+    metadata: AttentionMetadata
+    backend: AttentionBackend
+    kv_pages: KVPages
+
+
+class Decoder(Protocol):
+    def __call__(
+        self, embeds: Tensor, position_ids: Tensor, step: Step, extras: dict[str, Any]
+    ) -> Tensor:
+        """embeds [T, H], position_ids [1, T] or [axes, 1, T] → last hidden states [T, H]."""
+        ...
+
+
+class AttentionCall(NamedTuple):
+    """What a layer asks of attention beside its tensors, see `AttentionBackend.forward`."""
+
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class HookedDecoder:
+    """Transformers' forward, whose attention layers find our pages through the hook."""
+
+    def __init__(self, family: ModelFamily) -> None:
+        self._decoder = family.decoder
+
+    def __call__(
+        self, embeds: Tensor, position_ids: Tensor, step: Step, extras: dict[str, Any]
+    ) -> Tensor:
+        with paged_forward_context(step.metadata, step.backend, step.kv_pages):
+            output = self._decoder(
+                inputs_embeds=embeds.unsqueeze(0),
+                position_ids=position_ids,
+                attention_mask=None,
+                use_cache=False,  # left out, transformers would build a cache of its own
+                **extras,
+            )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+
+class LeanDecoder:
+    """The plain decoder on a transformers model's weights, which it shares."""
+
+    def __init__(self, decoder: nn.Module, asked: list[AttentionCall]) -> None:
+        """`asked` is what each layer asks of its attention, in order.
+
+        Raises `AttributeError` or `ValueError` for a decoder of another shape.
+        """
+        layers = list(decoder.layers)  # type: ignore[arg-type]
+        self._layers = [_LeanLayer(*pair) for pair in zip(layers, asked, strict=True)]
+        self.sliding_windows = [call.sliding_window for call in asked]
+        """[layers] keys each layer sees; None: all."""
+        self._norm = _Norm(decoder.norm)
+        self._rotary: Callable[..., tuple[Tensor, Tensor]] = decoder.rotary_emb  # type: ignore[assignment]
+
+    def __call__(
+        self, embeds: Tensor, position_ids: Tensor, step: Step, extras: dict[str, Any]
+    ) -> Tensor:
+        if extras:
+            raise ValueError("a plain decoder takes nothing beside embeddings")
+        cos, sin = self._rotary(embeds, position_ids)
+        cos, sin = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+        half = cos.shape[-1] // 2
+        # rotate_half(x) * sin == swap_halves(x) * signed: the sign moves from data to table.
+        signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        hidden = embeds
+        for layer, pages in zip(self._layers, step.kv_pages.layers, strict=True):
+            hidden = layer(hidden, cos, signed, pages, step)
+        return self._norm(hidden)
+
+
+class _Norm:
+    """An RMS norm over the last dimension."""
+
+    def __init__(self, module: Any) -> None:
+        self._weight: Tensor = module.weight
+        self._eps = float(module.variance_epsilon)
+        self._shape = tuple(self._weight.shape)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return functional.rms_norm(hidden, self._shape, self._weight, self._eps)
+
+
+class _LeanLayer:
+    def __init__(self, layer: Any, asked: AttentionCall) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        _require_children(
+            layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+        )
+        _require_children(mlp, {"gate_proj", "up_proj", "down_proj", "act_fn"})
+        _require_children(attention, {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"})
+        self._head_dim = int(attention.head_dim)
+        self._num_heads = attention.q_proj.out_features // self._head_dim
+        self._num_kv_heads = attention.k_proj.out_features // self._head_dim
+        self._asked = asked
+        self._qkv = fuse_linears([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._out = _linear(attention.o_proj)
+        self._gate_up = fuse_linears([mlp.gate_proj, mlp.up_proj])
+        self._down = _linear(mlp.down_proj)
+        self._act: Callable[[Tensor], Tensor] = mlp.act_fn
+        self._before = _Norm(layer.input_layernorm)
+        self._between = _Norm(layer.post_attention_layernorm)
+        has_norms = hasattr(attention, "q_norm")
+        self._q_norm = _Norm(attention.q_norm) if has_norms else None
+        self._k_norm = _Norm(attention.k_norm) if has_norms else None
+
+    def __call__(
+        self, hidden: Tensor, cos: Tensor, signed_sin: Tensor, pages: LayerPages, step: Step
+    ) -> Tensor:
+        """hidden [T, H], cos and signed_sin [T, 1, D] → [T, H]."""
+        tokens, rotated = hidden.shape[0], self._num_heads + self._num_kv_heads
+        qkv = functional.linear(self._before(hidden), *self._qkv)
+        heads = qkv.view(tokens, rotated + self._num_kv_heads, self._head_dim)
+        query_key = self._rope(self._normed(heads[:, :rotated]), cos, signed_sin)
+        attended = step.backend.forward(
+            pages,
+            query_key[:, : self._num_heads],
+            query_key[:, self._num_heads :],
+            heads[:, rotated:],
+            step.metadata,
+            scale=self._asked.scale,
+            sliding_window=self._asked.sliding_window,
+            softcap=self._asked.softcap,
+            sinks=self._asked.sinks,
+        )
+        hidden = _add_linear(hidden, attended.view(tokens, -1), self._out)
+        gate, up = functional.linear(self._between(hidden), *self._gate_up).chunk(2, dim=-1)
+        return _add_linear(hidden, self._act(gate) * up, self._down)
+
+    def _normed(self, query_key: Tensor) -> Tensor:
+        if self._q_norm is None or self._k_norm is None:
+            return query_key
+        query, key = query_key[:, : self._num_heads], query_key[:, self._num_heads :]
+        return torch.cat((self._q_norm(query), self._k_norm(key)), dim=1)
+
+    def _rope(self, heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+        swapped = heads.roll(self._head_dim // 2, dims=-1)
+        return torch.addcmul(heads * cos, swapped, signed_sin)
+
+
+_Linear = tuple[Tensor, Tensor | None]
+"""Weight [out, in] and bias [out]."""
+
+
+def _linear(module: nn.Linear) -> _Linear:
+    return module.weight, module.bias
+
+
+def fuse_linears(modules: list[nn.Linear]) -> _Linear:
+    """One weight and bias for layers of the same input; each module keeps a view of its part."""
+    if any(type(module) is not nn.Linear for module in modules):
+        raise ValueError("only plain linear layers can be fused")
+    weight = torch.cat([module.weight.data for module in modules])
+    biases = [module.bias for module in modules if module.bias is not None]
+    if len(biases) not in (0, len(modules)):
+        raise ValueError("either all layers or none have a bias")
+    bias = torch.cat([bias.data for bias in biases]) if biases else None
+    start = 0
+    for module in modules:
+        end = start + module.out_features
+        module.weight.data = weight[start:end]
+        if bias is not None:
+            module.bias.data = bias[start:end]
+        start = end
+    return weight, bias
+
+
+def _add_linear(hidden: Tensor, inputs: Tensor, linear: _Linear) -> Tensor:
+    weight, bias = linear
+    if bias is not None:
+        hidden = hidden + bias
+    return torch.addmm(hidden, inputs, weight.t())
+
+
+def _require_children(
+    module: nn.Module, required: set[str], optional: frozenset[str] | set[str] = frozenset()
+) -> None:
+    names = {name for name, _ in module.named_children()}
+    if not required <= names <= required | optional:
+        raise ValueError(f"{type(module).__name__} has the parts {', '.join(sorted(names))}")
+
+
+@torch.inference_mode()
+def choose_decoder(family: ModelFamily, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The lean decoder where it computes what transformers computes, else transformers' own."""
+    hooked = HookedDecoder(family)
+    name = type(family.decoder).__name__
+    if name not in PLAIN_DECODERS:
+        return hooked
+    recorder = _RecordingBackend()
+    expected = _probe(hooked, recorder, family, dtype, device)
+    try:
+        lean = LeanDecoder(family.decoder, recorder.calls)
+        found = _probe(lean, ReferenceBackend(), family, dtype, device)
+    except (AttributeError, ValueError) as error:
+        logger.warning("%s runs through transformers: %s", name, error)
+        return hooked
+    tolerance = TOLERANCE if dtype is torch.float32 else 5e-2
+    difference = (found - expected).abs().max()
+    if not difference <= tolerance * expected.abs().max():
+        logger.warning("%s runs through transformers: the lean way differs", name)
+        return hooked
+    return lean
+
+
+PROBE_TOKENS = 6
+
+
+class _RecordingBackend(ReferenceBackend):
+    """Remembers what each layer asks: the lean decoder then asks the same, whatever its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[AttentionCall] = []
+
+    def forward(
+        self,
+        layer: LayerPages,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        call = AttentionCall(scale, sliding_window, softcap, sinks)
+        self.calls.append(call)
+        return super().forward(layer, query, key, value, metadata, **call._asdict())
+
+
+def _probe(
+    decoder: Decoder,
+    backend: AttentionBackend,
+    family: ModelFamily,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Hidden states [PROBE_TOKENS, H] of a random prompt, float32."""
+    pages = KVPages(family.num_layers, 1, 16, family.num_kv_heads, family.head_dim, dtype, device)
+    buffers = AttentionBuffers(
+        max_num_seqs=1,
+        max_num_tokens=PROBE_TOKENS,
+        max_blocks_per_seq=1,
+        block_size=16,
+        device=device,
+    )
+    metadata = buffers.fill([PROBE_TOKENS], [PROBE_TOKENS], np.zeros((1, 1), np.int32))
+    generator = torch.Generator().manual_seed(0)
+    embeds = torch.randn(PROBE_TOKENS, family.hidden_size, generator=generator)
+    positions = torch.arange(PROBE_TOKENS, device=device).unsqueeze(0)
+    if family.position_axes > 1:
+        positions = positions.expand(family.position_axes, 1, -1)
+    step = Step(metadata, backend, pages)
+    return decoder(embeds.to(device, dtype), positions, step, {}).float()
