@@ -18,6 +18,13 @@ NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "500"))
 CONCURRENCY = 12
 PICTURE_BYTES, SOUND_BYTES = 170_000, 52_000
 GIB = 2**30
+ZERO_WHEN_QUIET = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "mm_store_requests",
+    "encoder_cache_holders",
+    "kv_cache_usage_ratio",
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,24 +44,14 @@ def small_server(api_processes: int) -> LiveServer:
 
 
 def quiet(found: Mapping[str, float]) -> bool:
-    return not any(
-        found[name]
-        for name in (
-            "num_requests_running",
-            "num_requests_waiting",
-            "mm_store_requests",
-            "encoder_cache_holders",
-            "kv_cache_usage_ratio",
-        )  # fmt: skip
-    )
+    return not any(found[name] for name in ZERO_WHEN_QUIET)
 
 
 def soak(server: LiveServer, requests) -> dict[str, float]:
     """Traffic, and what must hold whatever the number of API processes; the final metrics."""
     tally = asyncio.run(drive(server.url, requests, concurrency=CONCURRENCY))
-    assert set(tally.statuses) == {200, 400}, tally.statuses
+    assert tally.unexpected == []
     assert tally.wrong == []
-    assert tally.statuses[400] == sum(plan.refused for plan in requests)
     assert tally.statuses.total() + tally.left == len(requests)
     until(lambda: quiet(server.metrics()), 30, lambda: str(server.metrics()))
     found = server.metrics()

@@ -57,6 +57,8 @@ class Tally:
 
     statuses: Counter[int] = field(default_factory=Counter)
     wrong: list[tuple[str, str]] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    """Bodies of refusals nobody provoked."""
     left: int = 0
 
 
@@ -135,6 +137,8 @@ async def _follow(client: httpx.AsyncClient, plan: Plan, tally: Tally) -> None:
         tally.left += 1
         return
     tally.statuses[response.status_code] += 1
+    if response.status_code != (400 if plan.refused else 200):
+        tally.unexpected.append(response.text)
     if response.status_code == 200 and plan.answer is not None:
         said = _said(response.text, streamed=plan.body["stream"])
         if said != plan.answer:

@@ -1,0 +1,176 @@
+"""Every counter equals what the requests, one after another, must have caused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import pytest
+
+from tests.end_to_end.live import LiveServer
+from tests.end_to_end.traffic import Medium, drawn, sounding
+
+MEDIA_COUNTERS = (
+    "mm_cache_queries_total",
+    "mm_cache_hits_total",
+    "media_decodes_total:image",
+    "media_decodes_total:audio",
+    "media_processed_total:image",
+    "media_processed_total:audio",
+    "encoder_runs_total",
+)
+BYPASS_GB = "0.0001"
+"""107 kB: a sound fits, a picture of 170 kB does not."""
+
+
+@pytest.fixture(scope="module")
+def on() -> Iterator[LiveServer]:
+    with LiveServer("--vllm-metric-names") as server:
+        yield server
+
+
+def ask(server: LiveServer, *media: Medium, question: str = "", status: int = 200, **fields):
+    """The receipt's items, or None for a refusal."""
+    content = [medium.part for medium in media]
+    content.append({"type": "text", "text": question or media[0].question})
+    body = {
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": 4,
+        "reuse_receipt": True,
+        **fields,
+    }
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == status, answer.text
+    return answer.json().get("reuse_receipt")
+
+
+@contextmanager
+def moves(server: LiveServer, **expected: float) -> Iterator[None]:
+    """The block moves these counters by as much, and no other media counter at all."""
+    before = server.metrics()
+    yield
+    after = server.metrics()
+    named = {name.replace("_image", ":image").replace("_audio", ":audio"): value
+             for name, value in expected.items()}  # fmt: skip
+    moved = {name: after[name] - before.get(name, 0.0) for name in {*MEDIA_COUNTERS, *named}}
+    assert moved == {name: named.get(name, 0.0) for name in moved}
+
+
+def processors(receipt: Mapping[str, list[dict[str, str]]]) -> list[str]:
+    return [item["processor"] for item in receipt["items"]]
+
+
+def test_misses_hits_and_copies_of_pictures_and_sounds(on):
+    red, tone = drawn(0), sounding(0)
+    with moves(
+        on, mm_cache_queries_total=3, mm_cache_hits_total=1, encoder_runs_total=2,
+        media_decodes_total_image=1, media_processed_total_image=1,
+        media_decodes_total_audio=1, media_processed_total_audio=1,
+    ):  # fmt: skip
+        receipt = ask(on, red, tone, red)
+    assert processors(receipt) == ["miss", "miss", "hit"]
+    with moves(on, mm_cache_queries_total=3, mm_cache_hits_total=3):
+        receipt = ask(on, tone, red, red, question="What is in the picture?")
+    assert processors(receipt) == ["hit", "hit", "hit"]
+
+
+def test_a_request_refused_after_rendering_counts_its_parts(on):
+    with moves(
+        on, mm_cache_queries_total=2, mm_cache_hits_total=1,
+        media_decodes_total_image=1, media_processed_total_image=1,
+    ):  # fmt: skip
+        ask(on, drawn(1), drawn(1), max_tokens=1_000_000, status=400)
+
+
+def test_a_request_refused_before_rendering_counts_nothing(on):
+    with moves(on):
+        ask(on, drawn(2), temperature=-1, status=400)
+
+
+def test_a_picture_that_cannot_be_decoded_counts_nothing(on):
+    url = {"url": "data:image/png;base64,AAAA"}
+    broken = Medium({"type": "image_url", "image_url": url}, "?", "")
+    with moves(on):
+        ask(on, broken, status=422)
+
+
+def test_prefix_tokens_are_those_of_the_receipts(on):
+    before = on.metrics()
+    receipts = [ask(on, drawn(3)), ask(on, drawn(3)), ask(on, drawn(3), sounding(3))]
+    after = on.metrics()
+    queries, hits = (
+        after[name] - before[name]
+        for name in ("prefix_cache_queries_total", "prefix_cache_hits_total")
+    )
+    assert queries == sum(receipt["prompt_tokens"] for receipt in receipts)
+    assert hits == sum(receipt["prefix_cached_tokens"] for receipt in receipts) > 0
+    tokens = after["prompt_tokens_total"] - before["prompt_tokens_total"]
+    assert tokens == queries
+
+
+def test_what_the_prefix_covers_is_neither_sent_nor_encoded_again(on):
+    """After a reset the expansion is not known either, so processing is needed, encoding not."""
+    red = drawn(4)
+    ask(on, red)
+    on.post("/reset_mm_cache")
+    with moves(
+        on, mm_cache_queries_total=1,
+        media_decodes_total_image=1, media_processed_total_image=1,
+    ):  # fmt: skip
+        receipt = ask(on, red)
+    assert (processors(receipt), receipt["items"][0]["encoder"]) == (["miss"], "skipped")
+
+
+def test_vllm_s_names_carry_the_same_figures(on):
+    found = on.metrics()
+    assert found["mm_cache_hits_total"] > 0
+    for name in (
+        "mm_cache_queries_total", "mm_cache_hits_total",
+        "prefix_cache_queries_total", "prefix_cache_hits_total",
+    ):  # fmt: skip
+        assert found[f"vllm:{name}:nano"] == found[name]
+
+
+def test_with_the_cache_off_there_are_no_queries_and_no_hits():
+    with LiveServer("--mm-processor-cache-gb", "0") as off:
+        red = drawn(0)
+        for _ in range(2):
+            with moves(
+                off, media_decodes_total_image=1, media_processed_total_image=1,
+                encoder_runs_total=off.metrics()["encoder_runs_total"] == 0,
+            ):  # fmt: skip
+                receipt = ask(off, red, red)
+        found = off.metrics()
+        assert found["mm_cache_queries_total"] == found["mm_cache_hits_total"] == 0
+        assert found["mm_cache_bytes"] == found["mm_store_bytes"] == 0
+        assert receipt["items"][0]["encoder"] in ("hit", "skipped")
+        assert not any(name.startswith("vllm:") for name in found)
+
+
+def test_an_item_too_large_for_the_cache_is_a_query_and_no_hit():
+    with LiveServer("--mm-processor-cache-gb", BYPASS_GB) as small:
+        red, tone = drawn(0), sounding(0)
+        with moves(
+            small, mm_cache_queries_total=2, encoder_runs_total=2,
+            media_decodes_total_image=1, media_processed_total_image=1,
+            media_decodes_total_audio=1, media_processed_total_audio=1,
+        ):  # fmt: skip
+            receipt = ask(small, red, tone)
+        assert processors(receipt) == ["bypass", "miss"]
+        # Its expansion is known, and prefix or encoder output cover it: nothing is made again.
+        with moves(small, mm_cache_queries_total=2, mm_cache_hits_total=2):
+            receipt = ask(small, red, tone)
+        assert processors(receipt) == ["not_needed", "hit"]
+        small.post("/reset_prefix_cache")
+        small.post("/reset_encoder_cache")
+        asks = small.metrics()["mm_cache_asks_total"]
+        with moves(
+            small, mm_cache_queries_total=2, mm_cache_hits_total=1, encoder_runs_total=2,
+            media_decodes_total_image=1, media_processed_total_image=1,
+        ):  # fmt: skip
+            receipt = ask(small, red, tone)
+        assert processors(receipt) == ["bypass", "hit"]
+        found = small.metrics()
+        assert (found["mm_cache_asks_total"] - asks, found["mm_cache_resends_total"]) == (1, 0)
+        assert found["mm_cache_bytes"] == found["mm_store_bytes"] > 0
