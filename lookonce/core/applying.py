@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
 from lookonce.core.blocks import BlockPool
 from lookonce.core.completion import finish_reason
@@ -47,11 +48,11 @@ class Applier:
         self,
         plan: StepPlan,
         result: StepResult,
-        encode_owners: Mapping[bytes, tuple[FactsRecord, int]],
+        encode_owners: SequenceOf[tuple[FactsRecord, int]],
     ) -> None:
         """Sequences that ended since the plan was made are passed over.
 
-        `encode_owners`: key encoded → the receipt and the feature that caused it.
+        `encode_owners`: of each item encoded, the receipt and the feature that caused it.
         """
         self._take_encodings(plan, result, encode_owners)
         self._end_failed(result)
@@ -68,17 +69,18 @@ class Applier:
         self,
         plan: StepPlan,
         result: StepResult,
-        encode_owners: Mapping[bytes, tuple[FactsRecord, int]],
+        encode_owners: SequenceOf[tuple[FactsRecord, int]],
     ) -> None:
-        for encoded in plan.encode:
+        for encoded, (facts, index) in zip(plan.encode, encode_owners, strict=True):
             if encoded.key in result.failed_items:
                 continue
             self._counters.encoder_runs += 1
             seconds = result.encode_seconds.get(encoded.key)
             if seconds is not None:
                 self._encoder_cache.record_cost(encoded.key, seconds)
-                facts, index = encode_owners[encoded.key]
                 facts.note_encoding(index, seconds)
+        for key in result.lost_copies:
+            self._encoder_cache.host.forget(key)
 
     def _end_failed(self, result: StepResult) -> None:
         """End every request that needed what failed; the others never notice."""

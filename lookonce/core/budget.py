@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lookonce.core.facts import FactsRecord
+from lookonce.types.media import ProcessedItem
 from lookonce.types.step import EncodeItem, NewSequence, ScheduledSequence
 
 
@@ -17,6 +18,11 @@ class EncoderBudget:
 
     def affords(self, rows: int) -> bool:
         return rows <= self._left or self._untouched
+
+    @property
+    def left(self) -> int:
+        """Rows that are to spare; not above zero when the budget is used up."""
+        return self._left
 
     def spend(self, rows: int) -> None:
         self._left -= rows
@@ -34,8 +40,16 @@ class StepPass:
         self.encoder = EncoderBudget(encoder_rows)
         self.new: list[NewSequence] = []
         self.encode: list[EncodeItem] = []
-        self.encode_owners: dict[bytes, tuple[FactsRecord, int]] = {}
-        """Key encoded in this step → the receipt and the feature that caused it."""
+        self.encode_owners: list[tuple[FactsRecord, int]] = []
+        """Of each entry of `encode`: the receipt and the feature that caused it."""
         self.scheduled: list[ScheduledSequence] = []
         self.stalled = False
         """A running sequence waits for tokens or room: nobody is admitted who could take them."""
+
+    def add_encode(
+        self, key: bytes, item: ProcessedItem, rows: int, facts: FactsRecord, index: int
+    ) -> None:
+        """Run the encoder on `item`, for the feature `index` of the request with that receipt."""
+        self.encoder.spend(rows)
+        self.encode.append(EncodeItem(key, item))
+        self.encode_owners.append((facts, index))

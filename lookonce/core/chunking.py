@@ -11,34 +11,20 @@ or the item is missing), and to the edge of an unsplittable item that it would c
 from __future__ import annotations
 
 from collections.abc import Collection
-from enum import Enum
 
+from lookonce.core.acquiring import Acquirer, Shortage
 from lookonce.core.budget import StepPass
-from lookonce.core.counters import Counters
-from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.features import Features, next_embed
+from lookonce.core.features import Features
 from lookonce.core.request import Sequence
-from lookonce.types.media import MediaFeature, Modality
-from lookonce.types.step import EncodeItem, NewSequence, ScheduledSequence
-
-
-class Shortage(Enum):
-    """Why a sequence got nothing in a step."""
-
-    TOKENS = "token budget"
-    ENCODER_BUDGET = "encoder budget"
-    ROOM = "room in the encoder cache"
-    ITEM = "an item the engine lacks"
+from lookonce.types.media import Modality
+from lookonce.types.step import NewSequence, ScheduledSequence
 
 
 class Chunker:
     """Plans prefill chunks; holds every encoder output a planned chunk touches."""
 
-    def __init__(
-        self, encoder_cache: EncoderCache, counters: Counters, unsplittable: Collection[Modality]
-    ) -> None:
-        self._encoder_cache = encoder_cache
-        self._counters = counters
+    def __init__(self, acquirer: Acquirer, unsplittable: Collection[Modality]) -> None:
+        self._acquirer = acquirer
         self._unsplittable = frozenset(unsplittable)
 
     def plan(self, sequence: Sequence, step: StepPass) -> Shortage | None:
@@ -51,7 +37,7 @@ class Chunker:
         end = self._keep_whole(sequence.request.features, start, end)
         if end <= start:
             return Shortage.TOKENS
-        end, shortage = self._acquire_window(sequence, start, end, step)
+        end, shortage = self._acquirer.acquire(sequence, start, end, step)
         if end <= start:
             return shortage
         self._schedule(sequence, start, end, step)
@@ -66,59 +52,6 @@ class Chunker:
             if feature.end > end and feature.modality in self._unsplittable:
                 return max(feature.offset, start)
         return end
-
-    def _acquire_window(
-        self, sequence: Sequence, start: int, end: int, step: StepPass
-    ) -> tuple[int, Shortage | None]:
-        """Hold the outputs of items in `[start, end)`; up to where they could be had, and why."""
-        features, held = sequence.request.features, sequence.held
-        last_held = held[-1] if held else -1
-        for index in features.overlapping(start, end):
-            if index <= last_held:
-                continue
-            feature = features[index]
-            needed_from = next_embed(feature, start)
-            if needed_from is None or needed_from >= end:
-                continue
-            shortage = self._acquire(sequence, index, feature, step)
-            if shortage is not None:
-                whole = feature.modality in self._unsplittable
-                return max(feature.offset, start) if whole else needed_from, shortage
-            held.append(index)
-        return end, None
-
-    def _acquire(
-        self, sequence: Sequence, index: int, feature: MediaFeature, step: StepPass
-    ) -> Shortage | None:
-        """Hold one output, found or about to be encoded; what is short if it cannot be had."""
-        counters, facts = self._counters, sequence.request.facts
-        if self._encoder_cache.try_hold(sequence.seq_id, feature.key):
-            counters.encoder_cache_hits += 1
-            facts.note(index, "hit")
-        else:
-            shortage = self._encode(sequence, index, feature, step)
-            if shortage is not None:
-                return shortage
-            facts.note(index, "miss")
-        counters.encoder_cache_queries += 1
-        return None
-
-    def _encode(
-        self, sequence: Sequence, index: int, feature: MediaFeature, step: StepPass
-    ) -> Shortage | None:
-        """Plan an encoder run and hold its output."""
-        key, rows = feature.key, feature.num_embeds
-        item = sequence.request.items.get(key)
-        if item is None:
-            return Shortage.ITEM
-        if not step.encoder.affords(rows):
-            return Shortage.ENCODER_BUDGET
-        if self._encoder_cache.try_allocate(key, rows, sequence.seq_id) is None:
-            return Shortage.ROOM
-        step.encoder.spend(rows)
-        step.encode.append(EncodeItem(key, item))
-        step.encode_owners[key] = (sequence.request.facts, index)
-        return None
 
     def _schedule(self, sequence: Sequence, start: int, end: int, step: StepPass) -> None:
         features = sequence.request.features

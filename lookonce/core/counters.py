@@ -15,6 +15,10 @@ class Counters:
     """Times a sequence needed an encoder output it did not hold."""
     encoder_cache_hits: int = 0
     """Of those, found held, cached or in flight; the others ran the encoder."""
+    encoder_cache_restores: int = 0
+    """Outputs brought back from host memory."""
+    encoder_prefetches: int = 0
+    """Outputs computed before a chunk needed them; also counted among the runs."""
     encoder_runs: int = 0
     """Outputs computed."""
     num_preemptions: int = 0

@@ -12,7 +12,7 @@ from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.features import Features
 from lookonce.core.request import Request
 from lookonce.errors import BadRequestError, TooLargeError
-from lookonce.types.media import ProcessedItem
+from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest
 
@@ -68,34 +68,36 @@ class Door:
             )
 
     def _check_items(self, features: Features) -> None:
-        modalities, unsplittable = self._model.modalities, self._model.unsplittable
-        max_rows, max_length = self._encoder_cache.max_rows, self._token_budget
-        for index, feature in enumerate(features.as_tuple()):
-            if feature.modality not in modalities:
-                raise BadRequestError(
-                    f"item {index} is {feature.modality}; this model takes "
-                    f"{', '.join(modalities) or 'text only'}",
-                    param="features",
-                )
-            if feature.num_embeds > max_rows:
-                self._encoder_cache.refuse_oversize(feature.num_embeds, f"item {index}")
-            if feature.length > max_length and feature.modality in unsplittable:
-                raise TooLargeError(
-                    f"item {index} has {feature.length} tokens that must be computed in one "
-                    f"step; the limit is {max_length}",
-                    param="features",
-                )
+        """One after the other only where something may be wrong: there may be ten thousands."""
+        known, unsplittable = self._model.modalities, self._model.unsplittable
+        used = {feature.modality for feature in features.as_tuple()}
+        limit = min(self._encoder_cache.max_rows, self._token_budget)
+        if features.longest > limit or not used <= set(known) or used & set(unsplittable):
+            for index, feature in enumerate(features.as_tuple()):
+                self._check_item(index, feature)
+
+    def _check_item(self, index: int, feature: MediaFeature) -> None:
+        modalities, limit = self._model.modalities, self._token_budget
+        if feature.modality not in modalities:
+            raise BadRequestError(
+                f"item {index} is {feature.modality}; this model takes "
+                f"{', '.join(modalities) or 'text only'}",
+                param="features",
+            )
+        self._encoder_cache.refuse_oversize(feature.num_embeds, f"item {index}")
+        if feature.length > limit and feature.modality in self._model.unsplittable:
+            raise TooLargeError(
+                f"item {index} has {feature.length} tokens that must be computed in one "
+                f"step; the limit is {limit}",
+                param="features",
+            )
 
     def _check_token_ids(self, prompt: NDArray[np.int32], features: Features) -> None:
         """Ids outside the vocabulary are allowed only where an item's rows replace them."""
         outside = np.flatnonzero((prompt < 0) | (prompt >= self._model.vocab_size))
         if not len(outside):
             return
-        replaced = np.zeros(len(prompt), dtype=np.bool_)
-        for feature in features.as_tuple():
-            for first, last in feature.is_embed or ((0, feature.length),):
-                replaced[feature.offset + first : feature.offset + last] = True
-        wrong = outside[~replaced[outside]]
+        wrong = outside[~features.covered(len(prompt))[outside]]
         if len(wrong):
             raise BadRequestError(
                 f"token id {prompt[wrong[0]]} at position {wrong[0]} is outside the vocabulary "
@@ -106,6 +108,8 @@ class Door:
 
 def check_rows(features: Features, items: Mapping[bytes, ProcessedItem]) -> None:
     """Raises `BadRequestError` for an item that has not as many rows as its place in the prompt."""
+    if not items or _all_are_one_run(features, items):
+        return
     for index, feature in enumerate(features.as_tuple()):
         item = items.get(feature.key)
         if item is not None and _num_rows(item) != feature.num_embeds:
@@ -114,6 +118,21 @@ def check_rows(features: Features, items: Mapping[bytes, ProcessedItem]) -> None
                 f"has {_num_rows(item)} rows",
                 param="features",
             )
+
+
+def _all_are_one_run(features: Features, items: Mapping[bytes, ProcessedItem]) -> bool:
+    """Whether every item is here, expands to one run, and has the right number of rows."""
+    found = [item.expansion for item in map(items.get, features.keys) if item is not None]
+    if len(found) != len(features):
+        return False
+    try:
+        only_runs = [run for (run,) in [at.runs for at in found]]
+    except ValueError:
+        return False
+    rows = [feature.num_embeds for feature in features.as_tuple()]
+    return [count for _, count in only_runs] == rows and (
+        [token for token, _ in only_runs] == [at.embed_token_id for at in found]
+    )
 
 
 def _num_rows(item: ProcessedItem) -> int:

@@ -8,6 +8,9 @@ Only unheld entries leave. The next to leave is the least recently used, weighte
 to compute per byte (greedy dual): an entry's priority is the clock plus its cost per byte, and the
 clock moves up to the priority of each entry that leaves. With equal costs this is plain LRU.
 
+What leaves for room goes to the host tier, if there is one, and is restored from there. Outputs
+that were prefetched are awaited: until somebody holds them they leave only when nothing else can.
+
 The index runs both ways, holder → keys and key → holders, and every change updates both.
 """
 
@@ -15,14 +18,20 @@ from __future__ import annotations
 
 import heapq
 import sys
-from typing import NamedTuple
+from collections import OrderedDict
+from collections.abc import Iterable
 
+import msgspec
+
+from lookonce.core.host_outputs import HostOutputs
 from lookonce.errors import TooLargeError
 
 _HEAP_SLACK = 64
+_MANY = 64
+"""Keys released at once from which on ordering the whole heap is cheaper than place by place."""
 
 
-class Allocation(NamedTuple):
+class Allocation(msgspec.Struct, frozen=True, gc=False):
     """Room made for one output, and the keys that had to leave for it."""
 
     key: bytes
@@ -30,18 +39,15 @@ class Allocation(NamedTuple):
     evicted: tuple[bytes, ...] = ()
 
 
-class _Entry:
-    __slots__ = ("condemned", "cost_per_byte", "holders", "num_bytes", "tick")
-
-    def __init__(self, num_bytes: int, cost_per_byte: float) -> None:
-        self.num_bytes = num_bytes
-        self.cost_per_byte = cost_per_byte
-        self.holders: dict[int, int] = {}
-        """Holder → how many times it holds this entry."""
-        self.tick = 0
-        """Names the entry's live place in the heap; 0 while held."""
-        self.condemned = False
-        """Cleared while held: leaves with its last holder."""
+class _Entry(msgspec.Struct, gc=False):
+    num_bytes: int
+    cost_per_byte: float
+    holders: dict[int, int]
+    """Holder → how many times it holds this entry."""
+    tick: int = 0
+    """Names the entry's live place in the heap; 0 while held or awaited."""
+    condemned: bool = False
+    """Cleared while held: leaves with its last holder."""
 
 
 class EncoderCache:
@@ -52,16 +58,21 @@ class EncoderCache:
     was last asked: the runner must free those.
     """
 
-    def __init__(self, capacity_bytes: int, row_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, row_bytes: int, host_capacity_bytes: int = 0) -> None:
         self.capacity_bytes = capacity_bytes
         self.row_bytes = row_bytes
+        self.host = HostOutputs(host_capacity_bytes)
         self._entries: dict[bytes, _Entry] = {}
         self._held: dict[int, dict[bytes, None]] = {}
         """Holder → keys it holds; each entry counts how often."""
         self._used_bytes = 0
         self._unheld_bytes = 0
+        self._awaited: OrderedDict[bytes, None] = OrderedDict()
+        """Unheld entries that somebody will need soon, in the order they were prefetched."""
+        self._awaited_bytes = 0
         self._heap: list[tuple[float, int, bytes]] = []
-        """(priority, tick, key) of unheld entries, and stale ones whose tick is not the entry's."""
+        """(priority, tick, key) of unheld entries that nobody awaits, and stale ones whose tick is
+        not the entry's."""
         self._tick = 0
         self._clock = 0.0
         self._usual_cost = 0.0
@@ -87,9 +98,13 @@ class EncoderCache:
         return len(self._held)
 
     @property
-    def has_dropped(self) -> bool:
-        """Whether `take_dropped` would name any key."""
-        return bool(self._dropped)
+    def has_moves(self) -> bool:
+        """Whether the runner has to be told of anything that left or moves."""
+        return bool(self._dropped) or self.host.has_moves
+
+    def has_anywhere(self, key: bytes) -> bool:
+        """Whether the output need not be encoded: it is on the device or on the host."""
+        return key in self._entries or key in self.host.copies
 
     @property
     def eviction_queue_length(self) -> int:
@@ -119,22 +134,77 @@ class EncoderCache:
         None, with nothing changed, when what is held leaves too little room. With a holder the
         new entry is held once from the start; without one it is evictable.
         """
-        if key in self._entries:
+        entries = self._entries
+        if key in entries:
             raise ValueError("the key is already in the encoder cache")
         num_bytes = num_embeds * self.row_bytes
-        if self._used_bytes - self._unheld_bytes + num_bytes > self.capacity_bytes:
-            self.refuse_oversize(num_embeds, "an item")
-            return None
-        room = self.capacity_bytes - num_bytes
-        evicted = self._evict_until(room) if self._used_bytes > room else ()
-        entry = self._entries[key] = _Entry(num_bytes, self._usual_cost)
+        evicted: tuple[bytes, ...] = ()
+        if self._used_bytes + num_bytes > self.capacity_bytes:
+            if self._used_bytes - self._unheld_bytes + num_bytes > self.capacity_bytes:
+                self.refuse_oversize(num_embeds, "an item")
+                return None
+            evicted = self._evict_until(self.capacity_bytes - num_bytes)
         self._used_bytes += num_bytes
         if holder is None:
+            entry = entries[key] = _Entry(num_bytes, self._usual_cost, {})
+            self._unheld_bytes += num_bytes
             self._make_evictable(key, entry)
         else:
-            entry.holders[holder] = 1
-            self._held.setdefault(holder, {})[key] = None
+            entries[key] = _Entry(num_bytes, self._usual_cost, {holder: 1})
+            keys = self._held.get(holder)
+            if keys is None:
+                keys = self._held[holder] = {}
+            keys[key] = None
         return Allocation(key, num_bytes, evicted)
+
+    def try_allocate_many(self, keys: list[bytes], rows: list[int], holder: int) -> bool:
+        """As `try_allocate` for each key, held by `holder`; False, with nothing changed, when one
+        is known already, on the device or the host, named twice, or when all do not fit at once.
+        """
+        entries, row_bytes, cost = self._entries, self.row_bytes, self._usual_cost
+        total = sum(rows) * row_bytes
+        if (
+            self._used_bytes - self._unheld_bytes + total > self.capacity_bytes
+            or not entries.keys().isdisjoint(keys)
+            or not self.host.copies.keys().isdisjoint(keys)
+            or len(set(keys)) != len(keys)
+        ):
+            return False
+        if self._used_bytes + total > self.capacity_bytes:
+            self._heap.sort()  # a sorted list is a heap too, and quicker to take much from
+            self._evict_until(self.capacity_bytes - total)
+        made = [_Entry(num_rows * row_bytes, cost, {holder: 1}) for num_rows in rows]
+        entries.update(zip(keys, made, strict=True))
+        self._held.setdefault(holder, {}).update(dict.fromkeys(keys))
+        self._used_bytes += total
+        return True
+
+    def try_prefetch(self, key: bytes, num_embeds: int) -> bool:
+        """Make room for an absent key that nobody needs yet: the entry is unheld and awaited.
+
+        False, with nothing changed, when something held or awaited would have to leave, or when
+        more than half of the cache would be awaited.
+        """
+        num_bytes = num_embeds * self.row_bytes
+        kept = self._used_bytes - self._unheld_bytes + self._awaited_bytes
+        awaited = self._awaited_bytes + num_bytes
+        if kept + num_bytes > self.capacity_bytes or 2 * awaited > self.capacity_bytes:
+            return False
+        if self._used_bytes + num_bytes > self.capacity_bytes:
+            self._evict_until(self.capacity_bytes - num_bytes)
+        self._entries[key] = _Entry(num_bytes, self._usual_cost, {})
+        self._used_bytes += num_bytes
+        self._unheld_bytes += num_bytes
+        self._awaited[key] = None
+        self._awaited_bytes += num_bytes
+        return True
+
+    def stop_awaiting(self, key: bytes) -> None:
+        """Whoever prefetched the key does not need it any more."""
+        if key in self._awaited:
+            entry = self._entries[key]
+            self._forget_awaited(key, entry)
+            self._make_evictable(key, entry)
 
     def try_hold(self, holder: int, key: bytes) -> bool:
         """Keep an entry until `release`, as used now; False when the key is absent."""
@@ -145,6 +215,8 @@ class EncoderCache:
         if not holders:
             self._unheld_bytes -= entry.num_bytes
             entry.tick = 0
+            if key in self._awaited:
+                self._forget_awaited(key, entry)
         holders[holder] = holders.get(holder, 0) + 1
         keys = self._held.get(holder)
         if keys is None:
@@ -165,10 +237,34 @@ class EncoderCache:
 
     def release_all(self, holder: int) -> None:
         """Give back everything a holder has, however often it holds it; nothing if nothing."""
-        for key in self._held.pop(holder, ()):
+        keys = self._held.pop(holder, None)
+        if keys is None:
+            return
+        if len(keys) > _MANY:
+            self._release_many(holder, keys)
+            return
+        for key in keys:
             entry = self._entries[key]
             del entry.holders[holder]
             self._settle(key, entry)
+
+    def _release_many(self, holder: int, keys: Iterable[bytes]) -> None:
+        """As one by one, but the eviction order is put right once."""
+        entries, heap, clock, tick = self._entries, self._heap, self._clock, self._tick
+        for key in keys:
+            entry = entries[key]
+            del entry.holders[holder]
+            if entry.holders:
+                continue
+            if entry.condemned:
+                self._drop(key, entry)
+                continue
+            self._unheld_bytes += entry.num_bytes
+            tick += 1
+            entry.tick = tick
+            heap.append((clock + entry.cost_per_byte, tick, key))
+        self._tick = tick
+        self._order_heap()
 
     def holders(self, key: bytes) -> tuple[int, ...]:
         entry = self._entries.get(key)
@@ -178,10 +274,11 @@ class EncoderCache:
         return tuple(self._held.get(holder, ()))
 
     def remove_failed(self, key: bytes) -> None:
-        """Forget an output that could not be computed, whoever holds it.
+        """Forget an output that could not be computed or restored, whoever holds it.
 
         It counts as dropped: a runner that broke half way may have kept it.
         """
+        self.host.forget(key)
         entry = self._entries.get(key)
         if entry is None:
             return
@@ -198,12 +295,12 @@ class EncoderCache:
             entry.cost_per_byte = seconds / max(entry.num_bytes, 1)
             usual = self._usual_cost or entry.cost_per_byte
             self._usual_cost = 0.9 * usual + 0.1 * entry.cost_per_byte
-            if not entry.holders:
-                self._unheld_bytes -= entry.num_bytes
+            if entry.tick:
                 self._make_evictable(key, entry)
 
     def clear(self) -> None:
-        """Drop everything unheld; what is held leaves with its last holder."""
+        """Drop everything unheld, host copies too; what is held leaves with its last holder."""
+        self.host.clear()
         for key, entry in list(self._entries.items()):
             entry.condemned = True
             if not entry.holders:
@@ -232,8 +329,11 @@ class EncoderCache:
         if any(not keys for keys in self._held.values()):
             raise RuntimeError("a holder of nothing is still listed")
         live = {key for _, tick, key in self._heap if key in unheld and unheld[key].tick == tick}
-        if live != unheld.keys():
+        if live | self._awaited.keys() != unheld.keys() or live & self._awaited.keys():
             raise RuntimeError("an unheld entry cannot be evicted")
+        if self._awaited_bytes != sum(entries[key].num_bytes for key in self._awaited):
+            raise RuntimeError("awaited bytes differ from the awaited entries' sum")
+        self.host.check_integrity()
 
     def _forget_holder(self, holder: int, key: bytes) -> None:
         keys = self._held[holder]
@@ -248,34 +348,60 @@ class EncoderCache:
         if entry.condemned:
             self._drop(key, entry)
         else:
+            self._unheld_bytes += entry.num_bytes
             self._make_evictable(key, entry)
 
     def _make_evictable(self, key: bytes, entry: _Entry) -> None:
-        self._unheld_bytes += entry.num_bytes
+        """Give an unheld entry its place in the eviction order."""
         self._tick += 1
         entry.tick = self._tick
         heapq.heappush(self._heap, (self._clock + entry.cost_per_byte, entry.tick, key))
         if len(self._heap) > 2 * len(self._entries) + _HEAP_SLACK:
-            self._heap = [place for place in self._heap if self._is_live(place)]
-            heapq.heapify(self._heap)
+            self._order_heap()
+
+    def _order_heap(self) -> None:
+        """Leave outdated places out and put the rest in order."""
+        self._heap = [place for place in self._heap if self._is_live(place)]
+        heapq.heapify(self._heap)
 
     def _is_live(self, place: tuple[float, int, bytes]) -> bool:
         entry = self._entries.get(place[2])
         return entry is not None and entry.tick == place[1]
 
     def _evict_until(self, room: int) -> tuple[bytes, ...]:
+        """What nobody awaits leaves first; then what was prefetched last, for the latest need."""
         evicted: list[bytes] = []
-        while self._used_bytes > room:
-            place = heapq.heappop(self._heap)
-            if self._is_live(place):
-                self._clock, _, key = place
-                entry = self._entries[key]
-                self._unheld_bytes -= entry.num_bytes
-                self._drop(key, entry)
-                evicted.append(key)
+        heap, entries, keep = self._heap, self._entries, self.host.keep
+        used = self._used_bytes
+        while used > room and heap:
+            priority, tick, key = heapq.heappop(heap)
+            entry = entries.get(key)
+            if entry is None or entry.tick != tick:
+                continue
+            self._clock = priority
+            del entries[key]
+            keep(key, entry.num_bytes)
+            evicted.append(key)
+            used -= entry.num_bytes
+        while used > room:
+            key, _ = self._awaited.popitem()
+            entry = entries.pop(key)
+            self._awaited_bytes -= entry.num_bytes
+            keep(key, entry.num_bytes)
+            evicted.append(key)
+            used -= entry.num_bytes
+        self._unheld_bytes -= self._used_bytes - used
+        self._used_bytes = used
+        self._dropped += evicted
         return tuple(evicted)
 
     def _drop(self, key: bytes, entry: _Entry) -> None:
         del self._entries[key]
+        if key in self._awaited:
+            self._forget_awaited(key, entry)
         self._used_bytes -= entry.num_bytes
         self._dropped.append(key)
+
+    def _forget_awaited(self, key: bytes, entry: _Entry) -> None:
+        del self._awaited[key]
+        self._awaited_bytes -= entry.num_bytes

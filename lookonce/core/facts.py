@@ -33,6 +33,10 @@ class FactsRecord:
             loaded = 0 if external is None else external.loaded
             self.prefix_cached_tokens = num_cached - loaded
 
+    def listed(self, indices: range) -> range:
+        """Those of the features that the receipt lists one by one."""
+        return range(indices.start, min(indices.stop, len(self._outcomes)))
+
     def note(self, index: int, outcome: EncoderOutcome) -> None:
         """The first use of a feature's output decides its outcome."""
         if index < len(self._outcomes) and self._outcomes[index] == "skipped":

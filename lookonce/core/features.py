@@ -15,11 +15,16 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lookonce.errors import BadRequestError
 from lookonce.types.media import MediaFeature
 from lookonce.types.step import EmbedSlice
 
 KEY_BYTES = 32
+MANY = 16
+"""Features from which on checking whole columns is cheaper than one after the other."""
 
 
 class Features:
@@ -29,19 +34,19 @@ class Features:
     of order (naming both).
     """
 
-    __slots__ = ("_as_tuple", "_ends", "_features", "_offsets")
+    __slots__ = ("_as_tuple", "_ends", "_features", "_keys", "_offsets", "all_plain", "longest")
 
     def __init__(self, features: Iterable[MediaFeature] = ()) -> None:
         self._features: list[MediaFeature] = []
+        self._keys: list[bytes] = []
         self._offsets = array("q")
         self._ends = array("q")
         self._as_tuple: tuple[MediaFeature, ...] | None = None
-        known = tuple(features)
-        if _plain_and_in_order(known):
-            self._extend(known)
-        else:
-            for feature in known:
-                self.append(feature)
+        self.all_plain = True
+        """Every position of every item takes a row: there is no `is_embed` mask."""
+        self.longest = 0
+        """Positions of the longest item; no item has more rows."""
+        self.extend(tuple(features))
 
     def append(self, feature: MediaFeature) -> None:
         """Add a feature that begins at or after the end of the last one."""
@@ -50,21 +55,55 @@ class Features:
         if index and feature.offset < self._ends[-1]:
             raise BadRequestError(_conflict(self._features[-1], feature, index), param="features")
         self._features.append(feature)
+        self._keys.append(feature.key)
         self._offsets.append(feature.offset)
         self._ends.append(feature.end)
         self._as_tuple = None
+        self.all_plain &= feature.is_embed is None
+        self.longest = max(self.longest, feature.length)
 
-    def _extend(self, features: tuple[MediaFeature, ...]) -> None:
+    def extend(self, features: tuple[MediaFeature, ...]) -> None:
+        """Add features in order; column by column where many are plain and nothing is wrong.
+
+        Whoever catches its error must not use the object any more: some may have been added.
+        """
+        if len(features) < MANY or not self._extend_at_once(features):
+            for feature in features:
+                self.append(feature)
+
+    def _extend_at_once(self, features: tuple[MediaFeature, ...]) -> bool:
+        """False, with nothing added, sends to the thorough checks one by one."""
+        keys = [feature.key for feature in features]
+        lengths = [feature.length for feature in features]
+        offsets = np.array([feature.offset for feature in features], dtype=np.int64)
+        ends = offsets + np.array(lengths, dtype=np.int64)
+        if (
+            offsets[0] < self.end
+            or min(lengths) < 1
+            or bool((offsets[1:] < ends[:-1]).any())
+            or [feature.num_embeds for feature in features] != lengths
+            or set(map(len, keys)) != {KEY_BYTES}
+            or not all(feature.is_embed is None for feature in features)
+        ):
+            return False
+        self._as_tuple = None if self._features else features
         self._features += features
-        self._offsets.extend([feature.offset for feature in features])
-        self._ends.extend([feature.offset + feature.length for feature in features])
-        self._as_tuple = features
+        self._keys += keys
+        self._offsets.frombytes(offsets.tobytes())
+        self._ends.frombytes(ends.tobytes())
+        self.longest = max(self.longest, max(lengths))
+        return True
 
     def __len__(self) -> int:
         return len(self._features)
 
     def __getitem__(self, index: int) -> MediaFeature:
         return self._features[index]
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Each feature's key, in order; not to be changed."""
+        return self._keys
 
     @property
     def end(self) -> int:
@@ -77,15 +116,56 @@ class Features:
             return range(0)
         return range(bisect_right(self._ends, start), bisect_left(self._offsets, end))
 
+    def window(self, indices: range) -> list[MediaFeature]:
+        """The features of a range of indices."""
+        return self._features[indices.start : indices.stop]
+
+    def covered(self, length: int) -> NDArray[np.bool_]:
+        """[length]; which positions take a row of some feature."""
+        if not self.all_plain:
+            return self._covered_one_by_one(length)
+        steps = np.zeros(length + 1, dtype=np.int8)
+        np.add.at(steps, np.frombuffer(self._offsets, dtype=np.int64), 1)
+        np.add.at(steps, np.frombuffer(self._ends, dtype=np.int64), -1)
+        return np.cumsum(steps[:-1], dtype=np.int8).astype(np.bool_)
+
+    def _covered_one_by_one(self, length: int) -> NDArray[np.bool_]:
+        covered = np.zeros(length, dtype=np.bool_)
+        for feature in self._features:
+            for first, last in _embed_ranges(feature):
+                covered[feature.offset + first : feature.offset + last] = True
+        return covered
+
     def embed_slices(self, start: int, end: int) -> tuple[EmbedSlice, ...]:
         """Which encoder output rows the positions `[start, end)` take; `row` counts from start."""
+        indices = self.overlapping(start, end)
+        if self.all_plain:
+            return self._plain_slices(indices, start, end)
         slices: list[EmbedSlice] = []
-        for index in self.overlapping(start, end):
-            feature = self._features[index]
-            if feature.is_embed is None:
-                slices.append(_plain_slice(feature, start, end))
-            else:
-                slices += feature_slices(feature, start, end)
+        for feature in self.window(indices):
+            slices += feature_slices(feature, start, end)
+        return tuple(slices)
+
+    def _plain_slices(self, indices: range, start: int, end: int) -> tuple[EmbedSlice, ...]:
+        """As `feature_slices` for each: only the first and the last can be cut by the window."""
+        if not indices:
+            return ()
+        first, stop = indices.start, indices.stop
+        keys, offsets, ends = self._keys, self._offsets, self._ends
+        slices = [
+            EmbedSlice(key, 0, last - offset, offset - start)
+            for key, offset, last in zip(
+                keys[first + 1 : stop - 1],
+                offsets[first + 1 : stop - 1],
+                ends[first + 1 : stop - 1],
+                strict=True,
+            )
+        ]
+        slices.insert(0, _plain_slice(keys[first], offsets[first], ends[first], start, end))
+        if stop - first > 1:
+            slices.append(
+                _plain_slice(keys[stop - 1], offsets[stop - 1], ends[stop - 1], start, end)
+            )
         return tuple(slices)
 
     def as_tuple(self) -> tuple[MediaFeature, ...]:
@@ -149,32 +229,14 @@ def next_embed(feature: MediaFeature, start: int) -> int | None:
     return None
 
 
-def _plain_slice(feature: MediaFeature, start: int, end: int) -> EmbedSlice:
-    """As `feature_slices`, for a feature that takes rows everywhere and touches the window."""
-    offset = feature.offset
-    low, high = max(offset, start), min(offset + feature.length, end)
-    return EmbedSlice(feature.key, low - offset, high - offset, low - start)
+def _plain_slice(key: bytes, offset: int, last: int, start: int, end: int) -> EmbedSlice:
+    """The rows of `[offset, last)`, which takes rows everywhere, that the window touches."""
+    low, high = max(offset, start), min(last, end)
+    return EmbedSlice(key, low - offset, high - offset, low - start)
 
 
 def _embed_ranges(feature: MediaFeature) -> tuple[tuple[int, int], ...]:
     return ((0, feature.length),) if feature.is_embed is None else feature.is_embed
-
-
-def _plain_and_in_order(features: tuple[MediaFeature, ...]) -> bool:
-    """A fast way to know that nothing is wrong; False only sends to the thorough checks."""
-    at = 0
-    for feature in features:
-        length = feature.length
-        if (
-            feature.is_embed is not None
-            or feature.offset < at
-            or length < 1
-            or feature.num_embeds != length
-            or len(feature.key) != KEY_BYTES
-        ):
-            return False
-        at = feature.offset + length
-    return True
 
 
 def _check_shape(feature: MediaFeature, index: int) -> None:

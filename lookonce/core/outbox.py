@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lookonce.types.request import TokenDelta
+from lookonce.types.step import Extension
 
 
 @dataclass(slots=True)
@@ -26,12 +27,14 @@ class SchedulerOutput:
 class Outbox:
     """Pending output for the clients, and pending news for the runner."""
 
-    __slots__ = ("finished", "output")
+    __slots__ = ("extensions", "finished", "output")
 
     def __init__(self) -> None:
         self.output = SchedulerOutput()
         self.finished: list[int] = []
         """Sequences the runner knows and must forget."""
+        self.extensions: list[Extension] = []
+        """What was appended to sequences the runner knows."""
 
     def take_output(self) -> SchedulerOutput:
         output, self.output = self.output, SchedulerOutput()
@@ -41,3 +44,12 @@ class Outbox:
         finished = tuple(self.finished)
         self.finished.clear()
         return finished
+
+    def take_extensions(self) -> tuple[Extension, ...]:
+        """Those of sequences that ended meanwhile are of no use to anyone."""
+        if not self.extensions:
+            return ()
+        gone = set(self.finished)
+        extensions = tuple(e for e in self.extensions if e.seq_id not in gone)
+        self.extensions.clear()
+        return extensions

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from lookonce.core.acquiring import Shortage
 from lookonce.core.admission import Admission
 from lookonce.core.budget import StepPass
-from lookonce.core.chunking import Chunker, Shortage
+from lookonce.core.chunking import Chunker
 from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.preemption import Preemption
 from lookonce.core.request import Sequence, State

@@ -124,8 +124,11 @@ class Request:
 
     def update_missing(self) -> None:
         """Recount what the engine lacks: O(items), only when items come or the request is new."""
+        if all(map(self.items.__contains__, self.features.keys)):
+            self.missing, self.last_missing_end = set(), 0
+            return
         features = self.features.as_tuple()
-        self.missing = {feature.key for feature in features} - self.items.keys()
+        self.missing = set(self.features.keys) - self.items.keys()
         last = (f.end for f in reversed(features) if f.key in self.missing)
         self.last_missing_end = next(last, 0) if self.missing else 0
 
@@ -158,6 +161,7 @@ class Sequence:
         "num_delivered",
         "num_registered",
         "order",
+        "prefetched",
         "request",
         "seq_id",
         "state",
@@ -175,6 +179,8 @@ class Sequence:
         self.tokens = TokenBuffer(request.prompt)
         self.token_limit = token_limit
         """Prompt plus generated tokens at which it ends with "length"."""
+        self.prefetched: set[int] = set()
+        """Features whose output was encoded ahead for this sequence, until it ends."""
         self.chain: list[bytes] = []
         """Hashes of its first full blocks, as far as anyone asked."""
         self.clear_computed()

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from lookonce.config import SchedulerConfig
+from lookonce.core.acquiring import Acquirer
 from lookonce.core.admission import Admission
 from lookonce.core.applying import Applier
 from lookonce.core.blocks import BlockPool
@@ -75,6 +76,7 @@ class Scheduler:
             )
             lifecycle.on_end = self._external.finished
         self._door = Door(block_pool, encoder_cache, model, config.max_num_batched_tokens)
+        acquirer = Acquirer(encoder_cache, counters, model.unsplittable)
         self._planner = Planner(
             roster,
             lifecycle,
@@ -88,7 +90,7 @@ class Scheduler:
                 external=self._external,
             ),
             Preemption(block_pool, roster, lifecycle, counters),
-            Chunker(encoder_cache, counters, model.unsplittable),
+            Chunker(acquirer, model.unsplittable),
             max_num_seqs=config.max_num_seqs,
             max_tokens=config.max_num_batched_tokens,
             max_encoder_rows=config.max_encoder_tokens,
@@ -105,7 +107,7 @@ class Scheduler:
         )
         self._next_seq_id = 0
         self._step_id = 0
-        self._encode_owners: dict[bytes, tuple[FactsRecord, int]] = {}
+        self._encode_owners: list[tuple[FactsRecord, int]] = []
 
     # --- requests come and go -------------------------------------------------------------
 
@@ -184,17 +186,23 @@ class Scheduler:
         if self._external is not None:
             self._external.take_reports()
         step = self._planner.plan()
+        extended = self._outbox.take_extensions()
         finished = self._outbox.take_finished()
         dropped = self._encoder_cache.take_dropped()
-        if not (step.scheduled or finished or dropped):
+        moves = self._encoder_cache.host.take_moves()
+        if not (step.scheduled or step.encode or finished or dropped or any(moves) or extended):
             return None
         self._encode_owners = step.encode_owners
         self._step_id += 1
         return StepPlan(
             step_id=self._step_id,
             finished=finished,
+            dropped_host=moves.dropped,
+            offload=moves.offload,
             dropped_outputs=dropped,
+            restore=moves.restore,
             new=tuple(step.new),
+            extended=extended,
             encode=tuple(step.encode),
             scheduled=tuple(step.scheduled),
         )
@@ -229,7 +237,7 @@ class Scheduler:
             or roster.waiting
             or self._outbox.finished
             or self._outbox.output
-            or self._encoder_cache.has_dropped
+            or self._encoder_cache.has_moves
         )
 
     def stats(self) -> dict[str, float]:
@@ -243,7 +251,10 @@ class Scheduler:
             "encoder_cache_hits_total": counters.encoder_cache_hits,
             "encoder_cache_bytes": self._encoder_cache.used_bytes,
             "encoder_cache_holders": self._encoder_cache.num_holders,
+            "encoder_cache_host_bytes": self._encoder_cache.host.used_bytes,
+            "encoder_cache_restores_total": counters.encoder_cache_restores,
             "encoder_runs_total": counters.encoder_runs,
+            "encoder_prefetches_total": counters.encoder_prefetches,
             "num_requests_running": self.num_running,
             "num_requests_waiting": self.num_waiting,
             "kv_cache_usage_ratio": 1.0 - self._pool.num_free / self._pool.num_blocks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,7 +30,19 @@ class NewSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbedSlice:
+class Extension:
+    """What a live session appended to a sequence the runner knows."""
+
+    seq_id: int
+    start: int
+    """Index of the first appended token."""
+    token_ids: NDArray[np.int32]
+    """[num_appended]; the runner copies it."""
+    features: tuple[MediaFeature, ...]
+    """The items among them, in order, at offsets of the whole sequence."""
+
+
+class EmbedSlice(msgspec.Struct, frozen=True, gc=False):
     """Rows `[start, end)` of the encoder output `key` go to the chunk's rows from `row` on."""
 
     key: bytes
@@ -54,8 +67,7 @@ class ScheduledSequence:
     """The chunk ends at the last known token: sample the next one from its last row."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodeItem:
+class EncodeItem(msgspec.Struct, frozen=True, gc=False):
     """Run the encoder on one item and keep the output under its key."""
 
     key: bytes
@@ -64,14 +76,25 @@ class EncodeItem:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. The runner first forgets, then learns, then encodes, then computes."""
+    """One step. The runner first forgets, then learns, then moves outputs, encodes and computes.
+
+    Outputs move in the order of the fields: `dropped_host`, `offload`, `dropped_outputs`,
+    `restore`. So host memory has room before anything comes to it, and the device too.
+    """
 
     step_id: int
     finished: tuple[int, ...] = ()
     """Sequences to forget (finished, aborted, preempted)."""
+    dropped_host: tuple[bytes, ...] = ()
+    """Host copies of encoder outputs to free."""
+    offload: tuple[bytes, ...] = ()
+    """Encoder outputs to copy to host memory; they are dropped from the device next."""
     dropped_outputs: tuple[bytes, ...] = ()
-    """Encoder outputs to free."""
+    """Encoder outputs to free on the device."""
+    restore: tuple[bytes, ...] = ()
+    """Encoder outputs to copy back to the device; the host copy stays."""
     new: tuple[NewSequence, ...] = ()
+    extended: tuple[Extension, ...] = ()
     encode: tuple[EncodeItem, ...] = ()
     scheduled: tuple[ScheduledSequence, ...] = ()
     """Decodes (num_tokens 1 and sample) first, then prefill chunks."""
@@ -93,5 +116,7 @@ class StepResult:
     """Encoder outputs that could not be computed; their sequences were not computed this step."""
     failed_sequences: dict[int, LookOnceError] = field(default_factory=dict)
     """Sequences whose computation failed; their sampled token is -1."""
+    lost_copies: tuple[bytes, ...] = ()
+    """Offloaded outputs of which no host copy could be made."""
     encode_seconds: dict[bytes, float] = field(default_factory=dict)
     """Per item encoded in this step (a batch's time is shared equally)."""

@@ -148,7 +148,7 @@ def test_a_decode_costs_the_same_with_32_times_the_items(
     counts = {n: count_operations(long.step) for n, long in decoding.items()}
     assert decoding[LARGE].last.scheduled[0].num_tokens == 1
     assert counts[LARGE] <= counts[SMALL] + 5
-    assert counts[SMALL] < 200
+    assert counts[SMALL] < 260
 
 
 def test_a_decode_allocates_the_same_with_32_times_the_items(
@@ -201,8 +201,9 @@ def test_giving_a_request_up_costs_its_blocks_and_what_it_holds_not_its_items() 
     assert counts[LARGE] < 12
 
 
-def scan_all(features: Features, start: int, end: int) -> list[int]:
-    return [i for i, f in enumerate(features.as_tuple()) if f.end > start and f.offset < end]
+def scan_all(features: Features, start: int, end: int) -> range:
+    found = [i for i, f in enumerate(features.as_tuple()) if f.end > start and f.offset < end]
+    return range(found[0], found[-1] + 1) if found else range(0)
 
 
 def copy_all(features: Features, start: int, end: int) -> range:

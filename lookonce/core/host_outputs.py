@@ -1,0 +1,126 @@
+"""The second tier of encoder outputs: copies in host memory, by key, least recently used first.
+
+An output that leaves the device unheld is copied here, and comes back instead of being encoded
+again. The copy stays when it comes back, so that the next time it leaves nothing need be copied.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+
+class Moves(NamedTuple):
+    """What the runner must do with host memory in the next step; no key is in two of them, but
+    one offloaded may be restored by the same step."""
+
+    dropped: tuple[bytes, ...] = ()
+    offload: tuple[bytes, ...] = ()
+    restore: tuple[bytes, ...] = ()
+
+
+NO_MOVES = Moves()
+
+
+class HostOutputs:
+    """Accounts for the copies; the runner keeps them under the same keys.
+
+    Moves gather until `take_moves`, and those that undo each other vanish.
+    """
+
+    __slots__ = ("_dropped", "_offload", "_restore", "_used_bytes", "capacity_bytes", "copies")
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.copies: OrderedDict[bytes, int] = OrderedDict()
+        """Key → bytes, least recently used first; for others to look into, not to change."""
+        self._used_bytes = 0
+        self._offload: dict[bytes, None] = {}
+        self._restore: dict[bytes, None] = {}
+        self._dropped: dict[bytes, None] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.copies
+
+    def __len__(self) -> int:
+        return len(self.copies)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes
+
+    @property
+    def has_moves(self) -> bool:
+        return bool(self._dropped or self._offload or self._restore)
+
+    def keep(self, key: bytes, num_bytes: int) -> bool:
+        """The output is about to leave the device; False when it finds no room here."""
+        if not self.capacity_bytes:
+            return False
+        if key in self.copies:
+            self._touch(key)
+            return True
+        if num_bytes > self.capacity_bytes or not self._make_room(num_bytes):
+            return False
+        self.copies[key] = num_bytes
+        self._used_bytes += num_bytes
+        if key in self._dropped:
+            del self._dropped[key]
+        else:
+            self._offload[key] = None
+        return True
+
+    def restore(self, key: bytes) -> None:
+        """The copy goes back to the device in the next step, and stays at least until then."""
+        self._touch(key)
+        self._restore[key] = None
+
+    def forget(self, key: bytes) -> None:
+        """Drop a copy, if there is one, whatever was planned with it."""
+        num_bytes = self.copies.pop(key, None)
+        if num_bytes is None:
+            return
+        self._used_bytes -= num_bytes
+        self._restore.pop(key, None)
+        if key in self._offload:
+            del self._offload[key]
+        else:
+            self._dropped[key] = None
+
+    def clear(self) -> None:
+        """Drop every copy that is not about to be used."""
+        for key in [key for key in self.copies if key not in self._restore]:
+            self.forget(key)
+
+    def take_moves(self) -> Moves:
+        """What was decided since the last call."""
+        if not self.has_moves:
+            return NO_MOVES
+        moves = Moves(tuple(self._dropped), tuple(self._offload), tuple(self._restore))
+        self._dropped.clear()
+        self._offload.clear()
+        self._restore.clear()
+        return moves
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` where bytes or moves disagree with the copies."""
+        if self._used_bytes != sum(self.copies.values()):
+            raise RuntimeError("host bytes differ from the copies' sum")
+        if self._used_bytes > self.capacity_bytes:
+            raise RuntimeError("the host tier is over its capacity")
+        if not self.copies.keys() >= self._offload.keys() | self._restore.keys():
+            raise RuntimeError("a copy is moved that is not accounted for")
+        if self._dropped.keys() & self.copies.keys():
+            raise RuntimeError("a copy is dropped and kept")
+
+    def _touch(self, key: bytes) -> None:
+        self.copies.move_to_end(key)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Restored copies were touched last: meeting one, there is nothing left to drop."""
+        while self._used_bytes + num_bytes > self.capacity_bytes:
+            oldest = next(iter(self.copies))
+            if oldest in self._restore:
+                return False
+            self.forget(oldest)
+        return True
