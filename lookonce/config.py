@@ -6,8 +6,7 @@ LookOnce: none (the Hugging Face libraries read their own).
 
 from __future__ import annotations
 
-import hashlib
-import os
+import secrets
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -315,7 +314,8 @@ def _existing_file(name: str, path: str | None) -> str | None:
 
 
 def _socket_path() -> str:
-    """A fresh path in a folder only this user can enter; unix socket paths are short (~100 B)."""
-    folder = Path(tempfile.mkdtemp(prefix="lookonce-"))
-    name = hashlib.sha256(os.urandom(16)).hexdigest()[:8]
-    return str(folder / f"{name}.sock")
+    """A fresh name in a folder of its own, which whoever binds it creates for this user only.
+
+    Unix socket paths are short (~100 bytes), so it lies in the system's temporary folder.
+    """
+    return str(Path(tempfile.gettempdir()) / f"lookonce-{secrets.token_hex(8)}" / "engine.sock")

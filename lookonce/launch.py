@@ -28,7 +28,7 @@ from lookonce.engine.supervise import (
     ENGINE_COMMAND,
     EngineSupervisor,
     OnLoading,
-    remove_socket,
+    socket_folder,
 )
 from lookonce.errors import ConfigError
 
@@ -74,14 +74,15 @@ class Supervisor:
         Raises `ConfigError` (also for an address in use), `ModelLoadError`, and `EngineDeadError`
         when a process cannot be kept running.
         """
-        try:
-            with bind(self._config.server) as listener, _Signals(self):
-                try:
-                    await self._serve_on(listener)
-                finally:
-                    _unlink(self._config.server.uds)
-        finally:
-            remove_socket(self._config.channel.address)
+        with (
+            socket_folder(self._config.channel.address),
+            bind(self._config.server) as listener,
+            _Signals(self),
+        ):
+            try:
+                await self._serve_on(listener)
+            finally:
+                _unlink(self._config.server.uds)
 
     async def _serve_on(self, listener: socket.socket) -> None:
         self._apis = [

@@ -19,7 +19,7 @@ import msgspec
 
 from lookonce.config import NANO, Config, Options, resolve
 from lookonce.engine.settings import engine_settings
-from lookonce.engine.supervise import EngineSupervisor, OnLoading, remove_socket
+from lookonce.engine.supervise import EngineSupervisor, OnLoading, socket_folder
 from lookonce.server.exchange import Sample
 from lookonce.server.generation import Generation, Piece, prepared
 from lookonce.server.hub import with_local_model
@@ -147,7 +147,7 @@ class LLM:
             stall_timeout=config.channel.stall_timeout,
             on_loading=on_loading,
         )
-        self._stack.callback(remove_socket, config.channel.address)
+        self._stack.enter_context(socket_folder(config.channel.address))
         running = asyncio.create_task(supervisor.run())
         self._stack.push_async_callback(_end_engine, supervisor, running)
         services = await self._stack.enter_async_context(open_services(config))

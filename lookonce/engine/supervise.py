@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import shutil
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -100,11 +100,12 @@ class EngineSupervisor:
         child.kill()
 
 
-def remove_socket(address: str) -> None:
-    """Remove what an `ipc://` endpoint leaves in the file system: socket and private folder."""
-    path = Path(address.removeprefix("ipc://"))
-    with suppress(OSError):
-        path.unlink()
-    if path.parent.name.startswith("lookonce-"):
-        with suppress(OSError):
-            os.rmdir(path.parent)
+@contextmanager
+def socket_folder(address: str) -> Iterator[Path]:
+    """The private folder of an `ipc://` endpoint: made for this user alone, removed at the end."""
+    folder = Path(address.removeprefix("ipc://")).parent
+    folder.mkdir(mode=0o700)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import httpx
 import pytest
@@ -57,13 +55,11 @@ async def site(**options: object) -> AsyncIterator[Site]:
     services = Services(
         config=config,
         renderer=renderer,
+        readonly=renderer,
         engine=engine,  # type: ignore[arg-type]
         metrics=Metrics("recital", vllm_names=config.server.vllm_metric_names),
         keys=KeyRing.of(config.server),
     )
     transport = httpx.ASGITransport(app=build_app(services))
-    try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            yield Site(services, client, engine, renderer)
-    finally:
-        shutil.rmtree(Path(config.channel.address.removeprefix("ipc://")).parent)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield Site(services, client, engine, renderer)
