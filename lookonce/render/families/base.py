@@ -119,7 +119,7 @@ class ProcessorFamily(ABC):
         described = {
             "class": f"{type(self).__module__}.{type(self).__qualname__}",
             "arithmetic": self.arithmetic,
-            "config": msgspec.to_builtins(self.files),
+            "config": self.files.described(),
             "dtype": self.dtype,
             "backend": "pil",
             "libraries": {name: version(name) for name in libraries},

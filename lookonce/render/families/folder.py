@@ -23,6 +23,12 @@ class FolderFiles(msgspec.Struct, frozen=True):
     """Of the image processor and the feature extractor; both may share one file."""
     processor: Json
     """Top level of processor_config.json: what the processor class itself was given."""
+    tokenizer: str | None = None
+    """Path of tokenizer.json; None where there is none."""
+
+    def described(self) -> list[Json]:
+        """What of the files decides how media is processed, wherever they lie."""
+        return [self.config, self.preprocessor, self.processor]
 
     @property
     def image_processor(self) -> Json:
@@ -43,10 +49,12 @@ def read_folder(folder: str | Path) -> FolderFiles:
     config = _read_json(folder, "config.json")
     if not config:
         raise ModelLoadError(f"{folder} has no config.json")
+    tokenizer = _file(folder, "tokenizer.json")
     return FolderFiles(
         config=config,
         preprocessor=_read_json(folder, "preprocessor_config.json"),
         processor=_read_json(folder, "processor_config.json"),
+        tokenizer=None if tokenizer is None else str(tokenizer),
     )
 
 

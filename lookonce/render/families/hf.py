@@ -17,6 +17,9 @@ IMAGE_PROCESSORS = {
     "SiglipImageProcessor": "transformers.models.siglip.image_processing_pil_siglip",
     "Qwen2VLImageProcessor": "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
     "Gemma3ImageProcessor": "transformers.models.gemma3.image_processing_pil_gemma3",
+    "PixtralImageProcessor": "transformers.models.pixtral.image_processing_pil_pixtral",
+    "Idefics3ImageProcessor": "transformers.models.idefics3.image_processing_pil_idefics3",
+    "SmolVLMImageProcessor": "transformers.models.smolvlm.image_processing_pil_smolvlm",
 }
 """`image_processor_type` (without "Fast") → module of its PIL class."""
 

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 BLOCK_FRAMES = 2048
 """Frames transformed at once, so that long clips need little memory."""
+SILENCE, RANGE = -10.0, 8.0
+"""log10 of the power of silence, and how far below the loudest a level may lie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +30,37 @@ class MelSettings:
 
 def log_mel(samples: NDArray[np.float32], settings: MelSettings) -> NDArray[np.float32]:
     """Features [mel bins, frames] of mono `samples` [n], frames = ceil(n / hop), n in 1..max."""
-    hop = settings.hop_length
-    frames = num_frames(len(samples), hop)
-    # Two frames more than are kept still touch sound, and their level counts for the maximum.
-    spectrum = _log_spectrum(_padded(samples, settings), settings)[
-        : min(frames + 2, settings.max_samples // hop)
-    ]
-    spectrum = np.maximum(spectrum, spectrum.max() - 8.0)[:frames]
-    return np.ascontiguousarray(((spectrum + 4.0) / 4.0).T, np.float32)
+    frames = num_frames(len(samples), settings.hop_length)
+    return _scaled(_levels(samples, settings)[:frames])
+
+
+def padded_log_mel(samples: NDArray[np.float32], settings: MelSettings) -> NDArray[np.float32]:
+    """The same beside the silence that pads the clip: [mel bins, max_samples // hop]."""
+    levels = _levels(samples, settings)
+    shape = (settings.max_samples // settings.hop_length, levels.shape[1])
+    padded = np.full(shape, max(SILENCE, levels.max() - RANGE))
+    padded[: len(levels)] = levels
+    return _scaled(padded)
 
 
 def num_frames(num_samples: int, hop_length: int) -> int:
     return -(-num_samples // hop_length)
+
+
+def _levels(samples: NDArray[np.float32], settings: MelSettings) -> NDArray[np.float64]:
+    """log10 mel power of every frame that touches sound, [frames, mel bins], floored."""
+    # Frames after the clip's last still touch sound, and their level counts for the maximum.
+    tail = -(-settings.n_fft // (2 * settings.hop_length))
+    frames = num_frames(len(samples), settings.hop_length) + tail
+    spectrum = _log_spectrum(_padded(samples, settings), settings)
+    spectrum = spectrum[: min(frames, settings.max_samples // settings.hop_length)]
+    floored: NDArray[np.float64] = np.maximum(spectrum, spectrum.max() - RANGE)
+    return floored
+
+
+def _scaled(levels: NDArray[np.float64]) -> NDArray[np.float32]:
+    """[frames, mel bins] → [mel bins, frames], as the encoder takes them."""
+    return np.ascontiguousarray(((levels + 4.0) / 4.0).T, np.float32)
 
 
 def _padded(samples: NDArray[np.float32], settings: MelSettings) -> NDArray[np.float64]:
@@ -58,4 +79,4 @@ def _log_spectrum(signal: NDArray[np.float64], settings: MelSettings) -> NDArray
     for start in range(0, len(frames), BLOCK_FRAMES):
         wave = np.fft.rfft(frames[start : start + BLOCK_FRAMES] * window, axis=1)
         blocks.append((wave.real**2 + wave.imag**2) @ settings.filters)
-    return np.log10(np.maximum(np.concatenate(blocks), 1e-10))
+    return np.log10(np.maximum(np.concatenate(blocks), 10**SILENCE))

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: pictures of any size; the template writes vision start and end around them."""
+"""Qwen2-VL to Qwen3-VL: pictures of any size, between the template's vision start and end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 
 class Qwen2_5VLProcessing(ProcessorFamily):  # noqa: N801
-    model_types = ("qwen2_5_vl",)
+    model_types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
     modalities = ("image",)
 
     def __init__(self, files: FolderFiles, dtype: str) -> None:

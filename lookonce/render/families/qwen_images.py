@@ -105,7 +105,9 @@ class QwenImages:
             )
         if rows % self.merge or columns % self.merge:
             raise refuse_arrays(f"rows and columns of patches must be multiples of {self.merge}")
-        limit = max(self.max_pixels, self._factor**2)
+        # The shorter side of a thin picture is rounded up to a whole patch.
+        thinnest = self._factor * math.isqrt(MAX_SIDE_RATIO * self.max_pixels)
+        limit = max(self.max_pixels, thinnest)
         if num_patches * self.patch**2 > limit:
             raise refuse_arrays(f"the picture has more than {limit} pixels")
         return self._expansion(rows // self.merge, columns // self.merge)
