@@ -1,0 +1,131 @@
+"""External KV tiers as a user gets them: restarts, two servers, a Valkey that hangs and dies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.drawing import ask, picture
+from tests.end_to_end.live import LiveServer, until
+from tests.kv.servers import ValkeyServer
+
+SHAPES = picture(("red", "circle"), ("blue", "square"))
+QUESTION = "What is in the picture?"
+TRUTH = "a red circle to the left of a blue square"
+
+
+@pytest.fixture
+def valkey() -> Iterator[ValkeyServer]:
+    with tempfile.TemporaryDirectory(prefix="lookonce-valkey-") as folder:
+        server = ValkeyServer(Path(folder))
+        yield server
+        server.close()
+
+
+def look(server: LiveServer, *, scope: str = "") -> dict[str, Any]:
+    """One answer; it is the right one whatever the tiers do, and its figures agree."""
+    body = {
+        "model": "nano",
+        "messages": ask(SHAPES, QUESTION),
+        "reuse_receipt": True,
+        "kv_transfer_params": {"num_lmcache_extra_cached_tokens": 0},
+        "cache_salt": scope or None,
+    }
+    response = server.post("/v1/chat/completions", body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    assert answer["choices"][0]["message"]["content"] == TRUTH
+    receipt, told = answer["reuse_receipt"], answer["kv_transfer_params"]
+    loaded = told["num_external_cached_tokens"]
+    assert loaded <= told["num_lmcache_extra_cached_tokens"]
+    assert receipt["external_cached_tokens"] == loaded == sum(by_tier(answer).values())
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == receipt["prefix_cached_tokens"] + loaded < answer["usage"]["prompt_tokens"]
+    return answer
+
+
+def by_tier(answer: dict[str, Any]) -> dict[str, int]:
+    tiers: dict[str, int] = answer["kv_transfer_params"]["external_cache"]["by_tier"]
+    return tiers
+
+
+def status(answer: dict[str, Any]) -> str:
+    return str(answer["kv_transfer_params"]["external_cache"]["status"])
+
+
+def stored(server: LiveServer, tier: str) -> None:
+    """Until the tier has what it was given."""
+    name = f"kv_tier_stored_tokens_total:{tier}"
+    until(lambda: server.metrics().get(name, 0) > 0, 20, server.log)
+    until(lambda: server.metrics()[f"kv_tier_queue_bytes:{tier}"] == 0, 20, server.log)
+
+
+def test_a_restart_and_a_second_server_find_what_the_first_one_computed(
+    tmp_path: Path, valkey: ValkeyServer
+) -> None:
+    disk, shared = f"disk:{tmp_path}:1GB", f"valkey://127.0.0.1:{valkey.port}"
+    options = ("--kv-load", "always", "--kv-tier", "host:64MB", "--kv-tier", disk)
+    with LiveServer(*options, "--kv-tier", shared) as first:
+        assert status(look(first)) == "none"
+        assert status(look(first)) == "shadowed"
+        stored(first, "disk")
+        stored(first, "valkey")
+        first.post("/reset_prefix_cache")
+        assert by_tier(look(first)).keys() == {"host"}
+        assert status(look(first, scope="another")) == "none"
+        metrics = first.metrics()
+        assert metrics["external_prefix_cache_hits_total"] > 0
+        assert metrics["prompt_tokens_total"] == (
+            metrics["external_prefix_cache_queries_total"] + metrics["prefix_cache_hits_total"]
+        )
+    with LiveServer(*options) as again:
+        assert by_tier(look(again)).keys() == {"disk"}
+        again.post("/reset_prefix_cache")
+        assert by_tier(look(again)).keys() == {"host"}, "found far, kept near"
+    with LiveServer("--kv-load", "always", "--kv-tier", shared) as other:
+        assert by_tier(look(other)).keys() == {"valkey"}
+
+
+def test_a_valkey_that_hangs_dies_and_comes_back_never_costs_an_answer(
+    valkey: ValkeyServer,
+) -> None:
+    shared = f"valkey://{valkey.socket}"
+    with LiveServer("--kv-load", "always", "--kv-tier", shared) as server:
+        look(server)
+        stored(server, "valkey")
+
+        def cold() -> str:
+            server.post("/reset_prefix_cache")
+            return status(look(server))
+
+        assert cold() == "loaded"
+        valkey.pause()
+        started = time.monotonic()
+        assert [cold() for _ in range(5)].count("loaded") == 0
+        assert time.monotonic() - started < 20.0, "a breaker spares the others the wait"
+        assert server.metrics()["kv_tier_breaker_state:valkey"] > 0
+        valkey.resume()
+        until(lambda: cold() == "loaded", 30, server.log)
+        valkey.kill()
+        assert [cold() for _ in range(5)].count("loaded") == 0
+        valkey.start()
+        until(lambda: cold() == "loaded", 30, server.log)
+        assert server.metrics()["kv_tier_breaker_state:valkey"] == 0
+
+
+@pytest.mark.parametrize(
+    "spec", ["host", "host:4", "disk:relative:1GB", "lmcache://x", "valkey://"]
+)
+def test_a_mistake_in_a_tier_is_said_before_any_model_loads(spec: str) -> None:
+    command = [sys.executable, "-m", "lookonce.cli.main", "serve", "--kv-tier", spec]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "--kv-tier" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,226 @@
+"""Real models over real tiers: the same greedy tokens cold, warm, after a restart, from afar.
+
+Each `Served` is one engine with its own pages; two that share a disk folder or a Valkey are two
+servers, or one before and after a restart.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lookonce.config import EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
+from lookonce.core.blocks import BlockPool
+from lookonce.engine.build import assemble
+from lookonce.engine.external import open_external, rope_of
+from lookonce.engine.settings import EngineSettings
+from lookonce.model.attention.select import select_backend
+from lookonce.model.kv_copier import PageCopier
+from lookonce.model.kv_pages import KVPages
+from lookonce.model.loader import LoadedModel, load_model
+from lookonce.model.runner import Runner
+from lookonce.types.kv import ExternalFacts, TierSpec
+from lookonce.types.request import GenerateRequest
+from lookonce.types.sampling import SamplingParams
+from tests.conftest import FolderMaker
+from tests.kv.servers import ValkeyServer
+from tests.model.cases import Case, CaseMaker, array, picture
+
+NUM_TOKENS = 6
+BLOCK_SIZE = 4
+NUM_BLOCKS = 256
+
+
+class Served:
+    """One engine in this process; a context manager."""
+
+    def __init__(self, loaded: LoadedModel, *tiers: TierSpec) -> None:
+        kv = KVConfig(block_size=BLOCK_SIZE, tiers=tiers, load_policy="always")
+        self.settings = EngineSettings(
+            model=ModelConfig(folder="", served_name="test"),
+            scheduler=SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8),
+            kv=kv,
+            encoder=EncoderConfig(),
+            address="",
+        )
+        family = loaded.family
+        runner = Runner(
+            loaded,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            backend=select_backend("cpu", family.attention_features(loaded.dtype)),
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+        )
+        self.external = None
+        if tiers:
+            rope = rope_of(family.text_config)
+            self.external = open_external(kv, loaded.info, rope, runner.page_copier())
+        pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        self.core, _ = assemble(loaded.info, runner, self.settings, pool, self.external)
+        self._count = 0
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.core.close()
+
+    def answer(self, *cases: Case) -> list[tuple[list[int], ExternalFacts | None]]:
+        """All at once: greedy tokens, and what external tiers did."""
+        first = self._count
+        for case in cases:
+            self.core.add(_request(str(self._count), case), case.items)
+            self._count += 1
+        tokens: dict[str, list[int]] = {str(i): [] for i in range(first, self._count)}
+        external: dict[str, ExternalFacts | None] = {}
+        ended = 0
+        while ended < len(cases):
+            output = self.core.step()
+            if output is None:
+                time.sleep(0.001)
+                continue
+            for delta in output.deltas:
+                assert delta.error is None, delta.error
+                tokens[delta.request_id] += delta.token_ids
+                if delta.facts is not None:
+                    external[delta.request_id] = delta.facts.external
+                ended += delta.finish_reason is not None
+        self.settle()
+        self.core.check_integrity()
+        return [(tokens[name], external.get(name)) for name in tokens]
+
+    def settle(self) -> None:
+        end = time.monotonic() + 10.0
+        while self.external is not None:
+            self.core.step()
+            stats = self.core.stats()
+            waiting = [v for k, v in stats.items() if "queue_bytes" in k or "blocks_held" in k]
+            if not any(waiting):
+                return
+            assert time.monotonic() < end, "stores do not come to an end"
+            time.sleep(0.001)
+
+    def forget_device(self) -> None:
+        self.core.reset_prefix_cache()
+        self.core.reset_encoder_cache()
+
+
+def _request(name: str, case: Case) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name,
+        scope=bytes(32),
+        prompt=array(case.token_ids),
+        features=case.features,
+        sampling=SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
+        arrival=0.0,
+    )
+
+
+class Subject:
+    """A loaded model, prompts with pictures in their prefixes, and what it says to them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.loaded = load_model(ModelConfig(folder=str(folder), served_name="test"))
+        self.maker = CaseMaker(folder, self.loaded.family.config)
+        one, two = picture(1), picture(2, 90, 140)
+        self.cases = [
+            self.maker.case("See: ", one, " what is it? Tell me about this please"),
+            self.maker.case("A", two, " and B ", one, " which is the one that you like?"),
+            self.maker.case("No picture at all in this one, only words and more words"),
+        ]
+        with Served(self.loaded) as plain:
+            self.expected = [plain.answer(case)[0][0] for case in self.cases]
+
+
+@pytest.fixture(scope="module", params=["llava", "qwen2_5_vl", "gemma3"])
+def subject(request: pytest.FixtureRequest, folder: FolderMaker) -> Iterator[Subject]:
+    yield Subject(folder(request.param))
+    gc.collect()
+
+
+def check(subject: Subject, served: Served, *, warm: bool) -> None:
+    """One after the other, so that nothing is shared but through the tiers."""
+    for case, expected in zip(subject.cases, subject.expected, strict=True):
+        served.forget_device()
+        ((tokens, facts),) = served.answer(case)
+        assert tokens == expected
+        assert facts is not None
+        usable = (len(case.token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        if warm:
+            assert (facts.status, facts.matched, facts.loaded) == ("loaded", usable, usable)
+
+
+HOST = TierSpec("host", capacity_bytes=32 << 20)
+
+
+@pytest.mark.parametrize(
+    "kinds", [("host",), ("disk",), ("valkey",), ("host", "disk", "valkey")], ids="+".join
+)
+def test_same_tokens_cold_warm_and_after_a_restart(
+    subject: Subject, kinds: Sequence[str], tmp_path: Path, valkey: ValkeyServer
+) -> None:
+    specs = {
+        "host": HOST,
+        "disk": TierSpec("disk", path=str(tmp_path), capacity_bytes=1 << 30),
+        "valkey": TierSpec("valkey", path=valkey.socket),
+    }
+    tiers = [specs[kind] for kind in kinds]
+    with Served(subject.loaded, *tiers) as first:
+        check(subject, first, warm=False)
+        check(subject, first, warm=True)
+    with Served(subject.loaded, *tiers) as again:
+        check(subject, again, warm=kinds != ("host",))
+
+
+def test_one_pixel_apart_share_only_what_comes_before(subject: Subject) -> None:
+    image = picture(7)
+    changed = image.copy()
+    red, green, blue = changed.getpixel((60, 40))  # type: ignore[misc]
+    changed.putpixel((60, 40), (red ^ 1, green, blue))
+    one = subject.maker.case("Look: ", image, " well, what is it now?")
+    other = subject.maker.case("Look: ", changed, " well, what is it now?")
+    before = one.features[0].offset // BLOCK_SIZE * BLOCK_SIZE
+    with Served(subject.loaded, HOST) as served:
+        served.answer(one)
+        served.forget_device()
+        ((_, facts),) = served.answer(other)
+        assert facts is not None
+        assert facts.matched == before
+
+
+def test_two_folders_share_nothing(folder: FolderMaker, tmp_path: Path) -> None:
+    """The same kind of model, the same shapes, other weights."""
+    tier = TierSpec("disk", path=str(tmp_path), capacity_bytes=1 << 30)
+    for seed in (0, 1):
+        loaded = load_model(ModelConfig(folder=str(folder("llama", seed=seed)), served_name="x"))
+        case = Case(np.arange(20, dtype=np.int32) + 5, (), {}, {})
+        with Served(loaded, tier) as served:
+            ((_, facts),) = served.answer(case)
+            assert facts == ExternalFacts(0, 0, "none")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_blocks_go_out_and_come_back_bit_for_bit(dtype: torch.dtype) -> None:
+    pages = KVPages(3, 8, 4, 2, 16, dtype)
+    for layer in pages.layers:
+        for page in layer:
+            page.copy_(torch.randn(page.shape))
+    copier = PageCopier(pages)
+    out = np.empty(3 * copier.layout.block_bytes, dtype=np.uint8)
+    copier.gather([5, 0, 7], out.data)
+    before = [page.clone() for layer in pages.layers for page in layer]
+    copier.scatter([1, 2, 3], out.data)
+    after = [page for layer in pages.layers for page in layer]
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(new[[1, 2, 3]], old[[5, 0, 7]])
+        assert torch.equal(new[[0, 4, 5, 6, 7]], old[[0, 4, 5, 6, 7]])
+    first = np.frombuffer(out[: copier.layout.block_bytes].tobytes(), dtype=np.uint8)
+    expected = torch.stack([page[5] for page in before]).view(torch.uint8).numpy().ravel()
+    assert np.array_equal(first, expected), "layer by layer, keys before values"
