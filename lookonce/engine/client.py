@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -20,6 +20,7 @@ import numpy as np
 from lookonce.cache.directory import Directory
 from lookonce.config import ChannelConfig
 from lookonce.engine.generation import Generation, PendingRequest
+from lookonce.engine.injection import Injected, Keyed, inject
 from lookonce.engine.pulse import EngineState, Pulse
 from lookonce.engine.questions import Questions
 from lookonce.engine.resend import Resender
@@ -186,6 +187,10 @@ class EngineClient:
             update = self.sender.update(given)
             self._commit(update)
         return update
+
+    async def inject_items(self, items: Sequence[Keyed]) -> list[Injected]:
+        """What became of each item that was processed elsewhere; see `engine.injection`."""
+        return await inject(self.directory, self.inject, items)
 
     # --- the engine ---------------------------------------------------------------------------
 

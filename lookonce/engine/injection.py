@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
 from lookonce.cache.directory import Directory
-from lookonce.engine.client import EngineClient
-from lookonce.ipc.messages import KeyedItem
+from lookonce.ipc.messages import KeyedItem, UpdateCache
 from lookonce.types.media import ProcessedItem
 
 InjectionStatus = Literal["stored", "already_held", "rejected"]
 Keyed = tuple[bytes, ProcessedItem]
+Update = Callable[[Iterable[KeyedItem]], Awaitable[UpdateCache]]
+"""Lists items in directory and store."""
 
 
 class Injected(msgspec.Struct, frozen=True):
@@ -29,19 +30,20 @@ DISABLED = Injected("rejected", "cache disabled")
 NO_ROOM = Injected("rejected", "the cache has no room beside the items in use")
 
 
-async def inject(client: EngineClient, items: Sequence[Keyed]) -> list[Injected]:
+async def inject(directory: Directory, update: Update, items: Sequence[Keyed]) -> list[Injected]:
     """What became of each item, in order; each is one query, and a hit where it is held already.
 
     With the processor cache off nothing is counted. Raises `UnavailableError`.
     """
-    directory = client.directory
     if not directory.capacity_bytes:
         return [DISABLED] * len(items)
     outcomes: list[Injected | None] = []
     new: dict[bytes, ProcessedItem] = {}
     for key, item in items:
         outcomes.append(_judge(directory, key, item, new))
-    stored = await _send(client, new) if new else set()
+    if new:
+        await update(KeyedItem(key, item) for key, item in new.items())
+    stored = {key for key in new if key in directory}
     settled = [o or (STORED if k in stored else NO_ROOM)
                for o, (k, _) in zip(outcomes, items, strict=True)]  # fmt: skip
     for outcome in settled:
@@ -66,9 +68,3 @@ def _judge(
         )
     new[key] = item
     return None
-
-
-async def _send(client: EngineClient, new: dict[bytes, ProcessedItem]) -> set[bytes]:
-    """The keys that are held afterwards."""
-    await client.inject(KeyedItem(key, item) for key, item in new.items())
-    return {key for key in new if key in client.directory}

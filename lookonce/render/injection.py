@@ -41,7 +41,8 @@ def encode_kwargs(item: ProcessedItem) -> str:
     wire = {
         name: WireArray(a.dtype, a.shape, memoryview(a.data)) for name, a in item.arrays.items()
     }
-    return pybase64.b64encode(_encoder.encode(wire)).decode("ascii")
+    text: bytes = pybase64.b64encode(_encoder.encode(wire))
+    return text.decode("ascii")
 
 
 def decode_kwargs(text: str) -> dict[str, Array]:

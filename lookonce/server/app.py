@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -9,34 +11,49 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from lookonce.server.abort import abort_requests
 from lookonce.server.caches import TIERS, reset_route
 from lookonce.server.chat import chat_completions
 from lookonce.server.completions import completions
+from lookonce.server.generate import generate
+from lookonce.server.media_cache import inject_media, show_media_cache
 from lookonce.server.middleware import Admission, Failures, RequestIds
 from lookonce.server.observe import health, list_models, metrics, ready, show_model, show_version
+from lookonce.server.render import render_chat, render_completion
 from lookonce.server.responding import json_response
 from lookonce.server.responses import ErrorBody, ErrorResponse
 from lookonce.server.services import Services
 from lookonce.server.tokenize import detokenize, tokenize
 
-ROUTES = [
+RENDER_ROUTES = [
     Route("/health", health),
     Route("/ready", ready),
     Route("/version", show_version),
     Route("/metrics", metrics),
     Route("/v1/models", list_models),
     Route("/v1/models/{model:path}", show_model),
-    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/chat/completions/render", render_chat, methods=["POST"]),
+    Route("/v1/completions/render", render_completion, methods=["POST"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
+]
+"""What needs no engine: all that `lookonce render` serves."""
+
+ROUTES = [
+    *RENDER_ROUTES,
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/inference/v1/generate", generate, methods=["POST"]),
+    Route("/inference/v1/abort_requests", abort_requests, methods=["POST"]),
+    Route("/inference/v1/media_cache", inject_media, methods=["POST"]),
+    Route("/inference/v1/media_cache", show_media_cache, methods=["GET"]),
     *[Route(f"/reset_{tier}_cache", reset_route(tier), methods=["POST"]) for tier in TIERS],
 ]
 
 
-def build_app(services: Services) -> Starlette:
+def build_app(services: Services, routes: Sequence[Route] = ROUTES) -> Starlette:
     app = Starlette(
-        routes=ROUTES,
+        routes=routes,
         middleware=[Middleware(RequestIds), Middleware(Failures), Middleware(Admission)],
         exception_handlers={HTTPException: _no_such_route},
     )

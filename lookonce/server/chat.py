@@ -33,12 +33,13 @@ async def chat_completions(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, ChatRequest)
     exchange = open_exchange(request, body, arrival)
-    _check(body)
+    check_chat(body)
     sampling = chat_sampling(body, exchange.services.defaults)
     return await answer(request, exchange, ChatFormat(exchange, body, sampling))
 
 
-def _check(body: ChatRequest) -> None:
+def check_chat(body: ChatRequest) -> None:
+    """Raises `BadRequestError` for what no chat of this server can be."""
     if not body.messages:
         raise BadRequestError("messages must not be empty", param="messages")
     if body.modalities not in (None, [], ["text"]):

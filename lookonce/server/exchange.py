@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import AbstractContextManager, ExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -17,7 +17,7 @@ from lookonce.errors import BadRequestError
 from lookonce.server.auth import Principal
 from lookonce.server.connection import while_connected
 from lookonce.server.generation import Generation, Piece, merged, prepared
-from lookonce.server.protocol import Generate
+from lookonce.server.protocol import ResponseFormat, StreamOptions
 from lookonce.server.receipt import kv_transfer_params, reuse_receipt, usage
 from lookonce.server.responding import json_response
 from lookonce.server.responses import KVTransferParams, ReuseReceipt, StopReason, Usage
@@ -29,6 +29,19 @@ from lookonce.types.sampling import SamplingParams
 KV_TRANSFER_KEY = "num_lmcache_extra_cached_tokens"
 """In `kv_transfer_params`, whatever its value: asks what external KV tiers did."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Asked(Protocol):
+    """What every body that asks for tokens has."""
+
+    model: str | None
+    stream: bool | None
+    stream_options: StreamOptions | None
+    response_format: ResponseFormat | None
+    request_id: str | None
+    cache_salt: str | None
+    reuse_receipt: bool
+    kv_transfer_params: dict[str, Any] | None
 
 
 @dataclass(slots=True)
@@ -50,6 +63,7 @@ class Exchange:
     generations: list[Generation] = field(default_factory=list)
     prompts: ExitStack = field(default_factory=ExitStack)
     """Entered around rendering and generating: however that ends, no prompt keeps its pins."""
+    aborted: bool = False
 
     def add_prompt(self, rendered: RenderedPrompt, sampling: SamplingParams) -> None:
         """Raises `BadRequestError` where the model cannot take it."""
@@ -62,7 +76,19 @@ class Exchange:
                 index_base=len(self.generations) * sampling.n,
             )
         )
+        generation.aborted = self.aborted
         self.generations.append(generation)
+
+    def running(self) -> AbstractContextManager[None]:
+        """While this is entered, the client may abort the request by its id."""
+        running = self.services.running
+        return running.noted(self.principal.tenant, self.request_id, self.abort)
+
+    async def abort(self) -> None:
+        """End every sample with the finish reason "abort", those not begun yet too."""
+        self.aborted = True
+        for generation in self.generations:
+            await generation.abort()
 
     @property
     def finished(self) -> bool:
@@ -108,25 +134,18 @@ class Format(Protocol):
     def usage_chunk(self) -> msgspec.Struct: ...
 
 
-def open_exchange(request: Request, body: Generate, arrival: float) -> Exchange:
+def open_exchange(request: Request, body: Asked, arrival: float) -> Exchange:
     """Checks who asks for what; raises before anything costs time."""
     services: Services = request.app.state.services
     principal: Principal = request.state.principal
     model = services.require_model(body.model)
     services.require_ready()
-    if body.response_format is not None and body.response_format.type != "text":
-        raise BadRequestError(
-            "response_format other than text is not supported",
-            param="response_format",
-            code="unsupported_parameter",
-        )
-    if body.stream_options is not None and not body.stream:
-        raise BadRequestError("stream_options needs stream to be true", param="stream_options")
+    check_body(body)
     return Exchange(
         services=services,
         principal=principal,
         model=model,
-        request_id=_request_id(request, body.request_id),
+        request_id=request_id_of(request, body.request_id),
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         wants_kv_transfer=KV_TRANSFER_KEY in (body.kv_transfer_params or ()),
@@ -136,7 +155,20 @@ def open_exchange(request: Request, body: Generate, arrival: float) -> Exchange:
     )
 
 
-def _request_id(request: Request, asked: str | None) -> str:
+def check_body(body: Asked) -> None:
+    """Raises `BadRequestError` for what no generation can be asked for."""
+    if body.response_format is not None and body.response_format.type != "text":
+        raise BadRequestError(
+            "response_format other than text is not supported",
+            param="response_format",
+            code="unsupported_parameter",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise BadRequestError("stream_options needs stream to be true", param="stream_options")
+
+
+def request_id_of(request: Request, asked: str | None) -> str:
+    """The client's own or the response's. Raises `BadRequestError` for a malformed one."""
     if asked is None:
         return str(request.state.request_id)
     if not REQUEST_ID.fullmatch(asked):
@@ -155,7 +187,7 @@ async def answer(request: Request, exchange: Exchange, form: Format) -> Response
 
 
 async def _collected(exchange: Exchange, form: Format) -> msgspec.Struct:
-    with exchange.prompts:
+    with exchange.running(), exchange.prompts:
         await form.render()
         samples = [Sample() for g in exchange.generations for _ in range(g.sampling.n)]
         async with aclosing(merged(exchange.generations)) as pieces:
@@ -165,7 +197,7 @@ async def _collected(exchange: Exchange, form: Format) -> msgspec.Struct:
 
 
 async def _streamed(exchange: Exchange, form: Format) -> AsyncGenerator[msgspec.Struct, None]:
-    with exchange.prompts:
+    with exchange.running(), exchange.prompts:
         await form.render()
         async with aclosing(merged(exchange.generations)) as pieces:
             async for piece in pieces:

@@ -49,6 +49,8 @@ class Generation:
         self.sampling = sampling
         self.facts: PrefillFacts | None = None
         self.completion_tokens = 0
+        self.aborted = False
+        """Before it is submitted: it will not be."""
         self._services = services
         self._engine_id = engine_id
         self._index_base = index_base
@@ -67,6 +69,11 @@ class Generation:
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Every sample's pieces until all are finished. Raises what broke the request."""
+        if self.aborted:
+            for index in list(self._texts):
+                self._close_sample(index, "abort")
+                yield Piece(index + self._index_base, "", [], finish_reason="abort")
+            return
         deltas = self._services.engine.generate(self.rendered, self.sampling, self._engine_id)
         async with aclosing(deltas):
             async for delta in deltas:
@@ -80,6 +87,11 @@ class Generation:
                 if not self._texts:
                     return
         raise RequestFailedError("the engine ended the request without finishing it")
+
+    async def abort(self) -> None:
+        """End every unfinished sample with "abort"."""
+        self.aborted = True
+        await self._services.engine.abort(self._engine_id)
 
     def _take(self, delta: TokenDelta) -> Piece | None:
         """None for what the engine still computed of a sample that a stop string has ended."""

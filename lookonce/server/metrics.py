@@ -94,6 +94,15 @@ COUNTED_ELSEWHERE: dict[str, Described] = {
     "media_fetches_total": Described("Media fetched or read", label="modality"),
     "media_decodes_total": Described("Media decoded", label="modality"),
     "media_processed_total": Described("Media run through the processor", label="modality"),
+    "readonly_media_fetches_total": Described(
+        "Media fetched for render and tokenize routes", label="modality"
+    ),
+    "readonly_media_decodes_total": Described(
+        "Media decoded for render and tokenize routes", label="modality"
+    ),
+    "readonly_media_processed_total": Described(
+        "Media processed for render and tokenize routes", label="modality"
+    ),
     "num_requests_running": Described("Sequences being computed", vllm="num_requests_running"),
     "num_requests_waiting": Described(
         "Requests waiting to be computed", vllm="num_requests_waiting"

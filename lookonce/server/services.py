@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 from prometheus_client.core import Metric
 
 from lookonce.config import Config
+from lookonce.engine.injection import Injected
 from lookonce.errors import (
     BadRequestError,
     DrainingError,
@@ -18,12 +19,15 @@ from lookonce.errors import (
     ModelNotFoundError,
     NotReadyError,
 )
+from lookonce.render.features import GivenMedia
+from lookonce.server.aborting import AbortPeers, RunningRequests
 from lookonce.server.auth import KeyRing
 from lookonce.server.metrics import Metrics
 from lookonce.server.peers import Peers
 from lookonce.server.sampling import SamplingDefaults
+from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.model import ModelInfo
-from lookonce.types.request import RenderedPrompt, TokenDelta
+from lookonce.types.request import RenderedItem, RenderedPrompt, TokenDelta
 from lookonce.types.sampling import SamplingParams
 
 EngineState = Literal["starting", "ready", "stuck", "dead"]
@@ -53,6 +57,10 @@ class Engine(Protocol):
     async def wait_ready(self) -> None: ...
 
     async def abort(self, request_id: str, index: int | None = None) -> None: ...
+
+    async def inject_items(
+        self, items: Sequence[tuple[bytes, ProcessedItem]]
+    ) -> list[Injected]: ...
 
     async def stats(self) -> dict[str, float]: ...
 
@@ -95,6 +103,31 @@ class Renderer(Protocol):
         add_special_tokens: bool = True,
     ) -> RenderedPrompt: ...
 
+    async def render_tokens(
+        self,
+        token_ids: Sequence[int],
+        media: Sequence[GivenMedia] = (),
+        *,
+        tenant: str = "",
+        cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        trusted: bool = False,
+    ) -> RenderedPrompt: ...
+
+    def injected(
+        self,
+        modality: Modality,
+        name: str,
+        arrays: Mapping[str, Array],
+        *,
+        tenant: str,
+        cache_salt: str | None = None,
+        trusted: bool = False,
+    ) -> tuple[bytes, ProcessedItem]: ...
+
+    @property
+    def fingerprint(self) -> bytes: ...
+
     def release(self, prompt: RenderedPrompt) -> None:
         """Give back the pins of a prompt that was, or is, not sent. May be called again."""
 
@@ -106,6 +139,13 @@ class Renderer(Protocol):
     def token_text(self, token_id: int) -> str | None: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class ReadOnlyRenderer(Renderer, Protocol):
+    """For routes that answer with tokens: it changes nothing that others see."""
+
+    async def item_of(self, part: RenderedItem) -> ProcessedItem | None:
+        """The part's arrays; None where a name alone stands for it."""
 
 
 class Drain:
@@ -139,6 +179,7 @@ class Drain:
 class Services:
     config: Config
     renderer: Renderer
+    readonly: ReadOnlyRenderer
     engine: Engine
     metrics: Metrics
     keys: KeyRing
@@ -146,12 +187,20 @@ class Services:
     drain: Drain = field(default_factory=Drain)
     peers: Peers | None = None
     """The other API processes of this server, where there are any."""
+    running: RunningRequests = field(default_factory=RunningRequests)
+    abort_peers: AbortPeers | None = None
 
     async def local_metrics(self) -> list[Metric]:
         """What the API processes count themselves, summed over all of them."""
         if self.peers is None:
             return self.metrics.local_families()
         return await self.peers.families()
+
+    async def abort(self, tenant: str, request_ids: list[str]) -> list[str]:
+        """End a tenant's requests wherever they run; the ids that were running."""
+        if self.abort_peers is None:
+            return await self.running.abort(tenant, request_ids)
+        return await self.abort_peers.abort(tenant, request_ids)
 
     def require_ready(self) -> None:
         """Raises what keeps the server from generating now."""

@@ -23,7 +23,7 @@ async def tokenize(request: Request) -> Response:
     services.require_model(body.model)
     work = _render(services, request.state.principal, body)
     rendered = await while_connected(request.receive, work)
-    services.renderer.release(rendered)
+    services.readonly.release(rendered)
     tokens = rendered.token_ids
     return json_response(
         Tokens(
@@ -41,10 +41,10 @@ async def _render(
     if (body.prompt is None) == (body.messages is None):
         raise BadRequestError("give either prompt or messages", param="prompt")
     if body.messages is not None:
-        return await services.renderer.render_chat(
+        return await services.readonly.render_chat(
             body.messages, tenant=principal.tenant, options=template_options(body)
         )
-    return await services.renderer.render_completion(
+    return await services.readonly.render_completion(
         body.prompt or "",
         tenant=principal.tenant,
         add_special_tokens=body.add_special_tokens is not False,

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from lookonce.config import Config
 from lookonce.engine.client import EngineClient
+from lookonce.render.readonly import open_readonly
 from lookonce.render.renderer import Renderer, open_renderer
+from lookonce.server.aborting import AbortPeers, RunningRequests
 from lookonce.server.auth import KeyRing
 from lookonce.server.metrics import Counts, Metrics
 from lookonce.server.peers import Peers
@@ -30,32 +32,51 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
         directory=client.directory,
         uuids=client.sender.uuids,
         chat_template=config.server.chat_template,
-    ) as renderer:  # fmt: skip
+    ) as renderer, open_readonly(
+        renderer, config.media, directory=client.directory, uuids=client.sender.uuids
+    ) as readonly:  # fmt: skip
         metrics = Metrics(config.model.served_name, config.server.vllm_metric_names)
-        metrics.sources += [renderer.counts, lambda: _cache_counts(client)]
+        metrics.sources += [
+            renderer.counts,
+            lambda: aside(readonly.counts()),
+            lambda: _cache_counts(client),
+        ]
         folder = Path(config.channel.address.removeprefix("ipc://")).parent
         processes = config.server.api_processes
-        learning = asyncio.create_task(_learn_limits(client, renderer))
+        running = RunningRequests()
+        learning = asyncio.create_task(_learn_limits(client, renderer, readonly))
         try:
-            async with Peers(folder, index, processes, metrics.local_families) as peers:
+            async with (
+                Peers(folder, index, processes, metrics.local_families) as peers,
+                AbortPeers(folder, index, processes, running) as abort_peers,
+            ):
                 yield Services(
                     config=config,
                     renderer=renderer,
+                    readonly=readonly,
                     engine=client,
                     metrics=metrics,
                     keys=KeyRing.of(config.server),
                     defaults=read_defaults(config.model.folder),
                     peers=peers,
+                    running=running,
+                    abort_peers=abort_peers,
                 )
         finally:
             learning.cancel()
 
 
-async def _learn_limits(client: EngineClient, renderer: Renderer) -> None:
-    """What only the engine knows lets the renderer refuse early."""
+async def _learn_limits(client: EngineClient, *renderers: Renderer) -> None:
+    """What only the engine knows lets the renderers refuse early."""
     await client.wait_ready()
-    renderer.max_model_len = client.model.max_model_len
-    renderer.vocab_size = client.model.vocab_size
+    for renderer in renderers:
+        renderer.max_model_len = client.model.max_model_len
+        renderer.vocab_size = client.model.vocab_size
+
+
+def aside(counts: Counts) -> Counts:
+    """Work of the read-only path, under names of its own."""
+    return {f"readonly_{name}": value for name, value in counts.items()}
 
 
 def _cache_counts(client: EngineClient) -> Counts:
