@@ -27,7 +27,7 @@ from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.outbox import Outbox, SchedulerOutput
 from lookonce.core.planning import Planner
 from lookonce.core.preemption import Preemption
-from lookonce.core.request import Sequence
+from lookonce.core.request import Request, Sequence
 from lookonce.core.roster import Roster
 from lookonce.errors import BadRequestError, ConfigError, QueueFullError
 from lookonce.types.media import ProcessedItem
@@ -121,18 +121,22 @@ class Scheduler:
 
         Raises a `RequestError` when it can never be served or the queue is full.
         """
-        if request.request_id in self._roster.requests:
-            raise BadRequestError(
-                f"request id {request.request_id!r} is in use", param="request_id"
-            )
-        if self._roster.num_waiting_requests >= self._max_queue:
-            raise QueueFullError(f"{self._max_queue} requests are waiting already")
         present = dict(items)
         for key in missing:
             present.pop(key, None)
-        built = self._door.build_request(request, present)
+        self.take_in(self._door.build_request(request, present))
+
+    def take_in(self, built: Request) -> None:
+        """Queue a request that a door with the same limits has built.
+
+        Raises a `RequestError` when its id is in use or the queue is full.
+        """
+        if built.request_id in self._roster.requests:
+            raise BadRequestError(f"request id {built.request_id!r} is in use", param="request_id")
+        if self._roster.num_waiting_requests >= self._max_queue:
+            raise QueueFullError(f"{self._max_queue} requests are waiting already")
         token_limit = self._door.token_limit(built)
-        for index in range(request.sampling.n):
+        for index in range(built.sampling.n):
             built.sequences.append(Sequence(self._next_seq_id, built, index, token_limit))
             self._next_seq_id += 1
         self._roster.add(built)

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+from lookonce.core.request import Request
 from lookonce.core.scheduler import Scheduler, SchedulerOutput
 from lookonce.errors import RequestFailedError
 from lookonce.types.media import ProcessedItem
@@ -61,6 +62,10 @@ class EngineCore:
     ) -> None:
         """Raises `RequestError` for a request that could never run."""
         self._scheduler.add(request, items, missing)
+
+    def take_in(self, request: Request) -> None:
+        """As `add`, for a request that was built before (`Judge.check`)."""
+        self._scheduler.take_in(request)
 
     def supply(self, request_id: str, items: Mapping[bytes, ProcessedItem]) -> None:
         self._scheduler.supply(request_id, items)
@@ -124,6 +129,7 @@ def _broken(plan: StepPlan, cause: Exception) -> StepResult:
     error = RequestFailedError(f"the model failed on this request ({type(cause).__name__})")
     return StepResult(
         token_ids=(-1,) * sum(chunk.sample for chunk in plan.scheduled),
-        failed_items={encode.key: error for encode in plan.encode},
+        failed_items=dict.fromkeys((*(encode.key for encode in plan.encode), *plan.restore), error),
+        lost_copies=plan.offload,
         failed_sequences={chunk.seq_id: error for chunk in plan.scheduled},
     )

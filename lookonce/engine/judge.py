@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lookonce.core.door import Door
+from lookonce.core.request import Request
 from lookonce.errors import BadRequestError
 from lookonce.types.media import ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
-
-KEY_BYTES = 32
 
 
 class Judge:
@@ -23,17 +24,15 @@ class Judge:
         self.model = model
         self._door = door
 
-    def check(self, request: GenerateRequest, items: dict[bytes, ProcessedItem]) -> None:
-        """Raises a `RequestError` naming what the served model cannot take.
+    def check(self, request: GenerateRequest, items: Mapping[bytes, ProcessedItem]) -> Request:
+        """The request as the scheduler takes it in, so that it is built only once.
 
-        `items`: those of the request that the engine holds already.
+        `items`: those of the request that the engine holds already. Raises a `RequestError`
+        naming what the served model cannot take.
         """
         self._check_length(request)
         self._check_sampling(request.sampling)
-        for number, feature in enumerate(request.features):
-            if len(feature.key) != KEY_BYTES:
-                raise BadRequestError(f"item {number} has a malformed key", param="features")
-        self._door.build_request(request, items)
+        return self._door.build_request(request, dict(items))
 
     def _check_length(self, request: GenerateRequest) -> None:
         num_tokens = request.prompt.shape[0] if request.prompt.shape else 0

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lookonce.core.outbox import SchedulerOutput
+from lookonce.core.request import Request
 from lookonce.engine.intake import Intake
 from lookonce.engine.judge import Judge
 from lookonce.engine.step_loop import (
@@ -224,7 +225,7 @@ class Reception:
             self._reject(sender, request_id, _out_of_touch())
             return
         try:
-            self._check(message.request, held.items)
+            built = self._check(message.request, held.items)
         except LookOnceError as error:
             self._intake.release(request_id)
             self._reject(sender, request_id, error)
@@ -233,17 +234,17 @@ class Reception:
         self._unaccepted.add(request_id)
         if not held.missing:
             self._accept(request_id)
-        self.exchange.command(Add(message.request, held.items, held.missing))
+        self.exchange.command(Add(built))
 
-    def _check(self, request: GenerateRequest, items: dict[bytes, ProcessedItem]) -> None:
-        """Raises what stands in the way of serving the request."""
+    def _check(self, request: GenerateRequest, items: dict[bytes, ProcessedItem]) -> Request:
+        """The request as built for the scheduler; raises what stands in the way of serving it."""
         if self._judge is None:
             raise NotReadyError("the model is still loading")
         waiting = self.exchange.num_waiting + self.exchange.num_commands
         if waiting >= self._max_queue:
             raise QueueFullError(f"{waiting} requests are waiting, the most that may")
         try:
-            self._judge.check(request, items)
+            return self._judge.check(request, items)
         except LookOnceError:
             raise
         except Exception as error:

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lookonce.core.outbox import SchedulerOutput
+from lookonce.core.request import Request
 from lookonce.engine.core import EngineCore
 from lookonce.errors import LookOnceError, error_to_wire
 from lookonce.types.media import ProcessedItem
-from lookonce.types.request import GenerateRequest, TokenDelta
+from lookonce.types.request import TokenDelta
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    request: GenerateRequest
-    items: Mapping[bytes, ProcessedItem]
-    missing: tuple[bytes, ...]
+    request: Request
+    """Built by the input thread, which has let go of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +183,13 @@ class StepLoop:
         """What the scheduler refuses ends like any other request that failed."""
         request = command.request
         try:
-            self._core.add(request, command.items, command.missing)
+            self._core.take_in(request)
         except LookOnceError as error:
             deltas = _failed(request, error)
             self._exchange.report(SchedulerOutput(deltas, released=[request.request_id]))
 
 
-def _failed(request: GenerateRequest, error: LookOnceError) -> list[TokenDelta]:
+def _failed(request: Request, error: LookOnceError) -> list[TokenDelta]:
     wire = error_to_wire(error)
     return [
         TokenDelta(request.request_id, index, [], finish_reason="error", error=wire)
