@@ -6,7 +6,8 @@
     TTFT ms       from sending the request to the first streamed text, median
     decodes       pictures decoded per request
 
-A first table parses a body in-process: JSON straight from bytes, then base64.
+A first table parses a body in-process: JSON straight from bytes, then base64. A last one shows known
+pictures while new ones keep every decoding worker busy (`saturation`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,20 @@ import msgspec
 import pybase64
 
 from lookonce.bench.pictures import data_url, encoded_picture, variant
-from lookonce.bench.report import Report, median
+from lookonce.bench.report import Report, median, write_json
+from lookonce.bench.saturation import saturation_report
 from lookonce.bench.serving import RunningServer, cpu_seconds, running_server, set_environment
 from lookonce.server.protocol import ChatRequest
 
-PICTURES = (("1080p", "JPEG"), ("1080p", "PNG"), ("4K", "JPEG"), ("4K", "PNG"))
+PICTURES = (
+    ("1024", "JPEG"),
+    ("2048", "JPEG"),
+    ("2048", "PNG"),
+    ("1080p", "JPEG"),
+    ("1080p", "PNG"),
+    ("4K", "JPEG"),
+    ("4K", "PNG"),
+)
 COUNTS = (1, 8, 30)
 MAX_BODY_BYTES = 80_000_000
 REPEATS = 7
@@ -183,9 +193,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     set_environment()
-    parsing_report().show()
-    report = requests_report(options.counts, options.repeats)
-    report.show()
+    reports = []
+    for make in (
+        parsing_report,
+        lambda: requests_report(options.counts, options.repeats),
+        saturation_report,
+    ):
+        reports.append(make())
+        reports[-1].show()
     if options.json is not None:
-        report.write_json(options.json)
+        write_json(options.json, reports)
     return 0

@@ -43,9 +43,16 @@ class Report:
             console.print(note, style="dim")
 
     def write_json(self, path: Path) -> None:
+        path.write_text(json.dumps(self.figures(), indent=1) + "\n")
+
+    def figures(self) -> dict[str, object]:
         rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
-        figures = {"bench": self.name, "machine": machine(), "rows": rows, "notes": self.notes}
-        path.write_text(json.dumps(figures, indent=1) + "\n")
+        return {"bench": self.name, "machine": machine(), "rows": rows, "notes": self.notes}
+
+
+def write_json(path: Path, reports: Sequence[Report]) -> None:
+    """Several tables of one benchmark in one file: a list."""
+    path.write_text(json.dumps([report.figures() for report in reports], indent=1) + "\n")
 
 
 def _text(cell: Cell) -> str:

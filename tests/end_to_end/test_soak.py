@@ -36,6 +36,7 @@ def small_server(api_processes: int) -> LiveServer:
     """A quarter of the working set fits the processor cache; little fits the other tiers."""
     quarter = (45 * PICTURE_BYTES + 15 * SOUND_BYTES) / 4 / GIB
     return LiveServer(
+        "--limit-mm-per-prompt", "image=4,audio=4",
         "--api-processes", str(api_processes),
         "--mm-processor-cache-gb", f"{quarter:.6f}",
         "--kv-cache-gb", "0.02",
