@@ -43,6 +43,8 @@ class SchedulerConfig:
     """Encoder rows computed in one step; a larger item runs alone."""
     max_queue: int = 1024
     """Waiting requests beyond which a new one is refused with 429."""
+    encoder_prefetch: bool = True
+    """Encode items of later chunks and of waiting requests in spare encoder budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class KVConfig:
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
     cache_bytes: int = GIB // 2
+    host_cache_bytes: int = 0
+    """Host memory for outputs that leave the device; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +154,8 @@ class Options:
     kv_load: str = "auto"
     kv_load_failure_policy: str = "recompute"
     encoder_cache_gb: float = 0.5
+    encoder_cache_host_gb: float = 0.0
+    encoder_prefetch: bool = True
     mm_processor_cache_gb: float = 4.0
     mm_hash_algorithm: str = "blake3"
     limit_mm_per_prompt: str = "image=8,audio=2"
@@ -177,6 +183,8 @@ def resolve(options: Options) -> Config:
     _positive("--kv-cache-gb", options.kv_cache_gb)
     _positive("--encoder-cache-gb", options.encoder_cache_gb)
     _positive("--max-queue", options.max_queue)
+    if options.encoder_cache_host_gb < 0:
+        raise ConfigError("--encoder-cache-host-gb must not be negative (0: no host tier)")
     if options.mm_processor_cache_gb < 0:
         raise ConfigError("--mm-processor-cache-gb must not be negative (0 turns it off)")
     return Config(
@@ -192,9 +200,13 @@ def resolve(options: Options) -> Config:
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_encoder_tokens=options.max_num_batched_tokens,
             max_queue=options.max_queue,
+            encoder_prefetch=options.encoder_prefetch,
         ),
         kv=_kv(options),
-        encoder=EncoderConfig(cache_bytes=int(options.encoder_cache_gb * GIB)),
+        encoder=EncoderConfig(
+            cache_bytes=int(options.encoder_cache_gb * GIB),
+            host_cache_bytes=int(options.encoder_cache_host_gb * GIB),
+        ),
         media=_media(options),
         server=ServerConfig(
             host=options.host,

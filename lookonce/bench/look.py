@@ -6,8 +6,8 @@
     TTFT ms       from sending the request to the first streamed text, median
     decodes       pictures decoded per request
 
-A first table parses a body in-process: JSON straight from bytes, then base64. A last one shows known
-pictures while new ones keep every decoding worker busy (`saturation`).
+A first table parses a body in-process: JSON straight from bytes, then base64. A last one shows
+known pictures while new ones keep every decoding worker busy (`saturation`).
 """
 
 from __future__ import annotations

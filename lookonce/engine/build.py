@@ -89,7 +89,9 @@ def assemble(
 
     Raises `ConfigError` for a step too small for an item that no chunk may cut.
     """
-    encoder_cache = EncoderCache(settings.encoder.cache_bytes, info.encoder_row_bytes)
+    encoder_cache = EncoderCache(
+        settings.encoder.cache_bytes, info.encoder_row_bytes, settings.encoder.host_cache_bytes
+    )
     scheduler = Scheduler(
         block_pool=pool,
         encoder_cache=encoder_cache,

@@ -82,6 +82,23 @@ class Connection:
         self._read_into(memoryview(bytearray(2)), deadline)
         return length
 
+    def read_any(self, deadline: float) -> bytes | int | None:
+        """An integer, a status or a value, whichever comes."""
+        line = self._line(deadline)
+        match line[:1], line[1:]:
+            case b":", number:
+                return int(number)
+            case b"+", status:
+                return status
+            case b"$", b"-1":
+                return None
+            case b"$", length:
+                value = memoryview(bytearray(int(length) + 2))
+                self._read_into(value, deadline)
+                return bytes(value[:-2])
+            case _:
+                raise RespError(line.decode(errors="replace"))
+
     def _reply(self, kind: bytes, deadline: float) -> bytes:
         line = self._line(deadline)
         if line[:1] == b"-":

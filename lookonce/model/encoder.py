@@ -1,4 +1,4 @@
-"""Runs media encoders and holds their outputs by key until told to drop them."""
+"""Runs media encoders and holds their outputs by key until told to move or drop them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.model.families.base import ModelFamily, Tensors
+from lookonce.model.host_copies import HostCopies
 from lookonce.model.inputs import item_tensors
 from lookonce.types.media import Modality
-from lookonce.types.step import EmbedSlice, EncodeItem
+from lookonce.types.step import EmbedSlice, EncodeItem, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +25,12 @@ COMPUTE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError)
 
 @dataclass(slots=True)
 class EncodeReport:
-    """Which items failed and how long the others took, both by key."""
+    """Which items failed and how long the others took, by key."""
 
     failed: dict[bytes, LookOnceError] = field(default_factory=dict)
     seconds: dict[bytes, float] = field(default_factory=dict)
+    lost_copies: list[bytes] = field(default_factory=list)
+    """Outputs that could not be copied to host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class Encoder:
         self._dtype = dtype
         self._device = device
         self._outputs: dict[bytes, Tensor] = {}
+        self._host = HostCopies(device)
 
     @property
     def num_bytes(self) -> int:
@@ -57,13 +61,28 @@ class Encoder:
     def __contains__(self, key: bytes) -> bool:
         return key in self._outputs
 
+    @property
+    def num_host_bytes(self) -> int:
+        return self._host.num_bytes
+
+    def execute(self, plan: StepPlan) -> EncodeReport:
+        """Move and drop outputs as a step's plan says, then encode its items."""
+        report = EncodeReport()
+        self._host.drop(plan.dropped_host)
+        for key in plan.offload:
+            self._offload(key, report)
+        self.drop(plan.dropped_outputs)
+        for key in plan.restore:
+            self._restore(key, report)
+        return self.run(plan.encode, report)
+
     def drop(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             self._outputs.pop(key, None)
 
-    def run(self, items: Sequence[EncodeItem]) -> EncodeReport:
+    def run(self, items: Sequence[EncodeItem], report: EncodeReport | None = None) -> EncodeReport:
         """Encode each item that is not held yet; a failing item fails alone."""
-        report = EncodeReport()
+        report = report or EncodeReport()
         groups: dict[_BatchKey, list[_Job]] = {}
         for item in items:
             if item.key not in self._outputs:
@@ -76,6 +95,24 @@ class Encoder:
         """The rows of all slices, one after the other. Raises `KeyError` for a key not held."""
         parts = [self._outputs[part.key][part.start : part.end] for part in slices]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _offload(self, key: bytes, report: EncodeReport) -> None:
+        try:
+            self._host.keep(key, self._outputs[key])
+        except torch.AcceleratorError:
+            raise
+        except (KeyError, RuntimeError) as error:
+            logger.warning("an encoder output was not kept on the host", exc_info=error)
+            report.lost_copies.append(key)
+
+    def _restore(self, key: bytes, report: EncodeReport) -> None:
+        try:
+            self._outputs[key] = self._host.bring(key)
+        except torch.AcceleratorError:
+            raise
+        except (KeyError, RuntimeError) as error:
+            logger.warning("an encoder output was not brought back", exc_info=error)
+            report.failed[key] = RequestFailedError("an encoder output was lost")
 
     def _prepare(
         self, item: EncodeItem, groups: dict[_BatchKey, list[_Job]], report: EncodeReport

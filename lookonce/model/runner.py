@@ -79,10 +79,11 @@ class Runner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. A failing item or sequence is reported and leaves the others alone."""
         self._forget(plan.finished)
-        self._encoder.drop(plan.dropped_outputs)
         for new in plan.new:
             self._learn(new)
-        report = self._encoder.run(plan.encode)
+        for extension in plan.extended:
+            self._table.extend(extension)
+        report = self._encoder.execute(plan)
         for chunk in plan.scheduled:
             self._table.append_blocks(self._table.row_of(chunk.seq_id), chunk.new_block_ids)
         samples = _Samples()
@@ -197,5 +198,6 @@ class _Samples:
             logprobs=logprobs if self._logprobs else None,
             failed_items=report.failed,
             failed_sequences=self._failed,
+            lost_copies=tuple(report.lost_copies),
             encode_seconds=report.seconds,
         )

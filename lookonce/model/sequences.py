@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookonce.model.positions import MropePositions
-from lookonce.types.step import NewSequence
+from lookonce.types.step import Extension, NewSequence
 
 
 class SequenceTable:
@@ -43,8 +43,22 @@ class SequenceTable:
         self._rows[new.seq_id] = row
         self.tokens[row, : len(new.token_ids)] = new.token_ids
         self._num_blocks[row] = 0
-        positions = MropePositions(new.features) if mrope else None
-        self._positions[row] = positions
+        self._positions[row] = MropePositions(new.features) if mrope else None
+        self._note_tail(row)
+
+    def extend(self, extension: Extension) -> None:
+        """Take in what was appended to a known sequence; what is there is not touched."""
+        row = self._rows[extension.seq_id]
+        end = extension.start + len(extension.token_ids)
+        self.tokens[row, extension.start : end] = extension.token_ids
+        positions = self._positions[row]
+        if positions is not None:
+            for feature in extension.features:
+                positions.append(feature)
+            self._note_tail(row)
+
+    def _note_tail(self, row: int) -> None:
+        positions = self._positions[row]
         self.tail_starts[row] = 0 if positions is None else positions.tail_start
         self.tail_deltas[row] = 0 if positions is None else positions.tail_delta
 

@@ -3,10 +3,10 @@
 Each item comes as encoded media (whose digest is verified), as arrays (which are judged), or as a
 name alone, to be found in the cache. Names are not trusted:
 
-    64 hex digits, and bytes that have this digest     the MediaHash
-    64 hex digits, arrays, a client trusted to inject   the MediaHash
-    any other name with arrays                         external: in this client's scope alone
-    a name alone                                       whichever of both is held in this scope
+    64 hex digits, and media that has this digest        the MediaHash
+    64 hex digits, arrays, a client trusted to inject    the MediaHash
+    any other name with arrays                           external: no real item has such a hash
+    a name alone                                         whichever of both this scope holds
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class GivenResolver:
     ) -> RenderedItem:
         """What is held already is used, not what came."""
         digest = digest_to_write(given.name, given.modality, trusted=trusted)
-        held = self._held(given, scope, digest)
+        held = self._held_under_any(given, scope)
         if held is not None:
             return held
         if len(data) > OFF_LOOP_BYTES:
@@ -125,10 +125,9 @@ class GivenResolver:
         else:
             arrays = decode_kwargs(data)
         item = given_item(self._family, given.modality, arrays)
-        key = item_key(scope, digest)
         fits = item.nbytes <= self._directory.capacity_bytes
         return RenderedItem(
-            key=key,
+            key=item_key(scope, digest),
             media_hash=digest,
             modality=given.modality,
             expansion=item.expansion,
@@ -137,16 +136,10 @@ class GivenResolver:
         )
 
     def _referenced(self, given: GivenMedia, scope: bytes) -> RenderedItem:
-        digests = [external_hash(given.name.encode("utf-8", "surrogatepass"),
-                                 modality=given.modality)]  # fmt: skip
-        real = real_digest(given.name)
-        if real is not None:
-            digests.insert(0, real)
-        for digest in digests:
-            held = self._held(given, scope, digest)
-            if held is not None:
-                return held
-        for digest in digests:
+        held = self._held_under_any(given, scope)
+        if held is not None:
+            return held
+        for digest in _digests(given):
             key = item_key(scope, digest)
             expansion = self._directory.known_expansion(key)
             if expansion is not None:
@@ -154,6 +147,11 @@ class GivenResolver:
                     key, digest, given.modality, expansion, None, outcome="not_needed"
                 )
         raise MediaNotCachedError("no item is held under this hash; send it with its data")
+
+    def _held_under_any(self, given: GivenMedia, scope: bytes) -> RenderedItem | None:
+        """Under the MediaHash first: what is held there is right for certain."""
+        held = (self._held(given, scope, digest) for digest in _digests(given))
+        return next((item for item in held if item is not None), None)
 
     def _held(self, given: GivenMedia, scope: bytes, digest: bytes) -> RenderedItem | None:
         key = item_key(scope, digest)
@@ -213,6 +211,13 @@ def check_token_ids(
             name = f"{param}[{number}]"
             raise BadRequestError(f"{name}: {problem}", param=name)
         start = end
+
+
+def _digests(given: GivenMedia) -> list[bytes]:
+    """What the name may mean in its client's scope."""
+    external = external_hash(given.name.encode("utf-8", "surrogatepass"), modality=given.modality)
+    real = real_digest(given.name)
+    return [external] if real is None else [real, external]
 
 
 def _is_encoded(given: GivenMedia) -> bool:

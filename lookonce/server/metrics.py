@@ -48,6 +48,9 @@ COUNTED_ELSEWHERE: dict[str, Described] = {
     "encoder_cache_hits_total": Described("Encoder outputs found"),
     "encoder_cache_bytes": Described("Bytes of encoder outputs held"),
     "encoder_cache_holders": Described("Sequences that hold encoder outputs"),
+    "encoder_cache_host_bytes": Described("Bytes of encoder outputs kept in host memory"),
+    "encoder_cache_restores_total": Described("Encoder outputs brought back from host memory"),
+    "encoder_prefetches_total": Described("Media items encoded before a chunk needed them"),
     "encoder_runs_total": Described("Media items the encoder was run on"),
     "prefix_cache_queries_total": Described(
         "Prompt tokens looked up in the prefix cache", vllm="prefix_cache_queries_total"

@@ -53,13 +53,14 @@ class ApiServer(uvicorn.Server):
 async def serve(start: ApiStart) -> None:
     """Serve until SIGTERM, then drain."""
     async with open_services(start.config, index=start.index) as services:
-        server = ApiServer(_uvicorn_config(services.config, build_app(services)))
-        drainer = _DrainOnSignal(server, services.drain, start.config.server.drain_timeout)
+        app = build_app(services)
+        server = ApiServer(uvicorn_config(services.config, app))
+        drainer = DrainOnSignal(server, services.drain, start.config.server.drain_timeout)
         with socket.socket(fileno=start.listen_fd) as listener, drainer:
             await server.serve(sockets=[listener])
 
 
-def _uvicorn_config(config: Config, app: object) -> uvicorn.Config:
+def uvicorn_config(config: Config, app: object) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
         loop="uvloop",
@@ -74,13 +75,17 @@ def _uvicorn_config(config: Config, app: object) -> uvicorn.Config:
     )
 
 
-class _DrainOnSignal:
+class DrainOnSignal:
     """SIGTERM, or the parent's death, drains; a second SIGTERM ends at once.
 
-    Ctrl-C reaches the whole process group: it is the parent that decides then.
+    Ctrl-C reaches the whole process group: it is the parent that decides then. A process that is
+    nobody's child (`has_parent` False) drains at Ctrl-C, and its standard input is not read.
     """
 
-    def __init__(self, server: uvicorn.Server, drain: Drain, timeout: float) -> None:
+    def __init__(
+        self, server: uvicorn.Server, drain: Drain, timeout: float, *, has_parent: bool = True
+    ) -> None:
+        self._has_parent = has_parent
         self._server = server
         self._drain = drain
         self._timeout = timeout
@@ -89,8 +94,11 @@ class _DrainOnSignal:
     def __enter__(self) -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        loop.add_reader(sys.stdin.fileno(), self._on_stdin)
+        if self._has_parent:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            loop.add_reader(sys.stdin.fileno(), self._on_stdin)
+        else:
+            loop.add_signal_handler(signal.SIGINT, self._on_signal)
 
     def __exit__(self, *_: object) -> None:
         for task in self._tasks:

@@ -214,7 +214,12 @@ class Services:
 
     def max_model_len(self) -> int | None:
         """Prompt plus generated tokens of one sequence; None until the engine has told."""
-        return None if self.engine.state == "starting" else self.engine.model.max_model_len
+        if self.engine.state == "starting":
+            return None
+        try:
+            return self.engine.model.max_model_len
+        except NotReadyError:
+            return None
 
     def require_model(self, name: str | None) -> str:
         """The served model's name; raises `ModelNotFoundError` for any other."""

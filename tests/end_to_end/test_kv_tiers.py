@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from lookonce.bench.valkey_server import ValkeyServer
 from tests.end_to_end.drawing import ask, picture
 from tests.end_to_end.live import LiveServer, until
-from tests.kv.servers import ValkeyServer
 
 SHAPES = picture(("red", "circle"), ("blue", "square"))
 QUESTION = "What is in the picture?"

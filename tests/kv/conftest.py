@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kv.servers import ValkeyServer
+from lookonce.bench.valkey_server import ValkeyServer
 
 
 @pytest.fixture

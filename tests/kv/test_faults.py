@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lookonce.bench.valkey_server import ValkeyServer
 from lookonce.cache.identity import item_key, media_hash
 from lookonce.core.external import ExternalPrefixes
 from lookonce.core.features import Features
@@ -27,7 +28,6 @@ from lookonce.types.kv import LoadReport, TierSpec
 from lookonce.types.media import MediaFeature
 from tests.core.builders import Limits, request, text
 from tests.core.fake_runner import PlanError, reference
-from tests.kv.servers import ValkeyServer
 from tests.kv.tiers import FaultyTier, eventually
 from tests.kv.world import LAYOUT, World
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from lookonce.bench.valkey_server import ValkeyServer
 from lookonce.config import EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
 from lookonce.core.blocks import BlockPool
 from lookonce.engine.build import assemble
@@ -29,7 +30,6 @@ from lookonce.types.kv import ExternalFacts, TierSpec
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.conftest import FolderMaker
-from tests.kv.servers import ValkeyServer
 from tests.model.cases import Case, CaseMaker, array, picture
 
 NUM_TOKENS = 6

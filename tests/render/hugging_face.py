@@ -1,0 +1,168 @@
+"""Hugging Face's own processors of a folder, as they would be built where torchvision is installed.
+
+Full processors refuse to be built without it, for their video part's sake, although pictures and
+sounds need none of it. Here that part is left out; everything else is theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer, ProcessorMixin
+
+PROCESSORS = {
+    "llava": "llava.processing_llava.LlavaProcessor",
+    "mistral3": "pixtral.processing_pixtral.PixtralProcessor",
+    "gemma3": "gemma3.processing_gemma3.Gemma3Processor",
+    "idefics3": "idefics3.processing_idefics3.Idefics3Processor",
+    "smolvlm": "smolvlm.processing_smolvlm.SmolVLMProcessor",
+    "qwen2_vl": "qwen2_vl.processing_qwen2_vl.Qwen2VLProcessor",
+    "qwen2_5_vl": "qwen2_5_vl.processing_qwen2_5_vl.Qwen2_5_VLProcessor",
+    "qwen3_vl": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+    "qwen3_vl_moe": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+    "qwen2_5_omni_thinker": "qwen2_5_omni.processing_qwen2_5_omni.Qwen2_5OmniProcessor",
+    "qwen2_audio": "qwen2_audio.processing_qwen2_audio.Qwen2AudioProcessor",
+}
+"""`model_type` → the processor class. Voxtral's needs mistral_common and its own tokenizer."""
+WITHOUT_VIDEO = ("smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+
+
+@cache
+def _tokenizer(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@cache
+def image_processor(folder: Path) -> Any:
+    return AutoImageProcessor.from_pretrained(folder, backend="pil")
+
+
+@cache
+def feature_extractor(folder: Path) -> Any:
+    """By its NumPy path: torch's differs from it by rounding in single precision."""
+    extractor = AutoFeatureExtractor.from_pretrained(folder)
+    extractor._torch_extract_fbank_features = extractor._np_extract_fbank_features
+    return extractor
+
+
+@cache
+def processor(folder: Path) -> Any:
+    """The full processor of a folder with media."""
+    kind = model_type(folder)
+    tokenizer = _tokenizer(folder)
+    given = _read_json(folder / "processor_config.json")
+    given.pop("processor_class", None)
+    if kind == "qwen2_audio":
+        built = _class(kind)(feature_extractor(folder), tokenizer)
+    elif kind == "qwen2_5_omni_thinker":
+        extractor = feature_extractor(folder)
+        built = _without_video(_class(kind))(image_processor(folder), None, extractor, tokenizer)
+    elif kind in WITHOUT_VIDEO:
+        built = _without_video(_class(kind))(image_processor(folder), tokenizer, None, **given)
+    else:
+        built = _class(kind)(image_processor(folder), tokenizer, **given)
+    built.chat_template = tokenizer.chat_template
+    return built
+
+
+def model_type(folder: Path) -> str:
+    config = _read_json(folder / "config.json")
+    pixtral = (config.get("vision_config") or {}).get("model_type") == "pixtral"
+    return "mistral3" if pixtral else str(config["model_type"])
+
+
+def image_arrays(folder: Path, image: Any, **options: Any) -> dict[str, Any]:
+    """What the model gets of one picture, as the full processor asks its image processor."""
+    if model_type(folder) == "mistral3":
+        full = processor(folder)
+        options["patch_size"] = full.patch_size * full.spatial_merge_size
+    return dict(image_processor(folder)(images=[image], return_tensors="np", **options))
+
+
+def chat_inputs(folder: Path, conversation: list[dict[str, Any]]) -> dict[str, Any]:
+    """Arguments of `generate`. Pictures and waves are in the conversation's parts."""
+    # SmolVLM's own method only adds settings of the video part.
+    found = ProcessorMixin.apply_chat_template(
+        processor(folder),
+        conversation,
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    return dict(found)
+
+
+def text_inputs(folder: Path, text: str) -> dict[str, Any]:
+    """The same of a model without media, by its tokenizer; one user message."""
+    found = _tokenizer(folder).apply_chat_template(
+        [{"role": "user", "content": text}],
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    return dict(found)
+
+
+def template_text(folder: Path, conversation: list[dict[str, Any]]) -> str:
+    return str(
+        _tokenizer(folder).apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=True
+        )
+    )
+
+
+def encoded(folder: Path, text: str) -> dict[str, Any]:
+    """A template's text, whose special tokens are all written in it."""
+    return dict(_tokenizer(folder)(text, add_special_tokens=False, return_tensors="pt"))
+
+
+def voxtral_features(folder: Path, wave: np.ndarray) -> np.ndarray:
+    """By the processor's own method, for an encoder whose span need not be 30 seconds."""
+    extractor = feature_extractor(folder)
+    voxtral = import_module("transformers.models.voxtral.processing_voxtral").VoxtralProcessor
+    settings = {**voxtral.audio_kwargs, "pad_to_multiple_of": extractor.n_samples}
+    settings["max_source_positions"] = extractor.nb_max_frames
+    features = voxtral._retrieve_input_features(
+        SimpleNamespace(feature_extractor=extractor), [wave], **settings
+    )
+    return np.asarray(features)
+
+
+def _class(kind: str) -> Any:
+    module, _, name = PROCESSORS[kind].rpartition(".")
+    _stand_in_for_torchvision()
+    loaded = import_module(f"transformers.models.{module}")
+    if kind == "smolvlm":
+        loaded.num2words = loaded.num2words or str  # writes the number of a video's frames
+    return getattr(loaded, name)
+
+
+def _stand_in_for_torchvision() -> None:
+    """Pixtral's processor takes one function from a module that imports torchvision."""
+    name = "transformers.models.pixtral.image_processing_pixtral"
+    if name not in sys.modules:
+        pil = import_module("transformers.models.pixtral.image_processing_pil_pixtral")
+        module = ModuleType(name)
+        module.get_resize_output_image_size = pil.get_resize_output_image_size
+        sys.modules[name] = module
+
+
+def _without_video(base: type) -> type:
+    def check(self: Any, name: str, value: object) -> type:
+        if name == "video_processor" and value is None:
+            return type(None)
+        return base.check_argument_for_proper_class(self, name, value)
+
+    return type(base.__name__, (base,), {"check_argument_for_proper_class": check})
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}
