@@ -13,9 +13,12 @@ from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from lookonce.errors import EngineDeadError
-from lookonce.types.ports import Clock
+
+if TYPE_CHECKING:  # its module needs numpy, which a supervisor does without
+    from lookonce.types.ports import Clock
 
 logger = logging.getLogger(__name__)
 

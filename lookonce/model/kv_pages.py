@@ -10,6 +10,9 @@ Which block belongs to whom is the scheduler's business: nothing here knows sequ
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 from typing import NamedTuple
 
 import torch
@@ -52,10 +55,7 @@ class KVPages:
         self.block_size = block_size
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
         self.layers = tuple(
-            LayerPages(
-                torch.zeros(shape, dtype=dtype, device=device),
-                torch.zeros(shape, dtype=dtype, device=device),
-            )
+            LayerPages(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
             for _ in range(num_layers)
         )
 
@@ -63,3 +63,13 @@ class KVPages:
     def num_bytes(self) -> int:
         """Bytes of all pages of all layers."""
         return sum(page.nbytes for layer in self.layers for page in layer)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # `torch.zeros` would write every byte now: a second per GiB or more at start.
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from lookonce.config import Config
 from lookonce.errors import ConfigError
 
@@ -28,6 +25,10 @@ def local_folder(model: str, *, weights: bool = True) -> str:
     """`model` itself if it is a folder, else where the hub's files of that id are."""
     if model and Path(model).is_dir():
         return model
+    # Imported where a hub is needed: it takes as long as the rest of the supervisor.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     try:
         return str(snapshot_download(model, allow_patterns=SMALL_FILES + WEIGHTS * weights))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError):

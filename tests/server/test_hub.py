@@ -19,7 +19,7 @@ def test_a_hub_id_becomes_the_folder_of_its_files_and_keeps_its_name(tmp_path, m
         assert repo_id == "org/model"
         return str(tmp_path)
 
-    monkeypatch.setattr(hub, "snapshot_download", hub_of_one_model)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub_of_one_model)
     config = hub.with_local_model(resolve(Options(model="org/model")))
     assert config.model.folder == str(tmp_path)
     assert config.model.served_name == "org/model"
@@ -30,6 +30,6 @@ def test_neither_folder_nor_id_is_a_mistake_in_an_option(model, monkeypatch):
     def unreachable(repo_id: str, **_: object) -> str:
         raise LocalEntryNotFoundError("offline")
 
-    monkeypatch.setattr(hub, "snapshot_download", unreachable)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     with pytest.raises(ConfigError, match="MODEL"):
         hub.local_folder(model)

@@ -7,16 +7,20 @@ import torch
 from lookonce.errors import ConfigError
 from lookonce.model.attention.backend import AttentionBackend, AttentionFeatures
 from lookonce.model.attention.cpu import cpu_backend
-from lookonce.model.attention.cuda import VarlenBackend
 from lookonce.model.attention.reference import ReferenceBackend
 
 
 def select_backend(device: torch.device | str, features: AttentionFeatures) -> AttentionBackend:
     """The fastest backend on `device` that has every feature the model needs."""
-    fast: AttentionBackend = (
-        cpu_backend() if torch.device(device).type == "cpu" else VarlenBackend()
-    )
+    fast = cpu_backend() if torch.device(device).type == "cpu" else _cuda_backend()
     return fast if fast.supports(features) else ReferenceBackend()
+
+
+def _cuda_backend() -> AttentionBackend:
+    # torch's varlen attention imports its compiler: over a second that only a GPU repays.
+    from lookonce.model.attention.cuda import VarlenBackend
+
+    return VarlenBackend()
 
 
 def resolve_block_size(backend: AttentionBackend, requested: int | None) -> int:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from lookonce.errors import ModelLoadError
 
@@ -73,11 +70,20 @@ def _file(folder: str | Path, name: str) -> Path | None:
     if Path(folder).is_dir():
         path = Path(folder) / name
         return path if path.is_file() else None
+    return _hub_file(str(folder), name)
+
+
+def _hub_file(model: str, name: str) -> Path | None:
+    # Imported where a hub is needed: a worker that reads a local folder starts sooner.
+    import httpx
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
     try:
-        return Path(hf_hub_download(str(folder), name))
+        return Path(hf_hub_download(model, name))
     except LocalEntryNotFoundError:
-        raise ModelLoadError(f"{folder} is no local folder, and the hub is not reached") from None
+        raise ModelLoadError(f"{model} is no local folder, and the hub is not reached") from None
     except EntryNotFoundError:
         return None
     except (OSError, ValueError, httpx.HTTPError) as error:
-        raise ModelLoadError(f"{name} of {folder} cannot be read: {error}") from None
+        raise ModelLoadError(f"{name} of {model} cannot be read: {error}") from None
