@@ -89,4 +89,5 @@ def _announce(sequence: Sequence) -> NewSequence:
         features=request.features.as_tuple(),
         sampling=request.sampling,
         sample_index=sequence.index,
+        grammar=request.grammar,
     )

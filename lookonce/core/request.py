@@ -28,6 +28,7 @@ from lookonce.core.facts import FactsRecord
 from lookonce.core.features import Features
 from lookonce.core.prefix import extend_chain, root_hash
 from lookonce.core.tokens import TokenBuffer
+from lookonce.types.grammar import CompiledGrammar
 from lookonce.types.media import ProcessedItem
 from lookonce.types.request import GenerateRequest
 
@@ -73,6 +74,7 @@ class Request:
         "eos_token_ids",
         "facts",
         "features",
+        "grammar",
         "items",
         "last_missing_end",
         "missing",
@@ -112,6 +114,8 @@ class Request:
         self.last_missing_end = 0
         """Position after which no missing item is needed."""
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
+        self.grammar: CompiledGrammar | None = None
+        """Set, once compiled, before the scheduler takes the request in."""
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
         self.sequences: list[Sequence] = []
         self.num_active = 0

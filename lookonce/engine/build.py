@@ -6,11 +6,9 @@ import dataclasses
 import gc
 import logging
 import os
-import time
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 import torch
 
 from lookonce.config import KVConfig
@@ -20,23 +18,19 @@ from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
 from lookonce.engine.core import EngineCore
 from lookonce.engine.external import open_external, rope_of
+from lookonce.engine.grammar import GrammarCompiler
 from lookonce.engine.judge import Judge
 from lookonce.engine.settings import EngineSettings
-from lookonce.errors import ConfigError, ModelLoadError
+from lookonce.engine.warmup import WarmUpItems, warm_up
+from lookonce.errors import ConfigError
 from lookonce.model.attention.select import resolve_block_size, select_backend
 from lookonce.model.kv_pages import block_bytes
 from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.runner import Runner
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import ExternalPrefixCache, ModelRunner
-from lookonce.types.sampling import SamplingParams
-from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan
 
 logger = logging.getLogger(__name__)
-
-WARM_UP = -1
-"""Its sequence id: the scheduler counts from 0."""
-WARM_UP_TOKENS = 2
 
 Progress = Callable[[int, int], None]
 """Called with (weights loaded, weights in all)."""
@@ -48,6 +42,7 @@ def build_engine(settings: EngineSettings, progress: Progress) -> tuple[EngineCo
     Raises `ConfigError` for settings the model cannot be served with, and `ModelLoadError`.
     """
     _leave_a_core()
+    items = WarmUpItems(settings)  # processed while weights load
     loaded = load_model(settings.model, progress)
     features = loaded.family.attention_features(loaded.dtype)
     backend = select_backend(loaded.device, features)
@@ -67,14 +62,15 @@ def build_engine(settings: EngineSettings, progress: Progress) -> tuple[EngineCo
         loaded.info.model_type, loaded.device, loaded.info.dtype, backend.name, num_blocks,
         block_size,
     )  # fmt: skip
-    pool = BlockPool(num_blocks, block_size)
-    warm_up(runner, pool.blocks_for(WARM_UP_TOKENS))
+    rehearsal, _ = assemble(loaded.info, runner, settings, BlockPool(num_blocks, block_size))
+    warm_up(rehearsal, items.take(loaded.info))
     gc.collect()
     gc.freeze()  # the model's objects stay: later collections need not walk them
     external = None
     if settings.kv.tiers:
         rope = rope_of(loaded.family.text_config)
         external = open_external(settings.kv, loaded.info, rope, runner.page_copier())
+    pool = BlockPool(num_blocks, block_size)
     return assemble(loaded.info, runner, settings, pool, external)
 
 
@@ -101,34 +97,9 @@ def assemble(
         external=external,
         fail_on_loss=settings.kv.load_failure_policy == "fail",
     )
+    grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
     door = Door(pool, encoder_cache, info, settings.scheduler.max_num_batched_tokens)
-    return EngineCore(scheduler, runner, external), Judge(info, door)
-
-
-def warm_up(runner: ModelRunner, num_blocks: int) -> None:
-    """One token of prompt and one more: what is compiled or allocated lazily is so afterwards.
-
-    Raises `ModelLoadError` when even that fails.
-    """
-    started = time.monotonic()
-    new = NewSequence(
-        seq_id=WARM_UP,
-        token_ids=np.zeros(1, dtype=np.int32),
-        num_prompt_tokens=1,
-        features=(),
-        sampling=SamplingParams(temperature=0.0),
-    )
-    blocks = tuple(range(num_blocks))
-    prompt = ScheduledSequence(WARM_UP, 0, 1, new_block_ids=blocks, sample=True)
-    decode = ScheduledSequence(WARM_UP, 1, 1, sample=True)
-    for plan in (
-        StepPlan(0, new=(new,), scheduled=(prompt,)),
-        StepPlan(0, scheduled=(decode,)),
-        StepPlan(0, finished=(WARM_UP,)),
-    ):
-        for error in runner.execute(plan).failed_sequences.values():
-            raise ModelLoadError(f"the model does not compute: {error.message}")
-    logger.info("warmed up in %.2f s", time.monotonic() - started)
+    return EngineCore(scheduler, runner, external), Judge(info, door, grammars.compile)
 
 
 def _leave_a_core() -> None:
@@ -148,7 +119,7 @@ def _num_blocks(loaded: LoadedModel, kv: KVConfig, block_size: int) -> int:
         dtype=loaded.dtype,
     )
     num_blocks = kv.cache_bytes // nbytes
-    if num_blocks * block_size < WARM_UP_TOKENS:
+    if num_blocks == 0:
         raise ConfigError(
             f"--kv-cache-gb is too small: one block of {block_size} tokens takes {nbytes} bytes"
         )

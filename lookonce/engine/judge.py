@@ -6,11 +6,17 @@ from collections.abc import Mapping
 
 from lookonce.core.door import Door
 from lookonce.core.request import Request
+from lookonce.engine.workshop import Compile
 from lookonce.errors import BadRequestError
+from lookonce.types.grammar import CompiledGrammar, Grammar
 from lookonce.types.media import ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
+
+
+def no_grammar(grammar: Grammar) -> CompiledGrammar:
+    raise BadRequestError(f"{grammar.param} is not served here", param=grammar.param)
 
 
 class Judge:
@@ -20,8 +26,10 @@ class Judge:
     from another thread than the scheduler's.
     """
 
-    def __init__(self, model: ModelInfo, door: Door) -> None:
+    def __init__(self, model: ModelInfo, door: Door, compile_grammar: Compile = no_grammar) -> None:
+        """`compile_grammar` takes its time, so whoever judges calls it in another thread."""
         self.model = model
+        self.compile_grammar = compile_grammar
         self._door = door
 
     def check(self, request: GenerateRequest, items: Mapping[bytes, ProcessedItem]) -> Request:

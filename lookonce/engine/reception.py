@@ -29,6 +29,7 @@ from lookonce.engine.step_loop import (
     StatsAnswer,
     Supply,
 )
+from lookonce.engine.workshop import Finished, Workshop
 from lookonce.errors import (
     EngineDeadError,
     LookOnceError,
@@ -99,6 +100,8 @@ class Reception:
         self._asked: dict[str, _Asked] = {}
         self._lost: dict[str, list[str]] = {}
         """Senders that could not be reached, and the requests that ended with that."""
+        self._workshop = Workshop(channel.wake)
+        """Requests whose grammar is being compiled: the step thread has not heard of them."""
         self._num_clears = 0
         self._stopped = False
 
@@ -123,6 +126,8 @@ class Reception:
                 self._receive(sender, message)
             if self._opening is not None:
                 self._open(self._opening)
+            for finished in self._workshop.take():
+                self._compiled(finished)
             for outcome in self.exchange.take_outcomes():
                 self._pass_on(outcome)
             if time.monotonic() >= next_beat:
@@ -206,7 +211,7 @@ class Reception:
     def _end_requests(self, sender: str) -> list[str]:
         ended = [r for r, owner in self._owners.items() if owner == sender]
         for request_id in ended:
-            self.exchange.command(AbortRequest(request_id))
+            self._end(request_id)
         return ended
 
     # --- requests -----------------------------------------------------------------------------
@@ -232,15 +237,33 @@ class Reception:
             return
         self._owners[request_id] = sender
         self._unaccepted.add(request_id)
-        if not held.missing:
-            self._accept(request_id)
-        self.exchange.command(Add(built))
+        grammar = built.sampling.grammar
+        if grammar is None or self._judge is None:
+            self._admit(built, complete=not held.missing)
+        else:
+            compile_grammar = self._judge.compile_grammar
+            self._workshop.begin(built, grammar, compile_grammar, complete=not held.missing)
+
+    def _compiled(self, finished: Finished) -> None:
+        request_id = finished.request.request_id
+        if finished.error is None:
+            self._admit(finished.request, complete=finished.complete)
+        else:
+            self._reject(self._owners[request_id], request_id, finished.error)
+            self._release(request_id)
+
+    def _admit(self, request: Request, *, complete: bool) -> None:
+        """`complete`: all its items are held, so nothing will be asked of its sender."""
+        if complete:
+            self._accept(request.request_id)
+        self.exchange.command(Add(request))
 
     def _check(self, request: GenerateRequest, items: dict[bytes, ProcessedItem]) -> Request:
         """The request as built for the scheduler; raises what stands in the way of serving it."""
         if self._judge is None:
             raise NotReadyError("the model is still loading")
-        waiting = self.exchange.num_waiting + self.exchange.num_commands
+        exchange = self.exchange
+        waiting = exchange.num_waiting + exchange.num_commands + len(self._workshop)
         if waiting >= self._max_queue:
             raise QueueFullError(f"{waiting} requests are waiting, the most that may")
         try:
@@ -292,7 +315,14 @@ class Reception:
     def _abort(self, sender: str, request_ids: tuple[str, ...], index: int | None) -> None:
         for request_id in request_ids:
             if request_id in self._owners:
-                self.exchange.command(AbortRequest(request_id, index))
+                self._end(request_id, index)
+
+    def _end(self, request_id: str, index: int | None = None) -> None:
+        """One that waits for its grammar ends here and at once: whoever aborts needs no answer."""
+        if index is None and self._workshop.cancel(request_id):
+            self._release(request_id)
+        else:
+            self.exchange.command(AbortRequest(request_id, index))
 
     def _reset(self, tier: str) -> None:
         if tier != "mm":

@@ -85,7 +85,8 @@ class Runner:
             self._table.extend(extension)
         report = self._encoder.execute(plan)
         for chunk in plan.scheduled:
-            self._table.append_blocks(self._table.row_of(chunk.seq_id), chunk.new_block_ids)
+            if chunk.new_block_ids:
+                self._table.append_blocks(self._table.row_of(chunk.seq_id), chunk.new_block_ids)
         samples = _Samples()
         self._compute(self._computable(plan.scheduled, report.failed, samples), samples)
         return samples.result(plan, report)
@@ -101,7 +102,7 @@ class Runner:
         # Placeholder ids may lie outside the vocabulary, which penalties index.
         known = prompt[prompt < self._vocab_size]
         output = new.token_ids[new.num_prompt_tokens :]
-        self._sampler.add(new.seq_id, new.sampling, new.sample_index, known, output)
+        self._sampler.add(new.seq_id, new.sampling, new.sample_index, known, output, new.grammar)
 
     def _computable(
         self,
@@ -186,9 +187,9 @@ class _Samples:
         self._tokens.update(zip(seq_ids, sampled.token_ids, strict=True))
         if sampled.logprobs is not None:
             self._logprobs.update(zip(seq_ids, sampled.logprobs, strict=True))
-        for seq_id, token in zip(seq_ids, sampled.token_ids, strict=True):
+        for row, (seq_id, token) in enumerate(zip(seq_ids, sampled.token_ids, strict=True)):
             if token == FAILED:
-                self.fail(seq_id, "the model's output was not a number")
+                self.fail(seq_id, sampled.reasons.get(row, "the model's output was not a number"))
 
     def result(self, plan: StepPlan, report: EncodeReport) -> StepResult:
         order = [chunk.seq_id for chunk in plan.scheduled if chunk.sample]

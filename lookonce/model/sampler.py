@@ -4,13 +4,14 @@ Rows that use nothing special cost one `max` and one read-back. Every other feat
 rows that ask for it. A draw is an inverse-CDF lookup with one uniform number per row that depends
 on nothing but (seed, position), so a seeded request gets the same tokens whatever shares its batch
 and after a preemption. Order of operations, as vLLM's: minimum tokens, logit bias, penalties,
-temperature, min-p, top-k, top-p.
+grammar, temperature, min-p, top-k,
+top-p.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from lookonce.model import token_logits
 from lookonce.model.token_logits import FAILED, RowFilter, TokenCounts
+from lookonce.types.grammar import CompiledGrammar, GrammarState
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -30,6 +32,8 @@ class Sampled(NamedTuple):
     """-1 where the row's logits hold NaN or infinity: that sequence failed."""
     logprobs: list[TokenLogprob | None] | None
     """None when no row asked; None in a row that did not ask or failed."""
+    reasons: Mapping[int, str] = {}
+    """Row → why it failed, where it was not its logits."""
 
 
 @dataclass(slots=True)
@@ -42,19 +46,26 @@ class _SequenceState:
     counts: TokenCounts | None
     """Present only with penalties."""
     filter: RowFilter
+    grammar: GrammarState | None
 
     def blocks_at(self, position: int) -> bool:
         return position - self.num_prompt_tokens < self.params.min_tokens
 
-    def count(self, token: int) -> None:
-        if self.counts is not None and token != FAILED:
+    def take(self, token: int) -> None:
+        """Move on by the token just sampled."""
+        if token == FAILED:
+            return
+        if self.counts is not None:
             self.counts.add_output(token)
+        if self.grammar is not None:
+            self.grammar.accept(token)
 
     def is_plain_greedy(self) -> bool:
         params = self.params
         return (
             params.greedy
             and self.counts is None
+            and self.grammar is None
             and not params.logit_bias
             and params.logprobs is None
             and not params.min_tokens
@@ -78,6 +89,7 @@ class Sampler:
         sample_index: int,
         prompt_ids: Sequence[int] | np.ndarray,
         output_ids: Sequence[int] | np.ndarray,
+        grammar: CompiledGrammar | None = None,
     ) -> None:
         """Learn a sequence; `output_ids` is not empty after a preemption."""
         seed = secrets.randbits(64) if params.seed is None else params.seed + sample_index
@@ -88,6 +100,7 @@ class Sampler:
             blocked=self._known({*self._eos_token_ids, *params.stop_token_ids}),
             counts=TokenCounts.for_params(params, prompt_ids, output_ids, self._vocab_size),
             filter=RowFilter.from_params(params),
+            grammar=_started(grammar, output_ids),
         )
         self._states[seq_id] = state
         if not state.is_plain_greedy():
@@ -109,10 +122,11 @@ class Sampler:
             return Sampled(token_logits.argmax(logits), None)
         states = [self._states[seq_id] for seq_id in seq_ids]
         scores = _edited(logits, states, positions)
+        scores, reasons = _constrained(scores, states, is_copy=scores is not logits)
         token_ids = _choose(scores, states, positions)
         for row in special:
-            states[row].count(token_ids[row])
-        return Sampled(token_ids, _logprobs(logits, token_ids, states))
+            states[row].take(token_ids[row])
+        return Sampled(token_ids, _logprobs(logits, token_ids, states), reasons)
 
     def _known(self, token_ids: set[int]) -> list[int]:
         return sorted(t for t in token_ids if 0 <= t < self._vocab_size)
@@ -142,6 +156,39 @@ def _edited(logits: Tensor, states: list[_SequenceState], positions: Sequence[in
     token_logits.add_bias(scores, biased)
     token_logits.penalise(scores, penalised)
     return scores
+
+
+def _started(
+    grammar: CompiledGrammar | None, output_ids: Sequence[int] | np.ndarray
+) -> GrammarState | None:
+    if grammar is None:
+        return None
+    state = grammar.start()
+    for token in output_ids:
+        state.accept(int(token))
+    return state
+
+
+def _constrained(
+    scores: Tensor, states: list[_SequenceState], *, is_copy: bool
+) -> tuple[Tensor, dict[int, str]]:
+    """What grammars forbid made impossible, and by row why a grammar gave up.
+
+    Bits are filled row by row on the host; they become scores for all rows at once.
+    """
+    rows = [(row, state.grammar) for row, state in enumerate(states) if state.grammar is not None]
+    if not rows:
+        return scores, {}
+    allowed = np.zeros((len(rows), token_logits.mask_bytes(scores.shape[1])), np.uint8)
+    reasons = {}
+    for bits, (row, grammar) in zip(allowed, rows, strict=True):
+        grammar.fill(bits)
+        if (error := grammar.error) is not None:
+            reasons[row] = error
+            bits[:] = 0  # no score is left: the row fails
+    scores = scores if is_copy else scores.clone()
+    token_logits.allow_only(scores, [row for row, _ in rows], allowed)
+    return scores, reasons
 
 
 def _choose(scores: Tensor, states: list[_SequenceState], positions: Sequence[int]) -> list[int]:

@@ -116,6 +116,9 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def argmax(scores: Tensor) -> list[int]:
     """[n, V] → n tokens; `FAILED` where the largest is NaN or infinite."""
     highest, best = scores.max(dim=-1)
+    if scores.is_cpu:  # reading twice is free, further operations are not
+        pairs = zip(best.tolist(), highest.tolist(), strict=True)
+        return [token if math.isfinite(score) else FAILED for token, score in pairs]
     tokens: list[int] = torch.where(highest.isfinite(), best, FAILED).tolist()
     return tokens
 
@@ -126,6 +129,23 @@ def block(scores: Tensor, blocked: list[tuple[int, list[int]]]) -> None:
         return
     rows, ids = _flat_index(scores, [(row, np.asarray(ids)) for row, ids in blocked])
     scores[rows, ids] = -math.inf
+
+
+def mask_bytes(vocab_size: int) -> int:
+    """Bytes of a row of bits, one per token, in whole words of 32."""
+    return -(-vocab_size // 32) * 4
+
+
+def allow_only(scores: Tensor, rows: list[int], allowed: NDArray[np.uint8]) -> None:
+    """Make all but the allowed tokens of `rows` impossible, in place.
+
+    `allowed` [len(rows), mask_bytes(V)]: bit `t % 8` of byte `t // 8` stands for token `t`.
+    """
+    device, vocab_size = scores.device, scores.shape[1]
+    packed = torch.from_numpy(allowed).to(device)
+    bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
+    forbidden = (packed[:, :, None] & bits).flatten(1)[:, :vocab_size] == 0
+    scores[rows] = scores[rows].masked_fill_(forbidden, -math.inf)
 
 
 def add_bias(scores: Tensor, biased: Sequence[tuple[int, Mapping[int, float]]]) -> None:

@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from lookonce.errors import BadRequestError
+from lookonce.types.grammar import Grammar
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -36,6 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     min_tokens: int = 0
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _between("n", self.n, 1, 128)
@@ -58,6 +60,14 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
             raise BadRequestError("stop strings must not be empty", param="stop")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise BadRequestError("min_tokens is larger than max_tokens", param="min_tokens")
+        if self.grammar is not None:
+            self._check_grammar(self.grammar)
+
+    def _check_grammar(self, grammar: Grammar) -> None:
+        """A grammar decides when a sample ends, and nothing else may."""
+        for name, asked in {"ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens}.items():
+            if asked:
+                raise BadRequestError(f"{name} cannot be used with {grammar.param}", param=name)
 
     @property
     def greedy(self) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookonce.errors import LookOnceError
+from lookonce.types.grammar import CompiledGrammar
 from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
@@ -27,6 +28,8 @@ class NewSequence:
     sampling: SamplingParams
     sample_index: int = 0
     """Which of the request's n samples: with a seed, draws use seed + sample_index."""
+    grammar: CompiledGrammar | None = None
+    """What its tokens must conform to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,10 @@ from lookonce.core.encoder_cache import EncoderCache
 from lookonce.engine.client import EngineClient
 from lookonce.engine.core import EngineCore
 from lookonce.engine.intake import Intake
-from lookonce.engine.judge import Judge
+from lookonce.engine.judge import Judge, no_grammar
 from lookonce.engine.reception import Reception
 from lookonce.engine.step_loop import StepLoop, Stop
+from lookonce.engine.workshop import Compile
 from lookonce.ipc.channel import EngineChannel
 from lookonce.ipc.double import InProcessHub
 from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem
@@ -87,12 +88,12 @@ class LivingEngine:
         if ready:
             self.become_ready()
 
-    def become_ready(self) -> None:
+    def become_ready(self, compile_grammar: Compile = no_grammar) -> None:
         limits = self.limits
         pool = BlockPool(limits.num_blocks, limits.block_size)
         encoder_cache = EncoderCache(limits.encoder_rows * ROW_BYTES, ROW_BYTES)
         door = Door(pool, encoder_cache, limits.model, limits.max_num_batched_tokens)
-        self.reception.open_doors(Judge(limits.model, door))
+        self.reception.open_doors(Judge(limits.model, door, compile_grammar))
 
     def die(self) -> None:
         self.runner.gate.set()

@@ -1,0 +1,42 @@
+"""What an answer may look like: as a client asks for it, and as the sampler follows it."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """What every sample must conform to, as source that the engine compiles."""
+
+    kind: Literal["json_schema", "regex", "choice", "lark"]
+    source: str
+    """The JSON schema or the list of choices as JSON text, the regex, or the Lark grammar."""
+    param: str = "grammar"
+    """The request's field it came from, which an error names."""
+
+
+class GrammarState(Protocol):
+    """Where one sequence stands in its grammar; used by the step thread alone."""
+
+    @property
+    def error(self) -> str | None:
+        """Why nothing more can be said about what may come next."""
+
+    def fill(self, allowed: NDArray[np.uint8]) -> None:
+        """Set bit `t % 8` of byte `t // 8` for every token `t` that may come next, and no other.
+
+        `allowed` is contiguous and has a multiple of 4 bytes.
+        """
+
+    def accept(self, token_id: int) -> None:
+        """Move on by a token that came."""
+
+
+class CompiledGrammar(Protocol):
+    """Made once per request, off the step thread."""
+
+    def start(self) -> GrammarState: ...

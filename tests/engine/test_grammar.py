@@ -1,0 +1,126 @@
+"""Grammars over nano's real tokenizer: every random walk through the masks conforms."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from lookonce.config import NANO_FOLDER
+from lookonce.engine.grammar import GrammarCompiler
+from lookonce.errors import BadRequestError
+from lookonce.render.tokenizer import Tokenizer
+from lookonce.types.grammar import Grammar
+
+EOS = 2
+VOCAB = 1030
+"""More than the tokenizer has: models pad theirs."""
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return GrammarCompiler(str(NANO_FOLDER), VOCAB, [EOS])
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(NANO_FOLDER)
+
+
+def walk(compiled, tokenizer, rng, *, most=400):
+    """A text drawn from the masks alone; None where it found no end."""
+    state, tokens = compiled.start(), []
+    bits = np.zeros(-(-VOCAB // 32) * 4, np.uint8)
+    for _ in range(most):
+        state.fill(bits)
+        assert state.error is None
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[:VOCAB])
+        assert len(allowed)
+        assert allowed.max() < 1024
+        token = int(rng.choice(allowed))
+        if token == EOS:
+            return tokenizer.decode(tokens)
+        tokens.append(token)
+        state.accept(token)
+    return None
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["ä", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def is_person(text):
+    person = json.loads(text)
+    assert set(person) == {"name", "age", "tags"}
+    assert isinstance(person["name"], str)
+    assert len(person["name"]) <= 5
+    assert 0 <= person["age"] <= 120
+    assert set(person["tags"]) <= {"ä", "b"}
+    return True
+
+
+CASES = {
+    "choice": (json.dumps(["a red", "a red circle", 'grü"n', "b\\c"]),
+               lambda t: t in ["a red", "a red circle", 'grü"n', "b\\c"]),
+    "regex": (r"[0-9]{2,4}(-[a-c]+){1,2}", lambda t: re.fullmatch(r"\d{2,4}(-[a-c]+){1,2}", t)),
+    "json_schema": (json.dumps(PERSON), is_person),
+    "lark": ('start: "<call>" %json {"type": "integer", "minimum": 5, "maximum": 9} "</call>"',
+             lambda t: re.fullmatch("<call>[5-9]</call>", t)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_whatever_is_drawn_conforms(compiler, tokenizer, kind):
+    source, conforms = CASES[kind]
+    compiled = compiler.compile(Grammar(kind=kind, source=source))
+    rng = np.random.default_rng(5)
+    texts = [walk(compiled, tokenizer, rng) for _ in range(25)]
+    ended = [text for text in texts if text is not None]
+    assert len(ended) >= 15
+    assert len(set(ended)) > 1
+    for text in ended:
+        assert conforms(text), text
+
+
+BAD = [
+    ("regex", "(a|b", "unclosed group"),
+    ("regex", r"(?=a)b", "look-around"),
+    ("json_schema", '{"type": "wrong"}', "wrong"),
+    ("json_schema", '{"properties": {"a": {"$ref": "#/nowhere"}}}', "does not exist"),
+    ("json_schema", '{"not": {"type": "string"}}', "not"),
+    ("json_schema", "[1]", "param"),
+    ("lark", "begin: x", "start"),
+    ("lark", "start: x", "x"),
+]
+
+
+@pytest.mark.parametrize(("kind", "source", "words"), BAD)
+def test_what_cannot_be_is_refused_naming_the_field(compiler, kind, source, words):
+    with pytest.raises(BadRequestError) as caught:
+        compiler.compile(Grammar(kind=kind, source=source, param="param.of.it"))
+    assert caught.value.param == "param.of.it"
+    assert caught.value.message.startswith("param.of.it: ")
+    assert words in caught.value.message
+    assert len(caught.value.message) < 500
+
+
+def test_a_grammar_is_compiled_once_and_followed_by_many(compiler, tokenizer):
+    grammar = Grammar(kind="choice", source='["yes", "no"]')
+    first = compiler.compile(grammar)
+    assert compiler.compile(grammar) is first
+    one, other = first.start(), first.start()
+    one.accept(tokenizer.encode("yes")[0])
+    bits = np.zeros(-(-VOCAB // 32) * 4, np.uint8)
+    other.fill(bits)
+    allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+    assert {tokenizer.decode([int(t)])[0] for t in allowed} == {"y", "n"}
