@@ -16,19 +16,18 @@ The index runs both ways, holder → keys and key → holders, and every change 
 
 from __future__ import annotations
 
-import heapq
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable
 
 import msgspec
 
+from lookonce.core.eviction import Entry, EvictionOrder
 from lookonce.core.host_outputs import HostOutputs
 from lookonce.errors import TooLargeError
 
-_HEAP_SLACK = 64
 _MANY = 64
-"""Keys released at once from which on ordering the whole heap is cheaper than place by place."""
+"""Keys released at once from which on ordering everything is cheaper than place by place."""
 
 
 class Allocation(msgspec.Struct, frozen=True, gc=False):
@@ -37,17 +36,6 @@ class Allocation(msgspec.Struct, frozen=True, gc=False):
     key: bytes
     num_bytes: int
     evicted: tuple[bytes, ...] = ()
-
-
-class _Entry(msgspec.Struct, gc=False):
-    num_bytes: int
-    cost_per_byte: float
-    holders: dict[int, int]
-    """Holder → how many times it holds this entry."""
-    tick: int = 0
-    """Names the entry's live place in the heap; 0 while held or awaited."""
-    condemned: bool = False
-    """Cleared while held: leaves with its last holder."""
 
 
 class EncoderCache:
@@ -62,7 +50,7 @@ class EncoderCache:
         self.capacity_bytes = capacity_bytes
         self.row_bytes = row_bytes
         self.host = HostOutputs(host_capacity_bytes)
-        self._entries: dict[bytes, _Entry] = {}
+        self._entries: dict[bytes, Entry] = {}
         self._held: dict[int, dict[bytes, None]] = {}
         """Holder → keys it holds; each entry counts how often."""
         self._used_bytes = 0
@@ -70,11 +58,8 @@ class EncoderCache:
         self._awaited: OrderedDict[bytes, None] = OrderedDict()
         """Unheld entries that somebody will need soon, in the order they were prefetched."""
         self._awaited_bytes = 0
-        self._heap: list[tuple[float, int, bytes]] = []
-        """(priority, tick, key) of unheld entries that nobody awaits, and stale ones whose tick is
-        not the entry's."""
-        self._tick = 0
-        self._clock = 0.0
+        self._order = EvictionOrder(self._entries)
+        """Unheld entries that nobody awaits."""
         self._usual_cost = 0.0
         """Running mean of the recorded costs per byte; stands in where none was recorded."""
         self._dropped: list[bytes] = []
@@ -109,7 +94,7 @@ class EncoderCache:
     @property
     def eviction_queue_length(self) -> int:
         """Entries of the eviction order, outdated ones included: bounded by what is cached."""
-        return len(self._heap)
+        return len(self._order)
 
     @property
     def max_rows(self) -> int:
@@ -146,11 +131,11 @@ class EncoderCache:
             evicted = self._evict_until(self.capacity_bytes - num_bytes)
         self._used_bytes += num_bytes
         if holder is None:
-            entry = entries[key] = _Entry(num_bytes, self._usual_cost, {})
+            entry = entries[key] = Entry(num_bytes, self._usual_cost, {})
             self._unheld_bytes += num_bytes
-            self._make_evictable(key, entry)
+            self._order.add(key, entry)
         else:
-            entries[key] = _Entry(num_bytes, self._usual_cost, {holder: 1})
+            entries[key] = Entry(num_bytes, self._usual_cost, {holder: 1})
             keys = self._held.get(holder)
             if keys is None:
                 keys = self._held[holder] = {}
@@ -171,9 +156,9 @@ class EncoderCache:
         ):
             return False
         if self._used_bytes + total > self.capacity_bytes:
-            self._heap.sort()  # a sorted list is a heap too, and quicker to take much from
+            self._order.sort()
             self._evict_until(self.capacity_bytes - total)
-        made = [_Entry(num_rows * row_bytes, cost, {holder: 1}) for num_rows in rows]
+        made = [Entry(num_rows * row_bytes, cost, {holder: 1}) for num_rows in rows]
         entries.update(zip(keys, made, strict=True))
         self._held.setdefault(holder, {}).update(dict.fromkeys(keys))
         self._used_bytes += total
@@ -192,7 +177,7 @@ class EncoderCache:
             return False
         if self._used_bytes + num_bytes > self.capacity_bytes:
             self._evict_until(self.capacity_bytes - num_bytes)
-        self._entries[key] = _Entry(num_bytes, self._usual_cost, {})
+        self._entries[key] = Entry(num_bytes, self._usual_cost, {})
         self._used_bytes += num_bytes
         self._unheld_bytes += num_bytes
         self._awaited[key] = None
@@ -204,7 +189,7 @@ class EncoderCache:
         if key in self._awaited:
             entry = self._entries[key]
             self._forget_awaited(key, entry)
-            self._make_evictable(key, entry)
+            self._order.add(key, entry)
 
     def try_hold(self, holder: int, key: bytes) -> bool:
         """Keep an entry until `release`, as used now; False when the key is absent."""
@@ -250,7 +235,7 @@ class EncoderCache:
 
     def _release_many(self, holder: int, keys: Iterable[bytes]) -> None:
         """As one by one, but the eviction order is put right once."""
-        entries, heap, clock, tick = self._entries, self._heap, self._clock, self._tick
+        entries, free = self._entries, []
         for key in keys:
             entry = entries[key]
             del entry.holders[holder]
@@ -258,13 +243,10 @@ class EncoderCache:
                 continue
             if entry.condemned:
                 self._drop(key, entry)
-                continue
-            self._unheld_bytes += entry.num_bytes
-            tick += 1
-            entry.tick = tick
-            heap.append((clock + entry.cost_per_byte, tick, key))
-        self._tick = tick
-        self._order_heap()
+            else:
+                self._unheld_bytes += entry.num_bytes
+                free.append((key, entry))
+        self._order.add_many(free)
 
     def holders(self, key: bytes) -> tuple[int, ...]:
         entry = self._entries.get(key)
@@ -296,7 +278,7 @@ class EncoderCache:
             usual = self._usual_cost or entry.cost_per_byte
             self._usual_cost = 0.9 * usual + 0.1 * entry.cost_per_byte
             if entry.tick:
-                self._make_evictable(key, entry)
+                self._order.add(key, entry)
 
     def clear(self) -> None:
         """Drop everything unheld, host copies too; what is held leaves with its last holder."""
@@ -328,7 +310,7 @@ class EncoderCache:
             raise RuntimeError("holders and held keys disagree")
         if any(not keys for keys in self._held.values()):
             raise RuntimeError("a holder of nothing is still listed")
-        live = {key for _, tick, key in self._heap if key in unheld and unheld[key].tick == tick}
+        live = self._order.live_keys()
         if live | self._awaited.keys() != unheld.keys() or live & self._awaited.keys():
             raise RuntimeError("an unheld entry cannot be evicted")
         if self._awaited_bytes != sum(entries[key].num_bytes for key in self._awaited):
@@ -341,7 +323,7 @@ class EncoderCache:
         if not keys:
             del self._held[holder]
 
-    def _settle(self, key: bytes, entry: _Entry) -> None:
+    def _settle(self, key: bytes, entry: Entry) -> None:
         """After a holder left: the entry becomes evictable, or goes if it was condemned."""
         if entry.holders:
             return
@@ -349,59 +331,34 @@ class EncoderCache:
             self._drop(key, entry)
         else:
             self._unheld_bytes += entry.num_bytes
-            self._make_evictable(key, entry)
-
-    def _make_evictable(self, key: bytes, entry: _Entry) -> None:
-        """Give an unheld entry its place in the eviction order."""
-        self._tick += 1
-        entry.tick = self._tick
-        heapq.heappush(self._heap, (self._clock + entry.cost_per_byte, entry.tick, key))
-        if len(self._heap) > 2 * len(self._entries) + _HEAP_SLACK:
-            self._order_heap()
-
-    def _order_heap(self) -> None:
-        """Leave outdated places out and put the rest in order."""
-        self._heap = [place for place in self._heap if self._is_live(place)]
-        heapq.heapify(self._heap)
-
-    def _is_live(self, place: tuple[float, int, bytes]) -> bool:
-        entry = self._entries.get(place[2])
-        return entry is not None and entry.tick == place[1]
+            self._order.add(key, entry)
 
     def _evict_until(self, room: int) -> tuple[bytes, ...]:
         """What nobody awaits leaves first; then what was prefetched last, for the latest need."""
-        evicted: list[bytes] = []
-        heap, entries, keep = self._heap, self._entries, self.host.keep
-        used = self._used_bytes
-        while used > room and heap:
-            priority, tick, key = heapq.heappop(heap)
-            entry = entries.get(key)
-            if entry is None or entry.tick != tick:
-                continue
-            self._clock = priority
-            del entries[key]
-            keep(key, entry.num_bytes)
-            evicted.append(key)
-            used -= entry.num_bytes
-        while used > room:
+        left = self._order.take(self._used_bytes - room)
+        freed = sum(entry.num_bytes for _, entry in left)
+        while self._used_bytes - freed > room:
             key, _ = self._awaited.popitem()
-            entry = entries.pop(key)
+            entry = self._entries.pop(key)
             self._awaited_bytes -= entry.num_bytes
-            keep(key, entry.num_bytes)
-            evicted.append(key)
-            used -= entry.num_bytes
-        self._unheld_bytes -= self._used_bytes - used
-        self._used_bytes = used
+            left.append((key, entry))
+            freed += entry.num_bytes
+        if self.host.capacity_bytes:
+            for key, entry in left:
+                self.host.keep(key, entry.num_bytes)
+        self._unheld_bytes -= freed
+        self._used_bytes -= freed
+        evicted = tuple([key for key, _ in left])
         self._dropped += evicted
-        return tuple(evicted)
+        return evicted
 
-    def _drop(self, key: bytes, entry: _Entry) -> None:
+    def _drop(self, key: bytes, entry: Entry) -> None:
         del self._entries[key]
         if key in self._awaited:
             self._forget_awaited(key, entry)
         self._used_bytes -= entry.num_bytes
         self._dropped.append(key)
 
-    def _forget_awaited(self, key: bytes, entry: _Entry) -> None:
+    def _forget_awaited(self, key: bytes, entry: Entry) -> None:
         del self._awaited[key]
         self._awaited_bytes -= entry.num_bytes
