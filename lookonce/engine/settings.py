@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from lookonce.config import Config, EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
+from lookonce.config import (
+    Config,
+    EncoderConfig,
+    KVConfig,
+    MediaConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +24,8 @@ class EngineSettings:
     encoder: EncoderConfig
     address: str
     """ZMQ endpoint the engine binds."""
+    media: MediaConfig = field(default_factory=MediaConfig)
+    """Its limits say what the largest items are that the engine warms up with."""
     num_senders: int = 1
     """API processes the processor cache's budget is divided by."""
 
@@ -28,5 +37,6 @@ def engine_settings(config: Config) -> EngineSettings:
         kv=config.kv,
         encoder=config.encoder,
         address=config.channel.address,
+        media=config.media,
         num_senders=config.server.api_processes,
     )
