@@ -80,10 +80,30 @@ def model_type(folder: Path) -> str:
 
 def image_arrays(folder: Path, image: Any, **options: Any) -> dict[str, Any]:
     """What the model gets of one picture, as the full processor asks its image processor."""
-    if model_type(folder) == "mistral3":
+    kind = model_type(folder)
+    if kind == "mistral3":
         full = processor(folder)
         options["patch_size"] = full.patch_size * full.spatial_merge_size
+    if kind in ("idefics3", "smolvlm"):
+        options["return_row_col_info"] = True
     return dict(image_processor(folder)(images=[image], return_tensors="np", **options))
+
+
+def full_inputs(folder: Path, text: str, **given: Any) -> dict[str, Any]:
+    """The full processor's, of a text with placeholders and `images` or `audio` for them."""
+    return dict(processor(folder)(text=[text], **given))
+
+
+def prompt_ids(folder: Path, text: str, **media: Any) -> list[int]:
+    return [int(token) for token in full_inputs(folder, text, **media)["input_ids"][0]]
+
+
+def token_ids(folder: Path, text: str) -> list[int]:
+    return list(_tokenizer(folder)(text)["input_ids"])
+
+
+def token(folder: Path, token_id: int) -> str:
+    return str(_tokenizer(folder).convert_ids_to_tokens(token_id))
 
 
 def chat_inputs(folder: Path, conversation: list[dict[str, Any]]) -> dict[str, Any]:

@@ -9,13 +9,14 @@ from typing import Any
 
 from PIL import Image
 
-from lookonce.errors import BadRequestError, ModelLoadError, UnprocessableMediaError
+from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.render.decode import MAX_SIDE_RATIO
 from lookonce.render.families.arrays import int64_array
 from lookonce.render.families.base import Options
 from lookonce.render.families.folder import Json
 from lookonce.render.families.given import Arrays, check_arrays, integers, refuse_arrays
 from lookonce.render.families.hf import image_processor
+from lookonce.render.families.options import bad_option
 from lookonce.render.families.pixels import PixelTable, resized
 from lookonce.types.media import Expansion, ProcessedItem
 
@@ -62,16 +63,16 @@ class QwenImages:
 
         Bounds may be narrowed, not widened: a 1x1 picture must not be blown up to gigabytes.
         """
-        size = kwargs.get("size") or {}
+        size = kwargs.get("size")
+        size = {} if size is None else size
         if not isinstance(size, Mapping) or not size.keys() <= {"shortest_edge", "longest_edge"}:
-            raise _bad("size must hold shortest_edge and longest_edge, in pixels", "size")
-        low = kwargs.get("min_pixels") or size.get("shortest_edge") or self.min_pixels
-        high = kwargs.get("max_pixels") or size.get("longest_edge") or self.max_pixels
-        if type(low) is not int or type(high) is not int or not 0 < low <= high <= self.max_pixels:
-            raise _bad(
-                f"min_pixels and max_pixels must be integers with 0 < min_pixels <= max_pixels "
-                f"<= {self.max_pixels}",
+            raise bad_option("size", "size must hold shortest_edge and longest_edge, in pixels")
+        low = _bound("min_pixels", kwargs, size.get("shortest_edge"), self.min_pixels)
+        high = _bound("max_pixels", kwargs, size.get("longest_edge"), self.max_pixels)
+        if not low <= high <= self.max_pixels:
+            raise bad_option(
                 "max_pixels",
+                f"max_pixels must be from min_pixels, which is {low}, to {self.max_pixels}",
             )
         if (low, high) == (self.min_pixels, self.max_pixels):
             return {}
@@ -165,5 +166,15 @@ def smart_size(
     return new_width, new_height
 
 
-def _bad(message: str, name: str) -> BadRequestError:
-    return BadRequestError(f"mm_processor_kwargs: {message}", param=f"mm_processor_kwargs.{name}")
+def _bound(name: str, kwargs: Mapping[str, object], edge: object, default: int) -> int:
+    """Pixels, by either spelling: the option `name`, or an edge of `size`."""
+    given: list[int] = []
+    for value in (kwargs.get(name), edge):
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise bad_option(name, f"{name} must be a positive integer, as an edge of size too")
+        given.append(value)
+    if len(set(given)) > 1:
+        raise bad_option(name, f"{name} and size contradict each other")
+    return given[0] if given else default
