@@ -19,6 +19,7 @@ from lookonce.server.generate import generate
 from lookonce.server.media_cache import inject_media, show_media_cache
 from lookonce.server.middleware import Admission, Failures, RequestIds
 from lookonce.server.observe import health, list_models, metrics, ready, show_model, show_version
+from lookonce.server.page import show_asset, show_page
 from lookonce.server.render import render_chat, render_completion
 from lookonce.server.responding import json_response
 from lookonce.server.responses import ErrorBody, ErrorResponse
@@ -41,6 +42,8 @@ RENDER_ROUTES = [
 
 ROUTES = [
     *RENDER_ROUTES,
+    Route("/", show_page),
+    Route("/page/{name}", show_asset),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/inference/v1/generate", generate, methods=["POST"]),

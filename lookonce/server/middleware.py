@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lookonce.errors import LookOnceError
 from lookonce.server.connection import ClientLeftError
+from lookonce.server.page import is_page
 from lookonce.server.responding import INTERNAL, error_response, json_response
 from lookonce.server.services import Services
 
@@ -86,7 +87,7 @@ class Admission:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or is_page(scope["path"]):
             await self._app(scope, receive, send)
             return
         request = Request(scope)

@@ -1,0 +1,72 @@
+// The public routes this page uses. Addresses are relative, so a proxy may add a path before them.
+
+export class ApiError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** What every request carries; `key` may be empty. */
+function headers(key) {
+  const sent = { "Content-Type": "application/json" };
+  if (key) sent.Authorization = `Bearer ${key}`;
+  return sent;
+}
+
+async function refused(response) {
+  let message = `the server answered ${response.status}`;
+  try {
+    message = (await response.json()).error.message ?? message;
+  } catch {
+    // Not our server's words (a proxy's page, say): the status must do.
+  }
+  return new ApiError(message, response.status);
+}
+
+export async function models(key) {
+  const response = await fetch("v1/models", { headers: headers(key) });
+  if (!response.ok) throw await refused(response);
+  return (await response.json()).data;
+}
+
+/** "ready", "starting", "draining", "stuck", "dead". */
+export async function state() {
+  return (await (await fetch("ready")).json()).status;
+}
+
+export async function metrics() {
+  const response = await fetch("metrics");
+  if (!response.ok) throw await refused(response);
+  return response.text();
+}
+
+/** The chunks of one streamed chat completion, as they come. */
+export async function* chat(body, { key, signal }) {
+  const response = await fetch("v1/chat/completions", {
+    method: "POST", headers: headers(key), body: JSON.stringify(body), signal,
+  });
+  if (!response.ok) throw await refused(response);
+  for await (const data of events(response.body)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ApiError(chunk.error.message, 500);
+    yield chunk;
+  }
+  throw new ApiError("the connection was lost before the answer ended", 0);
+}
+
+/** The `data:` of each server-sent event in a stream of bytes. */
+export async function* events(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (line.startsWith("data:")) yield line.slice(5).trim();
+    }
+  }
+}
