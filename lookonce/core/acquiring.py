@@ -70,19 +70,21 @@ class Acquirer:
     ) -> Shortage | None:
         """Hold one output: found, brought back or about to be encoded; what is short if none."""
         cache, facts, key = self._encoder_cache, sequence.request.facts, feature.key
+        prefetched = index in sequence.prefetched
         if cache.try_hold(sequence.seq_id, key):
-            hit = index not in sequence.prefetched
+            hit = not prefetched
         elif key in cache.host.copies:
-            if cache.try_allocate(key, feature.num_embeds, sequence.seq_id) is None:
+            if cache.try_restore(key, feature.num_embeds, sequence.seq_id) is None:
                 return Shortage.ROOM
-            cache.host.restore(key)
             self._counters.encoder_cache_restores += 1
-            hit = index not in sequence.prefetched
+            hit = not prefetched
         else:
             shortage = self._encode(sequence, index, feature, step)
             if shortage is not None:
                 return shortage
             hit = False
+        if prefetched:
+            sequence.prefetched.remove(index)
         self._counters.encoder_cache_queries += 1
         self._counters.encoder_cache_hits += hit
         facts.note(index, "hit" if hit else "miss")

@@ -7,7 +7,7 @@ from lookonce.core.counters import Counters
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.external import ExternalPrefixes, Prospect
 from lookonce.core.lifecycle import Lifecycle
-from lookonce.core.request import Request, Sequence
+from lookonce.core.request import HASHED_AHEAD, Request, Sequence
 from lookonce.core.roster import Roster
 from lookonce.types.kv import ExternalFacts
 
@@ -80,6 +80,22 @@ class Admission:
             and (features[i].end > anew or features[i].key not in self._encoder_cache)
         }
         return tuple(needed)
+
+    def num_cached(self, sequence: Sequence) -> int:
+        """Tokens of a waiting sequence that a prefix hit covers; asks on from what it found last.
+
+        So it costs the same in every step that a sequence waits, whatever its length.
+        """
+        block_size, found = self._pool.block_size, sequence.num_matched
+        limit = self._max_cached(len(sequence.tokens))
+        while found < limit:
+            if found == len(sequence.chain):
+                sequence.extend_chain(block_size, min(limit, found + HASHED_AHEAD))
+            if not self._pool.holds(sequence.chain[found]):
+                break
+            found += 1
+        sequence.num_matched = found
+        return found * block_size
 
     def _recomputed_by_siblings(self, request: Request) -> int:
         """Position from which each further sample computes the prompt again for itself."""

@@ -142,6 +142,17 @@ class EncoderCache:
             keys[key] = None
         return Allocation(key, num_bytes, evicted)
 
+    def try_restore(self, key: bytes, num_embeds: int, holder: int) -> Allocation | None:
+        """As `try_allocate` for a key with a host copy, which goes to the device in the next step.
+
+        What leaves the device for it never pushes its own copy out.
+        """
+        self.host.restore(key)
+        allocation = self.try_allocate(key, num_embeds, holder)
+        if allocation is None:
+            self.host.cancel_restore(key)
+        return allocation
+
     def try_allocate_many(self, keys: list[bytes], rows: list[int], holder: int) -> bool:
         """As `try_allocate` for each key, held by `holder`; False, with nothing changed, when one
         is known already, on the device or the host, named twice, or when all do not fit at once.

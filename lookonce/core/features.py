@@ -116,6 +116,10 @@ class Features:
             return range(0)
         return range(bisect_right(self._ends, start), bisect_left(self._offsets, end))
 
+    def next_index(self, position: int) -> int:
+        """Index of the first feature that ends after `position`; their number if none does."""
+        return bisect_right(self._ends, position)
+
     def window(self, indices: range) -> list[MediaFeature]:
         """The features of a range of indices."""
         return self._features[indices.start : indices.stop]

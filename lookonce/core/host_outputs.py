@@ -75,6 +75,10 @@ class HostOutputs:
         self._touch(key)
         self._restore[key] = None
 
+    def cancel_restore(self, key: bytes) -> None:
+        """There is no room on the device after all."""
+        self._restore.pop(key, None)
+
     def forget(self, key: bytes) -> None:
         """Drop a copy, if there is one, whatever was planned with it."""
         num_bytes = self.copies.pop(key, None)

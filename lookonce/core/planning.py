@@ -8,6 +8,7 @@ from lookonce.core.budget import StepPass
 from lookonce.core.chunking import Chunker
 from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.preemption import Preemption
+from lookonce.core.prefetching import Prefetcher
 from lookonce.core.request import Sequence, State
 from lookonce.core.roster import Roster
 from lookonce.types.step import ScheduledSequence
@@ -28,6 +29,7 @@ class Planner:
         admission: Admission,
         preemption: Preemption,
         chunker: Chunker,
+        prefetcher: Prefetcher | None,
         *,
         max_num_seqs: int,
         max_tokens: int,
@@ -38,6 +40,7 @@ class Planner:
         self._admission = admission
         self._preemption = preemption
         self._chunker = chunker
+        self._prefetcher = prefetcher
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_tokens
         self._max_encoder_rows = max_encoder_rows
@@ -47,6 +50,8 @@ class Planner:
         self._plan_decodes(step)
         self._plan_prefills(step)
         self._plan_admissions(step)
+        if self._prefetcher is not None and not step.stalled and step.encoder.left > 0:
+            self._prefetcher.plan(step)
         return step
 
     def _plan_decodes(self, step: StepPass) -> None:

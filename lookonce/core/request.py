@@ -160,9 +160,11 @@ class Sequence:
         "chain",
         "held",
         "index",
+        "looked_at",
         "next_hash",
         "num_computed",
         "num_delivered",
+        "num_matched",
         "num_registered",
         "order",
         "prefetched",
@@ -184,7 +186,11 @@ class Sequence:
         self.token_limit = token_limit
         """Prompt plus generated tokens at which it ends with "length"."""
         self.prefetched: set[int] = set()
-        """Features whose output was encoded ahead for this sequence, until it ends."""
+        """Features whose output was encoded ahead for this sequence and not used yet."""
+        self.looked_at = 0
+        """Features before this one need not be looked at any more for encoding ahead."""
+        self.num_matched = 0
+        """Leading blocks that were found cached while it waited."""
         self.chain: list[bytes] = []
         """Hashes of its first full blocks, as far as anyone asked."""
         self.clear_computed()

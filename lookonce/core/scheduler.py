@@ -27,6 +27,7 @@ from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.outbox import Outbox, SchedulerOutput
 from lookonce.core.planning import Planner
 from lookonce.core.preemption import Preemption
+from lookonce.core.prefetching import Prefetcher
 from lookonce.core.request import Request, Sequence
 from lookonce.core.roster import Roster
 from lookonce.errors import BadRequestError, ConfigError, QueueFullError
@@ -76,25 +77,7 @@ class Scheduler:
             )
             lifecycle.on_end = self._external.finished
         self._door = Door(block_pool, encoder_cache, model, config.max_num_batched_tokens)
-        acquirer = Acquirer(encoder_cache, counters, model.unsplittable)
-        self._planner = Planner(
-            roster,
-            lifecycle,
-            Admission(
-                block_pool,
-                encoder_cache,
-                roster,
-                lifecycle,
-                counters,
-                prefix_caching=prefix_caching,
-                external=self._external,
-            ),
-            Preemption(block_pool, roster, lifecycle, counters),
-            Chunker(acquirer, model.unsplittable),
-            max_num_seqs=config.max_num_seqs,
-            max_tokens=config.max_num_batched_tokens,
-            max_encoder_rows=config.max_encoder_tokens,
-        )
+        self._planner = self._make_planner(model, config, prefix_caching=prefix_caching)
         self._applier = Applier(
             block_pool,
             encoder_cache,
@@ -108,6 +91,40 @@ class Scheduler:
         self._next_seq_id = 0
         self._step_id = 0
         self._encode_owners: list[tuple[FactsRecord, int]] = []
+
+    def _make_planner(
+        self, model: ModelInfo, config: SchedulerConfig, *, prefix_caching: bool
+    ) -> Planner:
+        pool, roster, counters = self._pool, self._roster, self._counters
+        admission = Admission(
+            pool,
+            self._encoder_cache,
+            roster,
+            self._lifecycle,
+            counters,
+            prefix_caching=prefix_caching,
+            external=self._external,
+        )
+        prefetcher = Prefetcher(
+            roster,
+            admission,
+            self._encoder_cache,
+            counters,
+            ahead_of_admission=self._external is None,
+        )
+        return Planner(
+            roster,
+            self._lifecycle,
+            admission,
+            Preemption(pool, roster, self._lifecycle, counters),
+            Chunker(
+                Acquirer(self._encoder_cache, counters, model.unsplittable), model.unsplittable
+            ),
+            prefetcher if config.encoder_prefetch else None,
+            max_num_seqs=config.max_num_seqs,
+            max_tokens=config.max_num_batched_tokens,
+            max_encoder_rows=config.max_encoder_tokens,
+        )
 
     # --- requests come and go -------------------------------------------------------------
 

@@ -113,6 +113,9 @@ class Limits:
     block_size: int = 4
     encoder_rows: int = 64
     """Rows the encoder cache has room for."""
+    host_rows: int = 0
+    """Rows its host tier has room for."""
+    encoder_prefetch: bool = True
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 32
     max_encoder_tokens: int = 32
@@ -124,13 +127,16 @@ class Limits:
 def make_scheduler(limits: Limits) -> Scheduler:
     return Scheduler(
         block_pool=BlockPool(limits.num_blocks, limits.block_size),
-        encoder_cache=EncoderCache(limits.encoder_rows * ROW_BYTES, ROW_BYTES),
+        encoder_cache=EncoderCache(
+            limits.encoder_rows * ROW_BYTES, ROW_BYTES, limits.host_rows * ROW_BYTES
+        ),
         model=limits.model,
         config=SchedulerConfig(
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_encoder_tokens=limits.max_encoder_tokens,
             max_queue=limits.max_queue,
+            encoder_prefetch=limits.encoder_prefetch,
         ),
         prefix_caching=limits.prefix_caching,
     )

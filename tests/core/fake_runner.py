@@ -53,6 +53,9 @@ class FakeRunner:
         """(block, slot) → what was computed there."""
         self.outputs: dict[bytes, int] = {}
         """Key → rows of the encoder output."""
+        self.copies: dict[bytes, int] = {}
+        """Key → rows of the host's copy of an encoder output."""
+        self.losing_copies = False
         self.failing_items: set[bytes] = set()
         self.failing_sequences: set[int] = set()
         self.encoded: list[bytes] = []
@@ -63,12 +66,11 @@ class FakeRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         for seq_id in plan.finished:
             require(self.known.pop(seq_id, None), "only a known sequence is forgotten")
-        for key in plan.dropped_outputs:
-            known = self.outputs.pop(key, None) is not None or key in self.lost
-            require(known, "only an output that is held is dropped")
         for new in plan.new:
             self._learn(new)
-        failed = self._encode(plan)
+        failed: dict[bytes, LookOnceError] = {}
+        lost_copies = self._move_outputs(plan, failed)
+        self._encode(plan, failed)
         self._check_budgets(plan)
         broken: dict[int, LookOnceError] = {}
         tokens = [
@@ -81,6 +83,7 @@ class FakeRunner:
             token_ids=tuple(tokens),
             failed_items=failed,
             failed_sequences=broken,
+            lost_copies=tuple(lost_copies),
             encode_seconds={k: s for k, s in seconds.items() if k not in failed},
         )
 
@@ -91,8 +94,35 @@ class FakeRunner:
         self.known[new.seq_id] = _Known(new.token_ids.tolist(), features, new.sample_index)
         require(len(self.known) <= self.limits.max_num_seqs, "no more sequences than max_num_seqs")
 
-    def _encode(self, plan: StepPlan) -> dict[bytes, LookOnceError]:
-        failed: dict[bytes, LookOnceError] = {}
+    def _move_outputs(self, plan: StepPlan, failed: dict[bytes, LookOnceError]) -> list[bytes]:
+        """Offloaded outputs of which no copy was made."""
+        lost = []
+        for key in plan.dropped_host:
+            known = self.copies.pop(key, None) is not None or key in self.lost
+            require(known, "only a copy there is is dropped")
+        for key in plan.offload:
+            require(key in self.outputs or key in self.lost, "only an output there is is copied")
+            require(key in plan.dropped_outputs, "a copy is made of what leaves the device")
+            if self.losing_copies or key not in self.outputs:
+                self.lost.add(key)
+                lost.append(key)
+            else:
+                self.copies[key] = self.outputs[key]
+        within = sum(self.copies.values()) <= self.limits.host_rows
+        require(within, "copies stay within the host tier")
+        for key in plan.dropped_outputs:
+            known = self.outputs.pop(key, None) is not None or key in self.lost
+            require(known, "only an output that is held is dropped")
+        for key in plan.restore:
+            require(key not in self.outputs, "an output that is held is not restored")
+            if key in self.copies:
+                self.outputs[key] = self.copies[key]
+            else:
+                require(key in self.lost, "only a copy there is is restored")
+                failed[key] = RequestFailedError("the copy is lost")
+        return lost
+
+    def _encode(self, plan: StepPlan, failed: dict[bytes, LookOnceError]) -> None:
         rows = [e.item.expansion.num_embeds for e in plan.encode]
         within = sum(rows) <= self.limits.max_encoder_tokens or len(rows) == 1
         require(within, "encoder rows stay within the budget, or one item runs alone")
@@ -106,7 +136,6 @@ class FakeRunner:
                 self.encoded.append(encode.key)
         fits = sum(self.outputs.values()) <= self.limits.encoder_rows
         require(fits, "outputs stay within the encoder cache")
-        return failed
 
     def _check_budgets(self, plan: StepPlan) -> None:
         within = plan.num_tokens <= self.limits.max_num_batched_tokens

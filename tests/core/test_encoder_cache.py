@@ -22,19 +22,26 @@ class EncoderCacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = EncoderCache(8 * ROW, ROW)
+        self.cache = EncoderCache(8 * ROW, ROW, 6 * ROW)
         self.holds: list[tuple[int, bytes]] = []
         """One entry per hold: the same key several times for one holder is several entries."""
         self.device: set[bytes] = set()
         """What a runner that obeys keeps."""
+        self.copies: set[bytes] = set()
+        """What it keeps in host memory."""
+        self.awaited: set[bytes] = set()
+        """Prefetched, and neither used nor given up since."""
 
     @rule(holder=HOLDERS, wanted=st.sampled_from(KEYS), at_once=st.booleans())
     def acquire(self, holder: int, wanted: bytes, at_once: bool) -> None:
-        """A hit or an allocation, then a hold: the scheduler's way."""
+        """A hit, or an allocation and perhaps a copy brought back, then a hold."""
+        self.awaited.discard(wanted)
         if wanted not in self.cache:
             before = {k for k in KEYS if k in self.cache}
-            first = holder if at_once else None
-            allocation = self.cache.try_allocate(wanted, ROWS[wanted], first)
+            copied = wanted in self.cache.host
+            at_once = at_once or copied
+            allocate = self.cache.try_restore if copied else self.cache.try_allocate
+            allocation = allocate(wanted, ROWS[wanted], holder if at_once else None)
             held = {k for _, k in self.holds}
             fits = sum(ROWS[k] for k in held) + ROWS[wanted] <= 8
             assert (allocation is not None) == fits
@@ -43,13 +50,49 @@ class EncoderCacheMachine(RuleBasedStateMachine):
                 return
             assert not held & set(allocation.evicted)
             assert before - set(allocation.evicted) == {k for k in before if k in self.cache}
-            self.follow_drops()
+            self.follow_moves()
+            assert copied == (wanted in self.device)
             self.device.add(wanted)
             if at_once:
                 self.holds.append((holder, wanted))
                 return
         assert self.cache.try_hold(holder, wanted)
         self.holds.append((holder, wanted))
+
+    @rule(holder=HOLDERS, wanted=st.lists(st.sampled_from(KEYS), min_size=1, max_size=3))
+    def acquire_many(self, holder: int, wanted: list[bytes]) -> None:
+        """All or nothing, and only what is nowhere yet."""
+        new = len(set(wanted)) == len(wanted) and not any(map(self.cache.has_anywhere, wanted))
+        fits = self.cache.held_bytes + ROW * sum(ROWS[k] for k in wanted) <= 8 * ROW
+        before = {k for k in KEYS if k in self.cache}
+        taken = self.cache.try_allocate_many(wanted, [ROWS[k] for k in wanted], holder)
+        assert taken == (new and fits)
+        if taken:
+            self.follow_moves()
+            self.device.update(wanted)
+            self.holds += [(holder, k) for k in wanted]
+        else:
+            assert before == {k for k in KEYS if k in self.cache}
+
+    @rule(wanted=st.sampled_from(KEYS))
+    def prefetch(self, wanted: bytes) -> None:
+        """Never at the cost of what is held or prefetched, never more than half of the cache."""
+        if self.cache.has_anywhere(wanted):
+            return
+        kept = {k for _, k in self.holds} | (self.awaited & self.device)
+        awaited = ROWS[wanted] + sum(ROWS[k] for k in self.awaited & self.device)
+        fits = sum(ROWS[k] for k in kept) + ROWS[wanted] <= 8 and 2 * awaited <= 8
+        assert self.cache.try_prefetch(wanted, ROWS[wanted]) == fits
+        if fits:
+            self.follow_moves()
+            assert kept <= self.device
+            self.device.add(wanted)
+            self.awaited.add(wanted)
+
+    @rule(unwanted=st.sampled_from(KEYS))
+    def give_up_prefetched(self, unwanted: bytes) -> None:
+        self.cache.stop_awaiting(unwanted)
+        self.awaited.discard(unwanted)
 
     @precondition(lambda self: self.holds)
     @rule(data=st.data())
@@ -67,7 +110,8 @@ class EncoderCacheMachine(RuleBasedStateMachine):
     def fail(self, failed: bytes) -> None:
         self.cache.remove_failed(failed)
         self.holds = [hold for hold in self.holds if hold[1] != failed]
-        assert failed not in self.cache
+        self.awaited.discard(failed)
+        assert not self.cache.has_anywhere(failed)
 
     @rule(measured=st.sampled_from(KEYS), seconds=st.floats(0, 10))
     def record(self, measured: bytes, seconds: float) -> None:
@@ -76,7 +120,9 @@ class EncoderCacheMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.cache.clear()
+        self.awaited.clear()
         assert {k for k in KEYS if k in self.cache} == {k for _, k in self.holds}
+        assert len(self.cache.host) == 0
 
     @invariant()
     def sums_are_right(self) -> None:
@@ -89,19 +135,29 @@ class EncoderCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_runner_keeps_the_same(self) -> None:
-        self.follow_drops()
+        self.follow_moves()
         assert self.device == {k for k in KEYS if k in self.cache}
+        assert self.copies == {k for k in KEYS if k in self.cache.host}
+        assert self.cache.host.used_bytes == ROW * sum(ROWS[k] for k in self.copies) <= 6 * ROW
 
-    def follow_drops(self) -> None:
-        for dropped in self.cache.take_dropped():
-            self.device.remove(dropped)
+    def follow_moves(self) -> None:
+        """As the runner does, in the order that a plan states."""
+        moves, dropped = self.cache.host.take_moves(), self.cache.take_dropped()
+        self.copies -= set(moves.dropped)
+        assert set(moves.offload) <= self.device & set(dropped)
+        self.copies |= set(moves.offload)
+        for left in dropped:
+            self.device.remove(left)
+        self.awaited &= self.device
+        assert set(moves.restore) <= self.copies
+        self.device |= set(moves.restore)
 
     def teardown(self) -> None:
         for holder in range(4):
             self.cache.release_all(holder)
         assert self.cache.num_holders == self.cache.held_bytes == 0
         self.cache.clear()
-        assert self.cache.used_bytes == len(self.cache) == 0
+        assert self.cache.used_bytes == len(self.cache) == self.cache.host.used_bytes == 0
         self.cache.check_integrity()
 
 
@@ -133,7 +189,7 @@ class TestIndex:
         cache.release_all(1)
         cache.check_integrity()
 
-    def test_a_key_held_twice_needs_two_releases(self, cache: EncoderCache) -> None:
+    def test_a_leftheld_twice_needs_two_releases(self, cache: EncoderCache) -> None:
         cache.try_allocate(key("a"), 4)
         cache.try_hold(1, key("a"))
         cache.try_hold(1, key("a"))
@@ -142,7 +198,7 @@ class TestIndex:
         cache.release(1, key("a"))
         assert cache.try_allocate(key("b"), 1).evicted == (key("a"),)
 
-    def test_release_all_gives_every_hold_of_a_key_back(self, cache: EncoderCache) -> None:
+    def test_release_all_gives_every_hold_of_a_leftback(self, cache: EncoderCache) -> None:
         cache.try_allocate(key("a"), 1)
         cache.try_hold(1, key("a"))
         cache.try_hold(1, key("a"))
@@ -161,7 +217,7 @@ class TestIndex:
         with pytest.raises(KeyError):
             cache.release(1, key("a"))
 
-    def test_allocating_a_key_twice_raises(self, cache: EncoderCache) -> None:
+    def test_allocating_a_lefttwice_raises(self, cache: EncoderCache) -> None:
         put(cache, "a")
         with pytest.raises(ValueError, match="already"):
             cache.try_allocate(key("a"), 1)
@@ -241,3 +297,33 @@ def test_a_held_output_outlives_clear_and_leaves_with_its_holder(cache: EncoderC
     assert cache.take_dropped() == ()
     cache.release(1, key("a"))
     assert cache.take_dropped() == (key("a"),)
+
+
+class TestHostTier:
+    def test_what_leaves_for_a_restored_output_does_not_push_its_copy_out(self) -> None:
+        cache = EncoderCache(2 * ROW, ROW, 2 * ROW)
+        put(cache, "a", rows=2)
+        put(cache, "b", rows=2)
+        cache.host.take_moves()
+        assert cache.try_restore(key("a"), 2, 1) is not None
+        assert cache.host.take_moves().restore == (key("a"),)
+        assert key("b") not in cache.host, "the copy of a fills the tier"
+
+    def test_a_restore_without_room_is_called_off(self) -> None:
+        cache = EncoderCache(2 * ROW, ROW, 2 * ROW)
+        put(cache, "a", rows=2)
+        cache.try_allocate(key("b"), 2, 1)
+        assert cache.try_restore(key("a"), 2, 2) is None
+        assert cache.host.take_moves().restore == ()
+        assert cache.num_holders == 1
+
+    def test_a_copy_stays_so_that_nothing_is_copied_when_the_output_leaves_again(self) -> None:
+        cache = EncoderCache(2 * ROW, ROW, 4 * ROW)
+        put(cache, "a", rows=2)
+        put(cache, "b", rows=2)
+        cache.try_restore(key("a"), 2, 1)
+        cache.release(1, key("a"))
+        cache.host.take_moves()
+        put(cache, "c", rows=2)
+        assert cache.host.take_moves().offload == ()
+        assert key("a") in cache.host

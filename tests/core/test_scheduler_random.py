@@ -29,6 +29,8 @@ def limits() -> st.SearchStrategy[Limits]:
         num_blocks=st.integers(LONGEST_PROMPT // 4, 20),
         block_size=st.sampled_from([4, 5]),
         encoder_rows=st.sampled_from([8, 9, 13, 64]),
+        host_rows=st.sampled_from([0, 0, 5, 13, 64]),
+        encoder_prefetch=st.booleans(),
         max_num_seqs=st.integers(1, 6),
         max_num_batched_tokens=st.sampled_from([8, 11, 17, 64]),
         max_encoder_tokens=st.sampled_from([1, 8, 13]),
@@ -138,6 +140,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         runner.failing_sequences = {data.draw(st.integers(0, 6))}
         self.engine.step()
         runner.failing_sequences.clear()
+
+    @rule()
+    def step_with_host_memory_short(self) -> None:
+        self.engine.runner.losing_copies = True
+        self.engine.step()
+        self.engine.runner.losing_copies = False
 
     @rule()
     def reset_prefix_cache(self) -> None:
