@@ -20,6 +20,7 @@ from lookonce.render.encoding import ChatOptions
 from lookonce.render.load import MediaLoader
 from lookonce.render.renderer import Renderer
 from lookonce.render.resolve import MediaResolver
+from lookonce.render.warmup import Largest, largest_media
 from lookonce.types.media import Expansion, ProcessedItem
 from lookonce.types.request import ProcessorOutcome, RenderedItem, RenderedPrompt
 
@@ -104,7 +105,11 @@ class ReadOnlyRenderer(Renderer):
     """The prompts of another renderer, made beside it with a memory of their own."""
 
     def __init__(
-        self, main: Renderer, resolver: MediaResolver | None, memory: ReadOnlyDirectory
+        self,
+        main: Renderer,
+        resolver: MediaResolver | None,
+        memory: ReadOnlyDirectory,
+        media: MediaConfig,
     ) -> None:
         super().__init__(
             tokenizer=main.tokenizer,
@@ -116,6 +121,7 @@ class ReadOnlyRenderer(Renderer):
             vocab_size=main.vocab_size,
         )
         self._memory = memory
+        self._media = media
 
     async def render_chat(
         self,
@@ -138,6 +144,12 @@ class ReadOnlyRenderer(Renderer):
             part.item = item = await part.recover()
             self._memory.remember([part])
         return item
+
+    def largest_media(self, max_tokens: int) -> list[Largest]:
+        """Of each modality that is served, with placeholders of at most `max_tokens`."""
+        if self._family is None or self._resolver is None:
+            return []
+        return list(largest_media(self._family, self._media, max_tokens))
 
     def forget(self) -> None:
         """Empty the memory; counts begin again at zero."""
@@ -163,6 +175,6 @@ async def open_readonly(
             directory=memory, uuids=ReadOnlyBindings(uuids), loader=loader
         )
     try:
-        yield ReadOnlyRenderer(main, resolver, memory)
+        yield ReadOnlyRenderer(main, resolver, memory, media)
     finally:
         await loader.aclose()

@@ -34,9 +34,11 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """200 only while new requests are served."""
+    """200 only after warm-up, and only while new requests are served."""
     services: Services = request.app.state.services
-    state = "draining" if services.drain.draining else services.engine.state
+    state: str = "draining" if services.drain.draining else services.engine.state
+    if state == "ready" and services.warming:
+        state = "warming"
     return json_response(Status(state), 200 if state == "ready" else 503)
 
 

@@ -24,6 +24,7 @@ from lookonce.config import Config
 from lookonce.errors import ConfigError, ModelLoadError
 from lookonce.server.app import build_app
 from lookonce.server.services import Drain
+from lookonce.server.warmup import warming_up
 from lookonce.server.wiring import open_services
 
 logger = logging.getLogger("lookonce.server")
@@ -57,7 +58,8 @@ async def serve(start: ApiStart) -> None:
         server = ApiServer(uvicorn_config(services.config, app))
         drainer = DrainOnSignal(server, services.drain, start.config.server.drain_timeout)
         with socket.socket(fileno=start.listen_fd) as listener, drainer:
-            await server.serve(sockets=[listener])
+            async with warming_up(services):
+                await server.serve(sockets=[listener])
 
 
 def uvicorn_config(config: Config, app: object) -> uvicorn.Config:
@@ -133,7 +135,8 @@ def main() -> None:
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s %(levelname)s api {start.index}: %(message)s"
     )
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    for library in ("uvicorn", "httpx"):
+        logging.getLogger(library).setLevel(logging.WARNING)
     try:
         uvloop.run(serve(start))
     except (ConfigError, ModelLoadError) as error:

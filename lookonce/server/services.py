@@ -20,6 +20,7 @@ from lookonce.errors import (
     NotReadyError,
 )
 from lookonce.render.features import GivenMedia
+from lookonce.render.warmup import Largest
 from lookonce.server.aborting import AbortPeers, RunningRequests
 from lookonce.server.auth import KeyRing
 from lookonce.server.metrics import Metrics
@@ -148,6 +149,16 @@ class ReadOnlyRenderer(Renderer, Protocol):
         """The part's arrays; None where a name alone stands for it."""
 
 
+class Rehearsal(ReadOnlyRenderer, Protocol):
+    """A renderer that works as the others do and shows nowhere, for warming up."""
+
+    def largest_media(self, max_tokens: int) -> list[Largest]:
+        """Of each modality that is served, with placeholders of at most `max_tokens`."""
+
+    def forget(self) -> None:
+        """Let go of all it has made."""
+
+
 class Drain:
     """Counts the requests being served, and refuses new ones once draining has begun."""
 
@@ -189,6 +200,10 @@ class Services:
     """The other API processes of this server, where there are any."""
     running: RunningRequests = field(default_factory=RunningRequests)
     abort_peers: AbortPeers | None = None
+    rehearsal: Rehearsal | None = None
+    """None: nothing is warmed up."""
+    warming: bool = False
+    """Not ready yet: what the first requests need is still being loaded."""
 
     async def local_metrics(self) -> list[Metric]:
         """What the API processes count themselves, summed over all of them."""

@@ -34,7 +34,7 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
         chat_template=config.server.chat_template,
     ) as renderer, open_readonly(
         renderer, config.media, directory=client.directory, uuids=client.sender.uuids
-    ) as readonly:  # fmt: skip
+    ) as readonly, open_readonly(renderer, config.media) as rehearsal:  # fmt: skip
         metrics = Metrics(config.model.served_name, config.server.vllm_metric_names)
         metrics.sources += [
             renderer.counts,
@@ -61,6 +61,7 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
                     peers=peers,
                     running=running,
                     abort_peers=abort_peers,
+                    rehearsal=rehearsal,
                 )
         finally:
             learning.cancel()
