@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 import llguidance
 import numpy as np
 from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from lookonce.errors import BadRequestError
 from lookonce.render.tokenizer import Tokenizer
-from lookonce.types.grammar import Grammar
+from lookonce.types.grammar import JSON_SPACES, Grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -30,8 +31,6 @@ MAX_KEPT = 128
 """Compiled grammars kept for later requests, least recently used first out."""
 MAX_MESSAGE = 400
 """Characters of the library's explanation that a client is shown."""
-SPACES = r" |\r?\n[ \t]{0,64}"
-"""Between the tokens of JSON: one space or an indented line, so that it cannot go on forever."""
 
 
 class State:
@@ -109,13 +108,15 @@ class GrammarCompiler:
 def _source(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_schema":
-            overrides: JsonCompileOptions = {"whitespace_pattern": SPACES}
+            overrides: JsonCompileOptions = {"whitespace_pattern": JSON_SPACES}
             return LLMatcher.grammar_from_json_schema(grammar.source, overrides=overrides)
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.source)
         case "choice":
             choices = json.loads(grammar.source)
             return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choices))}")
+        case "grammar":
+            return LLMatcher.grammar_from_lark(any_to_lark(grammar.source))
         case "lark":
             return LLMatcher.grammar_from_lark(grammar.source)
 

@@ -8,13 +8,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+JSON_SPACES = r" |\r?\n[ \t]{0,64}"
+"""Between the tokens of JSON: one space or an indented line, so that it cannot go on forever."""
+
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """What every sample must conform to, as source that the engine compiles."""
 
-    kind: Literal["json_schema", "regex", "choice", "lark"]
+    kind: Literal["json_schema", "regex", "choice", "grammar", "lark"]
     source: str
-    """The JSON schema or the list of choices as JSON text, the regex, or the Lark grammar."""
+    """The JSON schema or the list of choices as JSON text, the regex, or the grammar.
+
+    A "grammar" is a client's, in Lark or GBNF; "lark" is ours."""
     param: str = "grammar"
     """The request's field it came from, which an error names."""
 
