@@ -23,12 +23,15 @@ WINDOW = 8
 
 
 def _config(
-    name: str, scale: Scale, ids: Mapping[str, int], *, head_dim: bool = True, **over: Any
+    name: str, scale: Scale, ids: Mapping[str, int], *, widen: int = 1, **over: Any
 ) -> Config:
-    """The transformers config class `name` at a scale."""
+    """The transformers config class `name` at a scale.
+
+    Heads are `widen` times the hidden size over their number; 0: the config has no such field.
+    """
     import transformers
 
-    own = {"head_dim": scale.head_dim} if head_dim else {}
+    own = {"head_dim": widen * scale.head_dim} if widen else {}
     return getattr(transformers, name)(**scale.text(ids, **own, **over))
 
 
@@ -41,9 +44,10 @@ def _gemma2(scale: Scale, ids: Mapping[str, int]) -> Config:
         "Gemma2Config",
         scale,
         ids,
+        widen=2,
         tie_word_embeddings=True,
         sliding_window=WINDOW,
-        query_pre_attn_scalar=scale.head_dim,
+        query_pre_attn_scalar=scale.head_dim // 2,
         # Small enough to bend scores and logits of random weights.
         attn_logit_softcapping=2.0,
         final_logit_softcapping=5.0,
@@ -58,7 +62,7 @@ def _gemma3_text(scale: Scale, ids: Mapping[str, int]) -> Config:
         tie_word_embeddings=True,
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"] * (scale.layers // 2),
-        query_pre_attn_scalar=scale.head_dim,
+        query_pre_attn_scalar=scale.head_dim // 2,
     )
 
 
@@ -94,19 +98,19 @@ TEXT_KINDS: dict[str, FolderKind] = {
         specials=CHATML,
         roles=QWEN_ROLES,
         template=templates.CHATML,
-        config=_of("Qwen2Config", head_dim=False),
+        config=_of("Qwen2Config", widen=0),
     ),
     "qwen3": FolderKind(
         specials=CHATML,
         roles=QWEN_ROLES,
         template=templates.CHATML,
-        config=_of("Qwen3Config"),
+        config=_of("Qwen3Config", widen=2),
     ),
     "qwen3_moe": FolderKind(
         specials=CHATML,
         roles=QWEN_ROLES,
         template=templates.CHATML,
-        config=_of("Qwen3MoeConfig", num_experts=4, moe_intermediate_size=32, **EXPERTS),
+        config=_of("Qwen3MoeConfig", widen=2, num_experts=4, moe_intermediate_size=32, **EXPERTS),
     ),
     "gemma2": FolderKind(
         specials=GEMMA,

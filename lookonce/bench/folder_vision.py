@@ -92,7 +92,7 @@ def _gemma3(scale: Scale, ids: Mapping[str, int]) -> Config:
         **scale.text(ids, head_dim=scale.head_dim, tie_word_embeddings=True),
         sliding_window=12,
         layer_types=["sliding_attention", "full_attention"] * (scale.layers // 2),
-        query_pre_attn_scalar=scale.head_dim,
+        query_pre_attn_scalar=scale.head_dim // 2,
     )
     vision = SiglipVisionConfig(
         hidden_size=scale.vision_hidden,

@@ -17,7 +17,7 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
 
-from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem, feature_at
+from lookonce.types.media import Array, Expansion, MediaFeature, Modality, ProcessedItem, feature_at
 
 Part = str | Image.Image | np.ndarray
 Arrays = dict[str, np.ndarray]
@@ -33,6 +33,9 @@ class Case:
     items: dict[bytes, ProcessedItem]
     reference: Tensors
     """Keyword arguments of `generate`."""
+
+    def keys(self, modality: Modality) -> list[bytes]:
+        return [feature.key for feature in self.features if feature.modality == modality]
 
 
 def picture(seed: int, width: int = 120, height: int = 80) -> Image.Image:

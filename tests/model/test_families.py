@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 
@@ -64,6 +67,41 @@ def test_a_grid_that_does_not_match_its_patches_is_refused(folder):
         family.encode("image", [wrong])
 
 
+class TestIdefics3Tiles:
+    """Hugging Face takes a tile of zeros for padding of a batch, and drops it."""
+
+    @staticmethod
+    def item(folder, kind="idefics3"):
+        family, tensors, expansions = encoded(folder, kind, "image")
+        return family, tensors[0], expansions[0]
+
+    @pytest.mark.parametrize("kind", ["idefics3", "smolvlm"])
+    @torch.inference_mode()
+    def test_a_tile_of_zeros_keeps_its_rows(self, folder, kind):
+        family, item, expansion = self.item(folder, kind)
+        pixels = item["pixel_values"].clone()
+        pixels[1] = 0
+        (rows,) = family.encode("image", [{**item, "pixel_values": pixels}])
+        assert len(rows) == expansion.num_embeds
+        theirs = torch.cat(family.model.model.get_image_features(pixels[None]).pooler_output)
+        tiles = rows.view(len(pixels), -1, family.row_width)
+        torch.testing.assert_close(torch.cat([tiles[0], *tiles[2:]]), theirs, rtol=0, atol=1e-5)
+
+    @torch.inference_mode()
+    def test_patches_of_padding_are_not_seen(self, folder):
+        family, item, _ = self.item(folder)
+        mask = torch.ones_like(item["pixel_attention_mask"])
+        mask[0, 20:] = 0
+        padded = {**item, "pixel_attention_mask": mask}
+        (rows,) = family.encode("image", [padded])
+        theirs = family.model.model.get_image_features(
+            item["pixel_values"][None], pixel_attention_mask=mask[None].bool()
+        ).pooler_output
+        torch.testing.assert_close(rows, torch.cat(theirs), rtol=0, atol=1e-5)
+        (unmasked,) = family.encode("image", [item])
+        assert (rows - unmasked).abs().max() > 1e-2
+
+
 @torch.inference_mode()
 def test_a_text_model_takes_no_pictures(folder):
     family = load_model(ModelConfig(folder=str(folder("llama")), served_name="m")).family
@@ -75,3 +113,20 @@ def test_an_unknown_type_is_refused_with_all_that_are_known():
     with pytest.raises(ModelLoadError) as caught:
         family_for("bert")
     assert all(model_type in caught.value.message for model_type in FAMILIES)
+
+
+def test_rope_that_changes_with_the_longest_of_a_batch_is_refused(folder, tmp_path):
+    shutil.copytree(folder("llama"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    factors = [1.0] * 8
+    config["rope_parameters"] = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+        "short_factor": factors,
+        "long_factor": factors,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match="longrope"):
+        load_model(ModelConfig(folder=str(tmp_path), served_name="m"))

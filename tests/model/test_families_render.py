@@ -13,15 +13,11 @@ from lookonce.model.inputs import item_tensors
 from lookonce.model.loader import load_model
 from lookonce.render.families.registry import load_family
 from tests.model.cases import CaseMaker, picture, sound
+from tests.render.samples import PICTURE_KINDS, SOUND_KINDS
 
 MEDIA = [
-    ("llava", "image"),
-    ("gemma3", "image"),
-    ("qwen2_5_vl", "image"),
-    ("qwen2_5_omni", "image"),
-    ("qwen2_5_omni", "audio"),
-    ("nano", "image"),
-    ("nano", "audio"),
+    *((kind, "image") for kind in PICTURE_KINDS),
+    *((kind, "audio") for kind in SOUND_KINDS),
 ]
 
 

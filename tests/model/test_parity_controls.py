@@ -15,8 +15,11 @@ from torch import Tensor
 
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.families.base import ModelFamily
+from lookonce.model.families.idefics3 import Idefics3Family
 from lookonce.model.families.qwen2_audio import Qwen2AudioFamily
 from lookonce.model.families.qwen3_vl import Qwen3VLFamily
+from lookonce.model.families.voxtral import VoxtralFamily
+from lookonce.model.positions import MropePositions
 from lookonce.types.step import EmbedSlice, ScheduledSequence, StepPlan
 from tests.model.serving import Subject, compare, serve
 
@@ -38,21 +41,30 @@ def edit_chunks(change: Callable[[ScheduledSequence], ScheduledSequence]):
     return edit
 
 
-class IgnoringBackend(ReferenceBackend):
-    """Attention that drops some of its keyword arguments."""
+def edit_embeds(change: Callable[[EmbedSlice], tuple[EmbedSlice, ...]]):
+    return edit_chunks(
+        lambda chunk: dataclasses.replace(
+            chunk, embeds=tuple(part for old in chunk.embeds for part in change(old))
+        )
+    )
 
-    def __init__(self, *ignored: str) -> None:
-        self._ignored = dict.fromkeys(ignored)
+
+class IgnoringBackend(ReferenceBackend):
+    """Attention that drops one of its keyword arguments."""
+
+    def __init__(self, ignored: str, family: ModelFamily) -> None:
+        self._instead = {ignored: family.head_dim**-0.5 if ignored == "scale" else None}
 
     def forward(self, *args, **kwargs) -> Tensor:
-        return super().forward(*args, **{**kwargs, **self._ignored})
+        return super().forward(*args, **{**kwargs, **self._instead})
 
 
 MROPE_KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "nano")
+SOUND_KINDS = ("qwen2_audio", "voxtral")
 MEDIA_KINDS = (
     *("llava", "pixtral", "mistral3", "gemma3", "idefics3", "smolvlm"),
     *MROPE_KINDS,
-    *("qwen2_audio", "voxtral"),
+    *SOUND_KINDS,
 )
 
 
@@ -76,20 +88,49 @@ def test_linear_instead_of_multi_axis_positions_differ(subjects, kind):
     assert logit_error(subjects(kind), edit=linear) > VISIBLE_ERROR
 
 
-@pytest.mark.parametrize("kind", MEDIA_KINDS)
-def test_encoder_rows_off_by_one_differ(subjects, kind):
-    def rolled(chunk: ScheduledSequence) -> ScheduledSequence:
+@pytest.mark.parametrize("kind", MROPE_KINDS)
+def test_text_that_does_not_go_on_right_after_a_picture_differs(subjects, kind, monkeypatch):
+    """Its positions are the indices then, as if the picture stood on a line."""
+    monkeypatch.setattr(MropePositions, "tail_delta", 0)
+    assert logit_error(subjects(kind)) > VISIBLE_ERROR
+
+
+@pytest.mark.parametrize(
+    ("kind", "modality"),
+    [
+        *((kind, "image") for kind in MEDIA_KINDS if kind not in SOUND_KINDS),
+        *((kind, "audio") for kind in (*SOUND_KINDS, "qwen2_5_omni", "nano")),
+    ],
+)
+def test_encoder_rows_off_by_one_differ(subjects, kind, modality):
+    subject = subjects(kind)
+    keys = {key for case in subject.cases for key in case.keys(modality)}
+
+    def rolled(part: EmbedSlice) -> tuple[EmbedSlice, ...]:
+        if part.key not in keys:
+            return (part,)
+        return (
+            EmbedSlice(part.key, part.end - 1, part.end, part.row),
+            EmbedSlice(part.key, part.start, part.end - 1, part.row + 1),
+        )
+
+    assert logit_error(subject, edit=edit_embeds(rolled)) > VISIBLE_ERROR
+
+
+@pytest.mark.parametrize("kind", ["pixtral", "mistral3", "idefics3", "smolvlm"])
+def test_embeddings_that_slip_over_the_words_between_them_differ(subjects, kind):
+    """Line breaks and the names of tiles stand among a picture's tokens and have no row."""
+
+    def slipped(chunk: ScheduledSequence) -> ScheduledSequence:
+        first: dict[bytes, EmbedSlice] = {}
         embeds = [
-            shifted
+            EmbedSlice(part.key, part.start, part.end, begin.row + part.start - begin.start)
             for part in chunk.embeds
-            for shifted in (
-                EmbedSlice(part.key, part.end - 1, part.end, part.row),
-                EmbedSlice(part.key, part.start, part.end - 1, part.row + 1),
-            )
+            for begin in (first.setdefault(part.key, part),)
         ]
         return dataclasses.replace(chunk, embeds=tuple(embeds))
 
-    assert logit_error(subjects(kind), edit=edit_chunks(rolled)) > VISIBLE_ERROR
+    assert logit_error(subjects(kind), edit=edit_chunks(slipped)) > VISIBLE_ERROR
 
 
 @pytest.mark.parametrize("kind", MEDIA_KINDS)
@@ -125,6 +166,38 @@ def test_pictures_that_do_not_feed_the_first_layers_differ(subjects, kind, monke
         return {}
 
     monkeypatch.setattr(Qwen3VLFamily, "place", place_first_part)
+    assert logit_error(subjects(kind)) > VISIBLE_ERROR
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe"])
+def test_pictures_that_feed_the_first_layers_in_another_order_differ(subjects, kind, monkeypatch):
+    place = Qwen3VLFamily.place
+
+    def place_reversed(family, embeds: Tensor, at: Tensor, rows: Tensor) -> dict[str, object]:
+        extras = place(family, embeds, at, rows)
+        extras["deepstack_visual_embeds"] = extras["deepstack_visual_embeds"][::-1]
+        return extras
+
+    monkeypatch.setattr(Qwen3VLFamily, "place", place_reversed)
+    assert logit_error(subjects(kind)) > VISIBLE_ERROR
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "array"),
+    [
+        ("idefics3", Idefics3Family, "pixel_values"),
+        ("smolvlm", Idefics3Family, "pixel_values"),
+        ("voxtral", VoxtralFamily, "input_features"),
+    ],
+)
+def test_parts_of_an_item_in_another_order_differ(subjects, kind, family, array, monkeypatch):
+    """Tiles of a picture, spans of a sound."""
+    encode = family.encode
+
+    def encode_reversed(self, modality, items) -> list[Tensor]:
+        return encode(self, modality, [{**item, array: item[array].flip(0)} for item in items])
+
+    monkeypatch.setattr(family, "encode", encode_reversed)
     assert logit_error(subjects(kind)) > VISIBLE_ERROR
 
 
@@ -166,14 +239,20 @@ def test_cut_pictures_differ(subjects):
         ("gemma3", "sliding_window"),
         ("mistral", "sliding_window"),
         ("gemma2", "sliding_window"),
+        ("gemma3_text", "sliding_window"),
         ("gemma2", "softcap"),
+        ("gemma2", "scale"),
+        ("gemma3_text", "scale"),
+        ("gemma3", "scale"),
         ("gpt_oss", "sliding_window"),
         ("gpt_oss", "sinks"),
     ],
 )
 def test_an_ignored_attention_argument_differs(subjects, kind, argument):
-    assert logit_error(subjects(kind)) < 1e-4
-    assert logit_error(subjects(kind), backend=IgnoringBackend(argument)) > VISIBLE_ERROR
+    subject = subjects(kind)
+    assert logit_error(subject) < 1e-4
+    deaf = IgnoringBackend(argument, subject.loaded.family)
+    assert logit_error(subject, backend=deaf) > VISIBLE_ERROR
 
 
 def test_logits_without_the_final_softcap_differ(subjects, monkeypatch):

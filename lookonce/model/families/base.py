@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from lookonce.errors import ModelLoadError
 from lookonce.model.attention.backend import AttentionFeatures
 from lookonce.types.media import Modality
 
@@ -36,12 +37,14 @@ class ModelFamily:
     position_axes: ClassVar[PositionAxes] = 1
 
     def __init__(self, model: Model) -> None:
+        """Raises `ModelLoadError` for a model whose parts depend on what else is in a batch."""
         self.model = model
         self.config = model.config
         self.text_config = model.config.get_text_config(decoder=True)
         self.decoder: nn.Module = model.get_decoder()
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.lm_head: nn.Linear = model.get_output_embeddings()
+        _refuse_changing_rope(self.text_config)
 
     @property
     def hidden_size(self) -> int:
@@ -111,6 +114,15 @@ class ModelFamily:
         """
         embeds.index_copy_(0, at, rows)
         return {}
+
+
+def _refuse_changing_rope(text_config: Any) -> None:
+    """transformers turns all sequences of a batch by the longest one's `longrope` factors, so a
+    prompt's keys would depend on its neighbours, and held ones would be wrong for the next."""
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    if any(kind.get("rope_type") == "longrope" for kind in kinds):
+        raise ModelLoadError("models with rope_type 'longrope' are not supported")
 
 
 class TextFamily(ModelFamily):
