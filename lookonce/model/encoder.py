@@ -143,9 +143,15 @@ class Encoder:
                 report.failed[jobs[0].key] = _failure(modality, error)
             return
         share = (time.perf_counter() - started) / len(jobs)
-        for job, output in zip(jobs, outputs, strict=True):
-            self._outputs[job.key] = output
-            report.seconds[job.key] = share
+        for job, output, finite in zip(jobs, outputs, _are_finite(outputs), strict=True):
+            if finite:
+                self._outputs[job.key] = output
+                report.seconds[job.key] = share
+            else:
+                logger.warning("an encoder output is not finite", extra={"modality": modality})
+                report.failed[job.key] = RequestFailedError(
+                    f"the {modality} could not be encoded: the output is not finite"
+                )
 
     def _encode(self, modality: Modality, jobs: list[_Job]) -> list[Tensor]:
         outputs = self._family.encode(modality, [job.tensors for job in jobs])
@@ -165,6 +171,12 @@ def _owned(output: Tensor, dtype: torch.dtype) -> Tensor:
     if output.untyped_storage().nbytes() > output.nbytes or not output.is_contiguous():
         return output.clone(memory_format=torch.contiguous_format)
     return output
+
+
+def _are_finite(outputs: Sequence[Tensor]) -> list[bool]:
+    """Of each, whether all its values are: kept, one that is not would poison every reuse."""
+    flags: list[bool] = torch.stack([output.isfinite().all() for output in outputs]).tolist()
+    return flags
 
 
 def _failure(modality: Modality, error: Exception) -> RequestFailedError:

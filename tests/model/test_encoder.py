@@ -9,7 +9,7 @@ from lookonce.errors import RequestFailedError
 from lookonce.model.encoder import Encoder
 from lookonce.model.families.base import ModelFamily
 from lookonce.types.media import Array, Expansion, ProcessedItem
-from lookonce.types.step import EmbedSlice, EncodeItem
+from lookonce.types.step import EmbedSlice, EncodeItem, StepPlan
 
 WIDTH = 4
 
@@ -79,6 +79,50 @@ def test_a_failing_item_fails_alone(encoder):
 
 def test_output_of_another_size_than_promised_is_a_failure(encoder):
     assert list(encoder.run([item("short", 1, 2, rows=3)]).failed) == [b"short"]
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_an_output_that_is_no_number_fails_alone(encoder, wrong):
+    report = encoder.run([item("good", 1), item("bad", 1, wrong), item("fine", 2)])
+    assert list(report.failed) == [b"bad"]
+    assert "not finite" in report.failed[b"bad"].message
+    assert b"good" in encoder
+    assert b"fine" in encoder
+    assert b"bad" not in encoder
+
+
+def plan(**fields) -> StepPlan:
+    return StepPlan(1, **fields)
+
+
+def test_an_output_goes_to_the_host_and_comes_back_without_being_encoded_again(encoder, family):
+    encoder.execute(plan(encode=(item("a", 1, 2),)))
+    encoder.execute(plan(offload=(b"a",), dropped_outputs=(b"a",)))
+    assert b"a" not in encoder
+    assert encoder.num_host_bytes == 2 * WIDTH * 4
+    encoder.execute(plan(restore=(b"a",)))
+    assert encoder.rows([EmbedSlice(b"a", 0, 2, 0)])[:, 0].tolist() == [1, 2]
+    assert family.calls == [1]
+
+
+def test_one_output_may_leave_and_another_come_back_in_one_step(encoder):
+    encoder.execute(plan(encode=(item("a", 1), item("b", 2))))
+    encoder.execute(plan(offload=(b"a",), dropped_outputs=(b"a",)))
+    report = encoder.execute(plan(offload=(b"b",), dropped_outputs=(b"b",), restore=(b"a",)))
+    assert report.lost_copies == []
+    assert (b"a" in encoder, b"b" in encoder) == (True, False)
+
+
+def test_a_dropped_copy_is_gone(encoder):
+    encoder.execute(plan(encode=(item("a", 1),)))
+    encoder.execute(plan(offload=(b"a",), dropped_outputs=(b"a",)))
+    encoder.execute(plan(dropped_host=(b"a",)))
+    assert encoder.num_host_bytes == 0
+    assert list(encoder.execute(plan(restore=(b"a",))).failed) == [b"a"]
+
+
+def test_an_output_there_is_not_is_a_lost_copy_and_no_error(encoder):
+    assert encoder.execute(plan(offload=(b"a",))).lost_copies == [b"a"]
 
 
 def test_held_outputs_are_not_encoded_again(encoder, family):

@@ -205,7 +205,7 @@ def test_a_sequence_that_breaks_the_model_fails_alone(llama):
     assert list(result.failed_sequences) == [1]
 
 
-def test_output_that_is_not_a_number_fails_its_sequence(llava):
+def test_a_picture_whose_rows_are_not_numbers_fails_those_that_need_it(llava):
     ids = np.array([5, *[3] * 16, 6], np.int32)
     other = tokens(2, 5)
     plan = StepPlan(
@@ -218,6 +218,26 @@ def test_output_that_is_not_a_number_fails_its_sequence(llava):
         ),
     )
     result = make_runner(llava).execute(plan)
+    assert list(result.failed_items) == [b"nan"]
+    assert result.token_ids[0] == -1
+    assert result.token_ids[1] >= 0
+
+
+def test_output_that_is_not_a_number_fails_its_sequence(llama, monkeypatch):
+    ids, other = tokens(1, 3), tokens(2, 5)
+    runner = make_runner(llama)
+    sound = runner.logits
+
+    def broken(hidden, seq_ids):
+        logits = sound(hidden, seq_ids)
+        logits[0] = float("nan")
+        return logits
+
+    monkeypatch.setattr(runner, "logits", broken)
+    plan = StepPlan(
+        0, new=(new(0, ids), new(1, other)), scheduled=(whole(0, ids, 0), whole(1, other, 20))
+    )
+    result = runner.execute(plan)
     assert list(result.failed_sequences) == [0]
     assert result.token_ids[0] == -1
     assert result.token_ids[1] >= 0

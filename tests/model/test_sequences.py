@@ -8,7 +8,7 @@ import pytest
 from lookonce.model.sequences import SequenceTable
 from lookonce.types.media import MediaFeature
 from lookonce.types.sampling import SamplingParams
-from lookonce.types.step import NewSequence
+from lookonce.types.step import Extension, NewSequence
 
 
 @pytest.fixture
@@ -49,6 +49,16 @@ def test_a_reused_row_remembers_nothing(table):
     assert (table.tail_starts[row], table.tail_deltas[row]) == (0, 0)
     table.append_blocks(row, (4,))
     assert table.block_tables[row, 0] == 4
+
+
+def test_what_is_appended_goes_on_where_the_sequence_ends(table):
+    picture = MediaFeature(bytes(32), "image", 3, 6, 6, None, (1, 2, 3))
+    table.learn(new(1, 5, 6), mrope=True)
+    table.write_tokens([1], [2], [7])
+    table.extend(Extension(1, 3, np.arange(10, 16, dtype=np.int32), (picture,)))
+    row = table.row_of(1)
+    assert table.tokens[row, :9].tolist() == [5, 6, 7, *range(10, 16)]
+    assert (table.tail_starts[row], table.tail_deltas[row]) == (9, -3)
 
 
 def test_the_last_sample_of_a_full_sequence_has_room(table):
