@@ -80,7 +80,7 @@ class Applier:
                 self._encoder_cache.record_cost(encoded.key, seconds)
                 facts.note_encoding(index, seconds)
         for key in result.lost_copies:
-            self._encoder_cache.host.forget(key)
+            self._encoder_cache.host.lose(key)
 
     def _end_failed(self, result: StepResult) -> None:
         """End every request that needed what failed; the others never notice."""

@@ -91,6 +91,11 @@ class HostOutputs:
         else:
             self._dropped[key] = None
 
+    def lose(self, key: bytes) -> None:
+        """The copy that was planned could not be made: there is nothing to drop."""
+        self.forget(key)
+        self._dropped.pop(key, None)
+
     def clear(self) -> None:
         """Drop every copy that is not about to be used."""
         for key in [key for key in self.copies if key not in self._restore]:

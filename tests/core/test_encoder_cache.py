@@ -327,3 +327,13 @@ class TestHostTier:
         put(cache, "c", rows=2)
         assert cache.host.take_moves().offload == ()
         assert key("a") in cache.host
+
+    def test_a_copy_that_could_not_be_made_is_made_the_next_time(self) -> None:
+        cache = EncoderCache(2 * ROW, ROW, 4 * ROW)
+        put(cache, "a", rows=2)
+        put(cache, "b", rows=2)
+        assert cache.host.take_moves().offload == (key("a"),)
+        cache.host.lose(key("a"))
+        put(cache, "a", rows=2)
+        put(cache, "c", rows=2)
+        assert cache.host.take_moves().offload == (key("b"), key("a"))
