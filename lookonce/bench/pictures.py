@@ -14,7 +14,13 @@ import zlib
 import numpy as np
 from PIL import Image
 
-SIZES = {"1080p": (1920, 1080), "4K": (3840, 2160), "1024": (1024, 1024), "2048": (2048, 2048)}
+SIZES = {
+    "512": (512, 512),
+    "1024": (1024, 1024),
+    "1080p": (1920, 1080),
+    "2048": (2048, 2048),
+    "4K": (3840, 2160),
+}
 
 
 def encoded_picture(size: str, file_format: str, *, seed: int = 0) -> bytes:
@@ -29,6 +35,24 @@ def encoded_picture(size: str, file_format: str, *, seed: int = 0) -> bytes:
     buffer = io.BytesIO()
     picture.save(buffer, file_format, quality=90)
     return buffer.getvalue()
+
+
+def distinct_pictures(count: int, size: str, file_format: str, *, first: int = 0) -> list[bytes]:
+    """Pictures of which no two have the same pixels: new also for servers that compare those."""
+    width, height = SIZES[size]
+    encoded = encoded_picture(size, file_format)
+    base = np.array(Image.open(io.BytesIO(encoded)).convert("RGB"))
+    pictures = []
+    for number in range(first, first + count):
+        rng = np.random.default_rng(number)
+        patch = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        base[: height // 4, : width // 4] = np.kron(
+            patch, np.ones((height // 32, width // 32, 1), dtype=np.uint8)
+        )
+        buffer = io.BytesIO()
+        Image.fromarray(base).save(buffer, file_format, quality=90)
+        pictures.append(buffer.getvalue())
+    return pictures
 
 
 def variant(encoded: bytes, number: int) -> bytes:
