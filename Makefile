@@ -5,13 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup serve test check format soak clean
+.PHONY: setup serve test test-lmcache check format soak clean
 
 setup: $(STAMP)
 
-KERNEL := $(wildcard lookonce/model/attention/*.cpp lookonce/model/attention/*.h)
+COMPILED := $(wildcard lookonce/model/*.c lookonce/model/attention/*.cpp lookonce/model/attention/*.h)
 
-$(STAMP): pyproject.toml setup.py $(KERNEL)
+$(STAMP): pyproject.toml setup.py $(COMPILED)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing LookOnce into $(VENV) (PyTorch is large; the first time takes a few minutes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
@@ -31,6 +31,24 @@ check: $(STAMP)
 test: check
 	@$(BIN)/python -m pytest
 
+# LMCache pins older libraries than ours and takes 2 GB: it gets an environment of its own.
+LMCACHE_VENV := .venv-lmcache
+
+$(LMCACHE_VENV)/.installed: pyproject.toml setup.py
+	@test -x $(LMCACHE_VENV)/bin/python || $(PYTHON) -m venv $(LMCACHE_VENV)
+	@$(LMCACHE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
+	@$(LMCACHE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev,lmcache]"
+	@touch $@
+
+test-lmcache: $(LMCACHE_VENV)/.installed
+	@$(LMCACHE_VENV)/bin/python -m pytest tests/kv/test_lmcache.py tests/kv/test_tiers.py
+
+# The web page in a real browser. Skipped by name where no Chromium can be had.
+test-page: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "playwright>=1.50,<2"
+	@command -v chromium >/dev/null || apt-get install --yes --quiet chromium || true
+	@$(BIN)/python -m pytest tests/page -rs
+
 soak: $(STAMP)
 	@SOAK_REQUESTS=10000 $(BIN)/python -m pytest tests/end_to_end/test_soak.py
 
@@ -39,4 +57,4 @@ format: $(STAMP)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(LMCACHE_VENV) build *.egg-info

@@ -9,17 +9,25 @@ from __future__ import annotations
 import secrets
 import tempfile
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from lookonce.errors import ConfigError
-from lookonce.types.kv import KVLoadFailurePolicy, KVLoadPolicy, TierSpec, parse_tier_spec
+from lookonce.types.kv import (
+    LMCACHE_MISSING,
+    KVLoadFailurePolicy,
+    KVLoadPolicy,
+    TierSpec,
+    parse_tier_spec,
+)
 from lookonce.types.media import MODALITIES
 
 NANO = "nano"
 NANO_FOLDER = Path(__file__).parent / "models" / "nano"
 GIB = 1 << 30
 Word = TypeVar("Word", bound=str)
+TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -103,6 +111,7 @@ class ServerConfig:
     allow_injection: bool = False
     chat_template: str | None = None
     """A file's path."""
+    tool_call_parser: str = "auto"
     vllm_metric_names: bool = False
     drain_timeout: float = 30.0
 
@@ -141,6 +150,7 @@ class Options:
     api_key: tuple[str, ...] = ()
     allow_injection: bool = False
     chat_template: str | None = None
+    tool_call_parser: str = "auto"
     device: str = "cpu"
     dtype: str | None = None
     max_model_len: int | None = None
@@ -216,6 +226,9 @@ def resolve(options: Options) -> Config:
             api_keys=_api_keys(options.api_key),
             allow_injection=options.allow_injection,
             chat_template=_existing_file("--chat-template", options.chat_template),
+            tool_call_parser=_one_of(
+                "--tool-call-parser", options.tool_call_parser, TOOL_CALL_PARSERS
+            ),
             vllm_metric_names=options.vllm_metric_names,
         ),
         channel=ChannelConfig(
@@ -231,12 +244,19 @@ def _kv(options: Options) -> KVConfig:
         cache_bytes=int(options.kv_cache_gb * GIB),
         block_size=options.block_size,
         prefix_caching=options.prefix_caching,
-        tiers=tuple(parse_tier_spec(spec) for spec in options.kv_tier),
+        tiers=tuple(map(_tier, options.kv_tier)),
         load_policy=_one_of("--kv-load", options.kv_load, ("auto", "always")),
         load_failure_policy=_one_of(
             "--kv-load-failure-policy", options.kv_load_failure_policy, ("recompute", "fail")
         ),
     )
+
+
+def _tier(text: str) -> TierSpec:
+    spec = parse_tier_spec(text)
+    if spec.kind == "lmcache" and find_spec("lmcache") is None:
+        raise ConfigError(LMCACHE_MISSING)
+    return spec
 
 
 def _one_of(name: str, value: str, allowed: tuple[Word, ...]) -> Word:

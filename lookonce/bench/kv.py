@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from lookonce.bench.kv_subject import (
     make_folder,
     prompt_with_pictures,
 )
+from lookonce.bench.lmcache_server import LMCacheServer
 from lookonce.bench.report import Report, median, percentile
 from lookonce.bench.valkey_server import ValkeyServer
 from lookonce.errors import ConfigError
@@ -34,7 +36,7 @@ from lookonce.model.loader import LoadedModel
 from lookonce.types.kv import TierSpec
 
 PROMPT_TOKENS, PICTURES = 4000, 8
-HOST_BYTES, DISK_BYTES = 1 << 29, 1 << 31
+HOST_BYTES, DISK_BYTES, LMCACHE_GB = 1 << 29, 1 << 31, 0.5
 PAIRS = 7
 
 
@@ -169,7 +171,7 @@ def _disturb(server: ValkeyServer) -> None:
 
 @contextmanager
 def _tiers() -> Iterator[tuple[dict[str, TierSpec], ValkeyServer | None]]:
-    """Fresh ones, by name; Valkey where a server is installed."""
+    """Fresh ones, by name; Valkey and LMCache where a server is installed."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lookonce-bench-"))
         tiers = {
@@ -184,6 +186,10 @@ def _tiers() -> Iterator[tuple[dict[str, TierSpec], ValkeyServer | None]]:
         else:
             stack.callback(server.close)
             tiers["valkey"] = TierSpec("valkey", path=server.socket)
+        if find_spec("lmcache") is not None:
+            lmcache = LMCacheServer(Path(folder), capacity_gb=LMCACHE_GB)
+            stack.callback(lmcache.close)
+            tiers["lmcache"] = TierSpec("lmcache", host="127.0.0.1", port=lmcache.port)
         yield tiers, server
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from itertools import count
 
 import numpy as np
 
@@ -81,7 +82,7 @@ def _tier_rates(
 
 def _raw_rates(spec: TierSpec, size: int, source: np.ndarray) -> tuple[float, float, str]:
     match spec.kind:
-        case "host":
+        case "host" | "lmcache":
             held = source.copy()
             load = _best(lambda: np.copyto(held, source), source.nbytes)
             return load, load, "memory copy"
@@ -94,16 +95,19 @@ def _raw_rates(spec: TierSpec, size: int, source: np.ndarray) -> tuple[float, fl
 def _raw_files(folder: str, size: int, source: np.ndarray) -> tuple[float, float]:
     parts = [source.data[n * size : (n + 1) * size] for n in range(NUM_BLOCKS)]
     into = bytearray(size)
+    rounds = count()
 
     def store() -> None:
+        round_number = next(rounds)
         for number, part in enumerate(parts):
-            with open(f"{folder}/raw-{number}.tmp", "wb", buffering=0) as file:
+            path = f"{folder}/raw-{round_number}-{number}"
+            with open(f"{path}.tmp", "wb", buffering=0) as file:
                 file.write(part)
-            os.rename(f"{folder}/raw-{number}.tmp", f"{folder}/raw-{number}")
+            os.rename(f"{path}.tmp", path)
 
     def load() -> None:
         for number in range(NUM_BLOCKS):
-            with open(f"{folder}/raw-{number}", "rb", buffering=0) as file:
+            with open(f"{folder}/raw-0-{number}", "rb", buffering=0) as file:
                 file.readinto(into)
 
     stored = _best(store, source.nbytes)
@@ -113,20 +117,22 @@ def _raw_files(folder: str, size: int, source: np.ndarray) -> tuple[float, float
 def _raw_valkey(path: str, size: int, source: np.ndarray) -> tuple[float, float]:
     connection = Connection(path, time.monotonic() + 5)
     into = memoryview(bytearray(size))
+    rounds = count()
 
     def store() -> None:
+        round_number = next(rounds)
         for at in range(0, NUM_BLOCKS, SLICE):
             end = time.monotonic() + 10
             for n in range(at, at + SLICE):
                 part = source.data[n * size : (n + 1) * size]
-                connection.send(command(b"SET", b"raw-%d" % n, part), end)
+                connection.send(command(b"SET", b"raw-%d-%d" % (round_number, n), part), end)
             for _ in range(SLICE):
                 connection.read_status(end)
 
     def load() -> None:
         for at in range(0, NUM_BLOCKS, SLICE):
             end = time.monotonic() + 10
-            asked = [packed(b"GET", b"raw-%d" % n) for n in range(at, at + SLICE)]
+            asked = [packed(b"GET", b"raw-0-%d" % n) for n in range(at, at + SLICE)]
             connection.send(asked, end)
             for _ in range(SLICE):
                 connection.read_bulk([into], end)

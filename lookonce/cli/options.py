@@ -24,6 +24,8 @@ HELP: dict[str, str] = {
     "api_processes": "API processes that share one engine.",
     "api_key": "KEY, TENANT:KEY, TENANT:KEY:inject or TENANT:KEY:admin; repeatable.",
     "allow_injection": "Let clients of a server without keys inject processed media.",
+    "tool_call_parser": "How the model writes tool calls: hermes (Qwen too), llama3 or mistral; auto "
+    "reads it off the chat template.",
     "chat_template": "A Jinja file to use instead of the model's own chat template.",
     "device": "cpu, cuda or cuda:N.",
     "dtype": "float32, bfloat16 or float16; float32 on CPU and bfloat16 on CUDA by default.",
@@ -34,8 +36,8 @@ HELP: dict[str, str] = {
     "kv_cache_gb": "Memory for keys and values, GiB.",
     "block_size": "Tokens per block of keys and values; 16 on CPU by default.",
     "prefix_caching": "Reuse keys and values of prompts that begin alike.",
-    "kv_tier": "Keep KV beyond the device: host:4GB, disk:/path:50GB, valkey://host:port or "
-    "valkey:///path.sock; repeatable, nearest first.",
+    "kv_tier": "Keep KV beyond the device: host:4GB, disk:/path:50GB, valkey://host:port, "
+    "valkey:///path.sock or lmcache://host:port; repeatable, nearest first.",
     "kv_load": "auto loads from a tier what that makes faster; always loads all there is.",
     "kv_load_failure_policy": "recompute or fail: what becomes of a prompt whose load failed.",
     "encoder_cache_gb": "Memory for encoder outputs of media, GiB.",
@@ -60,6 +62,14 @@ ENGINE_OPTIONS = (
     "device", "dtype", "max_model_len", "max_num_batched_tokens", "kv_cache_gb", "chat_template",
 )  # fmt: skip
 """What `lookonce chat` takes too."""
+
+RENDER_OPTIONS = (
+    "served_model_name", "host", "port", "uds", "api_key", "chat_template", "dtype",
+    "max_model_len", "mm_hash_algorithm", "limit_mm_per_prompt", "allowed_media_domains",
+    "allow_private_media", "allowed_local_media_path", "media_timeout", "max_media_bytes",
+    "max_image_pixels", "max_audio_seconds", "vllm_metric_names",
+)  # fmt: skip
+"""What `lookonce render` takes: what is rendered must be what the engine's server would render."""
 
 
 def takes_options(

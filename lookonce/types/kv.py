@@ -14,7 +14,9 @@ from lookonce.types.media import ITEM_SIZE
 ExternalStatus = Literal["loaded", "partial", "failed", "shadowed", "aborted", "none"]
 KVLoadPolicy = Literal["auto", "always"]
 KVLoadFailurePolicy = Literal["recompute", "fail"]
-TierKind = Literal["host", "disk", "valkey"]
+TierKind = Literal["host", "disk", "valkey", "lmcache"]
+
+LMCACHE_MISSING = "--kv-tier lmcache://… needs the optional extra: pip install 'lookonce[lmcache]'"
 
 _UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
@@ -69,7 +71,7 @@ class TierSpec:
 
 def parse_tier_spec(text: str) -> TierSpec:
     """`host:4GB`, `disk:/path:50GB`, `valkey://[user:password@]host:port[/db]`,
-    `valkey:///path.sock`. Raises `ConfigError` saying what is allowed."""
+    `valkey:///path.sock`, `lmcache://host[:port]`. Raises `ConfigError` saying what is allowed."""
     scheme, _, rest = text.partition(":")
     if scheme == "host":
         return TierSpec("host", capacity_bytes=_capacity(text, rest))
@@ -80,6 +82,9 @@ def parse_tier_spec(text: str) -> TierSpec:
         return TierSpec("disk", capacity_bytes=_capacity(text, size), path=path)
     if scheme in ("valkey", "redis") and rest.startswith("//"):
         return _valkey(text, rest[2:])
+    if scheme == "lmcache" and rest.startswith("//"):
+        host, port = _address(text, rest[2:], default_port=5555)
+        return TierSpec("lmcache", host=host, port=port)
     raise _malformed(text)
 
 
@@ -89,19 +94,26 @@ def _valkey(text: str, rest: str) -> TierSpec:
     credentials, _, address = rest.rpartition("@")
     username, _, password = credentials.partition(":")
     address, _, database = address.partition("/")
-    host, colon, port = address.rpartition(":")
-    if not colon:
-        host, port = address, "6379"
-    if not host or not port.isdigit() or (database and not database.isdigit()):
+    host, port = _address(text, address, default_port=6379)
+    if database and not database.isdigit():
         raise _malformed(text)
     return TierSpec(
         "valkey",
-        host=host.strip("[]"),
-        port=int(port),
+        host=host,
+        port=port,
         database=int(database or 0),
         username=username or None,
         password=password or None,
     )
+
+
+def _address(text: str, address: str, *, default_port: int) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    if not colon or port.endswith("]"):  # an IPv6 address alone
+        host, port = address, str(default_port)
+    if not host or not port.isdigit() or "/" in host:
+        raise _malformed(text)
+    return host.strip("[]"), int(port)
 
 
 def _capacity(text: str, size: str) -> int:
@@ -119,7 +131,7 @@ def _malformed(text: str) -> ConfigError:
     shown = text.rpartition("@")[2]  # never a password
     return ConfigError(
         f"--kv-tier: {shown!r} is none of host:4GB, disk:/path:50GB, valkey://host:port, "
-        "valkey:///path.sock"
+        "valkey:///path.sock, lmcache://host:port"
     )
 
 

@@ -1,19 +1,35 @@
-"""A Valkey server of its own for each test that asks for one."""
+"""Real servers: a Valkey for each test that asks for one, one LMCache for all."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from lookonce.bench.lmcache_server import LMCacheServer
 from lookonce.bench.valkey_server import ValkeyServer
+
+needs_lmcache = pytest.mark.skipif(
+    find_spec("lmcache") is None,
+    reason="LMCache is not installed; `make test-lmcache` installs it apart and runs this",
+)
 
 
 @pytest.fixture
 def valkey() -> Iterator[ValkeyServer]:
     with tempfile.TemporaryDirectory(prefix="lookonce-valkey-") as folder:  # short: socket paths
         server = ValkeyServer(Path(folder))
+        yield server
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def lmcache() -> Iterator[LMCacheServer]:
+    """Shared by all tests, so each uses a namespace or prompts of its own."""
+    with tempfile.TemporaryDirectory(prefix="lookonce-lmcache-") as folder:
+        server = LMCacheServer(Path(folder))
         yield server
         server.close()

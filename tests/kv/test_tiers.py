@@ -9,21 +9,33 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
+from lookonce.bench.lmcache_server import LMCacheServer
 from lookonce.bench.valkey_server import ValkeyServer
 from lookonce.errors import ConfigError
 from lookonce.kv.disk import DiskTier
 from lookonce.kv.host import HostTier
+from lookonce.kv.lmcache import LMCacheTier
 from lookonce.kv.objects import HEADER_BYTES, ObjectFormat
 from lookonce.kv.tier import KVTier, TierError
 from lookonce.kv.valkey import ValkeyTier
 from lookonce.types.kv import TierSpec
+from tests.kv.conftest import needs_lmcache
 from tests.kv.tiers import LAYOUT, NAMESPACE, OBJECTS, SIZE, key, payload, read
 
 Opener = Callable[[ObjectFormat], KVTier]
 
 
-@pytest.fixture(params=["host", "disk", "valkey-tcp", "valkey-unix"])
+@pytest.fixture(
+    params=[
+        "host",
+        "disk",
+        "valkey-tcp",
+        "valkey-unix",
+        pytest.param("lmcache", marks=needs_lmcache),
+    ]
+)
 def opener(request: pytest.FixtureRequest, tmp_path: Path, valkey: ValkeyServer) -> Opener:
     def open_tier(objects: ObjectFormat) -> KVTier:
         match request.param:
@@ -31,12 +43,20 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path, valkey: ValkeyServer)
                 return HostTier(objects, 100 * 2048)
             case "disk":
                 return DiskTier(objects, str(tmp_path / "kv"), 1 << 20)
+            case "lmcache":
+                server: LMCacheServer = request.getfixturevalue("lmcache")
+                return LMCacheTier(renamed(objects, request.node.name), server.address)
             case "valkey-tcp":
                 return ValkeyTier(objects, TierSpec("valkey", host="127.0.0.1", port=valkey.port))
             case _:
                 return ValkeyTier(objects, TierSpec("valkey", path=valkey.socket))
 
     return open_tier
+
+
+def renamed(objects: ObjectFormat, test: str) -> ObjectFormat:
+    """Every test on a server of all tests has namespaces of its own."""
+    return ObjectFormat(blake3(test.encode() + objects.namespace).digest(), LAYOUT)
 
 
 @pytest.fixture
