@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from lookonce.server.receipt import kv_transfer_params, reuse_receipt, usage
 from lookonce.server.responding import json_response
 from lookonce.server.responses import KVTransferParams, ReuseReceipt, StopReason, Usage
 from lookonce.server.services import Services
-from lookonce.server.stream import stream_response
+from lookonce.server.stream import Chunks, stream_response
 from lookonce.types.request import RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -196,12 +196,12 @@ async def _collected(exchange: Exchange, form: Format) -> msgspec.Struct:
     return form.whole(samples)
 
 
-async def _streamed(exchange: Exchange, form: Format) -> AsyncGenerator[msgspec.Struct, None]:
+async def _streamed(exchange: Exchange, form: Format) -> Chunks:
     with exchange.running(), exchange.prompts:
         await form.render()
         async with aclosing(merged(exchange.generations)) as pieces:
             async for piece in pieces:
-                for chunk in form.chunks(piece):
-                    yield chunk
+                if chunks := list(form.chunks(piece)):
+                    yield chunks
     if exchange.include_usage:
-        yield form.usage_chunk()
+        yield [form.usage_chunk()]

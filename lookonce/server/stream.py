@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -17,19 +17,20 @@ from lookonce.server.responding import encode, error_body
 
 logger = logging.getLogger("lookonce.server")
 
-Chunks = AsyncGenerator[msgspec.Struct, None]
+Chunks = AsyncGenerator[Sequence[msgspec.Struct], None]
+"""Chunks in groups: those of a group are there at the same time, and are written at once."""
 
 DONE = b"data: [DONE]\n\n"
 
 
-def event(body: msgspec.Struct) -> bytes:
-    return b"data: " + encode(body) + b"\n\n"
+def events(bodies: Sequence[msgspec.Struct]) -> bytes:
+    return b"".join([b"data: " + encode(body) + b"\n\n" for body in bodies])
 
 
 async def stream_response(request: Request, chunks: Chunks) -> Response:
     """A stream of `chunks`.
 
-    Returns once the first chunk is there, so that whatever fails before it still gets its status;
+    Returns once the first group is there, so that whatever fails before it still gets its status;
     what fails later becomes an error event, the last one before `[DONE]`.
     """
     try:
@@ -45,7 +46,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: msgspec.Struct, rest: Chunks) -> None:
+    def __init__(self, first: Sequence[msgspec.Struct], rest: Chunks) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
@@ -58,17 +59,17 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        await _send_body(send, event(self._first))
+        await _send_body(send, events(self._first))
+        end = DONE
         try:
-            async for chunk in self._rest:
-                await _send_body(send, event(chunk))
+            async for chunks in self._rest:
+                await _send_body(send, events(chunks))
         except LookOnceError as error:
-            await _send_body(send, event(error_body(error)))
+            end = events([error_body(error)]) + DONE
         except Exception as error:
             logger.exception("a stream broke")
-            await _send_body(send, event(error_body(error)))
-        await _send_body(send, DONE)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            end = events([error_body(error)]) + DONE
+        await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
 async def _send_body(send: Send, body: bytes) -> None:
