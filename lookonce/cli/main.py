@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lookonce.cli.options import ENGINE_OPTIONS, options_from, takes_options
+from lookonce.cli.options import ENGINE_OPTIONS, RENDER_OPTIONS, options_from, takes_options
 from lookonce.config import NANO, Options
 from lookonce.errors import ConfigError, LookOnceError
 
@@ -33,6 +33,15 @@ def serve(model: Model = NANO, **given: Any) -> None:
     from lookonce.cli.serve import run_server
 
     raise typer.Exit(run_server(options_from(model, given)))
+
+
+@app.command()
+@takes_options(RENDER_OPTIONS)
+def render(model: Model = NANO, **given: Any) -> None:
+    """Serve what MODEL makes of prompts, without an engine: no weights are loaded."""
+    from lookonce.cli.render import run_render_server
+
+    raise typer.Exit(run_render_server(options_from(model, given)))
 
 
 @app.command()

@@ -58,7 +58,7 @@ async def serve(start: ApiStart) -> None:
         server = ApiServer(uvicorn_config(services.config, app))
         drainer = DrainOnSignal(server, services.drain, start.config.server.drain_timeout)
         with socket.socket(fileno=start.listen_fd) as listener, drainer:
-            async with warming_up(services):
+            async with warming_up(services, app):
                 await server.serve(sockets=[listener])
 
 

@@ -12,21 +12,21 @@ import base64
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import httpx
+from starlette.applications import Starlette
+from starlette.routing import BaseRoute, Route
 
 from lookonce.config import Config
-from lookonce.engine.injection import Injected
-from lookonce.errors import RequestFailedError
 from lookonce.render.warmup import Largest
 from lookonce.server.aborting import RunningRequests
 from lookonce.server.app import build_app
 from lookonce.server.auth import KeyRing
 from lookonce.server.metrics import Metrics
-from lookonce.server.services import Drain, EngineState, Rehearsal, Services
-from lookonce.types.media import ProcessedItem
+from lookonce.server.no_engine import NoEngine
+from lookonce.server.services import Drain, Rehearsal, Services
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import EncoderOutcome, PrefillFacts, RenderedPrompt, TokenDelta
 from lookonce.types.sampling import SamplingParams
@@ -40,10 +40,16 @@ Body = Mapping[str, object]
 
 
 @asynccontextmanager
-async def warming_up(services: Services) -> AsyncIterator[None]:
-    """`/ready` says no until it is done; it runs beside whatever the block does."""
+async def warming_up(
+    services: Services, app: Starlette, on_done: Callable[[], None] = lambda: None
+) -> AsyncIterator[None]:
+    """`/ready` says no until it is done; it runs beside whatever the block does.
+
+    Only what `app` serves is warmed.
+    """
     services.warming = services.rehearsal is not None
-    task = asyncio.create_task(warm_up(services))
+    task = asyncio.create_task(warm_up(services, app))
+    task.add_done_callback(lambda done: None if done.cancelled() else on_done())
     try:
         yield
     finally:
@@ -52,12 +58,12 @@ async def warming_up(services: Services) -> AsyncIterator[None]:
             await task
 
 
-async def warm_up(services: Services) -> None:
+async def warm_up(services: Services, app: Starlette) -> None:
     """May be called again. What fails is a warning."""
     if services.rehearsal is None:
         return
     try:
-        await _rehearse(services, services.rehearsal)
+        await _rehearse(services, services.rehearsal, app.routes)
     except Exception:
         logger.warning("warm-up failed", exc_info=True)
     finally:
@@ -65,18 +71,24 @@ async def warm_up(services: Services) -> None:
         services.warming = False
 
 
-async def _rehearse(services: Services, rehearsal: Rehearsal) -> None:
+async def _rehearse(services: Services, rehearsal: Rehearsal, routes: Sequence[BaseRoute]) -> None:
     media = await asyncio.to_thread(_largest, rehearsal, services.config)
     content = [*(_part(each, data) for each, data in media), {"type": "text", "text": TEXT}]
     chat = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
     names = ", ".join(each.modality for each, _ in media) or "text"
-    transport = httpx.ASGITransport(app=build_app(_understudies(services, rehearsal)))
+    renders: list[Body] = [{**chat, "cache_salt": str(number)} for number in range(NUM_WORKERS)]
+    rehearsed: dict[str, list[Body]] = {
+        "/v1/chat/completions/render": renders if media else [chat],
+        "/tokenize": [chat],
+        "/v1/chat/completions": [chat, {**chat, "stream": True}],
+    }
+    served = {route.path for route in routes if isinstance(route, Route)}
+    app = build_app(_understudies(services, rehearsal))
+    transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://warm-up") as client:
-        renders = [{**chat, "cache_salt": str(number)} for number in range(NUM_WORKERS)]
-        await _post(client, names, "/v1/chat/completions/render", renders if media else [chat])
-        await _post(client, names, "/tokenize", [chat])
-        await _post(client, names, "/v1/chat/completions", [chat, {**chat, "stream": True}])
-        await _post(client, "text", "/v1/completions", [{"prompt": TEXT, "stream": True}])
+        for path, bodies in rehearsed.items():
+            if path in served:
+                await _post(client, names, path, bodies)
 
 
 async def _post(client: httpx.AsyncClient, what: str, route: str, bodies: Sequence[Body]) -> None:
@@ -120,10 +132,9 @@ def _understudies(services: Services, rehearsal: Rehearsal) -> Services:
     )
 
 
-class _Understudy:
-    """An `Engine` that answers any prompt with its last token: the real one warms itself."""
+class _Understudy(NoEngine):
+    """Answers any prompt with its last token: the real engine warms itself."""
 
-    state: EngineState = "ready"
     model = ModelInfo(
         name="", model_type="", vocab_size=1 << 31, max_model_len=1 << 31, eos_token_ids=(),
         modalities=(), dtype="", encoder_row_bytes=0,
@@ -134,25 +145,6 @@ class _Understudy:
     ) -> AsyncGenerator[TokenDelta, None]:
         skipped: EncoderOutcome = "skipped"
         count = len(rendered.features)
-        yield TokenDelta(
-            request_id,
-            0,
-            rendered.token_ids[-1:],
-            finish_reason="length",
-            facts=PrefillFacts(0, encoder=(skipped,) * count, encode_ms=(0.0,) * count),
-        )
-
-    async def wait_ready(self) -> None:
-        return
-
-    async def abort(self, request_id: str, index: int | None = None) -> None:
-        return
-
-    async def inject_items(self, items: Sequence[tuple[bytes, ProcessedItem]]) -> list[Injected]:
-        return [Injected("rejected", "not the real engine") for _ in items]
-
-    async def stats(self) -> dict[str, float]:
-        return {}
-
-    async def reset_cache(self, tier: str) -> None:
-        raise RequestFailedError("there is nothing to reset")
+        facts = PrefillFacts(0, encoder=(skipped,) * count, encode_ms=(0.0,) * count)
+        tokens = rendered.token_ids[-1:]
+        yield TokenDelta(request_id, 0, tokens, finish_reason="length", facts=facts)

@@ -1,0 +1,69 @@
+"""A server that renders and never generates: no engine, no weights, one process.
+
+What its render routes answer, `/inference/v1/generate` of an engine's server takes as it is, if
+both serve the same folder with the same dtype: these are part of what names an item.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from lookonce.config import Config
+from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
+from lookonce.render.renderer import open_renderer
+from lookonce.server.app import RENDER_ROUTES, build_app
+from lookonce.server.auth import KeyRing
+from lookonce.server.metrics import Metrics
+from lookonce.server.no_engine import NoEngine
+from lookonce.server.process import ApiServer, DrainOnSignal, uvicorn_config
+from lookonce.server.sampling import read_defaults
+from lookonce.server.services import Services
+from lookonce.server.warmup import warming_up
+from lookonce.server.wiring import aside
+
+
+@asynccontextmanager
+async def open_render_services(config: Config) -> AsyncIterator[Services]:
+    """Raises `ModelLoadError`. Without `--max-model-len` no prompt is too long to be rendered."""
+    async with open_renderer(
+        config.model,
+        config.media,
+        directory=ReadOnlyDirectory(),
+        uuids=ReadOnlyBindings(),
+        chat_template=config.server.chat_template,
+        max_model_len=config.model.max_model_len,
+    ) as renderer, open_readonly(renderer, config.media) as readonly, open_readonly(
+        renderer, config.media
+    ) as rehearsal:  # fmt: skip
+        metrics = Metrics(config.model.served_name, config.server.vllm_metric_names)
+        metrics.sources.append(lambda: aside(readonly.counts()))
+        yield Services(
+            config=config,
+            renderer=renderer,
+            readonly=readonly,
+            engine=NoEngine(),
+            metrics=metrics,
+            keys=KeyRing.of(config.server),
+            defaults=read_defaults(config.model.folder),
+            rehearsal=rehearsal,
+        )
+
+
+async def serve_render(
+    config: Config, listener: socket.socket, on_ready: Callable[[], None]
+) -> None:
+    """Serve on a bound socket until SIGTERM or Ctrl-C, then drain. Raises `ModelLoadError`.
+
+    `on_ready` is called once, when `/ready` says yes.
+    """
+    async with open_render_services(config) as services:
+        app = build_app(services, RENDER_ROUTES)
+        server = ApiServer(uvicorn_config(config, app))
+        drainer = DrainOnSignal(
+            server, services.drain, config.server.drain_timeout, has_parent=False
+        )
+        with drainer:
+            async with warming_up(services, app, on_ready):
+                await server.serve(sockets=[listener])
