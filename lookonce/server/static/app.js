@@ -12,6 +12,7 @@ import { Watch } from "./watch.js";
 
 const question = byId("question");
 const send = byId("send");
+const samples = byId("samples");
 const conversation = new Conversation();
 const transcript = new Transcript(byId("transcript"), byId("welcome"));
 const settings = new Settings(findModel);
@@ -124,7 +125,7 @@ async function showSamples() {
     const look = file.type.startsWith("image/")
       ? element("img", { src: URL.createObjectURL(file), alt: "" })
       : element("span", { class: "sound" }, icon("sound"));
-    byId("samples").append(element("li", {}, element(
+    samples.append(element("li", {}, element(
       "button", { type: "button", class: "sample", onclick: () => trySample(sample) },
       look, element("strong", {}, sample.title), element("span", {}, sample.question),
     )));

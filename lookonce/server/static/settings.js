@@ -24,8 +24,9 @@ export class Settings {
     return byId("temperature").valueAsNumber || 0;
   }
 
+  /** undefined, which JSON leaves out, where nothing is typed. */
   get maxTokens() {
-    return Math.max(Math.round(byId("max-tokens").valueAsNumber) || 256, 1);
+    return Math.round(byId("max-tokens").valueAsNumber) || undefined;
   }
 
   /** With `problem`, the reason why the dialog came by itself. */

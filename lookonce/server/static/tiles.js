@@ -4,6 +4,8 @@ import { bytes, count, element, milliseconds, plural } from "./dom.js";
 import { SLOTS, Spark } from "./spark.js";
 import { Change, Look } from "./stats.js";
 
+const LEAST_SECONDS = 0.9;
+
 /** A tier that is asked for `unit`s and either has them or not. */
 function reuse({ id, title, queries, hits, labels, unit, held }) {
   return {
@@ -153,8 +155,10 @@ export class Tiles {
     for (const tier of look.values("kv_tier_lookups_total", "tier")) {
       if (!this.tiles.has(`kv-${tier}`)) this.add(kvTier(tier), this.tiles.get("work").node);
     }
-    const change = this.last && new Change(this.last, look);
+    // A look out of turn brings the figures up to date, but a bar stands for a second.
+    const due = !this.last || seconds - this.last.seconds > LEAST_SECONDS;
+    const change = due && this.last ? new Change(this.last, look) : null;
     for (const tile of this.tiles.values()) tile.show(look, change);
-    this.last = look;
+    if (due) this.last = look;
   }
 }
