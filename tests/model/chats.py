@@ -83,8 +83,15 @@ def chat_case(folder: Path, parts: Sequence[Part], pool: PoolInProcess | None = 
 def render(
     folder: Path, parts: Sequence[Part], pool: PoolInProcess | None = None
 ) -> RenderedPrompt:
-    message = {"role": "user", "content": [_sent_part(part) for part in parts]}
-    return asyncio.run(make_renderer(folder, pool).render_chat([message]))
+    return render_content(folder, [_sent_part(part) for part in parts], pool)
+
+
+def render_content(
+    folder: Path, content: list[Json], pool: PoolInProcess | None = None, **options: Any
+) -> RenderedPrompt:
+    """One user message of parts as a client sends them."""
+    message = {"role": "user", "content": content}
+    return asyncio.run(make_renderer(folder, pool).render_chat([message], **options))
 
 
 def reference(folder: Path, parts: Sequence[Part]) -> dict[str, torch.Tensor]:
