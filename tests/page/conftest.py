@@ -16,8 +16,9 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 PageOpener = Callable[..., "Page"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
+    """Closed before other tests begin: its driver occupies this thread's event loop."""
     # Imported here, since pytest reads this file even where the tests beside it are skipped.
     from playwright.sync_api import sync_playwright
 
