@@ -104,6 +104,9 @@ class Applier:
         self._register_blocks(sequence)
         if sequence.held:
             self._release_passed_items(sequence)
+        request = sequence.request
+        if request.session is not None:
+            request.session.let_go(request.features, request.items, sequence.num_computed)
         if sequence.state is State.PREFILLING:
             self._lifecycle.accept_once_covered(sequence)
         if entry.sample:
@@ -138,6 +141,9 @@ class Applier:
         sequence.tokens.append(token_id)
         self._counters.generation_tokens += 1
         reason, stop_token_id = finish_reason(sequence, token_id)
+        pausing = reason is not None and _goes_on(sequence)
+        if pausing:
+            reason = stop_token_id = None
         delta = TokenDelta(request.request_id, sequence.index, [token_id], reason, stop_token_id)
         if logprob is not None:
             delta.logprobs = [logprob]
@@ -146,7 +152,15 @@ class Applier:
         self._outbox.output.deltas.append(delta)
         if not request.prefilled:
             self._lifecycle.release_siblings(sequence)
-        if reason is not None:
+        if pausing:
+            self._lifecycle.pause(sequence)
+        elif reason is not None:
             self._lifecycle.finish(sequence)
         elif sequence.state is State.PREFILLING:
             self._lifecycle.begin_decode(sequence)
+
+
+def _goes_on(sequence: Sequence) -> bool:
+    """What would end another request only ends the turn of a live session."""
+    session = sequence.request.session
+    return session is not None and len(sequence.tokens) < session.limit

@@ -41,9 +41,40 @@ class Door:
         check_rows(features, items)
         return Request(request, prompt, features, items, self._model.eos_token_ids)
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens one sequence may have, given and generated; the last one needs no K/V."""
+        return min(self._model.max_model_len, self._kv_tokens + 1)
+
+    def check_extension(
+        self,
+        token_ids: NDArray[np.int32],
+        features: tuple[MediaFeature, ...],
+        items: Mapping[bytes, ProcessedItem],
+    ) -> Features:
+        """What is appended to a live session, offsets counting from its first token.
+
+        Raises `BadRequestError` or `TooLargeError` as for a request.
+        """
+        if not len(token_ids):
+            raise BadRequestError("an extension has at least one token", param="prompt")
+        checked = Features(features)
+        if checked.end > len(token_ids):
+            raise BadRequestError(
+                f"an item ends at position {checked.end} of {len(token_ids)} tokens",
+                param="features",
+            )
+        absent = [index for index, key in enumerate(checked.keys) if key not in items]
+        if absent:
+            raise BadRequestError(f"item {absent[0]} does not come along", param="features")
+        self._check_items(checked)
+        self._check_token_ids(token_ids, checked)
+        check_rows(checked, items)
+        return checked
+
     def token_limit(self, request: Request) -> int:
-        """Prompt plus generated tokens one sequence may have; the last one needs no K/V."""
-        limit = min(self._model.max_model_len, self._kv_tokens + 1)
+        """Prompt plus generated tokens at which a sequence of the request ends or pauses."""
+        limit = self.longest_sequence
         if request.sampling.max_tokens is not None:
             limit = min(limit, request.num_prompt_tokens + request.sampling.max_tokens)
         return limit

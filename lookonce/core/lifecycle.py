@@ -49,6 +49,14 @@ class Lifecycle:
         """PREFILLING → DECODING: every token but the last sampled one is computed."""
         self._roster.move(sequence, State.DECODING)
 
+    def pause(self, sequence: Sequence) -> None:
+        """PREFILLING or DECODING → IDLE: a live session keeps its blocks until it is extended."""
+        self._roster.move(sequence, State.IDLE)
+
+    def resume_prefill(self, sequence: Sequence) -> None:
+        """IDLE or DECODING → PREFILLING: a live session was extended."""
+        self._roster.move(sequence, State.PREFILLING)
+
     def release_siblings(self, leader: Sequence) -> None:
         """HELD_BACK → WAITING for the other samples, once `leader` has computed the prompt.
 

@@ -3,16 +3,17 @@
                     ┌──────────── preempt ────────────┐
                     ▼                                 │
     HELD_BACK ─▶ WAITING ─ admit ─▶ PREFILLING ─ begin_decode ─▶ DECODING
-                  ▲   │  │             │
-           resume │   │  └─ set_aside ─┤
-                  │   │                ▼
-                  ├───┼───────────── ASIDE             FINISHED from every state
+                  ▲   │  │             │    ▲                       │
+           resume │   │  └─ set_aside ─┤    └─ resume_prefill ─┐    │ pause (from PREFILLING too)
+                  │   │                ▼                       │    ▼
+                  ├───┼───────────── ASIDE                     └── IDLE
                   │   ▼
-                  └ LOADING
+                  └ LOADING                            FINISHED from every state
 
 HELD_BACK: a sibling that waits until the request's leader has computed the prompt.
 ASIDE: media items the engine lacks were asked for; supplying them resumes it.
 LOADING: external KV tiers are asked for its prefix, or load it.
+IDLE: a live session that has computed and generated all it should, until it is extended.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 from lookonce.core.facts import FactsRecord
 from lookonce.core.features import Features
 from lookonce.core.prefix import extend_chain, root_hash
+from lookonce.core.session import Session
 from lookonce.core.tokens import TokenBuffer
 from lookonce.types.grammar import CompiledGrammar
 from lookonce.types.media import ProcessedItem
@@ -43,6 +45,7 @@ class State(Enum):
     LOADING = "loading"
     PREFILLING = "prefilling"
     DECODING = "decoding"
+    IDLE = "idle"
     FINISHED = "finished"
 
     __hash__ = object.__hash__
@@ -57,9 +60,12 @@ ALLOWED: dict[State, frozenset[State]] = {
     State.ASIDE: frozenset({State.WAITING, State.FINISHED}),
     State.LOADING: frozenset({State.WAITING, State.FINISHED}),
     State.PREFILLING: frozenset(
-        {State.DECODING, State.WAITING, State.ASIDE, State.FINISHED}
+        {State.DECODING, State.IDLE, State.WAITING, State.ASIDE, State.FINISHED}
     ),
-    State.DECODING: frozenset({State.WAITING, State.FINISHED}),
+    State.DECODING: frozenset(
+        {State.PREFILLING, State.IDLE, State.WAITING, State.FINISHED}
+    ),
+    State.IDLE: frozenset({State.PREFILLING, State.FINISHED}),
     State.FINISHED: frozenset(),
 }  # fmt: skip
 
@@ -86,6 +92,7 @@ class Request:
         "root",
         "sampling",
         "sequences",
+        "session",
         "stop_token_ids",
     )
 
@@ -116,6 +123,8 @@ class Request:
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
         self.grammar: CompiledGrammar | None = None
         """Set, once compiled, before the scheduler takes the request in."""
+        self.session: Session | None = None
+        """What a live session has beside other requests."""
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
         self.sequences: list[Sequence] = []
         self.num_active = 0

@@ -9,6 +9,7 @@ from operator import attrgetter
 from lookonce.core.request import Request, Sequence, State
 
 _order = attrgetter("order")
+_ACTIVE = frozenset({State.PREFILLING, State.DECODING, State.IDLE})
 
 
 class Lane:
@@ -51,6 +52,7 @@ class Roster:
         self.sequences: dict[int, Sequence] = {}
         self.held_back, self.waiting, self.aside = Lane(), Lane(), Lane()
         self.loading, self.prefilling, self.decoding = Lane(), Lane(), Lane()
+        self.idle = Lane()
         self._lanes = {
             State.HELD_BACK: self.held_back,
             State.WAITING: self.waiting,
@@ -58,6 +60,7 @@ class Roster:
             State.LOADING: self.loading,
             State.PREFILLING: self.prefilling,
             State.DECODING: self.decoding,
+            State.IDLE: self.idle,
         }
         self.num_running_requests = 0
 
@@ -68,6 +71,11 @@ class Roster:
     @property
     def num_active(self) -> int:
         """Sequences that hold KV blocks."""
+        return len(self.prefilling) + len(self.decoding) + len(self.idle)
+
+    @property
+    def num_computing(self) -> int:
+        """Sequences that have positions to compute, and the blocks for them."""
         return len(self.prefilling) + len(self.decoding)
 
     def add(self, request: Request) -> None:
@@ -114,4 +122,4 @@ class Roster:
 
 
 def _is_active(sequence: Sequence) -> bool:
-    return sequence.state is State.PREFILLING or sequence.state is State.DECODING
+    return sequence.state in _ACTIVE

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lookonce.config import SchedulerConfig
 from lookonce.core.acquiring import Acquirer
 from lookonce.core.admission import Admission
@@ -30,8 +33,9 @@ from lookonce.core.preemption import Preemption
 from lookonce.core.prefetching import Prefetcher
 from lookonce.core.request import Request, Sequence
 from lookonce.core.roster import Roster
+from lookonce.core.sessions import Sessions
 from lookonce.errors import BadRequestError, ConfigError, QueueFullError
-from lookonce.types.media import ProcessedItem
+from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import ExternalPrefixCache
 from lookonce.types.request import GenerateRequest
@@ -77,7 +81,9 @@ class Scheduler:
             )
             lifecycle.on_end = self._external.finished
         self._door = Door(block_pool, encoder_cache, model, config.max_num_batched_tokens)
-        self._planner = self._make_planner(model, config, prefix_caching=prefix_caching)
+        preemption = Preemption(block_pool, roster, lifecycle, counters)
+        self._sessions = Sessions(self._door, roster, lifecycle, preemption, self._outbox)
+        self._planner = self._make_planner(model, config, preemption, prefix_caching=prefix_caching)
         self._applier = Applier(
             block_pool,
             encoder_cache,
@@ -93,11 +99,16 @@ class Scheduler:
         self._encode_owners: list[tuple[FactsRecord, int]] = []
 
     def _make_planner(
-        self, model: ModelInfo, config: SchedulerConfig, *, prefix_caching: bool
+        self,
+        model: ModelInfo,
+        config: SchedulerConfig,
+        preemption: Preemption,
+        *,
+        prefix_caching: bool,
     ) -> Planner:
-        pool, roster, counters = self._pool, self._roster, self._counters
+        roster, counters = self._roster, self._counters
         admission = Admission(
-            pool,
+            self._pool,
             self._encoder_cache,
             roster,
             self._lifecycle,
@@ -116,7 +127,7 @@ class Scheduler:
             roster,
             self._lifecycle,
             admission,
-            Preemption(pool, roster, self._lifecycle, counters),
+            preemption,
             Chunker(
                 Acquirer(self._encoder_cache, counters, model.unsplittable), model.unsplittable
             ),
@@ -133,17 +144,20 @@ class Scheduler:
         request: GenerateRequest,
         items: Mapping[bytes, ProcessedItem],
         missing: Iterable[bytes] = (),
+        *,
+        live: bool = False,
     ) -> None:
         """Queue a request. `items` are those the engine holds; `missing` those it lacks.
 
+        A `live` one may be extended, and generates `max_tokens` tokens after each extension.
         Raises a `RequestError` when it can never be served or the queue is full.
         """
         present = dict(items)
         for key in missing:
             present.pop(key, None)
-        self.take_in(self._door.build_request(request, present))
+        self.take_in(self._door.build_request(request, present), live=live)
 
-    def take_in(self, built: Request) -> None:
+    def take_in(self, built: Request, *, live: bool = False) -> None:
         """Queue a request that a door with the same limits has built.
 
         Raises a `RequestError` when its id is in use or the queue is full.
@@ -152,6 +166,8 @@ class Scheduler:
             raise BadRequestError(f"request id {built.request_id!r} is in use", param="request_id")
         if self._roster.num_waiting_requests >= self._max_queue:
             raise QueueFullError(f"{self._max_queue} requests are waiting already")
+        if live:
+            self._sessions.open(built)
         token_limit = self._door.token_limit(built)
         for index in range(built.sampling.n):
             built.sequences.append(Sequence(self._next_seq_id, built, index, token_limit))
@@ -160,6 +176,23 @@ class Scheduler:
         if self._external is not None:
             self._external.add(built)
         self._lifecycle.accept_once_covered(built.sequences[0])
+
+    def extend(
+        self,
+        request_id: str,
+        token_ids: NDArray[np.int32],
+        features: tuple[MediaFeature, ...],
+        items: Mapping[bytes, ProcessedItem],
+    ) -> None:
+        """Append to a live session after all it has; offsets count from the first appended token.
+
+        It takes effect with the next plan, and costs the same however long the session is. Raises
+        a `RequestError`, with nothing changed, for what could never be computed; a session that
+        has ended needs no more.
+        """
+        request = self._roster.requests.get(request_id)
+        if request is not None:
+            self._sessions.extend(request, token_ids, features, items)
 
     def supply(self, request_id: str, items: Mapping[bytes, ProcessedItem]) -> None:
         """Items asked for through `needs` are here; an ended request needs them no more.
@@ -206,6 +239,7 @@ class Scheduler:
         """
         if self._external is not None:
             self._external.take_reports()
+        self._sessions.deliver()
         step = self._planner.plan()
         extended = self._outbox.take_extensions()
         finished = self._outbox.take_finished()
@@ -254,8 +288,9 @@ class Scheduler:
         """Whether a step has anything to do or to report; requests that are all aside do not."""
         roster = self._roster
         return bool(
-            roster.num_active
+            roster.num_computing
             or roster.waiting
+            or self._sessions.has_deliverable
             or self._outbox.finished
             or self._outbox.output
             or self._encoder_cache.has_moves

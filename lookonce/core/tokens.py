@@ -33,6 +33,15 @@ class TokenBuffer:
         self._data[self._length] = token_id
         self._length += 1
 
+    def extend(self, token_ids: NDArray[np.int32]) -> None:
+        length = self._length + len(token_ids)
+        if length > len(self._data):
+            grown = np.empty(2 * length + SPARE_TOKENS, dtype=np.int32)
+            grown[: self._length] = self._data[: self._length]
+            self._data = grown
+        self._data[self._length : length] = token_ids
+        self._length = length
+
     def view(self) -> NDArray[np.int32]:
         """All tokens, `[num_tokens]`, read-only and without a copy."""
         view = self._data[: self._length]

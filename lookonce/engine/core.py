@@ -11,10 +11,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lookonce.core.request import Request
 from lookonce.core.scheduler import Scheduler, SchedulerOutput
 from lookonce.errors import RequestFailedError
-from lookonce.types.media import ProcessedItem
+from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.ports import ExternalPrefixCache, ModelRunner
 from lookonce.types.request import GenerateRequest
 from lookonce.types.step import StepPlan, StepResult
@@ -59,9 +62,21 @@ class EngineCore:
         request: GenerateRequest,
         items: Mapping[bytes, ProcessedItem],
         missing: tuple[bytes, ...] = (),
+        *,
+        live: bool = False,
     ) -> None:
-        """Raises `RequestError` for a request that could never run."""
-        self._scheduler.add(request, items, missing)
+        """Raises `RequestError` for a request that could never run; a `live` one is extended."""
+        self._scheduler.add(request, items, missing, live=live)
+
+    def extend(
+        self,
+        request_id: str,
+        token_ids: NDArray[np.int32],
+        features: tuple[MediaFeature, ...],
+        items: Mapping[bytes, ProcessedItem],
+    ) -> None:
+        """Append tokens and items to a live session (`Scheduler.extend`)."""
+        self._scheduler.extend(request_id, token_ids, features, items)
 
     def take_in(self, request: Request) -> None:
         """As `add`, for a request that was built before (`Judge.check`)."""

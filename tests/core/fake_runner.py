@@ -17,7 +17,7 @@ from lookonce.core.features import Features
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.types.media import MediaFeature
 from lookonce.types.request import GenerateRequest
-from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan, StepResult
+from lookonce.types.step import Extension, NewSequence, ScheduledSequence, StepPlan, StepResult
 from tests.core.builders import VOCAB, Limits
 
 
@@ -68,6 +68,8 @@ class FakeRunner:
             require(self.known.pop(seq_id, None), "only a known sequence is forgotten")
         for new in plan.new:
             self._learn(new)
+        for extension in plan.extended:
+            self._extend(extension)
         failed: dict[bytes, LookOnceError] = {}
         lost_copies = self._move_outputs(plan, failed)
         self._encode(plan, failed)
@@ -93,6 +95,15 @@ class FakeRunner:
         features = Features(new.features)
         self.known[new.seq_id] = _Known(new.token_ids.tolist(), features, new.sample_index)
         require(len(self.known) <= self.limits.max_num_seqs, "no more sequences than max_num_seqs")
+
+    def _extend(self, extension: Extension) -> None:
+        require(extension.seq_id in self.known, "only a known sequence is extended")
+        sequence = self.known[extension.seq_id]
+        require(extension.start == len(sequence.tokens), "nothing lies between")
+        sequence.tokens += extension.token_ids.tolist()
+        for feature in extension.features:
+            sequence.features.append(feature)
+        sequence.sampled = False
 
     def _move_outputs(self, plan: StepPlan, failed: dict[bytes, LookOnceError]) -> list[bytes]:
         """Offloaded outputs of which no copy was made."""

@@ -6,14 +6,27 @@ equal tokens mean that every position was computed once, in order, from the righ
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from lookonce.errors import TooLargeError
 from lookonce.types.media import MediaFeature, Modality
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import Limits, feature, key, model_info, request, text
+from tests.core.builders import (
+    Limits,
+    feature,
+    items_for,
+    key,
+    model_info,
+    prompt_with,
+    request,
+    text,
+)
 from tests.core.engine import Engine
 from tests.core.fake_runner import reference
 
@@ -76,6 +89,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, chosen: Limits) -> None:
         self.engine = Engine(chosen)
         self.requests: dict[str, GenerateRequest] = {}
+        self.sessions: set[str] = set()
+        """Of those, the live ones."""
         self.asked = 0
         """How many of the engine's needs were answered or given up."""
 
@@ -102,6 +117,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             new = request(name, tokens, features, sampling=sampling, arrival=arrival, scope=scope)
             self.requests[name] = new
             self.engine.add(new, missing=[key(n) for n in lacking])
+
+    @rule(prompt=prompts(), turn=st.integers(1, 4), arrival=st.floats(0, 10))
+    def open_session(
+        self, prompt: tuple[list[int], list[MediaFeature]], turn: int, arrival: float
+    ) -> None:
+        name, (tokens, features) = str(len(self.requests)), prompt
+        sampling = SamplingParams(max_tokens=turn, ignore_eos=True)
+        self.requests[name] = request(name, tokens, features, sampling=sampling, arrival=arrival)
+        self.sessions.add(name)
+        self.engine.scheduler.add(self.requests[name], items_for(features), live=True)
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), features=placements(), tail=st.integers(0, 5))
+    def extend(self, data: st.DataObject, features: list[MediaFeature], tail: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.sessions)))
+        tokens = prompt_with(text(max([1, *(f.end for f in features)]) + tail), features)
+        with suppress(TooLargeError):
+            self.engine.scheduler.extend(
+                name, np.array(tokens, np.int32), tuple(features), items_for(features)
+            )
 
     @rule(steps=st.integers(1, 10))
     def step(self, steps: int) -> None:
@@ -167,6 +202,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.engine.assert_all_free()
 
     def finish_everything(self) -> None:
+        for name in self.sessions:
+            self.engine.scheduler.abort(name)
         self.engine.run()
         while self.asked < len(self.engine.needs):
             self.supply()
@@ -176,6 +213,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         engine = self.engine
         assert sorted(engine.released) == sorted(self.requests), "each request ends once"
         for name, one in self.requests.items():
+            if name in self.sessions:
+                continue  # what came when is not known here: `test_sessions` checks the answers
             for index in range(one.sampling.n):
                 got = engine.tokens[name, index]
                 assert got == reference(one, len(got), index)
