@@ -1,7 +1,7 @@
-"""The one part of the build that pyproject.toml cannot state: the optional C++ attention kernel.
+"""The one part of the build that pyproject.toml cannot state: optional compiled code.
 
-Compiled for the CPU it is built on (it refuses to load on a lesser one). Without a compiler the
-package installs without it, and attention runs in plain torch.
+The attention kernel is compiled for the CPU it is built on (it refuses to load on a lesser one).
+Without a compiler the package installs without both, and plain torch and NumPy do their work.
 """
 
 from setuptools import Extension, setup
@@ -20,6 +20,12 @@ setup(
             extra_link_args=["-fopenmp"],
             language="c++",
             optional=True,
-        )
+        ),
+        Extension(
+            "lookonce.model._decode_inputs",
+            sources=["lookonce/model/decode_inputs.c"],
+            extra_compile_args=["-O2"],
+            optional=True,
+        ),
     ]
 )

@@ -80,23 +80,27 @@ class PendingRequest:
     async def wait_accepted(self) -> None:
         """Raises what the request failed with."""
         while not self.accepted and not self.closed:
-            await self._changed()
+            await self.change()
         if self.error is not None:
             raise self.error
 
-    async def next_delta(self) -> TokenDelta:
-        """Raises `StopAsyncIteration` after the last, or what the request failed with."""
-        while not self._deltas:
-            if self.error is not None:
-                raise self.error
-            if not self._unfinished:
-                raise StopAsyncIteration
-            await self._changed()
-        return self._deltas.popleft()
+    def take(self) -> TokenDelta | None:
+        """The next delta, None while there is none.
 
-    async def _changed(self) -> None:
+        Raises `StopAsyncIteration` after the last, or what the request failed with.
+        """
+        if self._deltas:
+            return self._deltas.popleft()
+        if self.error is not None:
+            raise self.error
+        if not self._unfinished:
+            raise StopAsyncIteration
+        return None
+
+    def change(self) -> asyncio.Future[None]:
+        """Done with the next thing that happens to the request; one waits at a time."""
         self._change = asyncio.get_running_loop().create_future()
-        await self._change
+        return self._change
 
     def _wake(self) -> None:
         if self._change is not None and not self._change.done():
@@ -133,9 +137,13 @@ class Generation:
     async def __anext__(self) -> TokenDelta:
         if self._left:
             raise StopAsyncIteration
-        await self._accepted()
+        request = self._request
+        if not request.accepted:
+            await self._accepted()
         try:
-            return await self._request.next_delta()
+            while (delta := request.take()) is None:
+                await request.change()
+            return delta
         except BaseException:
             self._close()
             raise

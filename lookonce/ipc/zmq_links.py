@@ -43,7 +43,7 @@ class ZmqClientLink:
     def send(self, frames: Sequence[Buffer]) -> None:
         if self._socket is None:
             return
-        self._socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
+        _send(self._socket, frames)
         # Sending may swallow the readiness edge of a message that came meanwhile.
         if int(self._socket.EVENTS) & zmq.POLLIN:
             self._loop.call_soon(self._read)
@@ -138,9 +138,7 @@ class ZmqEngineLink:
 
     def send(self, sender: str, frames: Sequence[Buffer]) -> bool:
         try:
-            self._socket.send_multipart(
-                [sender.encode("latin-1"), *frames], flags=zmq.DONTWAIT, copy=False
-            )
+            _send(self._socket, [sender.encode("latin-1"), *frames])
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 return False
@@ -158,6 +156,14 @@ class ZmqEngineLink:
         pipe, self._wake_in = self._wake_in, -1  # a late `wake` must not hit a reused number
         os.close(pipe)
         os.close(self._wake_out)
+
+
+def _send(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
+    """One message, never waiting. Bytes are heads and names, which are small: they are copied."""
+    last = len(frames) - 1
+    for index, frame in enumerate(frames):
+        flags = zmq.DONTWAIT if index == last else zmq.DONTWAIT | zmq.SNDMORE
+        socket.send(frame, flags, copy=isinstance(frame, bytes))
 
 
 def _receive(socket: zmq.Socket[bytes]) -> list[Buffer]:

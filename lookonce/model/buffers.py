@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+MAX_VIEWS = 512
+"""Views kept per buffer; a decode loop asks for the same few again and again."""
+
 
 class StaticBuffer:
     """On the CPU host and device are the same memory; on an accelerator the host side is pinned.
@@ -16,14 +19,30 @@ class StaticBuffer:
         on_cpu = device.type == "cpu"
         self._host = torch.zeros(shape, dtype=dtype, pin_memory=not on_cpu)
         self._device = self._host if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
+        self._views: dict[tuple[int, ...], Tensor] = {}
         self.host = self._host.numpy()
 
-    def push(self, size: int) -> Tensor:
-        """The first `size` entries of the last dimension, on the device."""
-        view = self._device[..., :size]
+    def push(self, *used: int) -> Tensor:
+        """The first `used` entries of the last dimensions, on the device."""
+        view = self._views.get(used)
+        if view is None:
+            view = self._remember(used)
         if self._device is not self._host:
-            _copy_rows(view, self._host[..., :size])
+            _copy_rows(view, _first(self._host, used))
         return view
+
+    def _remember(self, used: tuple[int, ...]) -> Tensor:
+        """Making a view costs more than filling it, for the few numbers of a decode step."""
+        if len(self._views) >= MAX_VIEWS:
+            self._views.clear()
+        self._views[used] = view = _first(self._device, used)
+        return view
+
+
+def _first(tensor: Tensor, used: tuple[int, ...]) -> Tensor:
+    for dimension, size in enumerate(used, tensor.dim() - len(used)):
+        tensor = tensor.narrow(dimension, 0, size)
+    return tensor
 
 
 def _copy_rows(target: Tensor, source: Tensor) -> None:

@@ -79,7 +79,8 @@ class SequenceTable:
         self, seq_ids: Sequence[int], indices: Sequence[int], token_ids: Sequence[int]
     ) -> None:
         """Put one token per sequence at its index."""
-        self.tokens[[self._rows[seq_id] for seq_id in seq_ids], indices] = token_ids
+        for seq_id, index, token in zip(seq_ids, indices, token_ids, strict=True):
+            self.tokens[self._rows[seq_id], index] = token
 
     def fill_mrope(self, row: int, start: int, out: NDArray[np.int64]) -> None:
         """Positions of `[start, start + n)` on three axes into `out` [3, n]."""

@@ -5,7 +5,7 @@ All T tokens of a step lie one after the other, sequence by sequence, in static 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,12 @@ from lookonce.model.attention.backend import AttentionBuffers, AttentionMetadata
 from lookonce.model.buffers import CopyFence, StaticBuffer
 from lookonce.model.sequences import SequenceTable
 from lookonce.types.step import EmbedSlice, ScheduledSequence
+
+fill_decodes: Callable[..., int] | None
+try:
+    from lookonce.model._decode_inputs import fill_decodes
+except ImportError:  # no compiler where it was installed
+    fill_decodes = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,9 @@ class StepInputBuilder:
         self._table = table
         self._axes = position_axes
         self._token_ids = StaticBuffer((max_num_tokens,), torch.int64, device)
-        self._positions = StaticBuffer((position_axes, max_num_tokens), torch.int64, device)
+        one = () if position_axes == 1 else (1,)
+        self._positions = StaticBuffer((position_axes, *one, max_num_tokens), torch.int64, device)
+        self._host_positions = self._positions.host.reshape(position_axes, max_num_tokens)
         self._embed_at = StaticBuffer((max_num_tokens,), torch.int64, device)
         self._sample_rows = StaticBuffer((max_num_seqs,), torch.int64, device)
         self._fence = CopyFence(device)
@@ -61,10 +69,48 @@ class StepInputBuilder:
             block_size=block_size,
             device=device,
         )
+        self._block_size = block_size
+        self._decode_arrays = (
+            table.tokens,
+            table.block_tables,
+            table.tail_starts,
+            table.tail_deltas,
+            self._token_ids.host,
+            self._host_positions,
+            *self._attention.decode_arrays,
+        )
 
     def build(self, scheduled: Sequence[ScheduledSequence]) -> StepInputs:
         """`scheduled` is not empty and its blocks are already in the table."""
         self._fence.wait()
+        inputs = self._build_decodes(scheduled) or self._build_any(scheduled)
+        self._fence.mark()
+        return inputs
+
+    def _build_decodes(self, scheduled: Sequence[ScheduledSequence]) -> StepInputs | None:
+        """By compiled code; None if that is missing or a sequence does more than decode."""
+        if fill_decodes is None:
+            return None
+        rows, starts, row_of = [], [], self._table.row_of
+        for chunk in scheduled:
+            if chunk.num_tokens != 1 or not chunk.sample or chunk.embeds or chunk.bidirectional:
+                return None
+            rows.append(row_of(chunk.seq_id))
+            starts.append(chunk.start)
+        columns = fill_decodes(rows, starts, self._block_size, *self._decode_arrays)
+        if columns == 0:
+            return None  # a token is in reach of media: its position is not a plain sum
+        count = len(rows)
+        return StepInputs(
+            token_ids=self._token_ids.push(count),
+            position_ids=self._positions.push(count),
+            metadata=self._attention.decodes(tuple([start + 1 for start in starts]), columns),
+            embeds=(),
+            embed_at=None,
+            sample_rows=None,
+        )
+
+    def _build_any(self, scheduled: Sequence[ScheduledSequence]) -> StepInputs:
         lens = [chunk.num_tokens for chunk in scheduled]
         rows = np.array([self._table.row_of(chunk.seq_id) for chunk in scheduled])
         starts = np.array([chunk.start for chunk in scheduled])
@@ -75,16 +121,14 @@ class StepInputBuilder:
         self._token_ids.host[:total] = self._table.tokens[owner, index]
         self._fill_positions(scheduled, rows, owner, index, ends)
         embeds, embed_at = self._place_embeds(scheduled, ends)
-        inputs = StepInputs(
+        return StepInputs(
             token_ids=self._token_ids.push(total),
-            position_ids=self._shaped(self._positions.push(total)),
+            position_ids=self._positions.push(total),
             metadata=self._metadata(scheduled, lens, rows),
             embeds=embeds,
             embed_at=embed_at,
             sample_rows=self._fill_sample_rows(scheduled, ends),
         )
-        self._fence.mark()
-        return inputs
 
     def _fill_positions(
         self,
@@ -94,20 +138,18 @@ class StepInputBuilder:
         index: NDArray[np.int64],
         ends: NDArray[np.int64],
     ) -> None:
-        positions = self._positions.host[:, : len(index)]
+        positions = self._host_positions[:, : len(index)]
         if self._axes != 3:
             positions[0] = index
         if self._axes == 1:
             return
         mrope = positions[-3:]
         mrope[:] = index + self._table.tail_deltas[owner]
-        tails = self._table.tail_starts[rows].tolist()
-        for chunk, row, tail, end in zip(scheduled, rows, tails, ends.tolist(), strict=True):
+        tails = self._table.tail_starts[rows]
+        places = zip(scheduled, rows, tails.tolist(), ends.tolist(), strict=True)
+        for chunk, row, tail, end in places:
             if chunk.start < tail:
                 self._table.fill_mrope(row, chunk.start, mrope[:, end - chunk.num_tokens : end])
-
-    def _shaped(self, positions: Tensor) -> Tensor:
-        return positions if self._axes == 1 else positions.unsqueeze(1)
 
     def _metadata(
         self,
@@ -129,6 +171,8 @@ class StepInputBuilder:
     def _place_embeds(
         self, scheduled: Sequence[ScheduledSequence], ends: NDArray[np.int64]
     ) -> tuple[tuple[EmbedSlice, ...], Tensor | None]:
+        if not any(chunk.embeds for chunk in scheduled):
+            return (), None
         embeds: list[EmbedSlice] = []
         count = 0
         for chunk, end in zip(scheduled, ends.tolist(), strict=True):
@@ -138,7 +182,7 @@ class StepInputBuilder:
                 self._token_ids.host[first : first + length] = 0
                 count += length
                 embeds.append(part)
-        return tuple(embeds), self._embed_at.push(count) if embeds else None
+        return tuple(embeds), self._embed_at.push(count)
 
     def _fill_sample_rows(
         self, scheduled: Sequence[ScheduledSequence], ends: NDArray[np.int64]

@@ -115,12 +115,18 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def argmax(scores: Tensor) -> list[int]:
     """[n, V] → n tokens; `FAILED` where the largest is NaN or infinite."""
+    if scores.is_cpu:
+        return _argmax_in_place(scores.numpy())
     highest, best = scores.max(dim=-1)
-    if scores.is_cpu:  # reading twice is free, further operations are not
-        pairs = zip(best.tolist(), highest.tolist(), strict=True)
-        return [token if math.isfinite(score) else FAILED for token, score in pairs]
     tokens: list[int] = torch.where(highest.isfinite(), best, FAILED).tolist()
     return tokens
+
+
+def _argmax_in_place(scores: NDArray[np.float32]) -> list[int]:
+    """On the CPU NumPy is quicker than three operations of torch; its argmax finds NaN too."""
+    best = scores.argmax(axis=1).tolist()
+    finite = (math.isfinite(row[token]) for row, token in zip(scores, best, strict=True))
+    return [token if is_finite else FAILED for token, is_finite in zip(best, finite, strict=True)]
 
 
 def block(scores: Tensor, blocked: list[tuple[int, list[int]]]) -> None:

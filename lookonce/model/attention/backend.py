@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lookonce.model.buffers import StaticBuffer
 from lookonce.model.kv_pages import LayerPages
 
 Span = tuple[int, int]
@@ -136,9 +137,18 @@ class AttentionBuffers:
         self._block_tables = self._buffer((max_num_seqs, max_blocks_per_seq), torch.int32)
         self._slot_mapping = self._buffer((max_num_tokens,), torch.int64)
         self._visible_end = self._buffer((max_num_tokens,), torch.int32)
+        self._one_each = self._buffer((max_num_seqs + 1,), torch.int32)
+        self._one_each.host[:] = np.arange(max_num_seqs + 1)
+        self.decode_arrays = (
+            self._kv_start.host,
+            self._kv_lens.host,
+            self._block_tables.host,
+            self._slot_mapping.host,
+        )
+        """What `decodes` expects to be filled: its tensors of these names."""
 
-    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Buffer:
-        return _Buffer(shape, dtype, self._device)
+    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> StaticBuffer:
+        return StaticBuffer(shape, dtype, self._device)
 
     def fill(
         self,
@@ -156,15 +166,12 @@ class AttentionBuffers:
         rows (None: the first B). `kv_lens` [B] count the new tokens too. `bidirectional` is empty
         or has one list of absolute, disjoint spans per sequence.
         """
+        count = len(kv_lens)
         lens, totals = np.asarray(query_lens, np.int64), np.asarray(kv_lens, np.int64)
-        count, tokens = len(lens), int(lens.sum())
-        columns = -(-int(totals.max()) // self._block_size)
-        tables = self._block_tables.host[:count, :columns]
-        np.take(block_tables[:, :columns], _rows(rows, count), axis=0, out=tables, mode="clip")
+        tokens = int(lens.sum())
+        tables = self._fill_tables(totals, block_tables, _rows(rows, count))
         starts = self._query_start.host[: count + 1]
         np.cumsum(lens, out=starts[1:])
-        np.cumsum(totals, out=self._kv_start.host[1 : count + 1])
-        self._kv_lens.host[:count] = totals
         positions = self._fill_slots(lens, totals, starts, tables)
         has_spans = any(bidirectional)
         if has_spans:
@@ -174,13 +181,46 @@ class AttentionBuffers:
             num_decodes=num_decodes,
             query_lens=tuple(query_lens),
             context_lens=tuple(kv_lens),
-            query_start=self._query_start.push((count + 1,)),
-            kv_start=self._kv_start.push((count + 1,)),
-            kv_lens=self._kv_lens.push((count,)),
-            block_tables=self._block_tables.push((count, columns)),
-            slot_mapping=self._slot_mapping.push((tokens,)),
-            visible_end=self._visible_end.push((tokens,)) if has_spans else None,
+            query_start=self._query_start.push(count + 1),
+            kv_start=self._kv_start.push(count + 1),
+            kv_lens=self._kv_lens.push(count),
+            block_tables=self._block_tables.push(*tables.shape),
+            slot_mapping=self._slot_mapping.push(tokens),
+            visible_end=self._visible_end.push(tokens) if has_spans else None,
         )
+
+    def decodes(self, kv_lens: tuple[int, ...], columns: int) -> AttentionMetadata:
+        """Describe a step of one token per sequence, whose `decode_arrays` were filled before.
+
+        `columns` is how many blocks the longest sequence has.
+        """
+        count = len(kv_lens)
+        return AttentionMetadata(
+            num_tokens=count,
+            num_decodes=count,
+            query_lens=(1,) * count,
+            context_lens=kv_lens,
+            query_start=self._one_each.push(count + 1),
+            kv_start=self._kv_start.push(count + 1),
+            kv_lens=self._kv_lens.push(count),
+            block_tables=self._block_tables.push(count, columns),
+            slot_mapping=self._slot_mapping.push(count),
+        )
+
+    def _fill_tables(
+        self,
+        totals: NDArray[np.int64],
+        block_tables: NDArray[np.int32],
+        rows: NDArray[np.intp],
+    ) -> NDArray[np.int32]:
+        """Write what concerns keys; returns the block tables [B, C]."""
+        count = len(totals)
+        np.cumsum(totals, out=self._kv_start.host[1 : count + 1])
+        self._kv_lens.host[:count] = totals
+        columns = -(-int(totals.max()) // self._block_size)
+        tables: NDArray[np.int32] = self._block_tables.host[:count, :columns]
+        np.take(block_tables[:, :columns], rows, axis=0, out=tables, mode="clip")
+        return tables
 
     def _fill_slots(
         self,
@@ -216,26 +256,6 @@ class AttentionBuffers:
                 begin, stop = max(start - first, int(starts[index])), min(end, last) - first
                 if begin < stop:
                     ends[begin:stop] = min(end, last)
-
-
-class _Buffer:
-    """A host array and its device twin; on the CPU they are the same memory."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        on_cpu = device.type == "cpu"
-        self._host_tensor = torch.zeros(shape, dtype=dtype, pin_memory=not on_cpu)
-        self._device_tensor = (
-            self._host_tensor if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
-        )
-        self.host = self._host_tensor.numpy()
-
-    def push(self, used: tuple[int, ...]) -> Tensor:
-        """The first `used` entries of each dimension, on the device."""
-        window = tuple(slice(0, size) for size in used)
-        view = self._device_tensor[window]
-        if self._device_tensor is not self._host_tensor:
-            view.copy_(self._host_tensor[window], non_blocking=True)
-        return view
 
 
 def _rows(rows: NDArray[np.intp] | None, count: int) -> NDArray[np.intp]:
