@@ -13,6 +13,8 @@ from lookonce.errors import ModelLoadError
 from lookonce.model.families.registry import FAMILIES, family_for
 from lookonce.model.inputs import item_tensors
 from lookonce.model.loader import load_model
+from lookonce.render.families.registry import FAMILIES as RENDER_FAMILIES
+from lookonce.types.supported import SUPPORTED
 from tests.model.cases import CaseMaker, picture, sound
 
 BATCHED = [
@@ -112,7 +114,14 @@ def test_a_text_model_takes_no_pictures(folder):
 def test_an_unknown_type_is_refused_with_all_that_are_known():
     with pytest.raises(ModelLoadError) as caught:
         family_for("bert")
-    assert all(model_type in caught.value.message for model_type in FAMILIES)
+    assert all(model_type in caught.value.message for model_type in SUPPORTED)
+
+
+def test_both_floors_serve_the_types_that_are_promised_with_the_same_media():
+    render = {name: family.modalities for name, family in RENDER_FAMILIES.items()}
+    model = {name: family.modalities for name, family in FAMILIES.items()}
+    assert model == SUPPORTED
+    assert render == {name: modalities for name, modalities in SUPPORTED.items() if modalities}
 
 
 def test_rope_that_changes_with_the_longest_of_a_batch_is_refused(folder, tmp_path):

@@ -8,6 +8,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from lookonce.config import Options, resolve
 from lookonce.errors import ConfigError
 from lookonce.server import hub
+from lookonce.types.supported import SUPPORTED
 
 
 def test_a_folder_stays_where_it_is(tmp_path):
@@ -19,6 +20,7 @@ def test_a_hub_id_becomes_the_folder_of_its_files_and_keeps_its_name(tmp_path, m
         assert repo_id == "org/model"
         return str(tmp_path)
 
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub_of_one_model)
     config = hub.with_local_model(resolve(Options(model="org/model")))
     assert config.model.folder == str(tmp_path)
@@ -33,3 +35,19 @@ def test_neither_folder_nor_id_is_a_mistake_in_an_option(model, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     with pytest.raises(ConfigError, match="MODEL"):
         hub.local_folder(model)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]"])
+def test_a_folder_without_readable_config_is_a_mistake_in_an_option(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"MODEL: .*config\.json"):
+        hub.with_local_model(resolve(Options(model=str(tmp_path))))
+
+
+@pytest.mark.parametrize("content", ['{"model_type": "bert"}', "{}"])
+def test_a_type_that_is_not_served_is_refused_with_all_that_are(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match="MODEL: models of type") as raised:
+        hub.with_local_model(resolve(Options(model=str(tmp_path))))
+    assert all(model_type in raised.value.message for model_type in SUPPORTED)

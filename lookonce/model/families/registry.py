@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lookonce.errors import ModelLoadError
 from lookonce.model.families.base import ModelFamily, TextFamily
 from lookonce.model.families.gemma3 import Gemma3Family
 from lookonce.model.families.idefics3 import Idefics3Family
@@ -12,6 +11,7 @@ from lookonce.model.families.qwen2_5_vl import Qwen2_5VLFamily
 from lookonce.model.families.qwen2_audio import Qwen2AudioFamily
 from lookonce.model.families.qwen3_vl import Qwen3VLFamily
 from lookonce.model.families.voxtral import VoxtralFamily
+from lookonce.types.supported import unsupported
 
 FAMILIES: dict[str, type[ModelFamily]] = {
     model_type: family
@@ -33,8 +33,5 @@ FAMILIES: dict[str, type[ModelFamily]] = {
 def family_for(model_type: str) -> type[ModelFamily]:
     """Raises `ModelLoadError` that lists what is supported."""
     if model_type not in FAMILIES:
-        supported = ", ".join(sorted(FAMILIES))
-        raise ModelLoadError(
-            f"models of type {model_type!r} are not supported; supported types: {supported}"
-        )
+        raise unsupported(model_type)
     return FAMILIES[model_type]

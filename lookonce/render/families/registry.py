@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lookonce.errors import ModelLoadError
 from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.families.folder import Json, read_folder
 from lookonce.render.families.gemma3 import Gemma3Processing
@@ -15,6 +14,7 @@ from lookonce.render.families.qwen2_5_omni import Qwen2_5OmniProcessing
 from lookonce.render.families.qwen2_5_vl import Qwen2_5VLProcessing
 from lookonce.render.families.qwen2_audio import Qwen2AudioProcessing
 from lookonce.render.families.voxtral import VoxtralProcessing
+from lookonce.types.supported import SUPPORTED, unsupported
 
 FAMILIES: dict[str, type[ProcessorFamily]] = {
     model_type: family
@@ -31,18 +31,6 @@ FAMILIES: dict[str, type[ProcessorFamily]] = {
     for model_type in family.model_types
 }
 
-TEXT_TYPES = (
-    "gemma2",
-    "gemma3_text",
-    "gpt_oss",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-)
-"""Models that take no media. `model.families` serves them and must list the same."""
-
 
 def load_family(folder: str | Path, dtype: str) -> ProcessorFamily | None:
     """The family of a Hugging Face folder or hub id; None for a text-only model.
@@ -56,12 +44,9 @@ def load_family(folder: str | Path, dtype: str) -> ProcessorFamily | None:
     family = _family_class(model_type, files.config)
     if family is not None:
         return family(files, dtype)
-    if model_type in TEXT_TYPES:
+    if SUPPORTED.get(model_type) == ():
         return None
-    supported = ", ".join(sorted((*FAMILIES, *TEXT_TYPES)))
-    raise ModelLoadError(
-        f"models of type {model_type!r} are not supported; supported types: {supported}"
-    )
+    raise unsupported(model_type)
 
 
 def _family_class(model_type: str, config: Json) -> type[ProcessorFamily] | None:
