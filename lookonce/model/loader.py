@@ -22,6 +22,7 @@ from lookonce.model.families.base import Model, ModelFamily
 from lookonce.model.families.registry import family_for
 from lookonce.model.fusion import fuse_norms
 from lookonce.model.inputs import DTYPES
+from lookonce.model.towers import lean_towers
 from lookonce.types.model import ModelInfo
 
 Progress = Callable[[int, int], None]
@@ -111,6 +112,7 @@ def _read_weights(
     model.set_attn_implementation({"text_config": ATTENTION_NAME} if composite else ATTENTION_NAME)
     model.eval().requires_grad_(False)
     fuse_norms(model)
+    lean_towers(model)
     return model
 
 

@@ -1,0 +1,62 @@
+"""Vision towers computed leanly say what transformers says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForMultimodalLM
+
+from lookonce.model.towers import lean_towers
+
+PATCHES = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
+GRIDS = [[1, 12, 12], [1, 6, 10], [1, 2, 2], [1, 18, 8]]
+
+
+def tower_output(model: nn.Module, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.cat(list(model.model.get_image_features(patches, grids).pooler_output))
+
+
+@pytest.mark.parametrize("kind", PATCHES)
+def test_pictures_of_many_shapes_are_encoded_alike(folder, kind):
+    model = AutoModelForMultimodalLM.from_pretrained(folder(kind), dtype=torch.float32).eval()
+    grids = torch.tensor(GRIDS)
+    rows = int(grids.prod(1).sum())
+    patches = torch.randn(rows, 3 * 2 * PATCHES[kind] ** 2, generator=torch.manual_seed(1))
+    theirs = tower_output(model, patches, grids)
+    num_blocks = len(model.model.visual.blocks)
+    assert lean_towers(model) == 1 + num_blocks
+    torch.testing.assert_close(tower_output(model, patches, grids), theirs, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(theirs, torch.zeros_like(theirs))
+
+
+class OddVisionAttention(nn.Module):
+    """Looks like a tower's attention, but scales its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.num_heads, self.scaling = 2, 0.5
+
+    def forward(self, hidden, cu_seqlens, position_embeddings):
+        return 3 * self.proj(self.qkv(hidden)[:, :8])
+
+
+def test_an_attention_that_computes_otherwise_is_left_alone():
+    assert lean_towers(OddVisionAttention().eval()) == 0
+
+
+@pytest.mark.parametrize("options", [{"stride": 1}, {"padding": 1}, {"groups": 2}])
+def test_a_true_convolution_is_left_alone(options):
+    convolution = nn.Conv3d(2, 4, 2, **{"stride": 2, **options}).eval()
+    assert lean_towers(convolution) == 0
+
+
+def test_a_patch_embedding_still_takes_more_than_a_patch():
+    torch.manual_seed(0)
+    convolution = nn.Conv3d(2, 4, 2, stride=2).eval()
+    wide = torch.randn(1, 2, 4, 4, 4)
+    theirs = convolution(wide)
+    assert lean_towers(convolution) == 1
+    assert torch.equal(convolution(wide), theirs)
