@@ -6,7 +6,7 @@ import random
 import time
 from collections import Counter
 
-from lookonce.core.request import State
+from lookonce.core.request import Request, State
 from lookonce.kv.tier import Reason
 from lookonce.types.kv import ExternalFacts
 from lookonce.types.request import GenerateRequest
@@ -24,7 +24,7 @@ class RecordingWorld(World):
     """Also keeps what admission froze, for requests that end before their first token too."""
 
     def __init__(self, *tiers: FaultyTier) -> None:
-        limits = Limits(num_blocks=40, max_num_seqs=5, max_num_batched_tokens=40)
+        limits = Limits(num_blocks=40, max_num_seqs=5, max_num_batched_tokens=24)
         super().__init__(*tiers, limits=limits, lookup_seconds=0.02, load_seconds=0.02)
         self.frozen: dict[str, ExternalFacts] = {}
         on_admitted = self.connector.on_admitted
@@ -66,6 +66,12 @@ def disturb(chance: random.Random, tiers: list[FaultyTier]) -> None:
             tier.fault = tier.fail_reads_after = None
 
 
+def rarest(world: RecordingWorld, aborted_in: Counter[State]) -> Request:
+    """The request in the state that was aborted least so far."""
+    requests = world.scheduler._roster.requests.values()
+    return min(requests, key=lambda r: min(aborted_in[s.state] for s in r.live_sequences()))
+
+
 def test_everything_adds_up() -> None:
     chance = random.Random(7)
     tiers = [FaultyTier(name="near"), FaultyTier(name="far")]
@@ -80,7 +86,7 @@ def test_everything_adds_up() -> None:
                 requests[one.request_id] = one
                 world.add(one)
             if chance.random() < 0.08 and world.scheduler._roster.requests:
-                victim = chance.choice(list(world.scheduler._roster.requests.values()))
+                victim = rarest(world, aborted_in)
                 aborted_in.update(s.state for s in victim.live_sequences())
                 world.scheduler.abort(victim.request_id)
             if chance.random() < 0.02:

@@ -33,20 +33,21 @@ class Pages:
 
     layout = LAYOUT
 
-    def __init__(self, runner: FakeRunner) -> None:
+    def __init__(self, runner: FakeRunner, pool: BlockPool) -> None:
         self._runner = runner
+        self._pool = pool
         self.errors: list[str] = []
-        """Blocks that were written while somebody else used them."""
+        """Blocks that were written though they were not the load's alone."""
 
     def gather(self, block_ids: Sequence[int], out: memoryview) -> None:
         rows = [self._runner.kv[block, row] for block in block_ids for row in range(4)]
         out[:] = b"".join(rows)
 
     def scatter(self, block_ids: Sequence[int], data: memoryview) -> None:
-        used = {block for known in list(self._runner.known.values()) for block in known.blocks}
         for index, block in enumerate(block_ids):
-            if block in used:
-                self.errors.append(f"block {block} is loaded into while a sequence uses it")
+            references = self._pool._references[block]
+            if references != 1:
+                self.errors.append(f"block {block} is loaded into with {references} references")
             for row in range(4):
                 start = (4 * index + row) * ENTRY_BYTES
                 self._runner.kv[block, row] = bytes(data[start : start + ENTRY_BYTES])
@@ -67,7 +68,8 @@ class World(Engine):
     ) -> None:
         super().__init__(limits)
         self.chain = TierChain(tiers)
-        self.pages = Pages(self.runner)
+        pool = BlockPool(limits.num_blocks, limits.block_size)
+        self.pages = Pages(self.runner, pool)
         self.connector = Connector(
             self.chain,
             self.pages,
@@ -77,7 +79,7 @@ class World(Engine):
             max_queued_bytes=max_queued_bytes,
         )
         self.scheduler = Scheduler(
-            block_pool=BlockPool(limits.num_blocks, limits.block_size),
+            block_pool=pool,
             encoder_cache=EncoderCache(limits.encoder_rows * ROW_BYTES, ROW_BYTES),
             model=limits.model,
             config=SchedulerConfig(
@@ -99,7 +101,7 @@ class World(Engine):
 
     def assert_all_free(self) -> None:
         super().assert_all_free()
-        assert not self.pages.errors
+        assert not self.pages.errors, self.pages.errors
 
     def settle(self, *, seconds: float = 10.0) -> None:
         """Step until every request has ended and every transfer is acknowledged."""
