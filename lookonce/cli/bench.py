@@ -11,6 +11,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "engine": ("lookonce.bench.engine", "a decode step beside the bare model and transformers"),
     "kv": ("lookonce.bench.kv", "a long prompt's KV: computed, on the device, from each tier"),
     "look": ("lookonce.bench.look", "what a picture costs when known, when new, uncached"),
+    "nano": ("lookonce.bench.nano", "how often nano answers right about what it never saw"),
     "serve": ("lookonce.bench.serve", "a server under load: rates, percentiles, caches; a peer"),
 }
 """Name → module, whose `main(arguments)` returns the exit status, and what it measures."""
