@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractAsyncContextManager
 
 from lookonce.engine.generation import PendingRequest
@@ -80,4 +80,12 @@ class Resender:
             if lacking():
                 return False
             self._commit(self._sender.supply(request.request_id, request.rendered, keys, recovered))
+            _let_go(request, recovered)
             return True
+
+
+def _let_go(request: PendingRequest, sent: Container[bytes]) -> None:
+    """What was made again is the engine's now; it could be made once more."""
+    for part in request.rendered.items:
+        if part.recover is not None and part.key in sent:
+            part.item = None

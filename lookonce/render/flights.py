@@ -1,7 +1,7 @@
 """One flight per key: concurrent callers of the same work share one execution.
 
-A key is in flight from its first caller until the work ends; nothing is kept afterwards, so a
-failure is never cached. A caller who is cancelled leaves the others flying. When the last one has
+A key is in flight from its first caller until the last one has the result, so that nobody slips in
+between; nothing is kept afterwards. A failure takes the key off at once: it is never cached. A caller who is cancelled leaves the others flying. When the last one has
 left, the work is cancelled: nobody would take its result. What that means is the work's business;
 a pool gives back a place in its queue, and finishes in peace what has begun.
 """
@@ -49,7 +49,7 @@ class Flights(Generic[K, V]):
             return await asyncio.shield(flight.task)
         finally:
             flight.num_waiting -= 1
-            if flight.num_waiting == 0 and not flight.task.done():
+            if flight.num_waiting == 0:
                 # Off the board first: a later caller must not join a flight that is ending.
                 self._forget(key, flight)
                 flight.task.cancel()
@@ -61,9 +61,9 @@ class Flights(Generic[K, V]):
         return flight
 
     def _land(self, key: K, flight: _Flight[V], task: asyncio.Task[V]) -> None:
-        self._forget(key, flight)
-        if not task.cancelled():
-            task.exception()  # seen: asyncio would complain if every caller had left
+        # `exception` also marks it as seen: asyncio would complain if every caller had left.
+        if task.cancelled() or task.exception() is not None:
+            self._forget(key, flight)
 
     def _forget(self, key: K, flight: _Flight[V]) -> None:
         if self._flights.get(key) is flight:

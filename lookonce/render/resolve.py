@@ -333,17 +333,25 @@ class MediaResolver:
     def _recovery(
         self, part: Identified, item: weakref.ref[RenderedItem]
     ) -> Callable[[], Coroutine[Any, Any, ProcessedItem]]:
-        """Makes the item again from its bytes, and lets the receipt say so."""
+        """Makes the item again from its bytes, and lets the receipt say so.
+
+        The prompt keeps it until it is sent: nobody else need make it meanwhile.
+        """
 
         async def recover() -> ProcessedItem:
-            joined = part.key in self._flights
-            made = await self._process(part)
+            live = self._live.get(part.key)
+            if live is not None and live.item is not None:
+                made, joined = Processed(live.item, 0.0, 0.0), True
+            else:
+                joined = part.key in self._flights
+                made = await self._process(part)
             rendered = item()
-            if rendered is not None and joined:
-                rendered.outcome = "hit"
-            elif rendered is not None:
-                rendered.outcome = self._outcome_of(made.item)
-                rendered.decode_ms, rendered.process_ms = made.decode_ms, made.process_ms
+            if rendered is not None:
+                rendered.item = made.item
+                rendered.outcome = "hit" if joined else self._outcome_of(made.item)
+                if not joined:
+                    rendered.decode_ms, rendered.process_ms = made.decode_ms, made.process_ms
+                    self._live[part.key] = rendered
             return made.item
 
         return recover

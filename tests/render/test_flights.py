@@ -103,6 +103,31 @@ def test_nothing_is_kept_after_landing() -> None:
     asyncio.run(scenario())
 
 
+def test_who_comes_while_the_result_is_on_its_way_boards_no_second_flight() -> None:
+    """Between the work's end and the first caller's next step, the loop runs others."""
+
+    async def scenario() -> None:
+        flights, work = Flights[str, str](), Work()
+        first = board(flights, work)
+        await settle()
+
+        async def latecomer() -> str | None:
+            return None if first.done() else await flights.run("k", lambda: work.run("k"))
+
+        work.end("k", "done")
+        late = []
+        while not first.done():
+            late.append(asyncio.create_task(latecomer()))
+            await asyncio.sleep(0)
+        await settle()
+        assert work.starts == {"k": 1}
+        results = [task.result() for task in late]
+        assert len([result for result in results if result == "done"]) > 1
+        assert len(flights) == 0
+
+    asyncio.run(scenario())
+
+
 def test_one_caller_leaving_does_not_disturb_the_others() -> None:
     async def scenario() -> None:
         flights, work = Flights[str, str](), Work()

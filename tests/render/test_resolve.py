@@ -301,6 +301,23 @@ def test_a_reference_can_be_made_good_from_its_source():
     play(scenario)
 
 
+def test_what_was_made_good_for_one_prompt_is_not_made_again_for_another():
+    """Both went ahead; the first one's item is made but not sent when the second one asks."""
+
+    async def scenario(site):
+        [first] = await site.send(inline(b"cat"))
+        site.directory.unlist(first.key)
+        [one], [other] = await site.render(inline(b"cat")), await site.render(inline(b"cat"))
+        assert outcomes([one, other]) == ["not_needed"] * 2
+        assert await one.recover() is await other.recover()
+        assert outcomes([one, other]) == ["miss", "hit"]
+        assert site.processed == [b"cat"] * 2
+        site.resolver.release([one, other])
+        assert site.counted == (3, 1)
+
+    play(scenario)
+
+
 def test_a_hit_can_be_made_good_too():
     async def scenario(site):
         await site.send(inline(b"cat"))
