@@ -64,8 +64,8 @@ ENGINE_OPTIONS = (
 """What `lookonce chat` takes too."""
 
 RENDER_OPTIONS = (
-    "served_model_name", "host", "port", "uds", "api_key", "chat_template", "dtype",
-    "max_model_len", "mm_hash_algorithm", "limit_mm_per_prompt", "allowed_media_domains",
+    "served_model_name", "host", "port", "uds", "api_key", "chat_template", "tool_call_parser",
+    "dtype", "max_model_len", "mm_hash_algorithm", "limit_mm_per_prompt", "allowed_media_domains",
     "allow_private_media", "allowed_local_media_path", "media_timeout", "max_media_bytes",
     "max_image_pixels", "max_audio_seconds", "vllm_metric_names",
 )  # fmt: skip

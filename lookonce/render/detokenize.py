@@ -9,7 +9,7 @@ Concatenated deltas equal the decoding of all tokens, up to the stop string.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from lookonce.render.tokenizer import Tokenizer
@@ -32,9 +32,9 @@ class TextStream(Protocol):
 class ByteTextStream:
     """For byte-level tokenizers: a token is bytes, and UTF-8 is decoded as it comes."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skipped: Collection[int] = ()) -> None:
         self._token_bytes = tokenizer.token_bytes
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
@@ -53,10 +53,14 @@ class WindowTextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool, context: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skipped: Collection[int] = (),
+        context: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._skipped = skipped
         self._window = list(context[-CONTEXT_TOKENS:])
         self._num_told = len(self._window)
         """Tokens of the window whose text has been given out."""
@@ -82,7 +86,8 @@ class WindowTextStream:
         return delta
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+        heard = [token_id for token_id in token_ids if token_id not in self._skipped]
+        return self._tokenizer.decode(heard, skip_special_tokens=False)
 
 
 class StopSearch:
@@ -131,7 +136,9 @@ class StopSearch:
 
 
 class Detokenizer:
-    """One sample's text. `min_tokens` tokens pass before stop strings are looked for.
+    """One sample's text; tokens in `skipped` add nothing to it.
+
+    `min_tokens` tokens pass before stop strings are looked for.
 
     `stopped` is the stop string that ended the text; after it nothing more comes. `num_tokens`
     counts the tokens taken, the one that completed the stop string included.
@@ -143,7 +150,7 @@ class Detokenizer:
         *,
         stops: Sequence[str] = (),
         include_stop: bool = False,
-        skip_special_tokens: bool = True,
+        skipped: Collection[int] = (),
         min_tokens: int = 0,
         context: Sequence[int] = (),
     ) -> None:
@@ -152,11 +159,9 @@ class Detokenizer:
         self._search = StopSearch(stops, include_stop=include_stop) if stops else None
         self._stream: TextStream
         if tokenizer.is_byte_level:
-            self._stream = ByteTextStream(tokenizer, skip_special_tokens=skip_special_tokens)
+            self._stream = ByteTextStream(tokenizer, skipped=skipped)
         else:
-            self._stream = WindowTextStream(
-                tokenizer, skip_special_tokens=skip_special_tokens, context=context
-            )
+            self._stream = WindowTextStream(tokenizer, skipped=skipped, context=context)
 
     @property
     def stopped(self) -> str | None:

@@ -63,6 +63,9 @@ class PromptEncoder:
             modality: tokenizer.added_tokens[token_id]
             for modality, token_id in self.placeholder_ids.items()
         }
+        named = "tool_use" if "tool_use" in template_sources else "default"
+        self.tools_template = template_sources.get(named)
+        """Source of the template that requests with tools use."""
         self._templates = ChatTemplates(
             {
                 name: ChatTemplate(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -176,6 +176,16 @@ class Renderer:
         return item_key(scope_digest(tenant, cache_salt), digest), item
 
     @property
+    def tools_template(self) -> str | None:
+        """Source of the chat template that requests with tools use; None without any."""
+        return self._encoder.tools_template
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Text → id of every special token."""
+        return {self.tokenizer.added_tokens[i]: i for i in self.tokenizer.special_ids}
+
+    @property
     def fingerprint(self) -> bytes:
         """What `media_hash` needs to name this model's items; empty for a text-only model."""
         return b"" if self._family is None else self._family.fingerprint()
@@ -187,16 +197,27 @@ class Renderer:
 
     # --- answers ------------------------------------------------------------------------------
 
-    def detokenizer(self, sampling: SamplingParams, context: Sequence[int] = ()) -> Detokenizer:
-        """For one sample. `context` is the prompt's token ids (its end is enough)."""
+    def detokenizer(
+        self, sampling: SamplingParams, context: Sequence[int] = (), keep: Collection[str] = ()
+    ) -> Detokenizer:
+        """For one sample. `context` is the prompt's token ids (its end is enough); special tokens
+        whose text is in `keep` are text."""
         return Detokenizer(
             self.tokenizer,
             stops=sampling.stop,
             include_stop=sampling.include_stop_str_in_output,
-            skip_special_tokens=sampling.skip_special_tokens,
+            skipped=self._skipped(sampling, keep),
             min_tokens=sampling.min_tokens,
             context=context,
         )
+
+    def _skipped(self, sampling: SamplingParams, keep: Collection[str]) -> frozenset[int]:
+        if not sampling.skip_special_tokens:
+            return frozenset()
+        ids = self.tokenizer.special_ids
+        if not keep:
+            return ids
+        return frozenset(i for i in ids if self.tokenizer.added_tokens[i] not in keep)
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.tokenizer.token_bytes(token_id)

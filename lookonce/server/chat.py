@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from msgspec import UNSET
 from starlette.requests import Request
@@ -23,8 +24,12 @@ from lookonce.server.responses import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
+    ToolCallDelta,
 )
 from lookonce.server.sampling import chat_sampling
+from lookonce.server.services import Services
+from lookonce.server.tools.asked import read_tools
+from lookonce.server.tools.calls import CallReader, UsableTools, shown_reason, usable_tools
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -34,8 +39,11 @@ async def chat_completions(request: Request) -> Response:
     body = await receive(request, ChatRequest)
     exchange = open_exchange(request, body, arrival)
     check_chat(body)
+    tools = chat_tools(body, exchange.services)
     sampling = chat_sampling(body, exchange.services.defaults)
-    return await answer(request, exchange, ChatFormat(exchange, body, sampling))
+    if tools is not None:
+        sampling = tools.constrain(sampling)
+    return await answer(request, exchange, ChatFormat(exchange, body, sampling, tools))
 
 
 def check_chat(body: ChatRequest) -> None:
@@ -46,13 +54,33 @@ def check_chat(body: ChatRequest) -> None:
         raise BadRequestError("modalities other than text are not supported", param="modalities")
 
 
+def chat_tools(body: ChatRequest, services: Services) -> UsableTools | None:
+    """The tools the model may use. Raises `BadRequestError` naming the part at fault."""
+    asked = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    return usable_tools(asked, services.tool_dialect)
+
+
+def chat_options(body: ChatRequest, tools: UsableTools | None) -> dict[str, Any]:
+    """How messages and tools become a prompt."""
+    options = template_options(body)
+    return options if tools is None else {**options, "tools": tools.asked.for_template()}
+
+
 class ChatFormat:
     """Chat completion objects, whole and in chunks."""
 
-    def __init__(self, exchange: Exchange, body: ChatRequest, sampling: SamplingParams) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        body: ChatRequest,
+        sampling: SamplingParams,
+        tools: UsableTools | None,
+    ) -> None:
         self._exchange = exchange
         self._body = body
         self._sampling = sampling
+        self._tools = tools
+        self._readers: dict[int, CallReader] = {}
         self._greeted: set[int] = set()
         self._id = f"chatcmpl-{exchange.request_id}"
 
@@ -63,9 +91,10 @@ class ChatFormat:
                 body.messages,
                 tenant=exchange.principal.tenant,
                 cache_salt=body.cache_salt,
-                options=template_options(body),
+                options=chat_options(body, self._tools),
             )
-        exchange.add_prompt(rendered, self._sampling)
+        keep = () if self._tools is None else self._tools.markers
+        exchange.add_prompt(rendered, self._sampling, keep)
 
     def whole(self, samples: Sequence[Sample]) -> ChatCompletion:
         exchange = self._exchange
@@ -81,28 +110,49 @@ class ChatFormat:
         )
 
     def _choice(self, index: int, sample: Sample) -> ChatChoice:
+        words, _ = self._read(index, "".join(sample.text), last=True)
+        called = self._called(index)
+        message = ChatMessage(content=words)
+        if called:
+            message.content = words or None
+            message.tool_calls = self._readers[index].calls
         return ChatChoice(
             index=index,
-            message=ChatMessage(content="".join(sample.text)),
+            message=message,
             logprobs=self._logprobs(sample.token_ids, sample.logprobs),
-            finish_reason=sample.finish_reason,
+            finish_reason=shown_reason(sample.finish_reason, called=called),
             stop_reason=sample.stop_reason,
         )
 
+    def _read(self, index: int, text: str, *, last: bool) -> tuple[str, list[ToolCallDelta]]:
+        """The words and the calls in a sample's text."""
+        if self._tools is None:
+            return text, []
+        if index not in self._readers:
+            self._readers[index] = self._tools.reader()
+        return self._readers[index].push(text, last=last)
+
+    def _called(self, index: int) -> bool:
+        return index in self._readers and bool(self._readers[index].calls)
+
     def chunks(self, piece: Piece) -> Iterator[ChatChunk]:
-        """The role first, then text as it comes, then an empty delta with the finish reason."""
+        """The role first, then words and calls as they come, then why it ended."""
         if piece.index not in self._greeted:
             self._greeted.add(piece.index)
             yield self._chunk(piece.index, ChatDelta(role="assistant", content=""))
         logprobs = self._logprobs(piece.token_ids, piece.logprobs)
-        if piece.text or logprobs is not None:
-            yield self._chunk(piece.index, ChatDelta(content=piece.text), logprobs)
+        words, calls = self._read(piece.index, piece.text, last=piece.finish_reason is not None)
+        if words or calls or logprobs is not None:
+            delta = ChatDelta(content=words if words or not calls else UNSET)
+            delta.tool_calls = calls or UNSET
+            yield self._chunk(piece.index, delta, logprobs)
         if piece.finish_reason is not None:
             yield self._finish_chunk(piece)
 
     def _finish_chunk(self, piece: Piece) -> ChatChunk:
         chunk = self._chunk(piece.index, ChatDelta())
-        chunk.choices[0].finish_reason = piece.finish_reason
+        called = self._called(piece.index)
+        chunk.choices[0].finish_reason = shown_reason(piece.finish_reason, called=called)
         chunk.choices[0].stop_reason = piece.stop_reason
         if self._exchange.finished and not self._exchange.include_usage:
             chunk.reuse_receipt = self._exchange.receipt()

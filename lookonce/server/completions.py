@@ -18,7 +18,7 @@ from lookonce.server.parsing import receive
 from lookonce.server.protocol import CompletionRequest
 from lookonce.server.responses import Completion, CompletionChoice, CompletionLogprobs
 from lookonce.server.sampling import completion_sampling
-from lookonce.types.request import TokenLogprob
+from lookonce.types.request import RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
 MAX_PROMPTS = 256
@@ -28,8 +28,19 @@ async def completions(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, CompletionRequest)
     exchange = open_exchange(request, body, arrival)
+    check_completion(body)
     sampling = completion_sampling(body, exchange.services.defaults)
     return await answer(request, exchange, CompletionFormat(exchange, body, sampling))
+
+
+def check_completion(body: CompletionRequest) -> None:
+    """Raises `BadRequestError` for what no completion of this server can be."""
+    if body.echo and body.logprobs is not None:
+        raise BadRequestError(
+            "echo with logprobs is not supported: log-probabilities are of generated tokens only",
+            param="echo",
+            code="unsupported_parameter",
+        )
 
 
 def named_prompts(prompt: str | list[str | int | list[int]]) -> dict[str, str | list[int]]:
@@ -75,6 +86,8 @@ class CompletionFormat:
         self._exchange = exchange
         self._body = body
         self._sampling = sampling
+        self._unsaid: dict[int, str] = {}
+        """By sample: the prompt that its text still has to begin with."""
         self._logprob_formats: dict[int, LogprobsFormat] = {}
         self._id = f"cmpl-{exchange.request_id}"
 
@@ -89,6 +102,15 @@ class CompletionFormat:
                     add_special_tokens=self._body.add_special_tokens,
                 )
                 exchange.add_prompt(rendered, self._sampling)
+                if self._body.echo:
+                    self._note_prompt(rendered)
+
+    def _note_prompt(self, rendered: RenderedPrompt) -> None:
+        text = rendered.text
+        if text is None:
+            text = self._exchange.services.renderer.decode(rendered.token_ids)
+        for _ in range(self._sampling.n):
+            self._unsaid[len(self._unsaid)] = text
 
     def whole(self, samples: Sequence[Sample]) -> Completion:
         body = self._envelope([self._choice(i, sample) for i, sample in enumerate(samples)])
@@ -100,7 +122,7 @@ class CompletionFormat:
     def _choice(self, index: int, sample: Sample) -> CompletionChoice:
         return CompletionChoice(
             index=index,
-            text="".join(sample.text),
+            text=self._unsaid.get(index, "") + "".join(sample.text),
             logprobs=self._logprobs(index, sample.token_ids, sample.logprobs),
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
@@ -108,8 +130,9 @@ class CompletionFormat:
 
     def chunks(self, piece: Piece) -> Iterator[Completion]:
         logprobs = self._logprobs(piece.index, piece.token_ids, piece.logprobs)
-        if piece.text or logprobs is not None or piece.finish_reason is not None:
-            choice = CompletionChoice(index=piece.index, text=piece.text, logprobs=logprobs)
+        text = self._unsaid.pop(piece.index, "") + piece.text
+        if text or logprobs is not None or piece.finish_reason is not None:
+            choice = CompletionChoice(index=piece.index, text=text, logprobs=logprobs)
             chunk = self._envelope([choice])
             if piece.finish_reason is not None:
                 choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from lookonce.errors import BadRequestError
 from lookonce.server.auth import Principal
 from lookonce.server.connection import while_connected
 from lookonce.server.generation import Generation, Piece, merged, prepared
-from lookonce.server.protocol import ResponseFormat, StreamOptions
+from lookonce.server.protocol import StreamOptions
 from lookonce.server.receipt import kv_transfer_params, reuse_receipt, usage
 from lookonce.server.responding import json_response
 from lookonce.server.responses import KVTransferParams, ReuseReceipt, StopReason, Usage
@@ -37,7 +37,6 @@ class Asked(Protocol):
     model: str | None
     stream: bool | None
     stream_options: StreamOptions | None
-    response_format: ResponseFormat | None
     request_id: str | None
     cache_salt: str | None
     reuse_receipt: bool
@@ -65,8 +64,11 @@ class Exchange:
     """Entered around rendering and generating: however that ends, no prompt keeps its pins."""
     aborted: bool = False
 
-    def add_prompt(self, rendered: RenderedPrompt, sampling: SamplingParams) -> None:
-        """Raises `BadRequestError` where the model cannot take it."""
+    def add_prompt(
+        self, rendered: RenderedPrompt, sampling: SamplingParams, keep: Collection[str] = ()
+    ) -> None:
+        """Special tokens in `keep` are text. Raises `BadRequestError` where the model cannot take
+        the prompt."""
         generation = self.prompts.enter_context(
             prepared(
                 self.services,
@@ -74,6 +76,7 @@ class Exchange:
                 sampling,
                 arrival=self.arrival,
                 index_base=len(self.generations) * sampling.n,
+                keep=keep,
             )
         )
         generation.aborted = self.aborted
@@ -157,12 +160,6 @@ def open_exchange(request: Request, body: Asked, arrival: float) -> Exchange:
 
 def check_body(body: Asked) -> None:
     """Raises `BadRequestError` for what no generation can be asked for."""
-    if body.response_format is not None and body.response_format.type != "text":
-        raise BadRequestError(
-            "response_format other than text is not supported",
-            param="response_format",
-            code="unsupported_parameter",
-        )
     if body.stream_options is not None and not body.stream:
         raise BadRequestError("stream_options needs stream to be true", param="stream_options")
 

@@ -17,7 +17,7 @@ from lookonce.server.features import Features, given_media
 from lookonce.server.generation import Piece
 from lookonce.server.logprobs import chat_logprobs
 from lookonce.server.parsing import parse, receive
-from lookonce.server.protocol import NOTHING, Raw, ResponseFormat, StreamOptions, TokenId, Unbuilt
+from lookonce.server.protocol import StreamOptions, TokenId
 from lookonce.server.responses import (
     ChatLogprobs,
     KVTransferParams,
@@ -25,6 +25,8 @@ from lookonce.server.responses import (
     StopReason,
     Usage,
 )
+from lookonce.server.structured import Structured, grammar_of
+from lookonce.server.unbuilt import NOTHING, Raw
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -40,15 +42,14 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     request_id: str | None = None
     cache_salt: str | None = None
     reuse_receipt: bool = False
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class UnbuiltSampling(Unbuilt, kw_only=True):
-    """Of vLLM's sampling parameters those that would change the answer and are not built."""
+class SamplingExtras(Structured, kw_only=True):
+    """Of vLLM's sampling parameters those that are refused, and those that make a grammar."""
 
 
 class GenerateChoice(msgspec.Struct, kw_only=True):
@@ -83,15 +84,16 @@ def sampling_of(raw: bytes) -> SamplingParams:
     """`sampling_params` as it stands: no default of the model's. Raises `BadRequestError`."""
     if raw in (b"", b"null"):
         return SamplingParams()
-    parse(raw, UnbuiltSampling)
+    grammar = grammar_of(parse(raw, SamplingExtras))
     fields = msgspec.json.decode(raw, type=dict[str, Any])
     given = {name: value for name, value in fields.items() if value is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     try:
-        return msgspec.convert(given, SamplingParams, str_keys=True)
+        sampling = msgspec.convert(given, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
         raise BadRequestError(f"sampling_params: {error}", param="sampling_params") from None
+    return sampling if grammar is None else msgspec.structs.replace(sampling, grammar=grammar)
 
 
 class TokensFormat:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Collection, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
@@ -44,6 +44,7 @@ class Generation:
         *,
         arrival: float,
         index_base: int = 0,
+        keep: Collection[str] = (),
     ) -> None:
         self.rendered = rendered
         self.sampling = sampling
@@ -56,7 +57,7 @@ class Generation:
         self._index_base = index_base
         self._arrival = arrival
         self._texts: dict[int, Detokenizer] = {
-            index: services.renderer.detokenizer(sampling, rendered.token_ids)
+            index: services.renderer.detokenizer(sampling, rendered.token_ids, keep)
             for index in range(sampling.n)
         }
         self._last_delta: dict[int, float] = {}
@@ -155,6 +156,7 @@ def prepared(
     *,
     arrival: float | None = None,
     index_base: int = 0,
+    keep: Collection[str] = (),
 ) -> Iterator[Generation]:
     """A generation ready to start; on the way out the prompt's pins are given back.
 
@@ -170,6 +172,7 @@ def prepared(
             secrets.token_hex(16),
             arrival=time.monotonic() if arrival is None else arrival,
             index_base=index_base,
+            keep=keep,
         )
     finally:
         services.renderer.release(rendered)

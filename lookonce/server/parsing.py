@@ -17,8 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.server.connection import ClientLeftError
-from lookonce.server.protocol import Unbuilt
 from lookonce.server.services import Services
+from lookonce.server.unbuilt import Unbuilt
 
 T = TypeVar("T", bound=msgspec.Struct)
 

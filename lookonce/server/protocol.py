@@ -7,47 +7,22 @@ JSON: `parsing.parse` refuses them with a clear 400 unless their value asks for 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Annotated, Any
 
 import msgspec
 
-Raw = msgspec.Raw
-NOTHING = msgspec.Raw(b"")
+from lookonce.server.structured import Structured
+from lookonce.server.tools.asked import Tool, ToolChoice
+from lookonce.server.unbuilt import NOTHING, Raw
+
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-
-
-class Unbuilt(msgspec.Struct, kw_only=True):
-    """Base of requests with fields that are refused. Those fields are the ones of type `Raw`."""
-
-    use_beam_search: Raw = NOTHING
-    prompt_logprobs: Raw = NOTHING
-    logits_processors: Raw = NOTHING
-    allowed_token_ids: Raw = NOTHING
-    bad_words: Raw = NOTHING
-    truncate_prompt_tokens: Raw = NOTHING
-    structured_outputs: Raw = NOTHING
-    guided_json: Raw = NOTHING
-    guided_regex: Raw = NOTHING
-    guided_choice: Raw = NOTHING
-    guided_grammar: Raw = NOTHING
-    echo: Raw = NOTHING
-
-    @classmethod
-    @cache
-    def unbuilt_fields(cls) -> tuple[str, ...]:
-        return tuple(f.name for f in msgspec.structs.fields(cls) if f.type is Raw)
 
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class ResponseFormat(msgspec.Struct):
-    type: str = "text"
-
-
-class Sampling(Unbuilt, kw_only=True):
+class Sampling(Structured, kw_only=True):
     """Sampling controls both generation routes share; None means the served model's default."""
 
     n: int | None = None
@@ -75,7 +50,6 @@ class Generate(Sampling, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     request_id: str | None = None
     cache_salt: str | None = None
     reuse_receipt: bool = False
@@ -96,8 +70,12 @@ class ChatRequest(Generate, kw_only=True):
     mm_processor_kwargs: dict[str, Any] | None = None
     modalities: list[str] | None = None
 
-    tools: Raw = NOTHING
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+
     functions: Raw = NOTHING
+    function_call: Raw = NOTHING
     audio: Raw = NOTHING
     web_search_options: Raw = NOTHING
     documents: Raw = NOTHING
@@ -112,6 +90,7 @@ class CompletionRequest(Generate, kw_only=True):
     best_of: int | None = None
     logprobs: int | None = None
     add_special_tokens: bool = True
+    echo: bool = False
 
     suffix: Raw = NOTHING
     prompt_embeds: Raw = NOTHING
@@ -129,6 +108,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
     return_token_strs: bool = False
 
 

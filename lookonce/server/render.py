@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lookonce.server.auth import Principal
-from lookonce.server.chat import check_chat
-from lookonce.server.completions import named_prompts
+from lookonce.server.chat import chat_options, chat_tools, check_chat
+from lookonce.server.completions import check_completion, named_prompts
 from lookonce.server.connection import while_connected
 from lookonce.server.exchange import check_body, request_id_of
 from lookonce.server.features import Features, MediaForm, features_of
@@ -23,7 +23,6 @@ from lookonce.server.protocol import (
     CompletionRequest,
     Generate,
     StreamOptions,
-    template_options,
 )
 from lookonce.server.responding import encode, json_response
 from lookonce.server.sampling import chat_sampling, completion_sampling
@@ -63,7 +62,10 @@ async def render_chat(request: Request) -> Response:
     services.require_model(body.model)
     check_body(body)
     check_chat(body)
+    tools = chat_tools(body, services)
     sampling = chat_sampling(body, services.defaults)
+    if tools is not None:
+        sampling = tools.constrain(sampling)
     request_id = request_id_of(request, body.request_id)
 
     async def render() -> RenderedBody:
@@ -71,7 +73,7 @@ async def render_chat(request: Request) -> Response:
             body.messages,
             tenant=principal.tenant,
             cache_salt=body.cache_salt,
-            options=template_options(body),
+            options=chat_options(body, tools),
         )
         features = await features_of(rendered, body.media, services.readonly.item_of)
         answer = _body(services, body, request_id, rendered, sampling)
@@ -89,6 +91,7 @@ async def render_completion(request: Request) -> Response:
     principal: Principal = request.state.principal
     services.require_model(body.model)
     check_body(body)
+    check_completion(body)
     sampling = completion_sampling(body, services.defaults)
     request_id = request_id_of(request, body.request_id)
     prompts = list(named_prompts(body.prompt).values())

@@ -21,7 +21,7 @@ from lookonce.server.process import ApiServer, DrainOnSignal, uvicorn_config
 from lookonce.server.sampling import read_defaults
 from lookonce.server.services import Services
 from lookonce.server.warmup import warming_up
-from lookonce.server.wiring import aside
+from lookonce.server.wiring import aside, dialect_of
 
 
 @asynccontextmanager
@@ -48,6 +48,7 @@ async def open_render_services(config: Config) -> AsyncIterator[Services]:
             keys=KeyRing.of(config.server),
             defaults=read_defaults(config.model.folder),
             rehearsal=rehearsal,
+            tool_dialect=dialect_of(config, renderer),
         )
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from lookonce.errors import BadRequestError, ModelLoadError
 from lookonce.server.protocol import ChatRequest, CompletionRequest, Sampling
+from lookonce.server.structured import grammar_of
 from lookonce.types.sampling import SamplingParams
 
 COMPLETION_MAX_TOKENS = 16
@@ -96,6 +97,7 @@ def _sampling(
         "stop_token_ids": tuple(request.stop_token_ids or ()),
         "max_tokens": max_tokens,
         "logprobs": logprobs,
+        "grammar": grammar_of(request),
     }
     try:
         return SamplingParams(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -26,6 +26,7 @@ from lookonce.server.auth import KeyRing
 from lookonce.server.metrics import Metrics
 from lookonce.server.peers import Peers
 from lookonce.server.sampling import SamplingDefaults
+from lookonce.server.tools.formats import ToolDialect
 from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import RenderedItem, RenderedPrompt, TokenDelta
@@ -132,8 +133,10 @@ class Renderer(Protocol):
     def release(self, prompt: RenderedPrompt) -> None:
         """Give back the pins of a prompt that was, or is, not sent. May be called again."""
 
-    def detokenizer(self, sampling: SamplingParams, context: Sequence[int] = ()) -> Detokenizer:
-        """For one sample; `context` is the prompt's token ids."""
+    def detokenizer(
+        self, sampling: SamplingParams, context: Sequence[int] = (), keep: Collection[str] = ()
+    ) -> Detokenizer:
+        """`context`: the prompt's token ids. Special tokens whose text is in `keep` are text."""
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
@@ -200,6 +203,8 @@ class Services:
     """The other API processes of this server, where there are any."""
     running: RunningRequests = field(default_factory=RunningRequests)
     abort_peers: AbortPeers | None = None
+    tool_dialect: ToolDialect | None = None
+    """How the served model writes tool calls; None where its template has no place for tools."""
     rehearsal: Rehearsal | None = None
     """None: nothing is warmed up."""
     warming: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,6 +15,8 @@ from lookonce.server.protocol import DetokenizeRequest, TokenizeRequest, templat
 from lookonce.server.responding import json_response
 from lookonce.server.responses import Prompt, Tokens
 from lookonce.server.services import Services
+from lookonce.server.tools.asked import read_tools
+from lookonce.server.tools.calls import usable_tools
 from lookonce.types.request import RenderedPrompt
 
 
@@ -42,13 +46,19 @@ async def _render(
         raise BadRequestError("give either prompt or messages", param="prompt")
     if body.messages is not None:
         return await services.readonly.render_chat(
-            body.messages, tenant=principal.tenant, options=template_options(body)
+            body.messages, tenant=principal.tenant, options=_options(services, body)
         )
     return await services.readonly.render_completion(
         body.prompt or "",
         tenant=principal.tenant,
         add_special_tokens=body.add_special_tokens is not False,
     )
+
+
+def _options(services: Services, body: TokenizeRequest) -> dict[str, Any]:
+    tools = usable_tools(read_tools(body.tools, None, None), services.tool_dialect)
+    options = template_options(body)
+    return options if tools is None else {**options, "tools": tools.asked.for_template()}
 
 
 def _strings(services: Services, tokens: list[int]) -> list[str]:

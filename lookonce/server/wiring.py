@@ -17,6 +17,7 @@ from lookonce.server.metrics import Counts, Metrics
 from lookonce.server.peers import Peers
 from lookonce.server.sampling import read_defaults
 from lookonce.server.services import Services
+from lookonce.server.tools.formats import ToolDialect, choose_dialect
 
 
 @asynccontextmanager
@@ -61,6 +62,7 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
                     peers=peers,
                     running=running,
                     abort_peers=abort_peers,
+                    tool_dialect=dialect_of(config, renderer),
                     rehearsal=rehearsal,
                 )
         finally:
@@ -73,6 +75,13 @@ async def _learn_limits(client: EngineClient, *renderers: Renderer) -> None:
     for renderer in renderers:
         renderer.max_model_len = client.model.max_model_len
         renderer.vocab_size = client.model.vocab_size
+
+
+def dialect_of(config: Config, renderer: Renderer) -> ToolDialect | None:
+    """How the served model writes tool calls."""
+    return choose_dialect(
+        config.server.tool_call_parser, renderer.tools_template, renderer.special_tokens
+    )
 
 
 def aside(counts: Counts) -> Counts:

@@ -14,9 +14,10 @@ IM_END = 2
 THE, CAT, S = (SPACED.token_id(word) for word in ("▁the", "▁cat", "s"))
 
 
-def run(tokenizer, token_ids, sizes=(), **options):
+def run(tokenizer, token_ids, sizes=(), *, skip_special_tokens=True, keep=(), **options):
     """Deltas for `token_ids` pushed in groups of `sizes` (then one by one), and the rest."""
-    detokenizer = Detokenizer(tokenizer, **options)
+    skipped = tokenizer.special_ids - set(keep) if skip_special_tokens else ()
+    detokenizer = Detokenizer(tokenizer, skipped=skipped, **options)
     deltas, rest = [], list(token_ids)
     for size in sizes:
         deltas.append(detokenizer.push(rest[:size]))
@@ -73,6 +74,7 @@ def test_special_tokens_are_shown_only_where_asked():
     token_ids = [*NANO.encode("yes"), IM_END]
     assert "".join(run(NANO, token_ids)[0]) == "yes"
     assert "".join(run(NANO, token_ids, skip_special_tokens=False)[0]) == "yes<|im_end|>"
+    assert "".join(run(NANO, token_ids, keep=[IM_END])[0]) == "yes<|im_end|>"
 
 
 def test_silent_tokens_do_not_pile_up():

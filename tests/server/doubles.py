@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from lookonce.errors import BadRequestError, LookOnceError, error_to_wire
@@ -78,9 +78,10 @@ class ByteRenderer:
         *,
         tenant: str,
         cache_salt: str | None = None,
-        **_: Any,
+        options: Mapping[str, Any] | None = None,
     ) -> RenderedPrompt:
         self.rendering += 1
+        self.options = options or {}
         try:
             await self.gate.wait()
             return self._chat(messages, f"{tenant}/{cache_salt}".encode())
@@ -114,10 +115,16 @@ class ByteRenderer:
         self.rendered.append(RenderedPrompt(tokens, scope=f"{tenant}/{cache_salt}".encode()))
         return self.rendered[-1]
 
+    async def item_of(self, part: RenderedItem) -> None:
+        """A name alone stands for every item."""
+
     def release(self, prompt: RenderedPrompt) -> None:
         self.released.append(prompt)
 
-    def detokenizer(self, sampling: SamplingParams, context: Sequence[int] = ()) -> ByteText:
+    def detokenizer(
+        self, sampling: SamplingParams, context: Sequence[int] = (), keep: Sequence[str] = ()
+    ) -> ByteText:
+        self.kept = tuple(keep)
         return ByteText(sampling)
 
     def token_text(self, token_id: int) -> str | None:

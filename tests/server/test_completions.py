@@ -87,11 +87,16 @@ def test_logprobs_are_parallel_lists(on_site):
 
 def test_what_is_not_built_is_refused(on_site):
     async def scenario(site):
-        for field in ({"echo": True}, {"suffix": "end"}, {"best_of": 3}, {"prompt_embeds": "x"}):
+        for field in (
+            {"echo": True, "logprobs": 1},
+            {"suffix": "end"},
+            {"best_of": 3},
+            {"prompt_embeds": "x"},
+        ):
             response = await site.client.post(URL, json={"prompt": "hi", **field})
             assert response.status_code == 400
             assert response.json()["error"]["param"] == next(iter(field))
-        for field in ({"echo": False}, {"suffix": None}, {"best_of": 1}):
+        for field in ({"echo": False}, {"echo": True}, {"suffix": None}, {"best_of": 1}):
             response = await site.client.post(URL, json={"prompt": "hi", **field})
             assert response.status_code == 200
 

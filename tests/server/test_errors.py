@@ -67,12 +67,12 @@ WRONG_FIELDS = [
     ({"request_id": "with space"}, "request_id"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "alloy"}}, "audio"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
-    ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
 ]
 
 

@@ -1,0 +1,26 @@
+"""Request fields that would change the answer and are not built: declared, so as to be refused."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import msgspec
+
+Raw = msgspec.Raw
+NOTHING = msgspec.Raw(b"")
+
+
+class Unbuilt(msgspec.Struct, kw_only=True):
+    """Base of requests with fields that are refused. Those fields are the ones of type `Raw`."""
+
+    use_beam_search: Raw = NOTHING
+    prompt_logprobs: Raw = NOTHING
+    logits_processors: Raw = NOTHING
+    allowed_token_ids: Raw = NOTHING
+    bad_words: Raw = NOTHING
+    truncate_prompt_tokens: Raw = NOTHING
+
+    @classmethod
+    @cache
+    def unbuilt_fields(cls) -> tuple[str, ...]:
+        return tuple(f.name for f in msgspec.structs.fields(cls) if f.type is Raw)
