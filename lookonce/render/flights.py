@@ -1,9 +1,10 @@
 """One flight per key: concurrent callers of the same work share one execution.
 
 A key is in flight from its first caller until the last one has the result, so that nobody slips in
-between; nothing is kept afterwards. A failure takes the key off at once: it is never cached. A caller who is cancelled leaves the others flying. When the last one has
-left, the work is cancelled: nobody would take its result. What that means is the work's business;
-a pool gives back a place in its queue, and finishes in peace what has begun.
+between; nothing is kept afterwards. A failure takes its key off at once: it is never cached. A
+caller who is cancelled leaves the others flying. When the last one has left, the work is cancelled:
+nobody would take its result. What that means is the work's business; a pool gives back a place in
+its queue, and finishes in peace what has begun.
 """
 
 from __future__ import annotations
