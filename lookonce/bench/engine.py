@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForMultimodalLM,
     DynamicCache,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from lookonce.bench.engine_ours import Ours, open_ours
 from lookonce.bench.report import Report, median
@@ -41,6 +42,7 @@ class _Theirs:
 
     def __init__(self, folder: str) -> None:
         config = AutoConfig.from_pretrained(folder)
+        disable_progress_bar()
         composite = config.get_text_config(decoder=True) is not config
         auto = AutoModelForMultimodalLM if composite else AutoModelForCausalLM
         model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")

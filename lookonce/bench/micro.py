@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lookonce.bench.report import Report, median
-from lookonce.model.attention.backend import AttentionBuffers, AttentionMetadata
+from lookonce.model.attention.backend import AttentionBuffers, AttentionCall, AttentionMetadata
 from lookonce.model.attention.cpu import KernelBackend, kernel_available
 from lookonce.model.attention.reference import ReferenceBackend, write_pages
 from lookonce.model.kv_pages import KVPages, LayerPages
@@ -103,7 +103,7 @@ class _Step:
 
     def _backend(self, backend: KernelBackend | ReferenceBackend, layer: LayerPages) -> Tensor:
         return backend.forward(
-            layer, self.query, self.key, self.value, self.metadata, scale=self.scale
+            layer, self.query, self.key, self.value, self.metadata, AttentionCall(self.scale)
         )
 
     def gather(self, layer: LayerPages) -> Tensor:

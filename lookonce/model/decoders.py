@@ -21,7 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lookonce.model.attention.backend import AttentionBackend, AttentionBuffers, AttentionMetadata
+from lookonce.model.attention.backend import (
+    AttentionBackend,
+    AttentionBuffers,
+    AttentionCall,
+    AttentionMetadata,
+)
 from lookonce.model.attention.hook import paged_forward_context
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.families.base import ModelFamily
@@ -54,15 +59,6 @@ class Decoder(Protocol):
     ) -> Tensor:
         """embeds [T, H], position_ids [1, T] or [axes, 1, T] → last hidden states [T, H]."""
         ...
-
-
-class AttentionCall(NamedTuple):
-    """What a layer asks of attention beside its tensors, see `AttentionBackend.forward`."""
-
-    scale: float
-    sliding_window: int | None
-    softcap: float | None
-    sinks: Tensor | None
 
 
 class HookedDecoder:
@@ -166,10 +162,7 @@ class _LeanLayer:
             query_key[:, self._num_heads :],
             heads[:, rotated:],
             step.metadata,
-            scale=self._asked.scale,
-            sliding_window=self._asked.sliding_window,
-            softcap=self._asked.softcap,
-            sinks=self._asked.sinks,
+            self._asked,
         )
         hidden = _add_linear(hidden, attended.view(tokens, -1), self._out)
         gate, up = functional.linear(self._between(hidden), *self._gate_up).chunk(2, dim=-1)
@@ -268,15 +261,10 @@ class _RecordingBackend(ReferenceBackend):
         key: Tensor,
         value: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        call: AttentionCall,
     ) -> Tensor:
-        call = AttentionCall(scale, sliding_window, softcap, sinks)
         self.calls.append(call)
-        return super().forward(layer, query, key, value, metadata, **call._asdict())
+        return super().forward(layer, query, key, value, metadata, call)
 
 
 def _probe(

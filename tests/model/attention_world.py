@@ -10,7 +10,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lookonce.model.attention.backend import AttentionBackend, AttentionBuffers, AttentionMetadata
+from lookonce.model.attention.backend import (
+    AttentionBackend,
+    AttentionBuffers,
+    AttentionCall,
+    AttentionMetadata,
+)
 from lookonce.model.kv_pages import KVPages, LayerPages
 
 JUNK_BLOCK = -7
@@ -65,7 +70,7 @@ class Scene:
     def run(self, backend: AttentionBackend, **overrides: Any) -> Tensor:
         arguments = {"scale": self.problem.head_dim**-0.5, **self.features, **overrides}
         return backend.forward(
-            self.layer, self.query, self.key, self.value, self.metadata, **arguments
+            self.layer, self.query, self.key, self.value, self.metadata, AttentionCall(**arguments)
         )
 
 

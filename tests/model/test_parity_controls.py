@@ -50,13 +50,14 @@ def edit_embeds(change: Callable[[EmbedSlice], tuple[EmbedSlice, ...]]):
 
 
 class IgnoringBackend(ReferenceBackend):
-    """Attention that drops one of its keyword arguments."""
+    """Attention that drops one thing of what is asked of it."""
 
     def __init__(self, ignored: str, family: ModelFamily) -> None:
         self._instead = {ignored: family.head_dim**-0.5 if ignored == "scale" else None}
 
-    def forward(self, *args, **kwargs) -> Tensor:
-        return super().forward(*args, **{**kwargs, **self._instead})
+    def forward(self, *args) -> Tensor:
+        *tensors, call = args
+        return super().forward(*tensors, call._replace(**self._instead))
 
 
 MROPE_KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "nano")

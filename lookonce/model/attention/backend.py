@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -80,6 +80,19 @@ class AttentionMetadata:
         return max(self.context_lens)
 
 
+class AttentionCall(NamedTuple):
+    """What a layer asks of attention beside its tensors."""
+
+    scale: float
+    """Multiplies scores."""
+    sliding_window: int | None = None
+    """A token sees at most this many keys up to and with its own; None: all."""
+    softcap: float | None = None
+    """After scaling, `softcap * tanh(score / softcap)`."""
+    sinks: Tensor | None = None
+    """[Hq] extra scores per head that take probability and give no value."""
+
+
 class AttentionBackend(Protocol):
     """Writes new keys and values into the pages and attends over them, one layer at a time."""
 
@@ -97,18 +110,9 @@ class AttentionBackend(Protocol):
         key: Tensor,
         value: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        call: AttentionCall,
     ) -> Tensor:
-        """query [T, Hq, D], key and value [T, Hkv, D] (last dimension contiguous) → [T, Hq, D].
-
-        `scale` multiplies scores; then `softcap * tanh(score / softcap)`; a token sees at most
-        `sliding_window` keys up to and with its own; `sinks` [Hq] are extra scores per head
-        that take probability and give no value.
-        """
+        """query [T, Hq, D], key and value [T, Hkv, D] (last dimension contiguous) → [T, Hq, D]."""
         ...
 
 

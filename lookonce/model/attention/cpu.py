@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lookonce.model.attention.backend import AttentionFeatures, AttentionMetadata
+from lookonce.model.attention.backend import AttentionCall, AttentionFeatures, AttentionMetadata
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.kv_pages import LayerPages
 
@@ -55,11 +55,7 @@ class KernelBackend:
         key: Tensor,
         value: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        call: AttentionCall,
     ) -> Tensor:
         if _kernel is None:
             raise RuntimeError("the attention kernel is not built")
@@ -67,8 +63,7 @@ class KernelBackend:
         keys, values = layer
         tokens, num_heads, head_dim = query.shape
         output = torch.empty((tokens, num_heads, head_dim), dtype=query.dtype)
-        if sinks is not None:
-            sinks = sinks.float().contiguous()
+        sinks = None if call.sinks is None else call.sinks.float().contiguous()
         visible_end = metadata.visible_end
         query_token, query_head, _ = query.stride()
         key_token, key_head, _ = key.stride()
@@ -99,9 +94,9 @@ class KernelBackend:
             head_dim,
             keys.shape[1],
             keys.shape[0],
-            sliding_window or 0,
-            scale,
-            softcap or 0.0,
+            call.sliding_window or 0,
+            call.scale,
+            call.softcap or 0.0,
             torch.get_num_threads(),
             query.dtype == torch.bfloat16,
         )

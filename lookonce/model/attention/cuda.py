@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn_out
 
-from lookonce.model.attention.backend import AttentionFeatures, AttentionMetadata
+from lookonce.model.attention.backend import AttentionCall, AttentionFeatures, AttentionMetadata
 from lookonce.model.attention.reference import write_pages
 from lookonce.model.kv_pages import LayerPages
 
@@ -50,13 +50,9 @@ class VarlenBackend:
         key: Tensor,
         value: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        call: AttentionCall,
     ) -> Tensor:
-        if softcap is not None or sinks is not None or metadata.visible_end is not None:
+        if call.softcap is not None or call.sinks is not None or metadata.visible_end is not None:
             raise ValueError("softcap, sinks and bidirectional items need the reference backend")
         write_pages(layer, key, value, metadata.slot_mapping)
         query = query.contiguous()
@@ -70,8 +66,8 @@ class VarlenBackend:
             metadata.kv_start,
             metadata.max_query_len,
             metadata.max_kv_len,
-            scale=scale,
-            window_size=(-1, 0) if sliding_window is None else (sliding_window - 1, 0),
+            scale=call.scale,
+            window_size=(-1, 0) if call.sliding_window is None else (call.sliding_window - 1, 0),
             enable_gqa=True,
             seqused_k=metadata.kv_lens,
             block_table=metadata.block_tables,

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from lookonce.model.attention.backend import AttentionBackend, AttentionMetadata
+from lookonce.model.attention.backend import AttentionBackend, AttentionCall, AttentionMetadata
 from lookonce.model.kv_pages import KVPages
 
 ATTENTION_NAME = "lookonce_paged"
@@ -62,16 +62,14 @@ def paged_attention(
         return _dense_attention(module, query, key, value, attention_mask, scaling, kwargs)
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise ValueError("paged attention is causal self-attention and takes no mask")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = context.backend.forward(
         context.kv_pages.layers[module.layer_idx],
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         context.metadata,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window or None,
-        softcap=softcap,
-        sinks=s_aux,
+        AttentionCall(scale, sliding_window or None, softcap, s_aux),
     )
     return output.unsqueeze(0), None
 

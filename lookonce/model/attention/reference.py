@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lookonce.model.attention.backend import AttentionFeatures, AttentionMetadata
+from lookonce.model.attention.backend import AttentionCall, AttentionFeatures, AttentionMetadata
 from lookonce.model.kv_pages import LayerPages
 
 
@@ -37,11 +37,7 @@ class ReferenceBackend:
         key: Tensor,
         value: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        call: AttentionCall,
     ) -> Tensor:
         write_pages(layer, key, value, metadata.slot_mapping)
         output = query.new_empty(query.shape)
@@ -55,10 +51,8 @@ class ReferenceBackend:
                 query[rows],
                 layer.keys[blocks].flatten(0, 1)[:total].to(query.dtype),
                 layer.values[blocks].flatten(0, 1)[:total].to(query.dtype),
-                visibility(metadata, index, start, sliding_window),
-                scale,
-                softcap,
-                sinks,
+                visibility(metadata, index, start, call.sliding_window),
+                call,
             )
             start += length
         return output
@@ -89,18 +83,16 @@ def _attend(
     keys: Tensor,
     values: Tensor,
     seen: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    call: AttentionCall,
 ) -> Tensor:
     """query [Q, Hq, D], keys and values [L, Hkv, D], seen [Q, L] → [Q, Hq, D]."""
     query, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (query, keys, values))
-    if softcap is None and sinks is None:
+    if call.softcap is None and call.sinks is None:
         output = functional.scaled_dot_product_attention(
-            query, keys, values, attn_mask=seen, scale=scale, enable_gqa=True
+            query, keys, values, attn_mask=seen, scale=call.scale, enable_gqa=True
         )
     else:
-        output = _explicit_attend(query, keys, values, seen, scale, softcap, sinks)
+        output = _explicit_attend(query, keys, values, seen, call)
     return output[0].transpose(0, 1)
 
 
@@ -109,20 +101,18 @@ def _explicit_attend(
     keys: Tensor,
     values: Tensor,
     seen: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    call: AttentionCall,
 ) -> Tensor:
     group = query.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    scores = (query @ keys.transpose(-1, -2)).float() * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = (query @ keys.transpose(-1, -2)).float() * call.scale
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
     if seen is not None:
         scores = scores.masked_fill(~seen, float("-inf"))
-    if sinks is None:
+    if call.sinks is None:
         weights = scores.softmax(-1)
     else:
-        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        column = call.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
     return weights.to(query.dtype) @ values
