@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-import os
 from collections.abc import Callable
 
 import msgspec
-import torch
 
 from lookonce.config import KVConfig
 from lookonce.core.blocks import BlockPool
@@ -27,6 +25,7 @@ from lookonce.model.attention.select import resolve_block_size, select_backend
 from lookonce.model.kv_pages import block_bytes
 from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.runner import Runner
+from lookonce.model.threads import Threads
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import ExternalPrefixCache, ModelRunner
 
@@ -41,7 +40,7 @@ def build_engine(settings: EngineSettings, progress: Progress) -> tuple[EngineCo
 
     Raises `ConfigError` for settings the model cannot be served with, and `ModelLoadError`.
     """
-    _leave_a_core()
+    threads = Threads.of_machine()
     items = WarmUpItems(settings)  # processed while weights load
     loaded = load_model(settings.model, progress)
     features = loaded.family.attention_features(loaded.dtype)
@@ -56,6 +55,7 @@ def build_engine(settings: EngineSettings, progress: Progress) -> tuple[EngineCo
         backend=backend,
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
+        threads=threads,
     )
     logger.info(
         "serving %s on %s: %s, attention %s, %d KV blocks of %d tokens",
@@ -100,13 +100,6 @@ def assemble(
     grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
     door = Door(pool, encoder_cache, info, settings.scheduler.max_num_batched_tokens)
     return EngineCore(scheduler, runner, external), Judge(info, door, grammars.compile)
-
-
-def _leave_a_core() -> None:
-    """Unless told how many threads to use, torch takes every core; others have work too."""
-    cores = len(os.sched_getaffinity(0))
-    if torch.get_num_threads() >= cores > 1:
-        torch.set_num_threads(cores - 1)
 
 
 def _num_blocks(loaded: LoadedModel, kv: KVConfig, block_size: int) -> int:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 
 gc.disable()  # until the engine is built: imports make a million objects and no garbage (0.5 s)
+if len(os.sched_getaffinity(0)) <= 2:
+    # Idle threads of OpenMP spin by default. With so few cores they would spin in the way of those
+    # they wait for: a step takes ten times as long when the API process is busy.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from lookonce.engine.build import Progress, build_engine  # noqa: E402
 from lookonce.engine.core import EngineCore  # noqa: E402

@@ -18,6 +18,7 @@ from lookonce.model.loader import LoadedModel
 from lookonce.model.sampler import Sampled, Sampler
 from lookonce.model.sequences import SequenceTable
 from lookonce.model.step_inputs import StepInputBuilder, StepInputs
+from lookonce.model.threads import Threads
 from lookonce.model.token_logits import FAILED
 from lookonce.types.request import TokenLogprob
 from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan, StepResult
@@ -41,7 +42,10 @@ class Runner:
         backend: AttentionBackend,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        threads: Threads | None = None,
     ) -> None:
+        """`threads`: None for as many as torch uses by itself."""
+        self._threads = threads or Threads(1, 1)
         self._family = family = loaded.family
         self._backend = backend
         self._vocab_size = loaded.info.vocab_size
@@ -78,6 +82,10 @@ class Runner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. A failing item or sequence is reported and leaves the others alone."""
+        with self._threads.working_on(plan):
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         self._forget(plan.finished)
         for new in plan.new:
             self._learn(new)
