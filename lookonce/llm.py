@@ -10,24 +10,32 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar, cast
 
 import msgspec
 
+from lookonce.cache.identity import media_hash
 from lookonce.config import NANO, Config, Options, resolve
 from lookonce.engine.settings import engine_settings
 from lookonce.engine.supervise import EngineSupervisor, OnLoading, socket_folder
 from lookonce.server.exchange import Sample
 from lookonce.server.generation import Generation, Piece, prepared
 from lookonce.server.hub import with_local_model
+from lookonce.server.media_cache import (
+    ItemOutcome,
+    arrays_reader,
+    inject_offered,
+    offered_items,
+)
 from lookonce.server.receipt import reuse_receipt, usage
 from lookonce.server.responses import ReuseReceipt, StopReason, Usage
 from lookonce.server.sampling import default_sampling
 from lookonce.server.services import Services
 from lookonce.server.wiring import open_services
+from lookonce.types.media import Modality
 from lookonce.types.request import RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -119,6 +127,34 @@ class LLM:
                 yield piece.text
         finally:
             self._loop.run(pieces.aclose())
+
+    def inject_into_mm_cache(
+        self,
+        mm_hashes: Mapping[Modality, Sequence[str]],
+        mm_kwargs: Mapping[Modality, Sequence[Mapping[str, Any]]],
+        *,
+        cache_salt: str | None = None,
+    ) -> dict[str, list[ItemOutcome]]:
+        """Put items that somebody else processed into the processor cache; what became of each.
+
+        `mm_kwargs` holds one mapping of NumPy arrays or torch tensors per hash, as the model's
+        processor makes them; they are copied. A hash as `media_hash` makes it stands for the media
+        wherever it comes again. An item that is no good is rejected alone. Raises
+        `BadRequestError` where hashes and items do not match.
+        """
+        offered = offered_items(mm_hashes, mm_kwargs, arrays_reader)
+        return self._loop.run(
+            inject_offered(self._services, offered, tenant="", cache_salt=cache_salt, trusted=True)
+        )
+
+    def media_hash(self, data: bytes, *, modality: Modality) -> str:
+        """The name of encoded media (a PNG file, say) in the caches of this model, hex digits."""
+        return media_hash(
+            data,
+            modality=modality,
+            fingerprint=self._services.renderer.fingerprint,
+            algorithm=self._services.config.media.hash_algorithm,
+        ).hex()
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """What the model's `generation_config.json` recommends, with `changes`."""

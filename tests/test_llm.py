@@ -6,10 +6,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from lookonce import LLM, SamplingParams, media_hash
 from lookonce.errors import BadRequestError, ConfigError
+from lookonce.render.processing import MediaJob, Processing, ProcessingSettings
 from tests.end_to_end.drawing import ask, encoded, picture
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -115,3 +117,29 @@ def test_the_package_exports_are_lazy():
     )
     assert done.stdout == "False\n"
     assert len(media_hash(encoded(RED_SQUARE), modality="image")) == 32
+
+
+def test_an_injected_picture_is_neither_decoded_nor_processed(llm, nano_folder):
+    purple = picture(("purple", "triangle"))
+    data = encoded(purple)
+    settings = ProcessingSettings(str(nano_folder), "float32", 1 << 20, 60.0)
+    item = Processing(settings).run(MediaJob("image", data)).item
+    dtypes = {"float32": "<f4", "int64": "<i8"}
+    arrays = {
+        name: np.frombuffer(array.data, dtypes[array.dtype]).reshape(array.shape)
+        for name, array in item.arrays.items()
+    }
+    name = llm.media_hash(data, modality="image")
+    for status in ("stored", "already_held"):
+        outcomes = llm.inject_into_mm_cache({"image": [name]}, {"image": [arrays]})
+        assert [outcome.status for outcome in outcomes["image"]] == [status]
+    (output,) = llm.chat(ask(purple, "What is in the picture?"), GREEDY)
+    assert output.text == "a purple triangle"
+    assert output.reuse_receipt.items[0].processor == "injected"
+
+
+def test_hashes_and_items_that_do_not_match_are_refused(llm):
+    with pytest.raises(BadRequestError):
+        llm.inject_into_mm_cache({"image": ["a", "b"]}, {"image": [{}]})
+    outcomes = llm.inject_into_mm_cache({"image": ["a"]}, {"image": [{"pixels": [1, 2]}]})
+    assert outcomes["image"][0].status == "rejected"

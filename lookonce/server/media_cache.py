@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -16,7 +17,7 @@ from starlette.responses import Response
 
 from lookonce.engine.injection import Injected, Keyed
 from lookonce.errors import BadRequestError, LookOnceError
-from lookonce.render.injection import decode_kwargs
+from lookonce.render.injection import arrays_of, decode_kwargs
 from lookonce.server.auth import Principal
 from lookonce.server.parsing import receive
 from lookonce.server.responding import json_response
@@ -25,6 +26,7 @@ from lookonce.types.media import MODALITIES, Array, Modality
 
 logger = logging.getLogger("lookonce.server")
 
+T = TypeVar("T")
 ReadArrays = Callable[[], Mapping[str, Array]]
 
 
@@ -97,8 +99,8 @@ async def show_media_cache(request: Request) -> Response:
 
 def offered_items(
     names: Mapping[Modality, Sequence[str]],
-    given: Mapping[Modality, Sequence[object]],
-    reader: Callable[[object], ReadArrays],
+    given: Mapping[Modality, Sequence[T]],
+    reader: Callable[[T], ReadArrays],
 ) -> list[Offered]:
     """The items one by one. Raises `BadRequestError` where names and items do not match."""
     if names.keys() != given.keys():
@@ -156,5 +158,10 @@ def _outcome(item: Offered, outcome: Injected) -> ItemOutcome:
     return ItemOutcome(hash=item.name, status=outcome.status, reason=outcome.reason)
 
 
-def _reader(data: object) -> ReadArrays:
-    return lambda: decode_kwargs(str(data))
+def arrays_reader(arrays: Mapping[str, Any]) -> ReadArrays:
+    """Of NumPy arrays or torch tensors."""
+    return lambda: arrays_of(arrays)
+
+
+def _reader(data: str) -> ReadArrays:
+    return lambda: decode_kwargs(data)

@@ -76,7 +76,8 @@ async def _rehearse(services: Services, rehearsal: Rehearsal, routes: Sequence[B
     content = [*(_part(each, data) for each, data in media), {"type": "text", "text": TEXT}]
     chat = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
     names = ", ".join(each.modality for each, _ in media) or "text"
-    renders: list[Body] = [{**chat, "cache_salt": str(number)} for number in range(NUM_WORKERS)]
+    salted = ({**chat, "cache_salt": str(number)} for number in range(1, NUM_WORKERS))
+    renders: list[Body] = [chat, *salted]  # other scopes: each processes for itself
     rehearsed: dict[str, list[Body]] = {
         "/v1/chat/completions/render": renders if media else [chat],
         "/tokenize": [chat],

@@ -1,0 +1,100 @@
+"""An API process is warm before `/ready`, and its caches and counters tell nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from contextlib import asynccontextmanager
+
+import pytest
+
+from lookonce.errors import UnprocessableMediaError
+from lookonce.render.readonly import open_readonly
+from lookonce.server.app import RENDER_ROUTES, build_app
+from lookonce.server.warmup import warm_up, warming_up
+from tests.nodes import engine_node, render_node, run
+
+
+@pytest.fixture
+def log(caplog):
+    caplog.set_level(logging.INFO, logger="lookonce.server")
+    return caplog
+
+
+@asynccontextmanager
+async def stage(node):
+    """The node with a renderer to rehearse with, and its app."""
+    async with open_readonly(node.services.renderer, node.services.config.media) as rehearsal:
+        node.services.rehearsal = rehearsal
+        yield node, build_app(node.services)
+
+
+def test_every_route_is_rehearsed_with_every_modality_and_the_log_says_so(folder, log):
+    async def scenario():
+        async with engine_node(folder("qwen2_5_omni")) as node, stage(node) as (_, app):
+            before, stats = node.memory, await node.engine.stats()
+            metrics = (await node.http.get("/metrics")).text
+            await warm_up(node.services, app)
+            assert len(node.pool.jobs) == 2 * 4  # one of each, for as many workers as there may be
+            assert node.memory == before
+            assert await node.engine.stats() == stats
+            assert (await node.http.get("/metrics")).text == metrics
+
+    run(scenario())
+    warmed = [record.getMessage() for record in log.records]
+    routes = ("/v1/chat/completions/render", "/tokenize", "/v1/chat/completions")
+    for route, line in zip(routes, warmed, strict=True):
+        assert line.startswith(f"warmed up {route} with image, audio in ")
+
+
+def test_a_render_server_warms_what_it_serves(folder, log):
+    async def scenario():
+        async with render_node(folder("llava")) as node, stage(node) as (_, _app):
+            await warm_up(node.services, build_app(node.services, RENDER_ROUTES))
+
+    run(scenario())
+    assert [record.args[0] for record in log.records] == [
+        "/v1/chat/completions/render", "/tokenize",
+    ]  # fmt: skip
+
+
+def test_ready_says_no_until_it_is_done_and_again_is_the_same(folder):
+    async def scenario():
+        async with engine_node(folder("llava")) as node, stage(node) as (_, app):
+            for _ in range(2):
+                done = asyncio.Event()
+                async with warming_up(node.services, app, done.set):
+                    answer = await node.http.get("/ready")
+                    assert (answer.status_code, answer.json()) == (503, {"status": "warming"})
+                    assert (await node.http.get("/health")).status_code == 200
+                    await done.wait()
+                    assert (await node.http.get("/ready")).status_code == 200
+
+    run(scenario())
+
+
+def test_what_fails_is_a_warning_and_the_server_becomes_ready(folder, log):
+    async def broken(job):
+        raise UnprocessableMediaError("no luck today")
+
+    async def scenario():
+        async with engine_node(folder("llava")) as node, stage(node) as (_, app):
+            node.pool.run = broken
+            await warm_up(node.services, app)
+            assert (await node.http.get("/ready")).status_code == 200
+
+    run(scenario())
+    assert "no luck today" in log.text
+    assert {record.levelname for record in log.records} == {"WARNING"}
+
+
+def test_what_breaks_altogether_is_a_warning_too(folder, log):
+    async def scenario():
+        async with engine_node(folder("llava")) as node, stage(node) as (_, app):
+            node.services.config = dataclasses.replace(node.services.config, scheduler=None)
+            await warm_up(node.services, app)
+            assert (await node.http.get("/ready")).status_code == 200
+
+    run(scenario())
+    assert "warm-up failed" in log.text
