@@ -1,21 +1,31 @@
-"""The accounting table, line by line: over a scheduler, real workers, and tiers that misbehave."""
+"""The accounting table, line by line: over a scheduler, real workers, and tiers that misbehave.
+
+The tier is a dict, host memory, a disk and a real Valkey in turn, behind one that injects faults.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from lookonce.bench.valkey_server import ValkeyServer
 from lookonce.kv.accounting import matched_tokens, usable_tokens
-from lookonce.kv.tier import Reason
-from lookonce.types.kv import ExternalFacts
+from lookonce.kv.disk import DiskTier
+from lookonce.kv.host import HostTier
+from lookonce.kv.objects import ObjectFormat
+from lookonce.kv.tier import KVTier, Reason
+from lookonce.kv.valkey import ValkeyTier
+from lookonce.types.kv import ExternalFacts, TierSpec
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.core.builders import Limits, feature, request, text
 from tests.core.fake_runner import reference
-from tests.kv.tiers import FaultyTier, eventually
-from tests.kv.world import World
+from tests.kv.tiers import DictTier, FaultyTier, eventually
+from tests.kv.world import LAYOUT, World
 
 TOKENS = text(42)
 """10 whole blocks of 4, and 2 more tokens."""
@@ -42,9 +52,23 @@ def warmed(tier: FaultyTier, tokens: list[int] = TOKENS) -> None:
     tier.reads = tier.calls = 0
 
 
-@pytest.fixture
-def tier() -> FaultyTier:
-    return FaultyTier(name="near")
+@pytest.fixture(params=["fake", "host", "disk", "valkey"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FaultyTier]:
+    """Each line over a dict and over every real tier; faults come from what stands before it."""
+    objects = ObjectFormat(bytes(32), LAYOUT)
+    inner: KVTier
+    match request.param:
+        case "fake":
+            inner = DictTier()
+        case "host":
+            inner = HostTier(objects, 1 << 16)
+        case "disk":
+            inner = DiskTier(objects, str(tmp_path), 1 << 20)
+        case _:
+            server: ValkeyServer = request.getfixturevalue("valkey")
+            inner = ValkeyTier(objects, TierSpec("valkey", path=server.socket))
+    yield FaultyTier(name="near", inner=inner)
+    inner.close()
 
 
 def test_usable_tokens_are_whole_blocks_and_leave_one_to_compute() -> None:
@@ -90,7 +114,7 @@ def test_local_longer_than_what_the_tier_holds_of_a_longer_prompt(tier: FaultyTi
     warmed(tier, TOKENS[:20])
     with World(tier) as world:
         world.serve(request("local", TOKENS[:30]))
-        tier.blocks = {k: tier.blocks[k] for k in list(tier.blocks)[:4]}
+        tier.forget(4)
         longer = request("b", TOKENS)
         world.serve(longer)
         assert check(world, longer).status == "shadowed"
@@ -128,7 +152,7 @@ def test_evicted_between_lookup_and_load(tier: FaultyTier) -> None:
         world.add(one)
         world.step()  # the lookup begins
         eventually(lambda: tier.num_leases == 10)
-        tier.blocks.clear()
+        tier.forget()
         world.settle()
         assert check(world, one).status == "failed"
 
@@ -277,14 +301,18 @@ def test_scopes_share_nothing(tier: FaultyTier) -> None:
 def test_found_far_is_kept_near(tier: FaultyTier) -> None:
     warmed(tier)
     near, far = FaultyTier(name="host"), tier
-    near.blocks = {k: far.blocks[k] for k in list(far.blocks)[:3]}
+    whole = list(far.stored)[:10]
+    size = LAYOUT.block_bytes
+    copied = memoryview(bytearray(3 * size))
+    far.inner.read(whole[:3], copied)
+    near.write(whole[:3], [copied[n * size : (n + 1) * size] for n in range(3)])
     with World(near, far) as world:
         one = request("a", TOKENS)
         world.serve(one)
         assert check(world, one).by_tier == (("host", 12), ("near", 28))
-        eventually(lambda: near.blocks.keys() >= set(list(far.blocks)[:10]))
+        eventually(lambda: near.stored.keys() >= set(whole))
         world.forget_device()
-        far.blocks.clear()
+        far.forget()
         again = request("b", TOKENS)
         world.serve(again)
         assert check(world, again).by_tier == (("host", 40),)

@@ -61,7 +61,7 @@ def disturb(chance: random.Random, tiers: list[FaultyTier]) -> None:
         case 1:
             tier.fault = chance.choice(REASONS)
         case 2:
-            tier.blocks = {}
+            tier.forget()
         case _:
             tier.fault = tier.fail_reads_after = None
 

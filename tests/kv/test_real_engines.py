@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -160,9 +161,11 @@ def check(subject: Subject, served: Served, *, warm: bool) -> None:
 HOST = TierSpec("host", capacity_bytes=32 << 20)
 
 
-@pytest.mark.parametrize(
-    "kinds", [("host",), ("disk",), ("valkey",), ("host", "disk", "valkey")], ids="+".join
-)
+KINDS = ("host", "disk", "valkey")
+COMBINATIONS = [kinds for count in (1, 2, 3) for kinds in combinations(KINDS, count)]
+
+
+@pytest.mark.parametrize("kinds", COMBINATIONS, ids="+".join)
 def test_same_tokens_cold_warm_and_after_a_restart(
     subject: Subject, kinds: Sequence[str], tmp_path: Path, valkey: ValkeyServer
 ) -> None:

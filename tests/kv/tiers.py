@@ -1,4 +1,4 @@
-"""Tiers and pages for tests: in memory, with faults on demand."""
+"""Tiers and pages for tests: in memory or real ones behind, with faults on demand."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lookonce.kv.disk import DiskTier
+from lookonce.kv.host import HostTier
 from lookonce.kv.objects import ObjectFormat
-from lookonce.kv.tier import ReadOutcome, Reason, TierError
+from lookonce.kv.tier import KVTier, ReadOutcome, Reason, TierError
+from lookonce.kv.valkey import ValkeyTier
 from lookonce.types.kv import KVLayout
 
 LAYOUT = KVLayout(num_layers=2, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
@@ -41,12 +44,67 @@ def eventually(condition: object, seconds: float = 5.0) -> None:
         time.sleep(0.002)
 
 
+class DictTier:
+    """The simplest tier there can be."""
+
+    name = "dict"
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(map(len, self.blocks.values()))
+
+    def lease(self, keys: Sequence[bytes]) -> list[bool]:
+        return [k in self.blocks for k in keys]
+
+    def release(self, keys: Sequence[bytes]) -> None:
+        pass
+
+    def read(self, keys: Sequence[bytes], into: memoryview) -> ReadOutcome:
+        size = into.nbytes // len(keys)
+        for index, k in enumerate(keys):
+            found = self.blocks.get(k)
+            if found is None:
+                return ReadOutcome(index, "missing")
+            into[index * size : (index + 1) * size] = found
+        return ReadOutcome(len(keys))
+
+    def write(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> int:
+        new = sum(k not in self.blocks for k in keys)
+        self.blocks.update((k, bytes(p)) for k, p in zip(keys, payloads, strict=True))
+        return new
+
+    def close(self) -> None:
+        pass
+
+
+def evict(tier: KVTier, k: bytes) -> None:
+    """What the tier, or somebody beside it, does when room is needed."""
+    match tier:
+        case DictTier():
+            tier.blocks.pop(k, None)
+        case HostTier():
+            with tier._lock:
+                entry = tier._slots._entries.get(k)
+                if entry is not None:
+                    tier._slots.remove(k, entry)
+        case DiskTier():
+            tier._delete(tier._path(k))
+        case ValkeyTier():
+            tier._delete([k])
+
+
 @dataclass
 class FaultyTier:
-    """A tier in a dict that does as it is told: fails, hangs, forgets, lies about nothing."""
+    """A tier before another one that does as it is told: fails, hangs, forgets; never lies."""
 
     name: str = "faulty"
-    blocks: dict[bytes, bytes] = field(default_factory=dict)
+    inner: KVTier = field(default_factory=DictTier)
+    """A dict, or a real tier."""
+    stored: dict[bytes, None] = field(default_factory=dict)
+    """What it was given and has not forgotten, in order."""
     fault: Reason | None = None
     """Every call fails with this."""
     fail_reads_after: int | None = None
@@ -61,22 +119,29 @@ class FaultyTier:
 
     @property
     def held_bytes(self) -> int:
-        return sum(map(len, self.blocks.values()))
+        return self.inner.held_bytes
 
     @property
     def num_leases(self) -> int:
         return sum(self.leased.values())
 
+    def forget(self, first: int = 0) -> None:
+        """Everything but the `first` blocks it was given is evicted."""
+        for k in list(self.stored)[first:]:
+            evict(self.inner, k)
+            self.stored.pop(k)
+
     def lease(self, keys: Sequence[bytes]) -> list[bool]:
         self._enter()
+        held = self.inner.lease(keys)
         with self.lock:
-            held = [k in self.blocks for k in keys]
             for k, there in zip(keys, held, strict=True):
                 if there:
                     self.leased[k] = self.leased.get(k, 0) + 1
         return held
 
     def release(self, keys: Sequence[bytes]) -> None:
+        self.inner.release(keys)
         with self.lock:
             for k in keys:
                 self.leased[k] -= 1
@@ -87,27 +152,26 @@ class FaultyTier:
             self._enter()
         except TierError as error:
             return ReadOutcome(0, error.reason)
+        good = len(keys)
+        if self.fail_reads_after is not None:
+            good = max(0, min(good, self.fail_reads_after - self.reads))
         size = into.nbytes // len(keys)
-        for index, k in enumerate(keys):
-            if self.fail_reads_after is not None and self.reads >= self.fail_reads_after:
-                return ReadOutcome(index, self.read_reason)
-            found = self.blocks.get(k)
-            if found is None:
-                return ReadOutcome(index, "missing")
-            self.reads += 1
-            into[index * size : (index + 1) * size] = found
-        return ReadOutcome(len(keys))
+        outcome = ReadOutcome(0)
+        if good:
+            outcome = self.inner.read(keys[:good], into[: good * size])
+        self.reads += outcome.num_blocks
+        if outcome.reason is None and good < len(keys):
+            return ReadOutcome(good, self.read_reason)
+        return outcome
 
     def write(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> int:
         self._enter()
-        new = 0
-        for k, p in zip(keys, payloads, strict=True):
-            new += k not in self.blocks
-            self.blocks[k] = bytes(p)
+        new = self.inner.write(keys, payloads)
+        self.stored.update(dict.fromkeys(keys))
         return new
 
     def close(self) -> None:
-        pass
+        """The test closes what it opened."""
 
     def _enter(self) -> None:
         self.calls += 1
