@@ -11,6 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from types import TracebackType
 from typing import Self
 
@@ -260,17 +261,26 @@ class EngineClient:
     # --- inside -------------------------------------------------------------------------------
 
     async def _submit(self, request: PendingRequest, wire: GenerateRequest) -> None:
-        items = [part.item for part in request.rendered.items if part.item is not None]
-        nbytes = MESSAGE_OVERHEAD + wire.prompt.nbytes + sum(item.nbytes for item in items)
         _check_encodable(wire)
         self._pulse.require_ready()
-        async with self._channel.room(nbytes):
+        async with self._room_for(request, wire):
             self._pulse.require_ready()
             if request.request_id in self._requests:
                 raise BadRequestError("this request_id is running", param="request_id")
             self._commit(self.sender.submit(wire, request.rendered))
             self._requests[request.request_id] = request
             request.submitted = True
+
+    def _room_for(
+        self, request: PendingRequest, wire: GenerateRequest
+    ) -> AbstractAsyncContextManager[None]:
+        """What only refers to items is small and passes those that bring some: a known picture
+        never waits for new ones."""
+        items = [part.item for part in request.rendered.items if part.item is not None]
+        if not items:
+            return nullcontext()
+        nbytes = MESSAGE_OVERHEAD + wire.prompt.nbytes + sum(item.nbytes for item in items)
+        return self._channel.room(nbytes)
 
     def _leave(self, request: PendingRequest) -> None:
         """The caller holds the request no more: pins go back, the engine stops computing."""

@@ -95,6 +95,21 @@ def test_arrays_are_let_go_once_accepted(world):
     world.run(scenario)
 
 
+def test_known_pictures_do_not_wait_until_there_is_room_for_new_ones(world):
+    async def scenario(client):
+        await all_of(client.generate(rendered(text(20), part("cat"), offsets=(3,)), GREEDY, "a"))
+        async with client._channel.room(1 << 20):  # all there is
+            new = rendered(text(20), part("dog"), offsets=(3,))
+            waiting = asyncio.create_task(all_of(client.generate(new, GREEDY, "new")))
+            known = rendered(text(20, seed=1), part("cat", held=True), offsets=(5,))
+            await all_of(client.generate(known, GREEDY, "known"))
+            await all_of(client.generate(rendered(text(20, seed=2)), GREEDY, "text"))
+            assert not waiting.done()
+        assert tokens_of(await waiting) == expected(new, 8)
+
+    world.run(scenario)
+
+
 # --- refusals ---------------------------------------------------------------------------------
 
 
