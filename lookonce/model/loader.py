@@ -101,7 +101,7 @@ def _read_weights(
                 use_safetensors=True,
                 output_loading_info=True,
             )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"the weights of {config.folder} do not load: {error}") from error
     if loading["missing_keys"]:
         names = ", ".join(sorted(loading["missing_keys"])[:3])

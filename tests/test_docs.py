@@ -1,0 +1,65 @@
+"""What the documentation says of models and families is what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lookonce.render.families.pixtral import PixtralProcessing
+from lookonce.render.families.registry import FAMILIES
+from lookonce.types.supported import SUPPORTED
+
+ROOT = Path(__file__).parents[1]
+QUOTES = re.findall(
+    r"```python\n# (lookonce/\S+)\n(.*?)```", (ROOT / "docs/adding-a-family.md").read_text(), re.S
+)
+TABLE = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (ROOT / "docs/models.md").read_text().splitlines()
+    if line.startswith("| `")
+][1:]
+"""Rows of four cells, without the heading."""
+PATHS = re.findall(
+    r"`((?:lookonce|tests|docs|tools)/[\w/.]+)`", (ROOT / "docs/adding-a-family.md").read_text()
+)
+
+
+def options_of(model_type: str) -> tuple[str, ...]:
+    """What a family's requests may set; it depends on no folder."""
+    family = FAMILIES.get(model_type)
+    return family.option_names(object.__new__(family)) if family else ()
+
+
+@pytest.mark.parametrize(("path", "code"), QUOTES, ids=[path for path, _ in QUOTES])
+def test_quoted_code_is_in_the_file_it_names(path: str, code: str) -> None:
+    assert code in (ROOT / path).read_text()
+
+
+def test_the_guide_quotes_both_sides_of_the_shortest_family() -> None:
+    assert {path for path, _ in QUOTES} >= {
+        "lookonce/model/families/voxtral.py",
+        "lookonce/render/families/voxtral.py",
+    }
+
+
+@pytest.mark.parametrize("path", sorted({path for path in PATHS if "*" not in path}))
+def test_files_that_the_guide_names_exist(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
+def test_the_table_lists_every_type_with_its_media() -> None:
+    listed = {kind.strip("`"): media for kind, _, media, _ in TABLE}
+    assert listed == {kind: ", ".join(media) for kind, media in SUPPORTED.items()}
+    assert list(listed) == sorted(listed)
+
+
+@pytest.mark.parametrize(("kind", "options"), [(row[0].strip("`"), row[3]) for row in TABLE])
+def test_the_table_lists_the_options_of_each_type(kind: str, options: str) -> None:
+    expected = options_of(kind)
+    if kind == "llava":  # whose type has two families
+        assert expected == ()
+        assert options.startswith("Pixtral: ")
+        expected = options_of(PixtralProcessing.model_types[0])
+    assert tuple(re.findall(r"`(\w+)`", options)) == expected
