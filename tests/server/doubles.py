@@ -115,6 +115,14 @@ class ByteRenderer:
         self.rendered.append(RenderedPrompt(tokens, scope=f"{tenant}/{cache_salt}".encode()))
         return self.rendered[-1]
 
+    async def render_tokens(
+        self, token_ids: list[int], media: Sequence[object] = (), *, tenant: str = "", **fields: Any
+    ) -> RenderedPrompt:
+        assert not media, "this double takes text only"
+        return await self.render_completion(
+            token_ids, tenant=tenant, cache_salt=fields.get("cache_salt")
+        )
+
     async def item_of(self, part: RenderedItem) -> None:
         """A name alone stands for every item."""
 

@@ -1,4 +1,4 @@
-"""`kv_transfer_params`: asked for by a key, answered on both routes, streamed or not."""
+"""`kv_transfer_params`: asked for by a key, answered on every route, streamed or not."""
 
 from __future__ import annotations
 
@@ -69,6 +69,24 @@ def test_completions_sum_over_their_prompts(on_site):
         }
         streamed = await site.client.post("/v1/completions", json={**body, "stream": True})
         assert events(streamed.text)[-1]["kv_transfer_params"] == whole["kv_transfer_params"]
+
+    on_site(scenario)
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
+def test_generate_answers_them_whole_and_in_the_last_chunk_alone(on_site, options):
+    async def scenario(site):
+        give_facts(site)
+        url, body = "/inference/v1/generate", {"token_ids": [97, 98], "kv_transfer_params": ASK}
+        whole = (await site.client.post(url, json=body)).json()
+        assert whole["kv_transfer_params"] == ANSWER
+        assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 34
+        response = await site.client.post(url, json={**body, "stream": True, **options})
+        *others, last = events(response.text)
+        assert last["kv_transfer_params"] == ANSWER
+        assert not any("kv_transfer_params" in chunk for chunk in others)
+        unasked = (await site.client.post(url, json={"token_ids": [97, 98]})).json()
+        assert "kv_transfer_params" not in unasked
 
     on_site(scenario)
 
