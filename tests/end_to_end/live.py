@@ -24,10 +24,10 @@ URL = re.compile(r"http://[0-9.]+:[0-9]+")
 class LiveServer:
     """`lookonce serve` with `options`; a context manager that stops it with SIGTERM."""
 
-    def __init__(self, *options: str) -> None:
-        command = [sys.executable, "-m", "lookonce.cli.main", "serve", "--port", "0", *options]
+    def __init__(self, *options: str, command: str = "serve") -> None:
+        line = [sys.executable, "-m", "lookonce.cli.main", command, "--port", "0", *options]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
         )  # fmt: skip
         self.output: list[str] = []
