@@ -21,6 +21,7 @@ from lookonce.server.middleware import Admission, Failures, RequestIds
 from lookonce.server.observe import health, list_models, metrics, ready, show_model, show_version
 from lookonce.server.page import show_asset, show_page
 from lookonce.server.render import render_chat, render_completion
+from lookonce.server.respond.route import create_response
 from lookonce.server.responding import json_response
 from lookonce.server.responses import ErrorBody, ErrorResponse
 from lookonce.server.services import Services
@@ -46,6 +47,7 @@ ROUTES = [
     Route("/page/{name}", show_asset),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/responses", create_response, methods=["POST"]),
     Route("/inference/v1/generate", generate, methods=["POST"]),
     Route("/inference/v1/abort_requests", abort_requests, methods=["POST"]),
     Route("/inference/v1/media_cache", inject_media, methods=["POST"]),

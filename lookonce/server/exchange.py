@@ -22,7 +22,7 @@ from lookonce.server.receipt import kv_transfer_params, reuse_receipt, usage
 from lookonce.server.responding import json_response
 from lookonce.server.responses import KVTransferParams, ReuseReceipt, StopReason, Usage
 from lookonce.server.services import Services
-from lookonce.server.stream import Chunks, stream_response
+from lookonce.server.stream import PLAIN, Chunks, Wire, stream_response
 from lookonce.types.request import RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -176,10 +176,12 @@ def request_id_of(request: Request, asked: str | None) -> str:
     return asked
 
 
-async def answer(request: Request, exchange: Exchange, form: Format) -> Response:
+async def answer(
+    request: Request, exchange: Exchange, form: Format, wire: Wire = PLAIN
+) -> Response:
     """Render, generate, and answer whole or streamed."""
     if exchange.stream:
-        return await stream_response(request, _streamed(exchange, form))
+        return await stream_response(request, _streamed(exchange, form), wire)
     return json_response(await while_connected(request.receive, _collected(exchange, form)))
 
 

@@ -73,6 +73,23 @@ def completion_sampling(request: CompletionRequest, defaults: SamplingDefaults) 
     return _sampling(request, defaults, limit, request.logprobs, "logprobs")
 
 
+def response_sampling(
+    request: Sampling,
+    max_output_tokens: int | None,
+    logprobs: int | None,
+    defaults: SamplingDefaults,
+) -> SamplingParams:
+    """Raises `BadRequestError` naming the field."""
+    limit = defaults.max_new_tokens if max_output_tokens is None else max_output_tokens
+    try:
+        return _sampling(request, defaults, limit, logprobs, "top_logprobs")
+    except BadRequestError as error:
+        if error.param != "max_tokens":
+            raise
+        message = error.message.replace("max_tokens", "max_output_tokens")
+        raise BadRequestError(message, param="max_output_tokens") from None
+
+
 def _sampling(
     request: Sampling,
     defaults: SamplingDefaults,

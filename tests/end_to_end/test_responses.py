@@ -1,0 +1,169 @@
+"""`/v1/responses` through the OpenAI client, sync, async and streamed, against the real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+from tests.end_to_end.drawing import image_part, picture
+
+QUESTION = "What shape is red?"
+SCHEMA = {
+    "type": "json_schema",
+    "name": "count",
+    "schema": {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["n"],
+        "additionalProperties": False,
+    },
+}
+
+
+def look(text, colour="red"):
+    """A picture and a question, as input items."""
+    url = image_part(picture((colour, "circle")))["image_url"]["url"]
+    shown = {"type": "input_image", "image_url": url, "detail": "auto"}
+    return [{"role": "user", "content": [shown, {"type": "input_text", "text": text}]}]
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with server.client() as client:
+        yield client
+
+
+def test_a_text_and_a_picture_are_answered(client):
+    answer = client.responses.create(model="nano", input="Say apple.")
+    assert answer.output_text == "apple"
+    assert (answer.object, answer.status, answer.error) == ("response", "completed", None)
+    assert answer.id.startswith("resp_")
+    (message,) = answer.output
+    assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
+    seen = client.responses.create(model="nano", input=look(QUESTION))
+    assert seen.output_text == "the circle"
+    assert seen.usage.input_tokens_details.model_extra["image_tokens"] == 9
+    assert seen.usage.total_tokens == seen.usage.input_tokens + seen.usage.output_tokens
+    again = client.responses.create(model="nano", input=look(QUESTION))
+    assert again.usage.input_tokens_details.cached_tokens > 0
+
+
+def test_a_stream_has_every_event_in_its_order(client):
+    stream = list(client.responses.create(model="nano", input=look(QUESTION), stream=True))
+    kinds = [event.type for event in stream]
+    assert [event.sequence_number for event in stream] == list(range(len(stream)))
+    deltas = [event for event in stream if event.type == "response.output_text.delta"]
+    assert kinds == [
+        "response.created", "response.in_progress", "response.output_item.added",
+        "response.content_part.added", *["response.output_text.delta"] * len(deltas),
+        "response.output_text.done", "response.content_part.done", "response.output_item.done",
+        "response.completed",
+    ]  # fmt: skip
+    assert len(deltas) > 1
+    assert "".join(event.delta for event in deltas) == "the circle"
+    created, last = stream[0].response, stream[-1].response
+    assert (created.status, created.output) == ("in_progress", [])
+    assert created.id == last.id
+    assert last.output_text == "the circle"
+    assert last.usage.output_tokens > 1
+
+
+def test_the_client_s_own_stream_helper_follows(client):
+    with client.responses.stream(model="nano", input="Say apple.") as stream:
+        assert [e.delta for e in stream if e.type == "response.output_text.delta"]
+        assert stream.get_final_response().output_text == "apple"
+
+
+def test_the_async_client_asks_many_things_at_once(server):
+    async def one(client, colour):
+        asked = look("What color is the circle?", colour)
+        stream = await client.responses.create(model="nano", input=asked, stream=True)
+        return [e async for e in stream][-1].response.output_text
+
+    async def all_of_them():
+        async with server.async_client() as client:
+            return await asyncio.gather(*(one(client, c) for c in ("red", "green", "blue")))
+
+    assert asyncio.run(all_of_them()) == ["red", "green", "blue"]
+
+
+def test_a_conversation_is_items_and_instructions(client):
+    first = client.responses.create(model="nano", input=look(QUESTION))
+    items = [*look(QUESTION), *first.output, {"role": "user", "content": "What color is it?"}]
+    follow = client.responses.create(model="nano", input=items, instructions="Be brief.")
+    assert follow.output_text
+    assert follow.instructions == "Be brief."
+
+
+def test_a_schema_holds_whatever_the_temperature(client):
+    answer = client.responses.create(
+        model="nano", input="Say apple.", text={"format": SCHEMA}, temperature=1.9, top_p=0.99
+    )
+    assert 0 <= json.loads(answer.output_text)["n"] <= 9
+    assert answer.text.format.name == "count"
+
+
+def test_an_answer_that_is_cut_off_is_incomplete(client):
+    answer = client.responses.create(model="nano", input=look(QUESTION), max_output_tokens=1)
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    *_, last = client.responses.create(
+        model="nano", input=look(QUESTION), max_output_tokens=1, stream=True
+    )
+    assert last.type == "response.incomplete"
+
+
+def test_logprobs_come_where_they_are_included(client):
+    answer = client.responses.create(
+        model="nano", input="Say apple.", include=["message.output_text.logprobs"], top_logprobs=2
+    )
+    logprobs = answer.output[0].content[0].logprobs
+    assert "".join(entry.token for entry in logprobs).startswith("apple")
+    assert len(logprobs[0].top_logprobs) == 2
+
+
+REFUSED = [
+    ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"input": "x", "conversation": "conv_1"}, "conversation"),
+    ({"input": "x", "background": True}, "background"),
+    ({"input": "x", "truncation": "auto"}, "truncation"),
+    ({"input": "x", "reasoning": {"effort": "low"}}, "reasoning.effort"),
+    ({"input": "x", "include": ["file_search_call.results"]}, "include[0]"),
+    ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools"),
+    ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+    ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ({"input": "x", "text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+    ({"input": "x", "max_output_tokens": 10**6}, "max_output_tokens"),
+    ({"input": "x", "max_tokens": 5}, "max_tokens"),
+    ({"input": "x", "n": 2}, "n"),
+    ({"input": []}, "input"),
+    ({"input": ""}, None),
+    ({"input": 5}, "input"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+    ({"input": [{"role": "user"}]}, "input[0].content"),
+    ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), REFUSED)
+def test_what_is_not_served_is_refused_by_name(server, body, param):
+    response = server.post("/v1/responses", body)
+    if param is None:
+        assert response.status_code == 200
+    else:
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param), error
+
+
+def test_mistakes_are_the_client_s_exceptions(client):
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.responses.create(model="nano", input="x", temperature=-1)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="gpt-5", input="x")
