@@ -9,6 +9,7 @@ from lookonce.errors import ConfigError
 
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "engine": ("lookonce.bench.engine", "a decode step beside the bare model and transformers"),
+    "items": ("lookonce.bench.items", "what 128,000 media items in one request cost per step"),
     "kv": ("lookonce.bench.kv", "a long prompt's KV: computed, on the device, from each tier"),
     "look": ("lookonce.bench.look", "what a picture costs when known, when new, uncached"),
     "nano": ("lookonce.bench.nano", "how often nano answers right about what it never saw"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from enum import Enum
+from itertools import repeat
 
 from lookonce.core.budget import StepPass
 from lookonce.core.counters import Counters
@@ -117,14 +118,14 @@ class Acquirer:
         items = [item for item in map(request.items.get, keys) if item is not None]
         if len(items) != len(keys):
             return False
-        rows = [feature.num_embeds for feature in request.features.window(indices)]
+        rows = request.features.rows(indices)
         if sum(rows) > step.encoder.left or not cache.try_allocate_many(
             keys, rows, sequence.seq_id
         ):
             return False
         step.encoder.spend(sum(rows))
         step.encode += map(EncodeItem, keys, items)
-        step.encode_owners += [(request.facts, index) for index in indices]
+        step.encode_owners += zip(repeat(request.facts), indices)
         for index in request.facts.listed(indices):
             request.facts.note(index, "miss")
         self._counters.encoder_cache_queries += len(keys)

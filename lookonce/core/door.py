@@ -153,14 +153,15 @@ def check_rows(features: Features, items: Mapping[bytes, ProcessedItem]) -> None
 
 def _all_are_one_run(features: Features, items: Mapping[bytes, ProcessedItem]) -> bool:
     """Whether every item is here, expands to one run, and has the right number of rows."""
-    found = [item.expansion for item in map(items.get, features.keys) if item is not None]
-    if len(found) != len(features):
+    all_items = features.found_in(items)
+    if all_items is None:
         return False
+    found = [item.expansion for item in all_items]
     try:
         only_runs = [run for (run,) in [at.runs for at in found]]
     except ValueError:
         return False
-    rows = [feature.num_embeds for feature in features.as_tuple()]
+    rows = features.rows(range(len(features)))
     return [count for _, count in only_runs] == rows and (
         [token for token, _ in only_runs] == [at.embed_token_id for at in found]
     )

@@ -5,8 +5,7 @@
        └── evicted, cleared ───┘  └── last release ┘
 
 Only unheld entries leave. The next to leave is the least recently used, weighted by what it cost
-to compute per byte (greedy dual): an entry's priority is the clock plus its cost per byte, and the
-clock moves up to the priority of each entry that leaves. With equal costs this is plain LRU.
+to compute per byte (see `eviction`).
 
 What leaves for room goes to the host tier, if there is one, and is restored from there. Outputs
 that were prefetched are awaited: until somebody holds them they leave only when nothing else can.
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable
+from itertools import repeat
 
 import msgspec
 
@@ -51,7 +50,7 @@ class EncoderCache:
         self.row_bytes = row_bytes
         self.host = HostOutputs(host_capacity_bytes)
         self._entries: dict[bytes, Entry] = {}
-        self._held: dict[int, dict[bytes, None]] = {}
+        self._held: dict[int, dict[bytes, Entry]] = {}
         """Holder → keys it holds; each entry counts how often."""
         self._used_bytes = 0
         self._unheld_bytes = 0
@@ -93,7 +92,7 @@ class EncoderCache:
 
     @property
     def eviction_queue_length(self) -> int:
-        """Entries of the eviction order, outdated ones included: bounded by what is cached."""
+        """Entries that may leave and that nobody awaits."""
         return len(self._order)
 
     @property
@@ -135,11 +134,8 @@ class EncoderCache:
             self._unheld_bytes += num_bytes
             self._order.add(key, entry)
         else:
-            entries[key] = Entry(num_bytes, self._usual_cost, {holder: 1})
-            keys = self._held.get(holder)
-            if keys is None:
-                keys = self._held[holder] = {}
-            keys[key] = None
+            entry = entries[key] = Entry(num_bytes, self._usual_cost, {holder: 1})
+            self._held.setdefault(holder, {})[key] = entry
         return Allocation(key, num_bytes, evicted)
 
     def try_restore(self, key: bytes, num_embeds: int, holder: int) -> Allocation | None:
@@ -167,11 +163,12 @@ class EncoderCache:
         ):
             return False
         if self._used_bytes + total > self.capacity_bytes:
-            self._order.sort()
             self._evict_until(self.capacity_bytes - total)
-        made = [Entry(num_rows * row_bytes, cost, {holder: 1}) for num_rows in rows]
-        entries.update(zip(keys, made, strict=True))
-        self._held.setdefault(holder, {}).update(dict.fromkeys(keys))
+        sizes = [num_rows * row_bytes for num_rows in rows]
+        holders = [{holder: 1} for _ in rows]
+        new = dict(zip(keys, map(Entry, sizes, repeat(cost), holders), strict=True))
+        entries.update(new)
+        self._held.setdefault(holder, {}).update(new)
         self._used_bytes += total
         return True
 
@@ -210,14 +207,11 @@ class EncoderCache:
         holders = entry.holders
         if not holders:
             self._unheld_bytes -= entry.num_bytes
-            entry.tick = 0
+            self._order.remove(key, entry)
             if key in self._awaited:
                 self._forget_awaited(key, entry)
         holders[holder] = holders.get(holder, 0) + 1
-        keys = self._held.get(holder)
-        if keys is None:
-            keys = self._held[holder] = {}
-        keys[key] = None
+        self._held.setdefault(holder, {})[key] = entry
         return True
 
     def release(self, holder: int, key: bytes) -> None:
@@ -233,31 +227,29 @@ class EncoderCache:
 
     def release_all(self, holder: int) -> None:
         """Give back everything a holder has, however often it holds it; nothing if nothing."""
-        keys = self._held.pop(holder, None)
-        if keys is None:
+        held = self._held.pop(holder, None)
+        if held is None:
             return
-        if len(keys) > _MANY:
-            self._release_many(holder, keys)
+        if len(held) > _MANY:
+            self._release_many(holder, held)
             return
-        for key in keys:
-            entry = self._entries[key]
+        for key, entry in held.items():
             del entry.holders[holder]
             self._settle(key, entry)
 
-    def _release_many(self, holder: int, keys: Iterable[bytes]) -> None:
+    def _release_many(self, holder: int, held: dict[bytes, Entry]) -> None:
         """As one by one, but the eviction order is put right once."""
-        entries, free = self._entries, []
-        for key in keys:
-            entry = entries[key]
+        others = []
+        for key, entry in held.items():
             del entry.holders[holder]
-            if entry.holders:
-                continue
-            if entry.condemned:
+            if entry.holders or entry.condemned:
+                others.append(key)
+        for key in others:
+            entry = held.pop(key)
+            if not entry.holders:
                 self._drop(key, entry)
-            else:
-                self._unheld_bytes += entry.num_bytes
-                free.append((key, entry))
-        self._order.add_many(free)
+        self._unheld_bytes += sum([entry.num_bytes for entry in held.values()])
+        self._order.add_many(held)
 
     def holders(self, key: bytes) -> tuple[int, ...]:
         entry = self._entries.get(key)
@@ -288,7 +280,7 @@ class EncoderCache:
             entry.cost_per_byte = seconds / max(entry.num_bytes, 1)
             usual = self._usual_cost or entry.cost_per_byte
             self._usual_cost = 0.9 * usual + 0.1 * entry.cost_per_byte
-            if entry.tick:
+            if entry.places is not None:
                 self._order.add(key, entry)
 
     def clear(self) -> None:
@@ -321,7 +313,7 @@ class EncoderCache:
             raise RuntimeError("holders and held keys disagree")
         if any(not keys for keys in self._held.values()):
             raise RuntimeError("a holder of nothing is still listed")
-        live = self._order.live_keys()
+        live = self._order.keys()
         if live | self._awaited.keys() != unheld.keys() or live & self._awaited.keys():
             raise RuntimeError("an unheld entry cannot be evicted")
         if self._awaited_bytes != sum(entries[key].num_bytes for key in self._awaited):
@@ -347,24 +339,25 @@ class EncoderCache:
     def _evict_until(self, room: int) -> tuple[bytes, ...]:
         """What nobody awaits leaves first; then what was prefetched last, for the latest need."""
         left = self._order.take(self._used_bytes - room)
-        freed = sum(entry.num_bytes for _, entry in left)
+        freed = sum(left.values())
         while self._used_bytes - freed > room:
             key, _ = self._awaited.popitem()
             entry = self._entries.pop(key)
             self._awaited_bytes -= entry.num_bytes
-            left.append((key, entry))
+            left[key] = entry.num_bytes
             freed += entry.num_bytes
         if self.host.capacity_bytes:
-            for key, entry in left:
-                self.host.keep(key, entry.num_bytes)
+            for key, num_bytes in left.items():
+                self.host.keep(key, num_bytes)
         self._unheld_bytes -= freed
         self._used_bytes -= freed
-        evicted = tuple([key for key, _ in left])
+        evicted = tuple(left)
         self._dropped += evicted
         return evicted
 
     def _drop(self, key: bytes, entry: Entry) -> None:
         del self._entries[key]
+        self._order.remove(key, entry)
         if key in self._awaited:
             self._forget_awaited(key, entry)
         self._used_bytes -= entry.num_bytes

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import repeat
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +25,7 @@ from lookonce.types.media import MediaFeature
 from lookonce.types.step import EmbedSlice
 
 KEY_BYTES = 32
+Found = TypeVar("Found")
 MANY = 16
 """Features from which on checking whole columns is cheaper than one after the other."""
 
@@ -73,17 +76,19 @@ class Features:
 
     def _extend_at_once(self, features: tuple[MediaFeature, ...]) -> bool:
         """False, with nothing added, sends to the thorough checks one by one."""
+        count = len(features)
         keys = [feature.key for feature in features]
-        lengths = [feature.length for feature in features]
+        rows = [feature.length for feature in features]
         offsets = np.array([feature.offset for feature in features], dtype=np.int64)
-        ends = offsets + np.array(lengths, dtype=np.int64)
+        lengths = np.array(rows, dtype=np.int64)
+        ends = offsets + lengths
         if (
             offsets[0] < self.end
-            or min(lengths) < 1
+            or lengths.min() < 1
             or bool((offsets[1:] < ends[:-1]).any())
-            or [feature.num_embeds for feature in features] != lengths
-            or set(map(len, keys)) != {KEY_BYTES}
-            or not all(feature.is_embed is None for feature in features)
+            or [feature.num_embeds for feature in features] != rows
+            or list(map(len, keys)).count(KEY_BYTES) != count
+            or [feature.is_embed for feature in features].count(None) != count
         ):
             return False
         self._as_tuple = None if self._features else features
@@ -91,7 +96,7 @@ class Features:
         self._keys += keys
         self._offsets.frombytes(offsets.tobytes())
         self._ends.frombytes(ends.tobytes())
-        self.longest = max(self.longest, max(lengths))
+        self.longest = max(self.longest, int(lengths.max()))
         return True
 
     def __len__(self) -> int:
@@ -123,6 +128,22 @@ class Features:
     def window(self, indices: range) -> list[MediaFeature]:
         """The features of a range of indices."""
         return self._features[indices.start : indices.stop]
+
+    def rows(self, indices: range) -> list[int]:
+        """Rows of encoder output of each feature of a range of indices."""
+        if not self.all_plain:
+            return [feature.num_embeds for feature in self.window(indices)]
+        ends = np.frombuffer(self._ends, dtype=np.int64)[indices.start : indices.stop]
+        offsets = np.frombuffer(self._offsets, dtype=np.int64)[indices.start : indices.stop]
+        rows: list[int] = (ends - offsets).tolist()
+        return rows
+
+    def found_in(self, items: Mapping[bytes, Found]) -> list[Found] | None:
+        """What `items` has for each feature, in order; None unless it has something for all."""
+        if len(items) == len(self._keys) and list(items) == self._keys:
+            return list(items.values())  # they came in order, as most do
+        found = [item for item in map(items.get, self._keys) if item is not None]
+        return found if len(found) == len(self._keys) else None
 
     def covered(self, length: int) -> NDArray[np.bool_]:
         """[length]; which positions take a row of some feature."""
@@ -156,15 +177,13 @@ class Features:
             return ()
         first, stop = indices.start, indices.stop
         keys, offsets, ends = self._keys, self._offsets, self._ends
-        slices = [
-            EmbedSlice(key, 0, last - offset, offset - start)
-            for key, offset, last in zip(
-                keys[first + 1 : stop - 1],
-                offsets[first + 1 : stop - 1],
-                ends[first + 1 : stop - 1],
-                strict=True,
+        inner = range(first + 1, max(first + 1, stop - 1))
+        at = np.frombuffer(offsets, dtype=np.int64)[inner.start : inner.stop] - start
+        slices = list(
+            map(
+                EmbedSlice, keys[inner.start : inner.stop], repeat(0), self.rows(inner), at.tolist()
             )
-        ]
+        )
         slices.insert(0, _plain_slice(keys[first], offsets[first], ends[first], start, end))
         if stop - first > 1:
             slices.append(

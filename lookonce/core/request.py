@@ -137,7 +137,7 @@ class Request:
 
     def update_missing(self) -> None:
         """Recount what the engine lacks: O(items), only when items come or the request is new."""
-        if all(map(self.items.__contains__, self.features.keys)):
+        if self.features.found_in(self.items) is not None:
             self.missing, self.last_missing_end = set(), 0
             return
         features = self.features.as_tuple()

@@ -175,8 +175,9 @@ def _owned(output: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _are_finite(outputs: Sequence[Tensor]) -> list[bool]:
     """Of each, whether all its values are: kept, one that is not would poison every reuse."""
-    flags: list[bool] = torch.stack([output.isfinite().all() for output in outputs]).tolist()
-    return flags
+    if bool(torch.cat(list(outputs)).isfinite().all()):
+        return [True] * len(outputs)
+    return [bool(output.isfinite().all()) for output in outputs]
 
 
 def _failure(modality: Modality, error: Exception) -> RequestFailedError:

@@ -1,0 +1,168 @@
+"""`lookonce bench items`: what one request costs that has media items by the ten thousand.
+
+live      one item of one row in each step, as live audio does: the last steps before so many items
+chunks    a prompt of 4-token items, one after the other, computed in chunks of 8,192 tokens
+held      a request that is aborted while its step holds so many encoder outputs
+
+CPU time of one thread. Everything is the engine's own but the model: the encoder returns constants.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from lookonce.bench.items_world import LiveSession, Times, World, items_in_a_row, request
+from lookonce.bench.report import Report, median, percentile, write_json
+
+NUM_ITEMS = (1_000, 8_000, 32_000, 128_000)
+SAMPLES, TURNS = 1_000, 10
+"""Steps measured of each session, in so many turns: the sessions alternate, noise hits all."""
+CHUNK, ITEM_TOKENS = 8_192, 4
+ROUNDS = 5
+"""Times a build and a free are repeated; the median counts."""
+
+
+def live_report(sizes: Sequence[int]) -> Report:
+    """One row per number of items, the largest built first: its memory is measured as it grows."""
+    report = Report(
+        "items (live: one item a step)",
+        (
+            "items", "extend us", "plan p50 us", "p99", "gather p50 us", "p99", "apply p50 us",
+            "p99", "plan+apply p50 us", "all / first", "free ms", "bytes/item",
+        ),
+    )  # fmt: skip
+    sessions, grown = {}, {}
+    for size in sorted(sizes, reverse=True):
+        sessions[size], grown[size] = _grow(size)
+    measured = {size: Times() for size in sizes}
+    for _ in range(TURNS):
+        for size in sizes:
+            _merge(measured[size], sessions[size].run(SAMPLES // TURNS))
+    first: float | None = None
+    for size in sizes:
+        times = measured[size]
+        total = median(_sums(times))
+        first = first or total
+        report.add(
+            size,
+            1e3 * median(times.extend),
+            *(1e3 * figure for row in (times.plan, times.gather, times.apply)
+              for figure in (median(row), percentile(row, 99))),
+            1e3 * median(times.plan_and_apply),
+            total / first,
+            sessions.pop(size).end(),
+            grown[size],
+        )  # fmt: skip
+    report.notes += [
+        f"the last {SAMPLES} items of each, the sessions taking turns; all / first: extend, plan, "
+        "gather and apply over those of the first row",
+        "bytes/item: growth of resident memory over the second half of the items (4 KiB of raw "
+        "data came with each)",
+    ]
+    return report
+
+
+def chunk_report(sizes: Sequence[int]) -> Report:
+    report = Report(
+        f"items (chunks of {CHUNK:,} tokens, items of {ITEM_TOKENS})",
+        ("items", "build ms", "plan p50 ms", "gather p50 ms", "apply p50 ms", "free ms"),
+    )
+    for size in sizes:
+        rounds = [_chunk_round(size) for _ in range(ROUNDS)]
+        report.add(size, *map(median, zip(*rounds, strict=True)))
+    report.notes.append(
+        f"median of {ROUNDS} rounds; build: from message to queue; free: an abort, and the step "
+        "that tells the runner"
+    )
+    return report
+
+
+def _chunk_round(size: int) -> tuple[float, ...]:
+    """Milliseconds to build, of plan, gather and apply of a step, and to free."""
+    num_tokens = size * ITEM_TOKENS
+    world = World(
+        max_tokens=num_tokens + 64, chunk=CHUNK, rows_cached=2 * CHUNK, longest_item=ITEM_TOKENS
+    )
+    features, items = items_in_a_row(size, ITEM_TOKENS)
+    prompt = request(features, num_tokens=num_tokens + 1, max_tokens=1)
+    started = time.thread_time()
+    world.scheduler.add(prompt, items)
+    built, times = time.thread_time(), Times()
+    for _ in range(max(1, num_tokens // CHUNK)):
+        world.step(times)
+    computed = time.thread_time()
+    world.scheduler.abort("live")
+    world.step(Times())
+    freed = time.thread_time()
+    steps = map(median, (times.plan, times.gather, times.apply))
+    return 1e3 * (built - started), *steps, 1e3 * (freed - computed)
+
+
+def held_report(sizes: Sequence[int]) -> Report:
+    report = Report("items (held by one step)", ("items held", "free ms"))
+    for size in sizes:
+        features, items = items_in_a_row(size, ITEM_TOKENS)
+        tokens = size * ITEM_TOKENS + 1
+        prompt = request(features, num_tokens=tokens, max_tokens=1)
+        taken = []
+        for _ in range(ROUNDS):
+            world = World(
+                max_tokens=tokens + 64, chunk=tokens, rows_cached=tokens, longest_item=ITEM_TOKENS
+            )
+            world.scheduler.add(prompt, items)
+            world.scheduler.plan()
+            gc.collect()
+            started = time.thread_time()
+            world.scheduler.abort("live")
+            taken.append(1e3 * (time.thread_time() - started))
+        report.add(size, median(taken))
+    return report
+
+
+def _grow(num_items: int) -> tuple[LiveSession, float | None]:
+    """A session just before its last items, and its bytes per item once it is half grown."""
+    session, before_last = LiveSession(num_items), max(0, num_items - SAMPLES)
+    session.run(before_last // 2)
+    before = _resident_bytes()
+    rest = before_last - before_last // 2
+    session.run(rest)
+    return session, (_resident_bytes() - before) / rest if rest else None
+
+
+def _resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _merge(into: Times, more: Times) -> None:
+    into.extend += more.extend
+    into.plan += more.plan
+    into.gather += more.gather
+    into.apply += more.apply
+
+
+def _sums(times: Times) -> list[float]:
+    rows = zip(times.extend, times.plan, times.gather, times.apply, strict=True)
+    return [sum(row) for row in rows]
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="lookonce bench items", description=__doc__)
+    parser.add_argument("--items", type=int, nargs="+", default=list(NUM_ITEMS))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    sizes = sorted(options.items)
+    reports = [live_report(sizes), chunk_report(sizes), held_report(sizes)]
+    for report in reports:
+        report.show()
+    if options.json is not None:
+        write_json(options.json, reports)
+    return 0
