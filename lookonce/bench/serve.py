@@ -13,6 +13,7 @@ asks for exactly --output-tokens.
 from __future__ import annotations
 
 import argparse
+import secrets
 import shlex
 import tempfile
 from collections import Counter
@@ -121,7 +122,7 @@ def _served(options: argparse.Namespace) -> Iterator[str]:
     with tempfile.TemporaryDirectory() if options.peer_shape else nullcontext("") as scratch:
         model = options.model
         if options.peer_shape:
-            model = str(make_folder(peer.FOLDER, Path(scratch) / "folder", scale=peer.SCALE))
+            model = str(make_folder(peer.FOLDER, Path(scratch) / "folder", scale=options.scale))
         arguments = [model, "--served-model-name", "bench", *shlex.split(options.serve_options)]
         with running_server(arguments) as server:
             yield server.url
@@ -171,13 +172,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--warm-up", type=int, default=16, help="uncounted requests before; default 16")
     add("--concurrency", type=int, help="requests at a time; default 8 without --rate")
     add("--rate", type=float, help="requests a second, at random moments")
-    add("--seed", type=int, default=0, help="of those moments")
+    add("--seed", type=int, help="of moments, questions and pictures; default: new ones each time")
     add("--output-tokens", type=int, default=32)
     add("--prompt-words", type=int, default=16)
     add("--picture", default="1024 JPEG", help='size and format, default "1024 JPEG"')
     add("--pictures", type=int, default=1, help="per request")
     add("--body", default="{}", help="JSON: more fields of every request")
     add("--peer-shape", action="store_true", help="the published benchmark of another server")
+    add("--scale", default=peer.SCALE, help=f"of its folder; default {peer.SCALE}")
     add("--json", type=Path)
     add("--plot", type=Path, help="an SVG file: shares of requests below each time")
     return parser
@@ -197,6 +199,8 @@ def _settled(arguments: Sequence[str]) -> argparse.Namespace:
         options.workload = [] if options.prompts else [*WORKLOADS]
     if options.rate is None and options.concurrency is None:
         options.concurrency = 8
+    if options.seed is None:
+        options.seed = secrets.randbelow(1_000_000)
     return options
 
 
@@ -211,6 +215,7 @@ def main(arguments: Sequence[str]) -> int:
             prompt_words=options.prompt_words,
             pictures=options.pictures,
             picture=options.picture,
+            first=options.seed * 10_000,
             body=_body(options.body),
         )
         results = measure(url, _workloads(options, shape), arrivals, options.api_key)
@@ -233,5 +238,5 @@ def _note(options: argparse.Namespace) -> str:
         pace = f"{options.rate:g} requests/s {'at ' + pace if pace else ''}".strip()
     return (
         f"{options.requests} requests, {pace}, {options.output_tokens} output tokens, "
-        f"{options.pictures} x {options.picture}"
+        f"{options.pictures} x {options.picture}, seed {options.seed}"
     )

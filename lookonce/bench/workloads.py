@@ -35,6 +35,9 @@ class Shape:
     pictures: int = 1
     picture: str = "1024 JPEG"
     """A size of `pictures.SIZES` and a file format."""
+    first: int = 0
+    """Number of the first question and picture: other numbers are other questions and pictures, so
+    that a server may be asked again without knowing them already."""
     body: Json = field(default_factory=dict)
     """More fields of the body, which overrule ours."""
 
@@ -60,12 +63,12 @@ class Shape:
 
     def question(self, number: int) -> str:
         """It begins with its number, so no two questions share a prefix."""
-        words = itertools.chain([f"{number}:"], itertools.cycle(QUESTION.split()))
+        words = itertools.chain([f"{self.first + number}:"], itertools.cycle(QUESTION.split()))
         return " ".join(itertools.islice(words, self.prompt_words))
 
     def new_pictures(self, count: int, first: int) -> list[bytes]:
         size, _, file_format = self.picture.partition(" ")
-        return distinct_pictures(count, size, file_format, first=first)
+        return distinct_pictures(count, size, file_format, first=self.first + first)
 
 
 @dataclass(frozen=True, slots=True)

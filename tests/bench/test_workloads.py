@@ -47,6 +47,13 @@ def test_new_pictures_are_each_sent_once():
     assert len(urls) == len(set(urls)) == 8
 
 
+def test_another_first_number_makes_other_questions_and_pictures():
+    other = Shape("m", picture="512 JPEG", first=50)
+    one, two = (workloads.new(shape, 2, 0).bodies for shape in (SHAPE, other))
+    assert not {parts(body)[0] for body in one} & {parts(body)[0] for body in two}
+    assert not {parts(body)[1][0] for body in one} & {parts(body)[1][0] for body in two}
+
+
 def test_a_folder_holds_questions_pictures_messages_and_bodies(tmp_path):
     (tmp_path / "a.txt").write_text("what?")
     (tmp_path / "b.txt").write_text("seen?")
