@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from blake3 import blake3
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from lookonce.config import ModelConfig
@@ -92,10 +92,9 @@ def _read_weights(
     progress: Progress | None,
 ) -> Model:
     """On the CPU, in `dtype`: attention of the text model through our pages, of towers on SDPA."""
-    auto = AutoModelForMultimodalLM if family.modalities else AutoModelForCausalLM
     try:
         with _reported(progress):
-            model, loading = auto.from_pretrained(
+            model, loading = family.transformers_class().from_pretrained(
                 config.folder,
                 dtype=dtype,
                 use_safetensors=True,

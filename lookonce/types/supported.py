@@ -19,6 +19,7 @@ SUPPORTED: dict[str, tuple[Modality, ...]] = {
     "mistral": (),
     "mistral3": ("image",),
     "qwen2": (),
+    "qwen2_5_omni": ("image", "audio"),
     "qwen2_5_omni_thinker": ("image", "audio"),
     "qwen2_5_vl": ("image",),
     "qwen2_audio": ("audio",),

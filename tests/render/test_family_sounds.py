@@ -6,13 +6,14 @@ prompts are compared exactly.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lookonce.errors import UnprocessableMediaError
+from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.types.media import ProcessedItem
 from tests.render import hugging_face
 from tests.render.samples import SOUND_KINDS, load, numpy_of, sound
@@ -64,6 +65,36 @@ def test_features_equal_the_torch_path_within_single_precision(
     extractor = AutoFeatureExtractor.from_pretrained(folder("nano"))
     found = extractor(samples, sampling_rate=16000, return_tensors="np")["input_features"][0]
     np.testing.assert_allclose(ours, found[:, : ours.shape[1]], rtol=0, atol=3e-4)
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.5, 1.003, 7.77, 29.97, 29.995, 30.0])
+def test_silence_may_come_before_the_sound(
+    folder: FolderMaker, tmp_path: Path, seconds: float
+) -> None:
+    """As Qwen2.5-Omni is published: frames end with the sound, and begin between samples."""
+    for name in ("config.json", "preprocessor_config.json"):
+        content = json.loads((folder("qwen2_5_omni") / name).read_text())
+        (tmp_path / name).write_text(json.dumps({**content, "padding_side": "left"}))
+    found = hugging_face.feature_extractor(tmp_path)(
+        sound(seconds), sampling_rate=16000, return_attention_mask=True, return_tensors="np"
+    )
+    expected = found["input_features"][0][:, found["attention_mask"][0].astype(bool)]
+    item = load(tmp_path).process("audio", sound(seconds), {})
+    ours = numpy_of(item.arrays["input_features"])
+    assert ours.shape == expected.shape
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-6)
+    assert item.expansion == load(tmp_path).expansion_of_size("audio", sound(seconds).shape, {})
+
+
+@pytest.mark.parametrize("kind", ["qwen2_audio", "voxtral"])
+def test_an_encoder_of_whole_spans_takes_silence_after_the_sound_only(
+    folder: FolderMaker, tmp_path: Path, kind: str
+) -> None:
+    for name in ("config.json", "preprocessor_config.json"):
+        content = json.loads((folder(kind) / name).read_text())
+        (tmp_path / name).write_text(json.dumps({**content, "padding_side": "left"}))
+    with pytest.raises(ModelLoadError, match="left"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("seconds", SECONDS)

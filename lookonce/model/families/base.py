@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from importlib import import_module
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -45,6 +46,12 @@ class ModelFamily:
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.lm_head: nn.Linear = model.get_output_embeddings()
         _refuse_changing_rope(self.text_config)
+
+    @classmethod
+    def transformers_class(cls) -> Any:
+        """What reads the weights, by its `from_pretrained`."""
+        name = "AutoModelForMultimodalLM" if cls.modalities else "AutoModelForCausalLM"
+        return getattr(import_module("transformers"), name)
 
     @property
     def hidden_size(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +18,13 @@ class Qwen2_5OmniFamily(Qwen2_5VLFamily):  # noqa: N801
     """Pictures as Qwen2.5-VL's; sounds: `input_features` [mel bins, frames] without padding, or
     padded beside `feature_attention_mask` [frames]."""
 
-    model_types = ("qwen2_5_omni_thinker",)
+    model_types = ("qwen2_5_omni_thinker", "qwen2_5_omni")
     modalities = ("image", "audio")
+
+    @classmethod
+    def transformers_class(cls) -> Any:
+        """It finds the thinker's weights in a folder of the whole model, too."""
+        return import_module("transformers").Qwen2_5OmniThinkerForConditionalGeneration
 
     def encode(self, modality: Modality, items: Sequence[Tensors]) -> list[Tensor]:
         if modality == "image":

@@ -26,11 +26,16 @@ class MelSettings:
     n_fft: int
     hop_length: int
     max_samples: int
+    silence_before: bool = False
+    """Whether the silence that fills `max_samples` comes before the sound, not after it."""
 
 
 def log_mel(samples: NDArray[np.float32], settings: MelSettings) -> NDArray[np.float32]:
-    """Features [mel bins, frames] of mono `samples` [n], frames = ceil(n / hop), n in 1..max."""
-    frames = num_frames(len(samples), settings.hop_length)
+    """Features [mel bins, frames] of mono `samples` [n], n in 1..max; frames as `num_frames`."""
+    frames = num_frames(len(samples), settings.hop_length, settings.silence_before)
+    if settings.silence_before:
+        levels = _levels_at_the_end(samples, settings)
+        return _scaled(levels[len(levels) - frames :])
     return _scaled(_levels(samples, settings)[:frames])
 
 
@@ -43,8 +48,9 @@ def padded_log_mel(samples: NDArray[np.float32], settings: MelSettings) -> NDArr
     return _scaled(padded)
 
 
-def num_frames(num_samples: int, hop_length: int) -> int:
-    return -(-num_samples // hop_length)
+def num_frames(num_samples: int, hop_length: int, silence_before: bool = False) -> int:
+    """Frames that begin within the sound. One that silence comes before ends at a frame's end."""
+    return num_samples // hop_length if silence_before else -(-num_samples // hop_length)
 
 
 def _levels(samples: NDArray[np.float32], settings: MelSettings) -> NDArray[np.float64]:
@@ -54,7 +60,23 @@ def _levels(samples: NDArray[np.float32], settings: MelSettings) -> NDArray[np.f
     frames = num_frames(len(samples), settings.hop_length) + tail
     spectrum = _log_spectrum(_padded(samples, settings), settings)
     spectrum = spectrum[: min(frames, settings.max_samples // settings.hop_length)]
-    floored: NDArray[np.float64] = np.maximum(spectrum, spectrum.max() - RANGE)
+    return _floored(spectrum)
+
+
+def _levels_at_the_end(samples: NDArray[np.float32], settings: MelSettings) -> NDArray[np.float64]:
+    """The same of a sound that silence comes before, of its last frames: all with sound, and some
+    before."""
+    hop = settings.hop_length
+    # Silence that a frame sees from within the sound, and once more for the mirror to reach into.
+    before = num_frames(len(samples) + 2 * settings.n_fft, hop) * hop
+    signal = np.zeros(min(before, settings.max_samples))
+    signal[len(signal) - len(samples) :] = samples
+    mirrored = np.pad(signal, settings.n_fft // 2, mode="reflect")
+    return _floored(_log_spectrum(mirrored, settings)[: len(signal) // hop])
+
+
+def _floored(levels: NDArray[np.float64]) -> NDArray[np.float64]:
+    floored: NDArray[np.float64] = np.maximum(levels, levels.max() - RANGE)
     return floored
 
 

@@ -1,4 +1,7 @@
-"""Qwen2.5-Omni's thinker: Qwen2-VL's pictures, and sound as log-mel frames. Nano is one."""
+"""Qwen2.5-Omni's thinker: Qwen2-VL's pictures, and sound as log-mel frames. Nano is one.
+
+A folder holds the thinker alone or, as published, also what makes it speak, which is not used.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +23,23 @@ from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 
 class Qwen2_5OmniProcessing(ProcessorFamily):  # noqa: N801
-    model_types = ("qwen2_5_omni_thinker",)
+    model_types = ("qwen2_5_omni_thinker", "qwen2_5_omni")
     modalities = ("image", "audio")
 
     def __init__(self, files: FolderFiles, dtype: str) -> None:
         super().__init__(files, dtype)
-        token = token_id(files.config, "image_token_id", "image_token_index")
+        thinker = files.config.get("thinker_config") or files.config
+        token = token_id(thinker, "image_token_id", "image_token_index")
         self.images = QwenImages(files.image_processor, token, dtype)
-        self.audio_token_id = token_id(files.config, "audio_token_id", "audio_token_index")
+        self.audio_token_id = token_id(thinker, "audio_token_id", "audio_token_index")
         sound = files.feature_extractor
         if sound.get("dither"):
             raise ModelLoadError("a feature extractor with dither gives no item an identity")
         self.sampling_rate = int(sound.get("sampling_rate", 16000))
         self.max_audio_seconds = float(sound.get("chunk_length", 30))
         self.hop_length = int(sound.get("hop_length", 160))
+        # As published; the silence is cut off again, but the first frame sees some of it.
+        self._silence_before = sound.get("padding_side") == "left"
 
     def placeholder_token_id(self, modality: Modality) -> int:
         return self.images.token_id if modality == "image" else self.audio_token_id
@@ -83,7 +89,8 @@ class Qwen2_5OmniProcessing(ProcessorFamily):  # noqa: N801
 
     def _audio_expansion(self, num_samples: int) -> Expansion:
         """Two strided convolutions over the frames: about 25 tokens a second."""
-        return self._frames_expansion(num_frames(num_samples, self.hop_length))
+        frames = num_frames(num_samples, self.hop_length, self._silence_before)
+        return self._frames_expansion(frames)
 
     def _frames_expansion(self, frames: int) -> Expansion:
         halved = (frames - 1) // 2 + 1
@@ -100,4 +107,5 @@ class Qwen2_5OmniProcessing(ProcessorFamily):  # noqa: N801
             n_fft=extractor.n_fft,
             hop_length=extractor.hop_length,
             max_samples=extractor.n_samples,
+            silence_before=self._silence_before,
         )

@@ -22,6 +22,8 @@ class WhisperSound:
     def __init__(self, config: Json, dtype: str) -> None:
         if config.get("dither"):
             raise ModelLoadError("a feature extractor with dither gives no item an identity")
+        if config.get("padding_side", "right") != "right":
+            raise ModelLoadError("a feature extractor that pads on the left is not supported here")
         self.sampling_rate = int(config.get("sampling_rate", 16000))
         self.hop_length = int(config.get("hop_length", 160))
         self.num_bins = int(config.get("feature_size", 80))
