@@ -45,11 +45,16 @@ def main() -> None:
     materials = training_materials(seed=plan.seed, recordings_per_word=recordings)
     if materials.speaker is None:
         print("no speech" + ("" if chosen.smoke else ": espeak-ng is not installed"))
-    steps = train(chosen.target, materials, plan, texts=300 if chosen.smoke else 6000)
+    texts = 300 if chosen.smoke else 4000
+    steps = train(chosen.target, materials, plan, texts=texts, tell=tell)
     print(summary(steps))
     with LLM(str(chosen.target)) as llm:
         answered = evaluate(llm, 10 if chosen.smoke else chosen.conversations, seed=plan.seed)
     report_of(answered, heldout_materials()).show()
+
+
+def tell(line: str) -> None:
+    print(line, flush=True)
 
 
 def summary(steps: list[Step]) -> str:

@@ -155,6 +155,16 @@ def test_the_learning_rate_rises_and_falls():
     assert 0.02 <= rates[-1] < 0.03
 
 
+def test_the_tokenizer_knows_spoken_words_and_spells_digits():
+    texts = folder.texts_of(MUTE, seed=1, conversations=300)
+    tokenizer = folder.make_tokenizer(texts)
+    assert tokenizer.convert_ids_to_tokens(range(11)) == list(folder.SPECIALS)
+    assert len(tokenizer) <= folder.VOCABULARY
+    assert len(tokenizer.tokenize(" square")) == 1
+    assert len(tokenizer.tokenize("472")) == 3
+    assert tokenizer.decode(tokenizer.encode("HELLO wörld 你好")) == "HELLO wörld 你好"
+
+
 def test_a_model_made_from_nothing_learns_and_answers(tmp_path):
     said: list[str] = []
     steps = train(tmp_path, MUTE, PLAN, texts=60, tell=said.append)

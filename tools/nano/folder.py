@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -21,6 +23,7 @@ from transformers import (
 )
 
 from lookonce.bench.world.conversations import Materials, conversation
+from lookonce.bench.world.speech import Utterance
 
 END = "<|im_end|>"
 PAD = "<|endoftext|>"
@@ -83,7 +86,7 @@ PREPROCESSOR = {
 def make_untrained(target: Path, materials: Materials, *, seed: int, texts: int) -> None:
     """Writes a complete folder; the tokenizer learns from `texts` conversations."""
     target.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(_texts(materials, seed, texts))
+    tokenizer = make_tokenizer(texts_of(materials, seed, texts))
     tokenizer.save_pretrained(target)
     torch.manual_seed(seed)
     model = Qwen2_5OmniThinkerForConditionalGeneration(model_config(tokenizer))
@@ -135,13 +138,20 @@ def make_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _texts(materials: Materials, seed: int, conversations: int) -> Iterator[str]:
-    rng = random.Random(seed)
+def texts_of(materials: Materials, seed: int, conversations: int) -> Iterator[str]:
+    rng, unheard = random.Random(seed), replace(materials, speaker=_Mouth())
     for _ in range(conversations):
-        for turn in conversation(rng, materials):
+        for turn in conversation(rng, unheard):
             yield turn.asked.question
             yield turn.asked.answer
     yield from (line.lower() for line in materials.lines[::4])
+
+
+class _Mouth:
+    """Says everything without a sound: only the words are wanted."""
+
+    def say(self, rng: random.Random, words: Sequence[str]) -> Utterance:
+        return Utterance(np.zeros(1, np.float32), ())
 
 
 def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5OmniThinkerConfig:

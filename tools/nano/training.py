@@ -174,8 +174,7 @@ def _optimizers(model: nn.Module, heads: nn.Module) -> list[torch.optim.Optimize
 
 
 def train(
-    target: Path, materials: Materials, plan: Plan, *, texts: int = 6000,
-    tell: Callable[[str], None] = print,
+    target: Path, materials: Materials, plan: Plan, *, texts: int, tell: Callable[[str], None]
 ) -> list[Step]:  # fmt: skip
     """Makes a trained model folder at `target` from nothing; every step."""
     folder.make_untrained(target, materials, seed=plan.seed, texts=texts)
