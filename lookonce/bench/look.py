@@ -1,13 +1,17 @@
 """`lookonce bench look`: what a picture costs when it is known, when it is new, without the cache.
 
-    API CPU ms    CPU time of the API process per request (its decoding workers are not in it)
-    parse ms      of it, reading and parsing the body: what the same body costs when it is refused
-                  right after parsing
+    API CPU ms    CPU time of the API process per request, all its threads (not its decoding
+                  workers), median
+    parse ms      of it, reading the body and parsing its JSON: what the same body costs when it is
+                  refused right after parsing
+    beyond ms     the rest: base64, hash and lookup of the pictures, and all that any request costs
+                  (the row without a picture shows that part)
     TTFT ms       from sending the request to the first streamed text, median
-    decodes       pictures decoded per request
+    decodes, processed, encoder runs      per request
 
-A first table parses a body in-process: JSON straight from bytes, then base64. A last one shows
-known pictures while new ones keep every decoding worker busy (`saturation`).
+A first table parses a body in-process: JSON straight from bytes, then base64. One shows the time to
+first text of known pictures beside a peer's. A last one shows known pictures while new ones keep
+every decoding worker busy (`saturation`).
 """
 
 from __future__ import annotations
@@ -16,85 +20,24 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import msgspec
 import pybase64
 
+from lookonce.bench.asking import Asker, Cost
 from lookonce.bench.pictures import data_url, encoded_picture, variant
 from lookonce.bench.report import Report, median, write_json
 from lookonce.bench.saturation import saturation_report
-from lookonce.bench.serving import RunningServer, cpu_seconds, running_server, set_environment
+from lookonce.bench.serving import running_server, set_environment
 from lookonce.server.protocol import ChatRequest
 
-PICTURES = (
-    ("1024", "JPEG"),
-    ("2048", "JPEG"),
-    ("2048", "PNG"),
-    ("1080p", "JPEG"),
-    ("1080p", "PNG"),
-    ("4K", "JPEG"),
-    ("4K", "PNG"),
-)
+PICTURES = (("1080p", "JPEG"), ("1080p", "PNG"), ("4K", "JPEG"), ("4K", "PNG"))
+PEER_FIRST_TEXT_MS = {("1024", "JPEG"): 34.0, ("2048", "JPEG"): 94.0, ("2048", "PNG"): 320.0}
+"""What another server needs from request to first text of a picture it knows, its model of 8 M."""
 COUNTS = (1, 8, 30)
 MAX_BODY_BYTES = 80_000_000
-REPEATS = 7
-
-
-@dataclass(frozen=True, slots=True)
-class _Cost:
-    api_ms: float
-    ttft_ms: float
-    decodes: float
-
-
-class _Client:
-    """Sends bodies to one server and reads what they cost it."""
-
-    def __init__(self, server: RunningServer) -> None:
-        self._server = server
-        self._api = server.process("lookonce.server.process")
-        self._http = httpx.Client(base_url=server.url, timeout=300)
-        self._asked = 0
-
-    def body(self, pictures: Sequence[bytes], *, refused: bool = False) -> bytes:
-        """A request with a question never asked before."""
-        self._asked += 1
-        parts = [{"type": "image_url", "image_url": {"url": data_url(p)}} for p in pictures]
-        question = {"type": "text", "text": f"What is in picture {self._asked}?"}
-        return json.dumps(
-            {
-                "messages": [{"role": "user", "content": [*parts, question]}],
-                "temperature": -1 if refused else 0,
-                "max_tokens": 2,
-                "stream": True,
-            }
-        ).encode()
-
-    def cost(self, bodies: Sequence[bytes]) -> _Cost:
-        """Per request, one at a time."""
-        decodes = self._server.metrics().get("media_decodes_total", 0.0)
-        cpu = cpu_seconds(self._api)
-        waits = [self._first_text(body) for body in bodies]
-        cpu = cpu_seconds(self._api) - cpu
-        decodes = self._server.metrics().get("media_decodes_total", 0.0) - decodes
-        return _Cost(cpu * 1e3 / len(bodies), median(waits) * 1e3, decodes / len(bodies))
-
-    def _first_text(self, body: bytes) -> float:
-        started = time.perf_counter()
-        with self._http.stream("POST", "/v1/chat/completions", content=body) as response:
-            if response.status_code == 400:
-                response.read()
-                return time.perf_counter() - started
-            response.raise_for_status()
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    choices = json.loads(line[6:])["choices"]
-                    if choices and choices[0]["delta"].get("content"):
-                        return time.perf_counter() - started
-        return time.perf_counter() - started
+REPEATS = 15
 
 
 def parsing_report() -> Report:
@@ -127,28 +70,35 @@ def parsing_report() -> Report:
     return report
 
 
+def first_text_report(repeats: int) -> Report:
+    """Known pictures, one per prompt, in order of size; every question is new."""
+    report = Report("look (first text)", ("known picture", "TTFT ms", "peer ms", "share"))
+    with running_server() as server:
+        asker = Asker(server)
+        for (size, file_format), theirs in PEER_FIRST_TEXT_MS.items():
+            pictures = [encoded_picture(size, file_format)]
+            asker.cost([asker.body(pictures)] * 2)
+            ours = asker.cost([asker.body(pictures) for _ in range(repeats)]).ttft_ms
+            report.add(f"{size} {file_format}", ours, theirs, ours / theirs)
+    report.notes.append("nano; the peer's figures are its own machine's, with a model of 8 M")
+    return report
+
+
 def requests_report(counts: Sequence[int], repeats: int) -> Report:
     """One row per kind of picture, number of pictures and state of the cache."""
-    report = Report(
-        "look",
-        (
-            "picture",
-            "pictures",
-            "cache",
-            "API CPU ms",
-            "parse ms",
-            "beyond ms",
-            "TTFT ms",
-            "decodes",
-        ),
-        notes=[f"nano, per request, one at a time, {repeats} requests a row"],
-    )
+    columns = (
+        "picture", "pictures", "cache", "API CPU ms", "parse ms", "beyond ms", "TTFT ms",
+        "decodes", "processed", "encoder runs",
+    )  # fmt: skip
+    report = Report("look", columns)
+    report.notes.append(f"nano, one request at a time, {repeats} a row (misses and off: 3)")
     limits = ["--limit-mm-per-prompt", f"image={max(counts)}"]
     with (
         running_server(limits) as cached,
         running_server([*limits, "--mm-processor-cache-gb", "0"]) as uncached,
     ):
-        on, off = _Client(cached), _Client(uncached)
+        on, off = Asker(cached), Asker(uncached)
+        _add_rows(report, (on, off), "(none)", b"", 0, repeats)
         for size, file_format in PICTURES:
             encoded = encoded_picture(size, file_format)
             for count in counts:
@@ -161,29 +111,35 @@ def requests_report(counts: Sequence[int], repeats: int) -> Report:
 
 def _add_rows(
     report: Report,
-    clients: tuple[_Client, _Client],
+    askers: tuple[Asker, Asker],
     name: str,
     encoded: bytes,
     count: int,
     repeats: int,
 ) -> None:
-    on, off = clients
+    on, off = askers
     known = [variant(encoded, number) for number in range(count)]
+    few = min(repeats, 3)
+    on.cost([on.body(known)] * 2)
     parse = on.cost([on.body(known, refused=True)] * repeats).api_ms
-    on.cost([on.body(known)])
-    off.cost([off.body(known)])
-    new = [
-        [variant(encoded, 1000 * count + 100 * run + number) for number in range(count)]
-        for run in range(min(repeats, 3))
-    ]
-    modes = (
-        ("hit", on.cost([on.body(known) for _ in range(repeats)])),
-        ("miss", on.cost([on.body(pictures) for pictures in new])),
-        ("off", off.cost([off.body(known) for _ in range(min(repeats, 3))])),
-    )
+    modes = [("hit", on.cost([on.body(known) for _ in range(repeats)]))]
+    if count:
+        off.cost([off.body(known)])
+        new = [_new_pictures(encoded, count, run) for run in range(few)]
+        modes.append(("miss", on.cost([on.body(pictures) for pictures in new])))
+        modes.append(("off", off.cost([off.body(known) for _ in range(few)])))
     for mode, cost in modes:
-        beyond = cost.api_ms - parse
-        report.add(name, count, mode, cost.api_ms, parse, beyond, cost.ttft_ms, cost.decodes)
+        report.add(name, count, mode, *_cells(cost, parse))
+
+
+def _new_pictures(encoded: bytes, count: int, run: int) -> list[bytes]:
+    return [variant(encoded, 1000 * count + 100 * run + number) for number in range(count)]
+
+
+def _cells(cost: Cost, parse: float) -> tuple[float, ...]:
+    beyond = cost.api_ms - parse
+    counted = (cost.decodes, cost.processed, cost.encoder_runs)
+    return cost.api_ms, parse, beyond, cost.ttft_ms, *counted
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -196,6 +152,7 @@ def main(arguments: Sequence[str]) -> int:
     reports = []
     for make in (
         parsing_report,
+        lambda: first_text_report(options.repeats),
         lambda: requests_report(options.counts, options.repeats),
         saturation_report,
     ):

@@ -12,7 +12,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
@@ -128,19 +128,27 @@ def saturation_report() -> Report:
         for _, prompts in known:
             _keep(server, prompts)
         idle = _measure(server, known)
-        decodes, started = server.metrics().get("media_decodes_total", 0.0), time.perf_counter()
+        before, started = server.metrics(), time.perf_counter()
         with _flood(server, known[-1][1]):
             busy = _measure(server, known)
-        seconds = time.perf_counter() - started
-        decodes = server.metrics().get("media_decodes_total", 0.0) - decodes
+        seconds, after = time.perf_counter() - started, server.metrics()
     for name, calm in idle.items():
         p95 = percentile(calm, 95), percentile(busy[name], 95)
         report.add(name, median(calm), p95[0], median(busy[name]), p95[1], p95[1] / p95[0])
-    report.notes.append(
-        f"{NUM_SAMPLES} samples each; busy: {NUM_FLOODERS} requests with a new 4K JPEG at any time "
-        f"({decodes / seconds:.1f} decoded per second)"
-    )
+    report.notes += _notes({name: after[name] - before.get(name, 0.0) for name in after}, seconds)
     return report
+
+
+def _notes(moved: Mapping[str, float], seconds: float) -> list[str]:
+    """What the server's counters say about the time it was busy; nothing is under way any more."""
+    hits, overtaking = moved["mm_cache_hits_total"], moved["mm_cache_overtaking_hits_total"]
+    behind = moved["media_queued_total"] - (moved["mm_cache_queries_total"] - hits)
+    return [
+        f"{NUM_SAMPLES} samples each; busy: {NUM_FLOODERS} requests with a new 4K JPEG at any time "
+        f"({moved['media_decodes_total'] / seconds:.1f} decoded per second)",
+        f"of {hits:.0f} hits {overtaking:.0f} were settled while misses waited for workers, and "
+        f"{behind:.0f} queued behind them (media handed to workers less misses)",
+    ]
 
 
 def _keep(server: RunningServer, prompts: _Prompts) -> None:

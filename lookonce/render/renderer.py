@@ -231,12 +231,14 @@ class Renderer:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def counts(self) -> dict[str, float]:
-        """Fetches, decodes and processor runs, as `name:modality` → value."""
+        """What was done for media, as `name:modality` → value."""
         stats = RenderStats() if self._resolver is None else self._resolver.stats
         counted: dict[str, Counter[Any]] = {
             "media_fetches_total": stats.fetched,
+            "media_queued_total": stats.queued,
             "media_decodes_total": stats.decoded,
             "media_processed_total": stats.processed,
+            "mm_cache_overtaking_hits_total": stats.overtaking,
         }
         return {
             f"{name}:{modality}": float(by_modality[modality])

@@ -86,11 +86,16 @@ class RenderStats:
     """Work done since the start, by modality; plain counters that metrics read."""
 
     fetched: Counter[str] = field(default_factory=Counter)
+    queued: Counter[Modality] = field(default_factory=Counter)
+    """Handed to the pool, whatever became of it."""
     decoded: Counter[Modality] = field(default_factory=Counter)
     processed: Counter[Modality] = field(default_factory=Counter)
+    overtaking: Counter[Modality] = field(default_factory=Counter)
+    """Held parts that were settled while others waited for the pool."""
 
     def clear(self) -> None:
-        for counter in (self.fetched, self.decoded, self.processed):
+        counters = (self.fetched, self.queued, self.decoded, self.processed, self.overtaking)
+        for counter in counters:
             counter.clear()
 
 
@@ -144,6 +149,7 @@ class MediaResolver:
         self._max_bytes = max_bytes
         self._algorithm: HashAlgorithm = algorithm
         self._flights: Flights[bytes, Processed] = Flights()
+        self._num_in_pool = 0
         self._live: weakref.WeakValueDictionary[bytes, RenderedItem] = weakref.WeakValueDictionary()
         """Parts with their item at hand, of prompts that may not be sent yet."""
 
@@ -269,6 +275,7 @@ class MediaResolver:
             outcome = self.directory.held_as(part.key)
             item = self._item(part, expansion, outcome=outcome, pinned=True)
             prompt.pinned.append(item)
+            self.stats.overtaking[item.modality] += self._num_in_pool > 0
             return self._bound(part, item)
         live = self._live.get(part.key)
         if live is not None and live.item is not None:
@@ -300,7 +307,12 @@ class MediaResolver:
             raise for_part(error, part.source.param) from None
 
     async def _run(self, job: MediaJob) -> Processed:
-        made = await self._pool.run(job)
+        self.stats.queued[job.modality] += 1
+        self._num_in_pool += 1
+        try:
+            made = await self._pool.run(job)
+        finally:
+            self._num_in_pool -= 1
         self.stats.decoded[job.modality] += 1
         self.stats.processed[job.modality] += 1
         return made

@@ -298,10 +298,14 @@ def test_work_is_counted_by_modality(kitchen):
     assert kitchen.renderer.counts() == {
         "media_fetches_total:image": 0.0,
         "media_fetches_total:audio": 0.0,
+        "media_queued_total:image": 1.0,
+        "media_queued_total:audio": 1.0,
         "media_decodes_total:image": 1.0,
         "media_decodes_total:audio": 1.0,
         "media_processed_total:image": 1.0,
         "media_processed_total:audio": 1.0,
+        "mm_cache_overtaking_hits_total:image": 0.0,
+        "mm_cache_overtaking_hits_total:audio": 0.0,
     }
 
 

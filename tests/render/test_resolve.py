@@ -218,11 +218,13 @@ def test_a_hit_waits_for_no_miss():
         await site.send(inline(b"cat"))
         site.pool.gate.clear()
         misses = [asyncio.create_task(site.render(inline(bytes([n])))) for n in range(5)]
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
         hit = site.render(inline(b"cat"))
         with pytest.raises(StopIteration) as done:
             hit.send(None)  # it finishes without a single turn of the event loop
         site.resolver.release(done.value.value)
+        assert site.resolver.stats.overtaking["image"] == 1
+        assert site.resolver.stats.queued["image"] == 6
         site.pool.gate.set()
         await asyncio.gather(*misses)
 
