@@ -35,6 +35,15 @@ class RunningServer:
                 return pid
         raise UnavailableError(f"no process runs {module}")
 
+    def processes(self, module: str) -> list[int]:
+        """The pids of all descendants that run `python -m module`."""
+        found, parents = [], [self.pid]
+        while parents:
+            children = _children(parents.pop())
+            parents += children
+            found += [pid for pid in children if module in _command_line(pid)]
+        return found
+
     def metrics(self) -> dict[str, float]:
         """Metric name (without prefix) → value, summed over labels."""
         totals: dict[str, float] = {}

@@ -12,8 +12,14 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "items": ("lookonce.bench.items", "what 128,000 media items in one request cost per step"),
     "kv": ("lookonce.bench.kv", "a long prompt's KV: computed, on the device, from each tier"),
     "look": ("lookonce.bench.look", "what a picture costs when known, when new, uncached"),
+    "prefetch": ("lookonce.bench.prefetch", "first tokens when pictures come late in the prompt"),
     "nano": ("lookonce.bench.nano", "how often nano answers right about what it never saw"),
+    "render": (
+        "lookonce.bench.render",
+        "what /render and /tokenize cost beside the picture's work",
+    ),
     "serve": ("lookonce.bench.serve", "a server under load: rates, percentiles, caches; a peer"),
+    "warmup": ("lookonce.bench.warmup", "the first request after /ready beside later ones"),
 }
 """Name → module, whose `main(arguments)` returns the exit status, and what it measures."""
 
