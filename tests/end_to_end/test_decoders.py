@@ -1,0 +1,127 @@
+"""Decoding workers that stand still or are killed: their jobs suffer, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.end_to_end.live import LiveServer, until
+from tests.end_to_end.traffic import Medium, drawn
+
+MAX_QUEUE = 256
+"""The pool's bound; every worker may have one more."""
+MAX_WORKERS = 4
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with LiveServer() as live:
+        yield live
+
+
+def body(medium: Medium) -> dict[str, object]:
+    content = [medium.part, {"type": "text", "text": medium.question}]
+    return {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 8}
+
+
+def ask(server: LiveServer, medium: Medium) -> httpx.Response:
+    return server.post("/v1/chat/completions", body(medium))
+
+
+def garbage(number: int) -> Medium:
+    """Costs a worker almost nothing: it is no picture."""
+    url = "data:image/png;base64," + base64.b64encode(b"garbage %d" % number).decode()
+    return Medium({"type": "image_url", "image_url": {"url": url}}, "?", "")
+
+
+def said(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["message"]["content"])
+
+
+def workers(server: LiveServer) -> list[int]:
+    """The decoding workers of the server's API process."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                command = (folder / "cmdline").read_bytes()
+                session = (folder / "stat").read_text().rpartition(")")[2].split()[3]
+            except OSError:
+                continue
+            if b"lookonce.render.worker" in command and int(session) == server.process.pid:
+                found.append(int(folder.name))
+    return found
+
+
+@contextmanager
+def standing_still(server: LiveServer) -> Iterator[list[int]]:
+    """All workers there may be are there, and none moves inside the block."""
+    count = min(MAX_WORKERS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(2 * count) as pool:
+        list(pool.map(partial(ask, server), map(garbage, range(-2 * count, 0))))
+    until(lambda: len(workers(server)) == count, 30, server.log)
+    stopped = workers(server)
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield stopped
+    finally:
+        for pid in stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def test_a_worker_killed_with_a_job_in_its_hands_takes_nothing_along(server):
+    known, struck = drawn(200), drawn(201)
+    assert said(ask(server, known)) == known.answer
+    with ThreadPoolExecutor(1) as pool, standing_still(server) as stopped:
+        before = server.metrics()["media_queued_total:image"]
+        answer = pool.submit(ask, server, struck)
+        until(lambda: server.metrics()["media_queued_total:image"] > before, 20, server.log)
+        for pid in stopped:
+            os.kill(pid, signal.SIGKILL)
+        refused = answer.result(60)
+    assert refused.status_code == 422
+    assert refused.json()["error"]["param"] == "messages[0].content[0]"
+    assert "crashed" in refused.json()["error"]["message"]
+    assert server.get("/health").status_code == 200
+    assert said(ask(server, known)) == known.answer
+    assert said(ask(server, struck)) == struck.answer
+
+
+def test_a_full_queue_refuses_new_pictures_and_delays_no_known_one(server):
+    known, count = drawn(200), MAX_QUEUE + MAX_WORKERS + 30
+    assert said(ask(server, known)) == known.answer
+
+    async def everybody() -> Counter[int]:
+        limits = httpx.Limits(max_connections=count)
+        async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
+            with standing_still(server):
+                posts = [
+                    asyncio.create_task(client.post("/v1/chat/completions", json=body(garbage(n))))
+                    for n in range(count)
+                ]
+                await asyncio.wait(posts, return_when=asyncio.FIRST_COMPLETED)
+                hit = await asyncio.to_thread(ask, server, known)
+                assert said(hit) == known.answer
+                health = await asyncio.to_thread(server.get, "/health")
+                assert health.status_code == 200
+            return Counter([(await post).status_code for post in posts])
+
+    overtaken = server.metrics()["mm_cache_overtaking_hits_total:image"]
+    statuses = asyncio.run(everybody())
+    assert statuses.keys() == {422, 429}
+    assert MAX_QUEUE < statuses[422] <= MAX_QUEUE + MAX_WORKERS
+    assert server.metrics()["mm_cache_overtaking_hits_total:image"] == overtaken + 1
