@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from lookonce.types.supported import SUPPORTED
 from tests.model.serving import NUM_TOKENS, Subject, compare, serve
 
 KINDS = (
@@ -19,6 +22,14 @@ BLOCK = 4
 @pytest.fixture(scope="module", params=KINDS)
 def subject(request, subjects) -> Subject:
     return subjects(request.param)
+
+
+def test_every_supported_type_is_compared(folder):
+    compared = {
+        json.loads((folder(kind) / "config.json").read_text())["model_type"] for kind in KINDS
+    }
+    # A whole Omni folder is compared with its thinker's: see test_omni_whole.
+    assert {*compared, "qwen2_5_omni"} == set(SUPPORTED)
 
 
 def assert_parity(served, expected, report) -> None:
