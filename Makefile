@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup serve test test-lmcache check format soak clean
+.PHONY: setup serve test test-lmcache test-page test-openapi test-clients check format soak clean
 
 setup: $(STAMP)
 
@@ -48,6 +48,16 @@ test-page: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "playwright>=1.50,<2"
 	@command -v chromium >/dev/null || apt-get install --yes --quiet chromium || true
 	@$(BIN)/python -m pytest tests/page -rs
+
+# Every route tried with what Schemathesis thinks of.
+test-openapi: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,dev-openapi]"
+	@$(BIN)/python -m pytest tests/clients/test_schemathesis.py -rs
+
+# LiteLLM and LangChain's OpenAI client, unmodified.
+test-clients: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,dev-clients]"
+	@$(BIN)/python -m pytest tests/clients/test_other_clients.py -rs
 
 soak: $(STAMP)
 	@SOAK_REQUESTS=10000 $(BIN)/python -m pytest tests/end_to_end/test_soak.py

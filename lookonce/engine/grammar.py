@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MAX_KEPT = 128
 """Compiled grammars kept for later requests, least recently used first out."""
+MAX_GRAMMAR = 100_000
 MAX_MESSAGE = 400
 """Characters of the library's explanation that a client is shown."""
 
@@ -116,9 +117,19 @@ def _source(grammar: Grammar) -> str:
             choices = json.loads(grammar.source)
             return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choices))}")
         case "grammar":
-            return LLMatcher.grammar_from_lark(any_to_lark(grammar.source))
+            return LLMatcher.grammar_from_lark(_lark_of(grammar))
         case "lark":
             return LLMatcher.grammar_from_lark(grammar.source)
+
+
+def _lark_of(grammar: Grammar) -> str:
+    """A client's grammar, in Lark or GBNF, as Lark."""
+    if len(grammar.source) > MAX_GRAMMAR:
+        raise _refusal(grammar, f"a grammar has at most {MAX_GRAMMAR} characters")
+    try:
+        return any_to_lark(grammar.source)
+    except Exception as error:  # noqa: BLE001 - the library raises `Exception` itself
+        raise _refusal(grammar, str(error)) from None
 
 
 def _refusal(grammar: Grammar, reason: str) -> BadRequestError:

@@ -19,6 +19,7 @@ from lookonce.server.generate import generate
 from lookonce.server.media_cache import inject_media, show_media_cache
 from lookonce.server.middleware import Admission, Failures, RequestIds
 from lookonce.server.observe import health, list_models, metrics, ready, show_model, show_version
+from lookonce.server.openapi import show_openapi
 from lookonce.server.page import show_asset, show_page
 from lookonce.server.render import render_chat, render_completion
 from lookonce.server.respond.route import create_response
@@ -31,6 +32,7 @@ RENDER_ROUTES = [
     Route("/health", health),
     Route("/ready", ready),
     Route("/version", show_version),
+    Route("/openapi.json", show_openapi),
     Route("/metrics", metrics),
     Route("/v1/models", list_models),
     Route("/v1/models/{model:path}", show_model),

@@ -26,7 +26,7 @@ from lookonce.server.responses import (
     Usage,
 )
 from lookonce.server.structured import Structured, grammar_of
-from lookonce.server.unbuilt import NOTHING, Raw
+from lookonce.server.unbuilt import NOTHING, Raw, raw_bytes
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -102,7 +102,7 @@ class TokensFormat:
     def __init__(self, exchange: Exchange, body: GenerateRequest) -> None:
         self._exchange = exchange
         self._body = body
-        self._sampling = sampling_of(bytes(body.sampling_params))
+        self._sampling = sampling_of(raw_bytes(body.sampling_params))
         self._media = given_media(body.features)
 
     async def render(self) -> None:

@@ -19,7 +19,7 @@ from lookonce.server.services import Services
 
 logger = logging.getLogger("lookonce.server")
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json"})
 """Answered without a key and while draining: they tell how the server is."""
 
 HEADER_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

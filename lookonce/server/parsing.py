@@ -18,7 +18,7 @@ from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.server.connection import ClientLeftError
 from lookonce.server.services import Services
-from lookonce.server.unbuilt import Unbuilt
+from lookonce.server.unbuilt import Unbuilt, raw_bytes
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -71,7 +71,8 @@ def parse(body: bytes, kind: type[T]) -> T:
 def refuse_unbuilt(request: Unbuilt) -> None:
     """Refuse fields that would change the answer and that this version does not serve."""
     for name in type(request).unbuilt_fields():
-        if bytes(getattr(request, name)) not in HARMLESS_VALUES:
+        value = getattr(request, name)
+        if raw_bytes(value) not in HARMLESS_VALUES:
             raise BadRequestError(
                 f"{name} is not supported; leave it out", param=name, code="unsupported_parameter"
             )

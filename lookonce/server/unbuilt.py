@@ -6,8 +6,13 @@ from functools import cache
 
 import msgspec
 
-Raw = msgspec.Raw
-NOTHING = msgspec.Raw(b"")
+Raw = msgspec.Raw | msgspec.UnsetType
+NOTHING = msgspec.UNSET
+
+
+def raw_bytes(raw: Raw) -> bytes:
+    """The JSON as it came; empty where it did not."""
+    return b"" if raw is NOTHING else bytes(raw)
 
 
 class Unbuilt(msgspec.Struct, kw_only=True):
@@ -23,4 +28,4 @@ class Unbuilt(msgspec.Struct, kw_only=True):
     @classmethod
     @cache
     def unbuilt_fields(cls) -> tuple[str, ...]:
-        return tuple(f.name for f in msgspec.structs.fields(cls) if f.type is Raw)
+        return tuple(f.name for f in msgspec.structs.fields(cls) if f.type == Raw)

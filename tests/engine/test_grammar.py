@@ -74,6 +74,8 @@ CASES = {
                lambda t: t in ["a red", "a red circle", 'grü"n', "b\\c"]),
     "regex": (r"[0-9]{2,4}(-[a-c]+){1,2}", lambda t: re.fullmatch(r"\d{2,4}(-[a-c]+){1,2}", t)),
     "json_schema": (json.dumps(PERSON), is_person),
+    "grammar": ('root ::= "a" [0-9]+ ("," [0-9]+)*',
+                lambda t: re.fullmatch(r"a\d+(,\d+)*", t)),
     "lark": ('start: "<call>" %json {"type": "integer", "minimum": 5, "maximum": 9} "</call>"',
              lambda t: re.fullmatch("<call>[5-9]</call>", t)),
 }  # fmt: skip
@@ -99,6 +101,9 @@ BAD = [
     ("json_schema", '{"properties": {"a": {"$ref": "#/nowhere"}}}', "does not exist"),
     ("json_schema", '{"not": {"type": "string"}}', "not"),
     ("json_schema", "[1]", "param"),
+    ("grammar", "", "root"),
+    ("grammar", "root ::= [a", "end of input"),
+    ("grammar", "start: x" + " " * 100_000, "at most"),
     ("lark", "begin: x", "start"),
     ("lark", "start: x", "x"),
 ]

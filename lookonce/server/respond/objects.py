@@ -20,17 +20,15 @@ class OutputText(msgspec.Struct, kw_only=True):
     logprobs: list[TokenEntry] = []
 
 
-class Message(msgspec.Struct, kw_only=True):
+class Message(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
     id: str
-    type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     status: Status = "in_progress"
     content: list[OutputText] = []
 
 
-class Call(msgspec.Struct, kw_only=True):
+class Call(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
     id: str
-    type: Literal["function_call"] = "function_call"
     status: Status = "in_progress"
     call_id: str
     name: str

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.live import LiveServer
+
+TEMPLATE = """\
+{% if tools %}<|im_start|>system
+{{ tools | tojson }} <tool_call><|im_end|>
+{% endif %}"""
+"""Tells nano of tools, which it has never heard of; what it answers is a grammar's business."""
+
+
+@pytest.fixture(scope="session")
+def server(nano_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """nano with a template that has a place for tools."""
+    own = (nano_folder / "chat_template.jinja").read_text()
+    file = tmp_path_factory.mktemp("template") / "tools.jinja"
+    file.write_text(TEMPLATE + own)
+    with LiveServer("--chat-template", str(file)) as live:
+        yield live
