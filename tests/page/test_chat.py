@@ -64,8 +64,17 @@ def test_a_sound_and_its_player(nano, open_page):
     drop_file(page, wav(beeps(3)), "beeps.wav", "audio/wav")
     ask(page, "How many beeps do you hear?")
     expect(answers(page)).to_contain_text("3")
-    expect(page.get_by_label("beeps.wav")).to_be_visible()
+    player = page.get_by_label("beeps.wav")
+    expect(player).to_be_visible()
+    assert player.evaluate(SECONDS) == pytest.approx(0.9, abs=0.05)
     expect(page.locator(".receipt")).to_contain_text("sound 1")
+
+
+SECONDS = """player => new Promise((resolve) => {
+  if (player.readyState > 0) resolve(player.duration);
+  player.onloadedmetadata = () => resolve(player.duration);
+  player.onerror = () => resolve(player.error.message);
+})"""
 
 
 @pytest.mark.parametrize(
