@@ -152,7 +152,7 @@ class LiveSession:
         self._keys = _keys()
         self._placeholder = np.array([PLACEHOLDER], np.int32)
         self._world = World(
-            max_tokens=2 * num_items + 4096, chunk=256, rows_cached=4096, longest_item=1
+            max_tokens=2 * num_items + 4096, chunk=256, rows_cached=512, longest_item=1
         )
         prompt = request((), num_tokens=4, max_tokens=1)
         self._world.scheduler.add(prompt, {}, live=True)
