@@ -23,6 +23,7 @@ import msgspec
 
 from lookonce.config import Config, ServerConfig
 from lookonce.engine.child import Child, KeptProcess
+from lookonce.engine.progress import Failed, parse_progress
 from lookonce.engine.settings import engine_settings
 from lookonce.engine.supervise import (
     ENGINE_COMMAND,
@@ -30,7 +31,7 @@ from lookonce.engine.supervise import (
     OnLoading,
     socket_folder,
 )
-from lookonce.errors import ConfigError
+from lookonce.errors import ConfigError, error_from_wire
 
 logger = logging.getLogger(__name__)
 
@@ -133,9 +134,10 @@ class Supervisor:
                 self._api_command,
                 msgspec.json.encode(start),
                 pass_fds=[listener.fileno()],
+                read_output=True,
             )
 
-        return KeptProcess(name, spawn)
+        return KeptProcess(name, spawn, _raise_refusal)
 
     async def _announce(self, listener: socket.socket) -> None:
         """Tell when a request to /ready is answered with 200."""
@@ -145,6 +147,15 @@ class Supervisor:
         while not await _is_ready(listener):  # noqa: ASYNC110 - only HTTP can tell
             await asyncio.sleep(PROBE_SECONDS)
         self._on_ready(url_of(listener))
+
+
+async def _raise_refusal(api: Child) -> None:
+    """Until the process ends. Raises the `ConfigError` or `ModelLoadError` it ends with."""
+    while line := await api.read_line():
+        match parse_progress(line):
+            case Failed(error):
+                await api.wait()
+                raise error_from_wire(*error)
 
 
 def bind(config: ServerConfig) -> socket.socket:

@@ -1,6 +1,8 @@
 """A small stand-in for the API process: starts, serves, drains and ends as `launch` expects.
 
 /ready   200          /pid   its process id          /slow   an answer that takes a while
+
+With a chat template named `refused` it refuses to start.
 """
 
 from __future__ import annotations
@@ -11,6 +13,10 @@ import os
 import signal
 import socket
 import sys
+
+from lookonce.engine.child import EXIT_REFUSED
+from lookonce.engine.progress import Failed, ProgressPipe
+from lookonce.errors import ConfigError, error_to_wire
 
 SLOW_SECONDS = 0.5
 
@@ -43,4 +49,9 @@ async def serve(listen_fd: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(json.loads(sys.stdin.readline())["listen_fd"]))
+    start = json.loads(sys.stdin.readline())
+    if start["config"]["server"]["chat_template"] == "refused":
+        error = ConfigError("--chat-template refused cannot be read")
+        ProgressPipe(1).tell(Failed(error_to_wire(error)))
+        sys.exit(EXIT_REFUSED)
+    asyncio.run(serve(start["listen_fd"]))

@@ -136,6 +136,14 @@ def test_what_the_engine_refuses_to_start_with_is_raised_and_nothing_is_left():
     launched(scenario, config("refuse"))
 
 
+def test_what_an_api_process_refuses_to_start_with_is_raised_and_nothing_is_left():
+    async def scenario(server):
+        with pytest.raises(ConfigError, match="--chat-template refused"):
+            await server.running
+
+    launched(scenario, config(chat_template="refused"))
+
+
 def test_running_requests_finish_when_it_is_told_to_stop():
     async def scenario(server):
         async with httpx.AsyncClient() as client:

@@ -57,6 +57,7 @@ def host_engine(build: Build) -> NoReturn:
     )
     try:
         settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
+        logger.info("loading %s", settings.model.folder)
         threading.Thread(target=_watch_parent, name="watch", daemon=True).start()
         serve(settings, build, progress, started)
     except (ConfigError, ModelLoadError, msgspec.MsgspecError) as error:

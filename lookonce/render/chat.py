@@ -39,7 +39,9 @@ _PROBE = "lookonce-probe-5b1e"
 
 
 class ChatTemplate:
-    """One template. `variables` are the tokenizer's named tokens, which templates print.
+    """One template; `ConfigError` for a broken one.
+
+    `variables` are the tokenizer's named tokens, which templates print.
 
     `placeholders` (modality → token text) stand for media in templates that take only texts.
     """
@@ -138,6 +140,10 @@ class ChatTemplate:
     def _probe(self, content: object) -> str:
         try:
             return self._render([{"role": "user", "content": content}])
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(
+                f"the chat template is broken in line {error.lineno}: {error.message}"
+            ) from None
         except (jinja2.TemplateError, ValueError, *BROKEN):
             return ""
 

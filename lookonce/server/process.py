@@ -3,6 +3,9 @@
 It reads one `ApiStart` as a line of JSON from its standard input, serves on the socket it has
 inherited, and drains on SIGTERM: new requests get 503, running ones end, then it exits. So it does
 at the end of its standard input, which means that its parent is gone.
+
+What it cannot be started with it tells its parent as one `Failed` on its standard output, and exits
+with status 2.
 """
 
 from __future__ import annotations
@@ -21,16 +24,15 @@ import uvicorn
 import uvloop
 
 from lookonce.config import Config
-from lookonce.errors import ConfigError, ModelLoadError
+from lookonce.engine.child import EXIT_REFUSED
+from lookonce.engine.progress import Failed, ProgressPipe
+from lookonce.errors import ConfigError, ModelLoadError, error_to_wire
 from lookonce.server.app import build_app
 from lookonce.server.services import Drain
 from lookonce.server.warmup import warming_up
 from lookonce.server.wiring import open_services
 
 logger = logging.getLogger("lookonce.server")
-
-EXIT_REFUSED = 2
-"""The settings or the model cannot be served: starting again would not help."""
 
 
 class ApiStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +56,7 @@ class ApiServer(uvicorn.Server):
 async def serve(start: ApiStart) -> None:
     """Serve until SIGTERM, then drain."""
     async with open_services(start.config, index=start.index) as services:
+        logger.info("the renderer is ready")
         app = build_app(services)
         server = ApiServer(uvicorn_config(services.config, app))
         drainer = DrainOnSignal(server, services.drain, start.config.server.drain_timeout)
@@ -137,10 +140,11 @@ def main() -> None:
     )
     for library in ("uvicorn", "httpx"):
         logging.getLogger(library).setLevel(logging.WARNING)
+    logger.info("opening %s", start.config.model.folder)
     try:
         uvloop.run(serve(start))
     except (ConfigError, ModelLoadError) as error:
-        sys.stderr.write(f"error: {error.message}\n")
+        ProgressPipe(sys.stdout.fileno()).tell(Failed(error_to_wire(error)))
         sys.exit(EXIT_REFUSED)
 
 

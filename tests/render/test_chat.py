@@ -264,3 +264,8 @@ def test_a_template_beside_an_older_processor_is_found(tmp_path):
 def test_an_unreadable_override_is_a_configuration_error(tmp_path):
     with pytest.raises(ConfigError, match="--chat-template"):
         template_sources(tmp_path, nano_tokenizer(), str(tmp_path / "none.jinja"))
+
+
+def test_a_template_that_is_none_is_refused_with_its_line():
+    with pytest.raises(ConfigError, match="the chat template is broken in line 2: "):
+        ChatTemplate("fine\n{{ broken")
