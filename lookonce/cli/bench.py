@@ -19,6 +19,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
         "what /render and /tokenize cost beside the picture's work",
     ),
     "serve": ("lookonce.bench.serve", "a server under load: rates, percentiles, caches; a peer"),
+    "start": ("lookonce.bench.start", "from the command to /ready, and the first requests"),
     "warmup": ("lookonce.bench.warmup", "the first request after /ready beside later ones"),
 }
 """Name → module, whose `main(arguments)` returns the exit status, and what it measures."""
