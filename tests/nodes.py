@@ -102,7 +102,7 @@ class Node:
 
 def make_config(folder: Path, **options: Any) -> Config:
     plain = {"kv_cache_gb": 0.02, "encoder_cache_gb": 0.05, "mm_processor_cache_gb": 0.05}
-    return resolve(Options(model=str(folder), served_model_name="m", **(plain | options)))
+    return resolve(Options(**{"model": str(folder), "served_model_name": "m", **plain, **options}))
 
 
 @asynccontextmanager

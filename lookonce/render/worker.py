@@ -6,7 +6,9 @@ its job along. It ends when the pool's end of the socket closes.
 
 from __future__ import annotations
 
+import io
 import logging
+import math
 import os
 import resource
 import signal
@@ -36,6 +38,8 @@ NICENESS = 5
 BASE_MEMORY = 4 << 30
 BYTES_PER_PIXEL = 64
 """Address space allowed: a base, and what decoding, compositing and processing a pixel takes."""
+
+WARM_UP_SIDE = 1024
 
 log = logging.getLogger("lookonce.render.worker")
 
@@ -73,7 +77,7 @@ def _configured(link: socket.socket) -> Processing | None:
     settings = request.settings
     try:
         processing = Processing(settings)
-        warm_up(processing)
+        warm_up(processing, settings.max_image_pixels)
     except LookOnceError as error:
         send_error(link, error)
         return None
@@ -98,17 +102,19 @@ def _serve(link: socket.socket, processing: Processing) -> None:
         send_processed(link, processed)
 
 
-def warm_up(processing: Processing) -> None:
-    """Process a small item of each modality, so that the first real one finds all loaded."""
+def warm_up(processing: Processing, max_image_pixels: int) -> None:
+    """Process an item of each modality, so that the first real one finds all loaded: decoders,
+    processors, and memory the allocator has already got."""
     Image.preinit()
     family = processing.family
-    for modality in family.modalities:
-        sample = (
-            Image.new("RGB", (64, 64))
-            if modality == "image"
-            else np.zeros(family.sampling_rate, np.float32)
-        )
-        family.process(modality, sample, {})
+    if "image" in family.modalities:
+        side = min(WARM_UP_SIDE, math.isqrt(max_image_pixels))
+        for file_format in ("PNG", "JPEG"):
+            file = io.BytesIO()
+            Image.new("RGB", (side, side), (127, 127, 127)).save(file, file_format)
+            processing.run(MediaJob("image", file.getvalue()))
+    if "audio" in family.modalities:
+        family.process("audio", np.zeros(family.sampling_rate, np.float32), {})
 
 
 if __name__ == "__main__":

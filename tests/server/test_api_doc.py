@@ -1,0 +1,117 @@
+"""docs/api.md against the code: its examples are sent, its lists are complete."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lookonce.errors import LookOnceError, SessionEvictedError, http_status
+from lookonce.server.app import ROUTES
+from lookonce.server.metrics import COUNTED_ELSEWHERE, Metrics
+from tests.end_to_end.drawing import image_part
+from tests.model.cases import picture
+from tests.nodes import engine_node, run
+from tests.server.test_media_cache import frontend
+
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+HEADING = re.compile(r"^### (.*)$", re.MULTILINE)
+ROUTE = re.compile(r"`(GET|POST) (/[^`]*)`")
+BLOCK = re.compile(r"```json\n(.*?)```", re.DOTALL)
+PART = image_part(picture(1))
+
+
+def sections() -> list[tuple[str, str, list[str]]]:
+    """Method, path and JSON blocks of every section about one route."""
+    parts = HEADING.split(PAGE)[1:]
+    found = []
+    for heading, text in zip(parts[::2], parts[1::2], strict=True):
+        routes = ROUTE.findall(heading)
+        if len(routes) == 1:
+            found.append((*routes[0], BLOCK.findall(text.partition("\n## ")[0])))
+    return found
+
+
+EXAMPLES = [section for section in sections() if section[2]]
+
+
+def shape(value: object) -> object:
+    """The keys, and what kind of value stands under each; lists by their first entry."""
+    match value:
+        case dict():
+            return {key: shape(each) for key, each in value.items()}
+        case list():
+            return [shape(each) for each in value[:1]]
+        case bool() | None:
+            return value
+        case int() | float():
+            return "number"
+        case _:
+            return "text"
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=[f"{s[0]} {s[1]}" for s in EXAMPLES])
+def test_the_example_s_answer_has_the_shape_that_is_shown(folder, example):
+    method, path, blocks = example
+
+    async def scenario() -> None:
+        async with engine_node(folder("nano"), served_model_name="nano") as node:
+            _, _, arrays = await frontend(node, PART)
+            data = PART["image_url"]["url"].partition(",")[2]
+            if method == "GET":
+                (shown,), answer = blocks, await node.http.get(path)
+            else:
+                asked, shown = blocks
+                sent = asked.replace("DATA", data).replace("ARRAYS", arrays)
+                answer = await node.post(path, json.loads(sent))
+            assert answer.status_code == 200, answer.text
+            assert shape(answer.json()) == shape(json.loads(shown))
+
+    run(scenario())
+
+
+def test_every_route_described_is_served():
+    described = {path for _, path in ROUTE.findall(PAGE)}
+    assert described <= {str(route.path).replace(":path", "") for route in ROUTES}
+    assert len(described) >= 18
+
+
+def test_the_example_of_an_error_is_what_is_answered(folder):
+    (shown,) = re.findall(r"```json error\n(.*?)```", PAGE, re.DOTALL)
+
+    async def scenario() -> None:
+        async with engine_node(folder("nano")) as node:
+            body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": -1}
+            answer = await node.post("/v1/chat/completions", body)
+            assert answer.status_code == 400
+            assert answer.json() == json.loads(shown)
+
+    run(scenario())
+
+
+def errors(base: type[LookOnceError]) -> list[type[LookOnceError]]:
+    found = [base] if hasattr(base, "code") else []
+    return found + [error for sub in base.__subclasses__() for error in errors(sub)]
+
+
+def test_every_error_code_is_listed_with_its_status():
+    listed = {code: int(status) for status, code in re.findall(r"^\| (\d+) \| `(\w+)`", PAGE, re.M)}
+    leaves = [e for e in errors(LookOnceError) if e.code and e is not SessionEvictedError]
+    known = {str(error.code): http_status(error("x")) for error in leaves}
+    del known["unavailable"]  # a base: nothing is only that
+    assert listed == {**known, "not_found": 404}
+
+
+def test_every_metric_listed_means_what_is_said():
+    rows: dict[str, Any] = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| (.*) \|$", PAGE, re.M))
+    told = {name: described.help for name, described in COUNTED_ELSEWHERE.items()}
+    for family in Metrics("x").registry.collect():
+        suffix = "_total" if family.type == "counter" else ""
+        told[family.name.removeprefix("lookonce_") + suffix] = family.documentation
+    listed = {name: meaning for name, meaning in rows.items() if name in told}
+    assert {name: told[name] for name in listed} == listed
+    assert len(listed) >= 58
+    assert {name for name in rows if name.endswith("_total")} <= listed.keys()
