@@ -7,7 +7,7 @@ JSON: `parsing.parse` refuses them with a clear 400 unless their value asks for 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -42,6 +42,8 @@ class Sampling(Structured, kw_only=True):
     min_tokens: int = 0
     max_tokens: int | None = None
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: Literal[True] | None = None
+    """vLLM's; only its default is served."""
 
 
 class Generate(Sampling, kw_only=True):
@@ -76,6 +78,10 @@ class ChatRequest(Generate, kw_only=True):
 
     functions: Raw = NOTHING
     function_call: Raw = NOTHING
+    echo: Raw = NOTHING
+    reasoning_effort: Raw = NOTHING
+    verbosity: Raw = NOTHING
+    moderation: Raw = NOTHING
     audio: Raw = NOTHING
     web_search_options: Raw = NOTHING
     documents: Raw = NOTHING

@@ -24,6 +24,9 @@ class Unbuilt(msgspec.Struct, kw_only=True):
     allowed_token_ids: Raw = NOTHING
     bad_words: Raw = NOTHING
     truncate_prompt_tokens: Raw = NOTHING
+    return_token_ids: Raw = NOTHING
+    return_tokens_as_token_ids: Raw = NOTHING
+    vllm_xargs: Raw = NOTHING
 
     @classmethod
     @cache

@@ -81,6 +81,7 @@ class ResponsesRequest(Generate, kw_only=True):
 
     previous_response_id: Raw = NOTHING
     conversation: Raw = NOTHING
+    image: Raw = NOTHING
     prompt: Raw = NOTHING
     background: Raw = NOTHING
     max_tool_calls: Raw = NOTHING

@@ -1,0 +1,65 @@
+"""docs/openai.md decides on every parameter of OpenAI's, and says what is true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from openai.types import completion_create_params as completions
+from openai.types.chat import completion_create_params as chat
+from openai.types.responses import response_create_params as responses
+
+DOC = Path(__file__).parents[2] / "docs" / "openai.md"
+HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+ROUTES = {
+    "/v1/chat/completions": (HELLO, chat.CompletionCreateParamsBase),
+    "/v1/completions": ({"prompt": "hi"}, completions.CompletionCreateParamsBase),
+    "/v1/responses": ({"input": "hi"}, responses.ResponseCreateParamsBase),
+}
+
+
+def table(route):
+    """Parameter → decision, of one route's table."""
+    section = DOC.read_text().split(f"## `POST {route}`")[1].split("\n## ")[0]
+    return dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", section, re.MULTILINE))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_parameter_the_client_knows_is_decided_on(route):
+    known = set(ROUTES[route][1].__annotations__) | {"stream"}
+    assert known - set(table(route)) == set()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_is_refused_is_refused_by_name(on_site, route):
+    async def scenario(site):
+        for name, decision in table(route).items():
+            if decision == "refused":
+                body = {**ROUTES[route][0], name: "something"}
+                response = await site.client.post(route, json=body)
+                assert response.status_code == 400, name
+                assert response.json()["error"]["param"] == name
+            if decision == "refused":
+                body = {**ROUTES[route][0], name: None}
+                assert (await site.client.post(route, json=body)).status_code == 200, name
+
+    on_site(scenario)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_is_accepted_changes_nothing(on_site, route):
+    samples = {
+        "metadata": {"a": "b"}, "store": True, "stream_options": None,
+        "prompt_cache_options": {"mode": "implicit"}, "prediction": {"type": "content"},
+    }  # fmt: skip
+
+    async def scenario(site):
+        accepted = [name for name, decision in table(route).items() if decision == "accepted"]
+        body = {**ROUTES[route][0], **{name: samples.get(name, "x") for name in accepted}}
+        assert (await site.client.post(route, json=body)).status_code == 200
+        await site.client.post(route, json=ROUTES[route][0])
+        first, second = site.engine.samplings
+        assert first == second
+
+    on_site(scenario)
