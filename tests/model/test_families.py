@@ -40,12 +40,24 @@ def encoded(folder, kind, modality):
     return loaded.family, tensors, [item.expansion for item in items]
 
 
+def copies(items):
+    return [{name: tensor.clone() for name, tensor in item.items()} for item in items]
+
+
+def assert_unchanged(items, before):
+    """Inputs are the memory that messages came in, and later requests read it again."""
+    for item, kept in zip(items, before, strict=True):
+        assert all(torch.equal(tensor, kept[name]) for name, tensor in item.items())
+
+
 @pytest.mark.parametrize(("kind", "modality"), BATCHED)
 @torch.inference_mode()
 def test_a_batch_is_encoded_as_each_item_alone(folder, kind, modality):
     family, tensors, expansions = encoded(folder, kind, modality)
     assert len({family.batch_key(modality, item) for item in tensors}) == 1
+    before = copies(tensors)
     together = family.encode(modality, tensors)
+    assert_unchanged(tensors, before)
     for item, rows, expansion in zip(tensors, together, expansions, strict=True):
         assert rows.shape == (expansion.num_embeds, family.row_width)
         torch.testing.assert_close(rows, family.encode(modality, [item])[0], rtol=0, atol=1e-5)
@@ -57,7 +69,9 @@ def test_items_of_other_families_are_encoded_alone(folder, kind):
     family, tensors, expansions = encoded(folder, kind, "image")
     for item, expansion in zip(tensors, expansions, strict=True):
         assert family.batch_key("image", item) is None
+        before = copies([item])
         (rows,) = family.encode("image", [item])
+        assert_unchanged([item], before)
         assert rows.shape == (expansion.num_embeds, family.row_width)
 
 

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from lookonce.ipc.codec import Encoder, client_message_decoder
+from lookonce.ipc.messages import NO_OPS, KeyedItem, SupplyMedia
 from lookonce.model.inputs import DTYPES, item_tensors, to_tensor
 from lookonce.types.media import ITEM_SIZE, Array, Expansion, ProcessedItem
 
@@ -55,3 +57,48 @@ def test_items_take_the_models_dtype_but_integers_stay():
         "pixels": torch.bfloat16,
         "grid": torch.int64,
     }
+
+
+def sound(dtype: str, frames: int = 400) -> ProcessedItem:
+    """An audio item as the processor makes it: mel features and a mask."""
+    arrays = {
+        "input_features": Array(dtype, (128, frames), bytes(ITEM_SIZE[dtype] * 128 * frames)),
+        "mask": Array("bool", (frames,), b"\1" * frames),
+    }
+    return ProcessedItem("audio", arrays, Expansion(((1, 100),), 1))
+
+
+def received(item: ProcessedItem) -> tuple[ProcessedItem, list[bytes]]:
+    """The item as it comes off the wire, and the frames it came in."""
+    message = SupplyMedia(1, 1, NO_OPS, "r", (KeyedItem(b"k" * 32, item),))
+    frames = [bytes(frame) for frame in Encoder().encode(message)]
+    (arrived,) = client_message_decoder().decode(frames).loose
+    return arrived.item, frames
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_sound_of_the_models_dtype_is_the_frame_it_came_in(dtype):
+    item, frames = received(sound(dtype))
+    tensor = item_tensors(item, dtype=DTYPES[dtype], device=CPU)["input_features"]
+    starts = [np.frombuffer(frame, np.uint8).ctypes.data for frame in frames]
+    assert tensor.data_ptr() in starts
+
+
+def test_sound_of_another_dtype_is_converted_and_what_came_is_left_alone():
+    item, frames = received(sound("float32"))
+    before = [bytes(frame) for frame in frames]
+    tensor = item_tensors(item, dtype=torch.bfloat16, device=CPU)["input_features"]
+    tensor.add_(1)
+    assert tensor.dtype == torch.bfloat16
+    assert frames == before
+
+
+def test_what_arrives_is_read_only():
+    item, _ = received(sound("float32"))
+    assert item.arrays["input_features"].data.readonly
+
+
+def test_memory_with_gaps_is_no_array():
+    strided = np.zeros((4, 8), np.float32)[:, ::2]
+    with pytest.raises(ValueError, match="not contiguous"):
+        Array("float32", (4, 4), strided.data)
