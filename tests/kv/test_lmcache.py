@@ -61,9 +61,9 @@ def test_two_server_processes_share_what_one_computed(lmcache: LMCacheServer) ->
     with LiveServer(*options) as first:
         assert status(look(first)) == "none"
         stored(first, "lmcache")
-    with LiveServer(*options) as other:
-        assert by_tier(look(other)).keys() == {"lmcache"}
-        assert status(look(other, scope="another")) == "none"
+        with LiveServer(*options) as other:
+            assert by_tier(look(other)).keys() == {"lmcache"}
+            assert status(look(other, scope="another")) == "none"
 
 
 def test_a_bit_that_flipped_in_its_memory_is_seen(lmcache: LMCacheServer) -> None:

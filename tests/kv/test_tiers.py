@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from blake3 import blake3
 
 from lookonce.bench.lmcache_server import LMCacheServer
 from lookonce.bench.valkey_server import ValkeyServer
+from lookonce.config import Options, resolve
 from lookonce.errors import ConfigError
 from lookonce.kv.disk import DiskTier
 from lookonce.kv.host import HostTier
@@ -304,6 +306,17 @@ def test_something_else_on_the_port_is_no_valkey() -> None:
             ValkeyTier(OBJECTS, spec).lease([key(1)])
         thread.join()
         assert caught.value.reason == "connection"
+
+
+# --- lmcache --------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(find_spec("lmcache") is not None, reason="LMCache is installed")
+def test_without_the_library_the_extra_is_named_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"lookonce\[lmcache\]"):
+        resolve(Options(kv_tier=("lmcache://127.0.0.1:5555",)))
+    with pytest.raises(ConfigError, match=r"lookonce\[lmcache\]"):
+        LMCacheTier(OBJECTS, "127.0.0.1:5555")
 
 
 def test_payload_size_is_part_of_the_contract(tier: KVTier) -> None:
