@@ -1,0 +1,108 @@
+"""Grammars of calls: whatever is drawn from one, its format's parser reads as proper calls."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from lookonce.config import NANO_FOLDER
+from lookonce.engine.grammar import GrammarCompiler
+from lookonce.render.tokenizer import Tokenizer
+from lookonce.server.tools.asked import Function, Tool, read_tools
+from lookonce.server.tools.calls import UsableTools
+from lookonce.server.tools.formats import choose_dialect
+from lookonce.types.sampling import SamplingParams
+from tests.engine.test_grammar import EOS, VOCAB, walk
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/C"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"C": {"enum": ["Bern", "Rom"]}},
+}
+TOOLS = [
+    Tool(type="function", function=Function(name="get_weather", parameters=CITY, strict=True)),
+    Tool(type="function", function=Function(name="now")),
+]
+FORMATS = {"hermes": "tools", "llama3": "tools", "mistral": "tools", "newer": "tools [ARGS]"}
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return GrammarCompiler(str(NANO_FOLDER), VOCAB, [EOS])
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(NANO_FOLDER)
+
+
+def usable(name, choice, *, parallel=None):
+    dialect = choose_dialect(name.replace("newer", "mistral"), FORMATS[name], {})
+    asked = read_tools(TOOLS, choice, parallel)
+    assert asked is not None
+    assert dialect is not None
+    return UsableTools(asked, dialect)
+
+
+def calls_in(tools, text):
+    words, _ = (reader := tools.reader()).push(text, last=True)
+    for call in reader.calls:
+        arguments = json.loads(call.function.arguments)
+        assert (call.function.name, arguments) in [
+            ("now", {}), ("get_weather", {"city": "Bern"}), ("get_weather", {"city": "Rom"}),
+        ]  # fmt: skip
+    return words, reader.calls
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_forced_calls_are_read_as_what_they_are(compiler, tokenizer, name):
+    rng = np.random.default_rng(3)
+    for parallel in (None, False):
+        tools = usable(name, "required", parallel=parallel)
+        compiled = compiler.compile(tools.constrain(SamplingParams()).grammar)
+        texts = [walk(compiled, tokenizer, rng, most=300) for _ in range(8)]
+        ended = [text for text in texts if text is not None]
+        assert ended
+        for text in ended:
+            words, calls = calls_in(tools, text)
+            assert words.strip() == ""
+            assert len(calls) == 1 if parallel is False else len(calls) >= 1
+
+
+STRICT = {
+    "hermes": ("a <table> <tool_cal b",
+               '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
+    "llama3": ("no { call", '{"name": "now", "parameters": {}}'),
+    "mistral": ("a [TOOL] b", '[TOOL_CALLS][{"name": "now", "arguments": {}}]'),
+    "newer": ("a [TOOL] b", "[TOOL_CALLS]now[ARGS]{}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_strict_leaves_words_free_and_calls_right(compiler, tokenizer, name):
+    tools = usable(name, "auto")
+    compiled = compiler.compile(tools.constrain(SamplingParams()).grammar)
+    words, call = STRICT[name]
+    both = () if name == "llama3" else (words + call,)
+    for text in (words, call, *both):
+        assert takes(compiled, tokenizer, text), text
+    assert not takes(compiled, tokenizer, call.replace("now", "later"))
+    assert not takes(compiled, tokenizer, call.replace("{}", '{"a": 1}'))
+
+
+def takes(compiled, tokenizer, text):
+    state = compiled.start()
+    for token in [*tokenizer.encode(text), EOS]:
+        state.accept(token)
+    return state.error is None
+
+
+def test_free_tools_need_no_grammar():
+    free = [Tool(type="function", function=Function(name="now"))]
+    asked = read_tools(free, None, None)
+    dialect = choose_dialect("hermes", "tools", {})
+    assert UsableTools(asked, dialect).constrain(SamplingParams()).grammar is None
