@@ -3,6 +3,7 @@
 live      one item of one row in each step, as live audio does: the last steps before so many items
 chunks    a prompt of 4-token items, one after the other, computed in chunks of 8,192 tokens
 held      a request that is aborted while its step holds so many encoder outputs
+host      a working set larger than the device's cache, three times over: runs per unique item
 
 CPU time of one thread. Everything is the engine's own but the model: the encoder returns constants.
 """
@@ -16,6 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
 from lookonce.bench.items_world import LiveSession, Times, World, items_in_a_row, request
@@ -25,6 +27,7 @@ NUM_ITEMS = (1_000, 8_000, 32_000, 128_000)
 SAMPLES, TURNS = 1_000, 10
 """Steps measured of each session, in so many turns: the sessions alternate, noise hits all."""
 CHUNK, ITEM_TOKENS = 8_192, 4
+DEVICE_ITEMS, WORKING_SETS = 256, (1, 2, 5, 10)
 ROUNDS = 5
 """Times a build and a free are repeated; the median counts."""
 
@@ -126,6 +129,35 @@ def held_report(sizes: Sequence[int]) -> Report:
     return report
 
 
+def host_report(ratios: Sequence[int]) -> Report:
+    report = Report(
+        "items (encoder runs per unique item)",
+        ("working set / device cache", "items", "with host tier", "without"),
+    )
+    for ratio in ratios:
+        count = ratio * DEVICE_ITEMS
+        report.add(
+            ratio, count, _runs_per_item(count, host=True), _runs_per_item(count, host=False)
+        )
+    report.notes.append("each item in a request of its own, all of them three times in order")
+    return report
+
+
+def _runs_per_item(count: int, *, host: bool) -> float:
+    world = World(
+        max_tokens=64, chunk=64, rows_cached=DEVICE_ITEMS * ITEM_TOKENS, longest_item=ITEM_TOKENS,
+        rows_on_host=count * ITEM_TOKENS if host else 0,
+    )  # fmt: skip
+    features, items = items_in_a_row(count, ITEM_TOKENS)
+    for feature in 3 * features:
+        alone = msgspec.structs.replace(feature, offset=0)
+        prompt = request((alone,), num_tokens=ITEM_TOKENS + 1, max_tokens=1)
+        world.scheduler.add(prompt, {feature.key: items[feature.key]})
+        world.step(Times())
+        world.scheduler.reset_prefix_cache()  # a cached prefix would spare the item altogether
+    return world.scheduler.stats()["encoder_runs_total"] / count
+
+
 def _grow(num_items: int) -> tuple[LiveSession, float | None]:
     """A session just before its last items, and its bytes per item once it is half grown."""
     session, before_last = LiveSession(num_items), max(0, num_items - SAMPLES)
@@ -160,7 +192,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     sizes = sorted(options.items)
-    reports = [live_report(sizes), chunk_report(sizes), held_report(sizes)]
+    reports = [
+        live_report(sizes), chunk_report(sizes), held_report(sizes), host_report(WORKING_SETS)
+    ]  # fmt: skip
     for report in reports:
         report.show()
     if options.json is not None:

@@ -74,12 +74,22 @@ class Times:
 class World:
     """One scheduler with room for one request of `max_tokens` tokens, and what executes it."""
 
-    def __init__(self, *, max_tokens: int, chunk: int, rows_cached: int, longest_item: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        chunk: int,
+        rows_cached: int,
+        longest_item: int,
+        rows_on_host: int = 0,
+    ) -> None:
         row_bytes = ROW_WIDTH * 4
         info = _model_info(max_tokens, row_bytes)
         self.scheduler = Scheduler(
             block_pool=BlockPool(-(-max_tokens // BLOCK_SIZE) + 64, BLOCK_SIZE),
-            encoder_cache=EncoderCache(rows_cached * row_bytes, row_bytes),
+            encoder_cache=EncoderCache(
+                rows_cached * row_bytes, row_bytes, rows_on_host * row_bytes
+            ),
             model=info,
             config=SchedulerConfig(
                 max_num_seqs=1, max_num_batched_tokens=chunk, max_encoder_tokens=chunk
@@ -130,7 +140,10 @@ class World:
         gathering = (learnt - started + _now() - encoded) / 1e6
         sampled = tuple(7 for chunk in plan.scheduled if chunk.sample)
         result = StepResult(
-            token_ids=sampled, failed_items=report.failed, encode_seconds=report.seconds
+            token_ids=sampled,
+            failed_items=report.failed,
+            lost_copies=tuple(report.lost_copies),
+            encode_seconds=report.seconds,
         )
         return result, gathering
 
