@@ -111,7 +111,8 @@ def _address(text: str, address: str, *, default_port: int) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not colon or port.endswith("]"):  # an IPv6 address alone
         host, port = address, str(default_port)
-    if not host or not port.isdigit() or "/" in host:
+    bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    if not host or not port.isdigit() or "/" in host or bare:
         raise _malformed(text)
     return host.strip("[]"), int(port)
 
