@@ -102,7 +102,7 @@ class GrammarCompiler:
         """Loaded with the first grammar: most servers see none."""
         backend = Tokenizer.load(self._folder).backend
         return llguidance.LLTokenizer(
-            backend.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+            backend.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
         )
 
 

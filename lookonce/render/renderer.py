@@ -183,7 +183,7 @@ class Renderer:
     @property
     def special_tokens(self) -> dict[str, int]:
         """Text → id of every special token."""
-        return {self.tokenizer.added_tokens[i]: i for i in self.tokenizer.special_ids}
+        return self.tokenizer.special_texts
 
     @property
     def fingerprint(self) -> bytes:
@@ -206,18 +206,10 @@ class Renderer:
             self.tokenizer,
             stops=sampling.stop,
             include_stop=sampling.include_stop_str_in_output,
-            skipped=self._skipped(sampling, keep),
+            skipped=self.tokenizer.specials_but(keep) if sampling.skip_special_tokens else (),
             min_tokens=sampling.min_tokens,
             context=context,
         )
-
-    def _skipped(self, sampling: SamplingParams, keep: Collection[str]) -> frozenset[int]:
-        if not sampling.skip_special_tokens:
-            return frozenset()
-        ids = self.tokenizer.special_ids
-        if not keep:
-            return ids
-        return frozenset(i for i in ids if self.tokenizer.added_tokens[i] not in keep)
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.tokenizer.token_bytes(token_id)

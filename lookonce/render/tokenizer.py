@@ -8,7 +8,7 @@ without importing torch (0.7 s instead of 2.3 s).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,17 @@ class Tokenizer:
             token_id for token_id, added in backend.get_added_tokens_decoder().items()
             if added.special
         )  # fmt: skip
+
+    @property
+    def special_texts(self) -> dict[str, int]:
+        """Text → id of every special token."""
+        return {self.added_tokens[token_id]: token_id for token_id in self.special_ids}
+
+    def specials_but(self, kept: Collection[str]) -> frozenset[int]:
+        """Ids of the special tokens whose text is not among `kept`."""
+        if not kept:
+            return self.special_ids
+        return frozenset(i for i in self.special_ids if self.added_tokens[i] not in kept)
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
