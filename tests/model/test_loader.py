@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,13 @@ def test_a_missing_weight_is_named_rather_than_made_up(broken):
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelLoadError, match=r"lacks 1 weights.*layers\.1\.mlp\.up_proj"):
+        load(broken)
+
+
+@pytest.mark.skipif(find_spec("gptqmodel") is not None, reason="gptqmodel is installed")
+def test_weights_that_need_a_library_to_unpack_name_it(broken):
+    edit_config(broken, quantization_config={"quant_method": "awq", "bits": 4})
+    with pytest.raises(ModelLoadError, match="gptqmodel"):
         load(broken)
 
 
