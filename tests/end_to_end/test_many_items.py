@@ -1,0 +1,48 @@
+"""Many media items in one request to a real server: all placed, encoded once and kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.end_to_end.live import LiveServer
+from tests.end_to_end.traffic import sounding
+
+SOUNDS = 40
+
+
+@pytest.fixture(scope="module")
+def roomy():
+    limit = f"audio={SOUNDS}"
+    with LiveServer("--limit-mm-per-prompt", limit, "--max-num-batched-tokens", "512") as server:
+        yield server
+
+
+def ask(server: LiveServer, numbers: range) -> dict:
+    content = [sounding(number).part for number in numbers]
+    content.append({"type": "text", "text": "What do you hear?"})
+    body = {
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": 4,
+        "reuse_receipt": True,
+    }
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_many_sounds_in_one_request_are_each_encoded_once_and_found_again(roomy):
+    before = roomy.metrics()
+    first = ask(roomy, range(SOUNDS))
+    items = first["reuse_receipt"]["items"]
+    assert len(items) == SOUNDS
+    ends = [item["offset"] + item["length"] for item in items]
+    starts = [item["offset"] for item in items]
+    assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+    assert {item["encoder"] for item in items} == {"miss"}
+    after = roomy.metrics()
+    assert after["encoder_runs_total"] - before["encoder_runs_total"] == SOUNDS
+    again = ask(roomy, range(SOUNDS))
+    assert again["choices"][0]["message"] == first["choices"][0]["message"]
+    assert {item["processor"] for item in again["reuse_receipt"]["items"]} == {"hit"}
+    assert roomy.metrics()["encoder_runs_total"] == after["encoder_runs_total"]
