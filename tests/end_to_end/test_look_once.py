@@ -11,7 +11,7 @@ from concurrent.futures import Future
 import httpx
 import pytest
 
-from tests.end_to_end.drawing import encoded, picture
+from tests.end_to_end.drawing import encoded, picture, tone, wav
 from tests.end_to_end.live import LiveServer
 from tests.end_to_end.traffic import drawn
 from tests.render.origin import Answer, Origin, origin
@@ -43,6 +43,7 @@ def web() -> Iterator[Origin]:
     async def serve() -> None:
         headers = {"Cache-Control": "max-age=60"}
         answers = {f"/{n}.png": Answer(on_the_web(n), headers=headers) for n in range(3)}
+        answers["/tone.wav"] = Answer(wav(tone(400, 1400)), headers=headers)
         async with origin(answers) as site:
             started.set_result(site)
             await asyncio.to_thread(done.wait)
@@ -139,6 +140,19 @@ def test_8_copies_in_one_request_are_one_picture(server, web):
         "media_processed_total:image": 1,
         "encoder_runs_total": 1,
     }
+
+
+def test_a_sound_behind_a_url_is_fetched_once_and_counted_as_a_sound(server, web):
+    part = {"type": "audio_url", "audio_url": {"url": web.url("/tone.wav")}}
+    before = server.metrics().get("media_fetches_total:audio", 0)
+    question = "Is the tone rising or falling?"
+    with Counting(server) as counting:
+        answers = all_at_once(server, [body(part, question=question)] * 8)
+    assert {a.json()["choices"][0]["message"]["content"] for a in answers} == {"rising"}
+    assert len(web.requests) == 1
+    assert server.metrics()["media_fetches_total:audio"] == before + 1
+    assert counting.moved["media_fetches_total:image"] == 0
+    assert counting.moved["mm_cache_hits_total"] == 7
 
 
 def test_a_url_and_the_same_bytes_in_line_are_one_picture(server, web):

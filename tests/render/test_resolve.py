@@ -181,6 +181,20 @@ def test_an_item_of_a_prompt_that_is_not_sent_yet_is_shared():
     play(scenario)
 
 
+def test_what_another_process_listed_is_a_shared_hit():
+    async def scenario(site):
+        [made] = await site.render(inline(b"cat"))
+        site.resolver.release([made])
+        other = Site()
+        other.directory.hint(made.key, made.item.nbytes, made.expansion)
+        [shared] = await other.render(inline(b"cat"))
+        other.resolver.release([shared])
+        assert (shared.outcome, shared.item) == ("shared", None)
+        assert (other.counted, other.processed) == ((1, 1), [])
+
+    play(scenario)
+
+
 def test_a_prompt_that_is_gone_holds_nothing_back():
     async def scenario(site):
         await site.render(inline(b"cat"))
