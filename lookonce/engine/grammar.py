@@ -43,7 +43,9 @@ class State:
     @property
     def error(self) -> str | None:
         """Why nothing more can be said about what may come next."""
-        return self._matcher.get_error() or None if self._matcher.is_error() else None
+        if not self._matcher.is_error():
+            return None
+        return self._matcher.get_error().partition("\n")[0]  # below it: all that was generated
 
     def fill(self, allowed: NDArray[np.uint8]) -> None:
         self._matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)

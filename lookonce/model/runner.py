@@ -196,8 +196,10 @@ class _Samples:
         if sampled.logprobs is not None:
             self._logprobs.update(zip(seq_ids, sampled.logprobs, strict=True))
         for row, (seq_id, token) in enumerate(zip(seq_ids, sampled.token_ids, strict=True)):
-            if token == FAILED:
-                self.fail(seq_id, sampled.reasons.get(row, "the model's output was not a number"))
+            if token == FAILED and row in sampled.errors:
+                self._failed[seq_id] = sampled.errors[row]
+            elif token == FAILED:
+                self.fail(seq_id, "the model's output was not a number")
 
     def result(self, plan: StepPlan, report: EncodeReport) -> StepResult:
         order = [chunk.seq_id for chunk in plan.scheduled if chunk.sample]

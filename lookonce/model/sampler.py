@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from lookonce.errors import BadRequestError, LookOnceError
 from lookonce.model import token_logits
 from lookonce.model.token_logits import FAILED, RowFilter, TokenCounts
 from lookonce.types.grammar import CompiledGrammar, GrammarState
@@ -32,7 +33,7 @@ class Sampled(NamedTuple):
     """-1 where the row's logits hold NaN or infinity: that sequence failed."""
     logprobs: list[TokenLogprob | None] | None
     """None when no row asked; None in a row that did not ask or failed."""
-    reasons: Mapping[int, str] = {}
+    errors: Mapping[int, LookOnceError] = {}
     """Row → why it failed, where it was not its logits."""
 
 
@@ -122,11 +123,11 @@ class Sampler:
             return Sampled(token_logits.argmax(logits), None)
         states = [self._states[seq_id] for seq_id in seq_ids]
         scores = _edited(logits, states, positions)
-        scores, reasons = _constrained(scores, states, is_copy=scores is not logits)
+        scores, errors = _constrained(scores, states, is_copy=scores is not logits)
         token_ids = _choose(scores, states, positions)
         for row in special:
             states[row].take(token_ids[row])
-        return Sampled(token_ids, _logprobs(logits, token_ids, states), reasons)
+        return Sampled(token_ids, _logprobs(logits, token_ids, states), errors)
 
     def _known(self, token_ids: set[int]) -> list[int]:
         return sorted(t for t in token_ids if 0 <= t < self._vocab_size)
@@ -171,7 +172,7 @@ def _started(
 
 def _constrained(
     scores: Tensor, states: list[_SequenceState], *, is_copy: bool
-) -> tuple[Tensor, dict[int, str]]:
+) -> tuple[Tensor, dict[int, LookOnceError]]:
     """What grammars forbid made impossible, and by row why a grammar gave up.
 
     Bits are filled row by row on the host; they become scores for all rows at once.
@@ -180,15 +181,21 @@ def _constrained(
     if not rows:
         return scores, {}
     allowed = np.zeros((len(rows), token_logits.mask_bytes(scores.shape[1])), np.uint8)
-    reasons = {}
+    errors: dict[int, LookOnceError] = {}
     for bits, (row, grammar) in zip(allowed, rows, strict=True):
         grammar.fill(bits)
         if (error := grammar.error) is not None:
-            reasons[row] = error
+            errors[row] = _gave_up(states[row].params, error)
             bits[:] = 0  # no score is left: the row fails
     scores = scores if is_copy else scores.clone()
     token_logits.allow_only(scores, [row for row, _ in rows], allowed)
-    return scores, reasons
+    return scores, errors
+
+
+def _gave_up(params: SamplingParams, reason: str) -> BadRequestError:
+    """The limits are wide: what reaches them was not meant to be computed."""
+    param = "grammar" if params.grammar is None else params.grammar.param
+    return BadRequestError(f"{param} is too complex: {reason}", param=param)
 
 
 def _choose(scores: Tensor, states: list[_SequenceState], positions: Sequence[int]) -> list[int]:

@@ -129,3 +129,11 @@ def test_a_grammar_is_compiled_once_and_followed_by_many(compiler, tokenizer):
     other.fill(bits)
     allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
     assert {tokenizer.decode([int(t)])[0] for t in allowed} == {"y", "n"}
+
+
+def test_what_breaks_a_grammar_is_told_in_one_line(compiler, tokenizer):
+    state = compiler.compile(Grammar(kind="regex", source="[0-9]+")).start()
+    assert state.error is None
+    state.accept(tokenizer.encode("x")[0])
+    assert state.error
+    assert "\n" not in state.error
