@@ -17,6 +17,8 @@ from lookonce.render.spelling import media_spelling, refuse_reserved, secret_tok
 from lookonce.render.tokenizer import Tokenizer
 from lookonce.types.media import Modality
 
+SLACK = 2
+"""A tokenizer may drop characters (spaces beside special tokens), but not half of a long text."""
 OFF_LOOP_CHARACTERS = 64 * 1024
 """A text above this is tokenized in a thread (tokenizing does 1 to 5 MB/s)."""
 
@@ -79,9 +81,12 @@ class PromptEncoder:
         )
 
     async def encode_chat(
-        self, conversation: Sequence[Json], options: ChatOptions
+        self, conversation: Sequence[Json], options: ChatOptions, max_tokens: int | None = None
     ) -> EncodedPrompt:
-        """`conversation` is that of `messages.read_messages`. Raises `BadRequestError`."""
+        """`conversation` is that of `messages.read_messages`.
+
+        Raises `BadRequestError`, also for a text that has more than `max_tokens` for certain.
+        """
         refuse_reserved(options.tools, "tools")
         text = self._templates.select(options.tools).render(
             conversation,
@@ -93,14 +98,33 @@ class PromptEncoder:
         for placeholder, surrounded in self._surrounded.items():
             text = text.replace(placeholder, surrounded)
         adds_bos = self._completes_bos and not (self._bos and text.startswith(self._bos))
+        self._check_length(text, max_tokens, "messages")
         token_ids = await self._encode(text, add_special_tokens=adds_bos, param="messages")
         return EncodedPrompt(token_ids, self._spelling.reveal(text))
 
-    async def encode_text(self, text: str, *, add_special_tokens: bool) -> EncodedPrompt:
-        """A plain prompt. Special tokens in it count, but for those of media. `BadRequestError`."""
+    async def encode_text(
+        self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
+    ) -> EncodedPrompt:
+        """A plain prompt. Special tokens in it count, but for those of media.
+
+        Raises `BadRequestError`, also for a text that has more than `max_tokens` for certain.
+        """
+        self._check_length(text, max_tokens, "prompt")
         refuse_reserved(text, "prompt")
         token_ids = await self._encode(text, add_special_tokens=add_special_tokens, param="prompt")
         return EncodedPrompt(token_ids, text)
+
+    def _check_length(self, text: str, max_tokens: int | None, param: str) -> None:
+        """Tokenizing 30 MB takes half a minute, only to find that they do not fit."""
+        if max_tokens is None or len(text) <= OFF_LOOP_CHARACTERS:
+            return
+        if len(text) > SLACK * max_tokens * self._tokenizer.longest_token:
+            raise BadRequestError(
+                f"{param}: the prompt has {len(text)} characters, far more than the model's "
+                f"context of {max_tokens} tokens can hold",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     async def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         try:

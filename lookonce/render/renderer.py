@@ -101,7 +101,7 @@ class Renderer:
         kwargs = self._processor_kwargs(chosen.mm_processor_kwargs)
         placeholder_ids = self._encoder.placeholder_ids
         chat = read_messages(messages, modalities=placeholder_ids, limits=self._limits)
-        encoded = await self._encoder.encode_chat(chat.conversation, chosen)
+        encoded = await self._encoder.encode_chat(chat.conversation, chosen, self.max_model_len)
         modalities = [source.modality for source in chat.sources]
         match_placeholders(encoded.token_ids, modalities, placeholder_ids)
         self._check_length(len(encoded.token_ids), "messages")
@@ -121,7 +121,9 @@ class Renderer:
         """Render a plain prompt: a text, in which media tokens are ordinary text, or token ids."""
         scope = scope_digest(tenant, cache_salt)
         if isinstance(prompt, str):
-            encoded = await self._encoder.encode_text(prompt, add_special_tokens=add_special_tokens)
+            encoded = await self._encoder.encode_text(
+                prompt, add_special_tokens=add_special_tokens, max_tokens=self.max_model_len
+            )
             rendered = RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text)
         else:
             self._check_token_ids(prompt)

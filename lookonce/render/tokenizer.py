@@ -122,6 +122,11 @@ class Tokenizer:
         return None if text is None else self.token_id(text)
 
     @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest: no token stands for more of a text."""
+        return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+
+    @cached_property
     def is_byte_level(self) -> bool:
         """Every token is a run of bytes, and a text is their concatenation."""
         return self._decoder_kinds == ["ByteLevel"]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import base64
 import io
 import json
+import struct
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from tests.end_to_end.drawing import ask, encoded, image_part, picture, text_part, wav
+from tests.end_to_end.live import LiveServer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PNG = encoded(picture(("red", "circle")))
@@ -37,6 +41,20 @@ def sound_of(data: bytes, form: str = "wav") -> dict[str, object]:
     return {"type": "input_audio", "input_audio": audio}
 
 
+def empty_png(width: int, height: int) -> bytes:
+    """What says it is a picture of this size, with hardly a pixel in it."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        checksum = zlib.crc32(name + data)
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", checksum)
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = zlib.compress(bytes(100))
+    return PNG[:8] + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+PNG_TEXT = base64.b64encode(PNG).decode()
+
 PARTS = [
     # encoded bytes
     (image_url("data:image/png;base64,"), 400),
@@ -48,6 +66,9 @@ PARTS = [
     (drawn("BMP"), 422),
     (drawn("TIFF"), 422),
     (drawn("PNG", (3000, 2)), 422),
+    (image_of(empty_png(60_000, 60_000)), 413),
+    (image_of(empty_png(0, 0)), 422),
+    (image_url("data:image/png;base64," + PNG_TEXT[: len(PNG_TEXT) // 4 * 4 - 3]), 400),
     (sound_of(b"AAAA"), 422),
     (sound_of(wav(np.zeros(0))), 422),
     (sound_of(wav(np.zeros(8000)), "midi"), 400),
@@ -96,6 +117,8 @@ def test_a_bad_part_is_named(server, part, status):
 HI = {"messages": ask("hi")}
 LOOK = {"messages": ask(GOOD, "hi")}
 
+WIZARD = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "wizard"}}}
+
 BODIES = [
     (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
@@ -114,6 +137,28 @@ BODIES = [
     (CHAT, {**HI, "max_tokens": 5000}, "max_tokens"),
     (CHAT, {**HI, "cache_salt": 3}, "cache_salt"),
     (CHAT, {**HI, "stop_token_ids": [2**40]}, "stop_token_ids"),
+    (CHAT, {**HI, "temperature": True}, "temperature"),
+    (CHAT, {**HI, "max_tokens": "5"}, "max_tokens"),
+    (CHAT, {**HI, "max_tokens": -1}, "max_tokens"),
+    (CHAT, {**HI, "max_tokens": 0}, "max_tokens"),
+    (CHAT, {**HI, "n": -1}, "n"),
+    (CHAT, {**HI, "top_k": -7}, "top_k"),
+    (CHAT, {**HI, "top_p": 2}, "top_p"),
+    (CHAT, {**HI, "min_p": -0.5}, "min_p"),
+    (CHAT, {**HI, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    (CHAT, {**HI, "seed": 2**80}, "seed"),
+    (CHAT, {**HI, "stream": "yes"}, "stream"),
+    (CHAT, {**HI, "stop": [3]}, "stop[0]"),
+    (CHAT, {**HI, "logit_bias": {"x": 1}}, "logit_bias"),
+    (CHAT, {**HI, "logit_bias": {"99999": 1}}, "logit_bias"),
+    (CHAT, {"messages": "hi"}, "messages"),
+    (CHAT, {"messages": ask("word " * 9000)}, "messages"),
+    (CHAT, {"messages": ask("a b " * 7_500_000)}, "messages"),
+    (COMPLETIONS, {"prompt": "a b " * 7_500_000}, "prompt"),
+    (CHAT, {**HI, "response_format": {"type": "xml"}}, "response_format.type"),
+    (CHAT, {**HI, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (CHAT, {**HI, "response_format": WIZARD}, "response_format.json_schema.schema"),
+    (CHAT, {**HI, "tools": [{"type": "function"}]}, "tools[0].function"),
     (COMPLETIONS, {"prompt": ""}, "prompt"),
     (COMPLETIONS, {"prompt": []}, "prompt"),
     (COMPLETIONS, {"prompt": [[]]}, "prompt[0]"),
@@ -134,6 +179,58 @@ def test_a_bad_field_is_named(server, route, body, param):
     response = server.post(route, body)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param), error
+
+
+NO_BODIES = [
+    (b"", "JSON"),
+    (b"hello", "JSON"),
+    (b'{"messages":[', "JSON"),
+    (b"[]", "object"),
+    (b"null", "object"),
+    (b"{}", "messages"),
+    (b'{"messages":[{"role":"user","content":"\xff\xfe"}]}', "JSON"),
+    (b'{"messages":[],"temperature":NaN}', "JSON"),
+    (b'{"messages":[],"top_p":Infinity}', "JSON"),
+    (b'{"messages":[],"temperature":1e999}', "out of range"),
+    (b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+    (b'{"chat_template_kwargs":' + b'{"a":' * 3000 + b"1" + b"}" * 3001, "nested too deeply"),
+]
+
+
+@pytest.mark.parametrize(("body", "words"), NO_BODIES)
+def test_a_body_that_is_none_is_described(server, body, words):
+    response = server.post_bytes(CHAT, body)
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+
+
+def test_a_request_beside_all_of_them_is_not_disturbed(server):
+    """Streamed over and over until every bad request was sent: always the same words."""
+    bodies = [{"messages": [{"role": "user", "content": [part]}]} for part, _ in PARTS]
+    bodies += [body for route, body, _ in BODIES if route == CHAT]
+    alone = stream(server)
+    assert len(alone) > 10
+    with ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(lambda: [server.post(CHAT, body).status_code for body in bodies])
+        beside = [stream(server)]
+        while not sending.done():
+            beside.append(stream(server))
+    assert {status // 100 for status in sending.result()} == {4}
+    assert len(sending.result()) >= 60
+    assert all(pieces == alone for pieces in beside)
+
+
+def stream(server: LiveServer) -> list[str]:
+    """The pieces of one greedy answer."""
+    chunks = server.client().chat.completions.create(
+        model="nano",
+        messages=ask(GOOD, "What is in the picture?"),
+        temperature=0,
+        max_tokens=60,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    return [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
 
 
 ODD_BUT_ALLOWED = [

@@ -213,6 +213,15 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers():
     assert caught.value.code == "context_length_exceeded"
 
 
+def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it():
+    small = Kitchen(max_model_len=1000)
+    for render in (lambda: small.chat(user(text("ab " * 500_000))),
+                   lambda: small.completion("ab " * 500_000)):  # fmt: skip
+        with pytest.raises(BadRequestError, match="1,?5[0-9]{5} characters") as caught:
+            render()
+        assert caught.value.code == "context_length_exceeded"
+
+
 def test_a_prompt_too_long_without_its_media_costs_no_processing():
     kitchen = Kitchen(max_model_len=5)
     with pytest.raises(BadRequestError):
