@@ -128,6 +128,7 @@ def test_a_killed_engine_means_clear_errors_and_then_a_working_server(mortal):
     with mortal.client() as client:
         answer = client.chat.completions.create(**chat_body(1, stream=False))
     assert answer.choices[0].message.content == expected(1)
+    assert mortal.log().count("warmed up audio") == 2  # each engine, before it served
 
 
 def test_sigterm_lets_running_requests_end_and_refuses_new_ones(mortal):
