@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,8 +12,10 @@ import pytest
 
 from lookonce.cache.directory import Directory
 from lookonce.cache.uuids import UuidBindings
+from lookonce.config import MediaConfig
 from lookonce.errors import ConflictError, MediaNotCachedError, UnprocessableMediaError
 from lookonce.render import resolve as resolve_module
+from lookonce.render.load import MediaLoader
 from lookonce.render.media import MediaSource
 from lookonce.render.resolve import MAX_SIDE_BY_SIDE, MediaResolver
 from lookonce.types.request import RenderedItem
@@ -285,6 +288,29 @@ def test_large_media_is_hashed_off_the_loop(monkeypatch):
         assert (first.outcome, second.outcome) == ("miss", "hit")
 
     play(scenario, web={CAT: large})
+
+
+def test_base64_and_hash_of_more_than_4_mb_leave_the_loop_s_thread(monkeypatch):
+    on_loop: dict[str, list[bool]] = {"base64": [], "hash": []}
+
+    def noted(name, function):
+        def call(*args, **kwargs):
+            on_loop[name].append(threading.current_thread() is threading.main_thread())
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(resolve_module, "media_hash", noted("hash", resolve_module.media_hash))
+    monkeypatch.setattr(MediaSource, "inline_bytes", noted("base64", MediaSource.inline_bytes))
+
+    async def scenario(site):
+        site.resolver._loader = loader = MediaLoader(MediaConfig())
+        await site.send(inline(bytes(4_500_000)))
+        await site.send(inline(b"cat"))
+        assert on_loop == {"base64": [False, True], "hash": [False, True]}
+        await loader.aclose()
+
+    play(scenario)
 
 
 # --- references ahead and recovery ---------------------------------------------------------------
