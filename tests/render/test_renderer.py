@@ -217,7 +217,7 @@ def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it():
     small = Kitchen(max_model_len=1000)
     for render in (lambda: small.chat(user(text("ab " * 500_000))),
                    lambda: small.completion("ab " * 500_000)):  # fmt: skip
-        with pytest.raises(BadRequestError, match="1,?5[0-9]{5} characters") as caught:
+        with pytest.raises(BadRequestError, match=r"15\d{5} characters") as caught:
             render()
         assert caught.value.code == "context_length_exceeded"
 
