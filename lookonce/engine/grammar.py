@@ -138,5 +138,6 @@ def _refusal(grammar: Grammar, reason: str) -> BadRequestError:
     """The library explains over several lines, where it may show all of a long grammar."""
     words = " ".join(reason.split())
     if len(words) > MAX_MESSAGE:
-        words = words[:MAX_MESSAGE] + "…"
+        half = MAX_MESSAGE // 2
+        words = f"{words[:half]} … {words[-half:]}"
     return BadRequestError(f"{grammar.param}: {words}", param=grammar.param, code="invalid_grammar")

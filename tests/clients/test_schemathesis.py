@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 from lookonce.server.openapi import OPERATIONS, describe  # noqa: E402
 
-EXAMPLES = 25
+EXAMPLES = 40
 """Per route."""
 SHORT = 4
 """Tokens per answer: it is the request that is tried here."""

@@ -9,6 +9,7 @@ import json
 import re
 from typing import Any
 
+from lookonce.errors import BadRequestError
 from lookonce.server.tools import hermes, mistral
 from lookonce.server.tools.asked import AskedTools, Function
 from lookonce.server.tools.formats import ToolDialect
@@ -20,7 +21,7 @@ NOT_AN_OBJECT = r"/[^{<\s](.|\n)*/"
 
 
 def calls_grammar(tools: AskedTools, dialect: ToolDialect) -> Grammar | None:
-    """What the answer must look like; None where it may be anything."""
+    """What the answer must look like; None where it may be anything. Raises `BadRequestError`."""
     if not (tools.forced or tools.strict):
         return None
     calls = _calls(tools, dialect)
@@ -97,7 +98,10 @@ def _parameters(function: Function) -> dict[str, Any]:
 
 def _json(schema: dict[str, Any]) -> str:
     guided = {**schema, "x-guidance": {"whitespace_pattern": JSON_SPACES}}
-    return f"%json {json.dumps(guided)}"
+    try:
+        return f"%json {json.dumps(guided)}"
+    except RecursionError:
+        raise BadRequestError("tools: a schema is nested too deeply", param="tools") from None
 
 
 def _marker(text: str, dialect: ToolDialect) -> str:
