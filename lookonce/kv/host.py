@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -109,9 +110,11 @@ class HostTier:
 def _prefaulted(num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """Anonymous memory with every page present. Raises `ConfigError` when there is not as much."""
     try:
-        memory = mmap.mmap(-1, num_bytes)
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--kv-tier host: {num_bytes} bytes cannot be had") from error
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     slab = np.frombuffer(memory, dtype=np.uint8)
     slab[::PAGE_BYTES] = 0
     return slab
