@@ -10,7 +10,7 @@ import numpy as np
 import pybase64
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookonce.errors import BadRequestError
@@ -19,6 +19,7 @@ from lookonce.render.injection import arrays_of, decode_kwargs, encode_kwargs, g
 from lookonce.types.media import ITEM_SIZE, Array, Expansion, ProcessedItem
 
 EXPANSION = Expansion(((7, 2),), 7)
+UNHURRIED = settings(deadline=None, max_examples=60)
 
 
 def packed(value: object) -> str:
@@ -32,6 +33,7 @@ def wire(dtype: str = "float32", shape: object = (2, 3), data: object = bytes(24
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 
+@UNHURRIED
 @given(st.dictionaries(st.text(min_size=1, max_size=8), st.tuples(
     st.sampled_from(sorted(ITEM_SIZE)), shapes, st.randoms()), max_size=5))  # fmt: skip
 def test_arrays_survive_the_way_there(described):
@@ -45,6 +47,7 @@ def test_arrays_survive_the_way_there(described):
     }
 
 
+@UNHURRIED
 @given(st.binary(max_size=300))
 def test_any_bytes_are_arrays_or_refused(data):
     try:
@@ -55,12 +58,14 @@ def test_any_bytes_are_arrays_or_refused(data):
         assert array.nbytes == math.prod(array.shape) * ITEM_SIZE[array.dtype]
 
 
+@UNHURRIED
 @given(st.text(max_size=60))
 def test_any_text_is_base64_or_refused(text):
     with pytest.raises(BadRequestError):
         decode_kwargs(text + "!")
 
 
+@UNHURRIED
 @given(st.data())
 def test_a_damaged_item_is_refused_or_says_what_its_bytes_hold(data):
     """One byte changed, some cut off, or some added: never more array than bytes."""
