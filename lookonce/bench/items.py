@@ -192,11 +192,15 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     sizes = sorted(options.items)
-    reports = [
-        live_report(sizes), chunk_report(sizes), held_report(sizes), host_report(WORKING_SETS)
-    ]  # fmt: skip
-    for report in reports:
-        report.show()
+    reports = []
+    for measured in (
+        lambda: live_report(sizes),
+        lambda: chunk_report(sizes),
+        lambda: held_report(sizes),
+        lambda: host_report(WORKING_SETS),
+    ):
+        reports.append(measured())
+        reports[-1].show()
     if options.json is not None:
         write_json(options.json, reports)
     return 0
