@@ -192,15 +192,12 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     sizes = sorted(options.items)
-    reports = []
-    for measured in (
-        lambda: live_report(sizes),
-        lambda: chunk_report(sizes),
-        lambda: held_report(sizes),
-        lambda: host_report(WORKING_SETS),
-    ):
-        reports.append(measured())
+    reports: list[Report] = []
+    for measure in (live_report, chunk_report, held_report):
+        reports.append(measure(sizes))
         reports[-1].show()
+    reports.append(host_report(WORKING_SETS))
+    reports[-1].show()
     if options.json is not None:
         write_json(options.json, reports)
     return 0
