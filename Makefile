@@ -29,7 +29,7 @@ check: $(STAMP)
 	@$(BIN)/python tools/size_report.py
 
 test: check
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # LMCache pins older libraries than ours and takes 2 GB: it gets an environment of its own.
 LMCACHE_VENV := .venv-lmcache
@@ -60,7 +60,7 @@ test-clients: $(STAMP)
 	@$(BIN)/python -m pytest tests/clients/test_other_clients.py -rs
 
 soak: $(STAMP)
-	@SOAK_REQUESTS=10000 $(BIN)/python -m pytest tests/end_to_end/test_soak.py
+	@SOAK_REQUESTS=10000 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_soak.py
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .

@@ -80,6 +80,7 @@ def test_an_aborted_request_finishes_with_abort(folder, stream):
             asked = asyncio.create_task(node.post("/v1/completions", body))
             ended = []
             while not ended and not asked.done():
+                await asyncio.sleep(0.02)
                 answer = await node.ok(ROUTE, {"request_ids": ["mine", "other"]})
                 ended = answer["aborted"]
             assert ended == ["mine"]
