@@ -8,6 +8,7 @@ from importlib import import_module
 from lookonce.errors import ConfigError
 
 BENCHMARKS: dict[str, tuple[str, str]] = {
+    "attention": ("lookonce.bench.micro", "our attention kernel beside what torch offers"),
     "engine": ("lookonce.bench.engine", "a decode step beside the bare model and transformers"),
     "items": ("lookonce.bench.items", "what 128,000 media items in one request cost per step"),
     "kv": ("lookonce.bench.kv", "a long prompt's KV: computed, on the device, from each tier"),
