@@ -1,8 +1,10 @@
 """`lookonce bench engine`: what a decode step costs beside the bare model, and beside transformers.
 
 model      CPU time in the text model, its embedding and its head
-own        CPU time in everything else: scheduling, building inputs, sampling, messages over ZMQ
-           both ways, the client and detokenizing; only HTTP is left out
+own        CPU time of all threads of both processes in everything else, which is the sum of
+  engine   in the engine process: scheduling, building inputs, sampling, sending messages
+  client   in the process that asked, as an API process does: receiving messages, handing tokens to
+           who waits for them, detokenizing; only HTTP is left out
 ratio      our decode tokens/s over those of a plain loop with transformers' dense KV cache,
            same model, batch and context, the two in turn, median of pairs
 """
@@ -86,13 +88,15 @@ class _Theirs:
 async def measure(folder: str, batches: Sequence[int], turns: int) -> Report:
     """One row per batch size."""
     torch.set_num_threads(1)
-    columns = ("batch", "model ms", "own CPU ms", "our tok/s", "HF tok/s", "ratio")
+    times = ("model ms", "own CPU ms", "engine ms", "client ms")
+    columns = ("batch", *times, "our tok/s", "HF tok/s", "ratio")
     report = Report(
         "engine",
         columns,
         notes=[
             f"CPU time of all threads; {STEPS} decode steps of ours and of theirs in turn after "
             f"{PROMPT_TOKENS} prompt tokens, medians of {turns} turns, fp32, one torch thread",
+            "own: all but the model, in the engine process and in its client, ZMQ between them",
         ],
     )
     theirs = _Theirs(folder)
@@ -104,15 +108,17 @@ async def measure(folder: str, batches: Sequence[int], turns: int) -> Report:
     return report
 
 
-_Row = tuple[float, float, float, float, float]
+_Row = tuple[float, float, float, float, float, float, float]
 
 
 async def _turn(ours: Ours, theirs: _Theirs, batch: int) -> _Row:
-    """Model ms, own ms, our and their tokens per second, and their ratio."""
+    """Model, own, engine and client ms, our and their tokens per second, and their ratio."""
     turn = await ours.decode(batch, PROMPT_TOKENS, STEPS)
     their_seconds = theirs.decode(batch, PROMPT_TOKENS, STEPS)
-    ours_rate, their_rate = batch / (turn.model + turn.own), batch / their_seconds
-    return turn.model * 1e3, turn.own * 1e3, ours_rate, their_rate, ours_rate / their_rate
+    own = turn.engine + turn.client
+    ours_rate, their_rate = batch / (turn.model + own), batch / their_seconds
+    ms = (turn.model * 1e3, own * 1e3, turn.engine * 1e3, turn.client * 1e3)
+    return (*ms, ours_rate, their_rate, ours_rate / their_rate)
 
 
 def main(arguments: Sequence[str]) -> int:

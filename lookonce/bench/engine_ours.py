@@ -1,22 +1,22 @@
-"""The engine in one process: every thread and message of the real one, where a clock sees them all.
+"""Our side of `lookonce bench engine`: an engine process, and its client in this one.
 
-The input thread, the step thread and the client's event loop run side by side, and talk over ZMQ
-on a unix socket as across processes. CPU time of the process then holds everything but HTTP.
+They are the two processes a server has, and talk as there: msgpack over ZMQ on a unix socket. Here
+the client's caller turns tokens into text at once, where a server would also write HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
+import sys
 import tempfile
-import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from lookonce.bench.engine_process import MODEL_SECONDS, PROCESS_SECONDS
 from lookonce.config import (
     ChannelConfig,
     EncoderConfig,
@@ -24,151 +24,122 @@ from lookonce.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from lookonce.core.blocks import BlockPool
-from lookonce.engine.build import assemble
 from lookonce.engine.client import EngineClient
-from lookonce.engine.core import EngineCore
 from lookonce.engine.generation import Generation
-from lookonce.engine.hosting import open_reception
-from lookonce.engine.judge import Judge
-from lookonce.engine.reception import Reception
 from lookonce.engine.settings import EngineSettings
-from lookonce.engine.step_loop import StepLoop, Stop
-from lookonce.model.attention.select import resolve_block_size, select_backend
-from lookonce.model.loader import load_model
-from lookonce.model.runner import Runner
+from lookonce.engine.supervise import EngineSupervisor
 from lookonce.render.detokenize import Detokenizer
 from lookonce.render.tokenizer import Tokenizer
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-NUM_BLOCKS = 4096
+COMMAND = (sys.executable, "-m", "lookonce.bench.engine_process")
 FIRST_TOKEN = 20
 """Ids below may be special tokens."""
 
 
 class Turn(NamedTuple):
-    """CPU seconds of one decode step, on average over a turn."""
+    """CPU seconds of one decode step of the whole batch, on average over a turn."""
 
     model: float
     """In the text model, its embedding and its head."""
-    own: float
-    """In everything else."""
+    engine: float
+    """In everything else the engine process does."""
+    client: float
+    """In the client's process."""
 
 
-class _Stopwatch:
-    """Adds up the CPU seconds of one thread spent inside calls, which must not nest."""
+class _Clocks(NamedTuple):
+    """What was used so far: CPU seconds, and tokens generated."""
 
-    def __init__(self) -> None:
-        self.cpu = 0.0
-
-    def around(self, inner: Callable[_P, _R]) -> Callable[_P, _R]:
-        def timed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            cpu = time.thread_time()
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                self.cpu += time.thread_time() - cpu
-
-        return timed
+    model: float
+    engine: float
+    client: float
+    tokens: float
 
 
 class Ours:
     """Decodes batches through client, channel, scheduler and runner."""
 
-    def __init__(self, folder: str, client: EngineClient, model: _Stopwatch) -> None:
+    def __init__(self, folder: str, client: EngineClient) -> None:
         self._client = client
         self._tokenizer = Tokenizer.load(folder)
-        self._model = model
         self._count = 0
 
     async def decode(self, batch: int, prompt_tokens: int, steps: int) -> Turn:
-        """Prefill `batch` prompts, then time `steps` decode steps of all of them."""
+        """Prefill `batch` prompts, then time `steps` decode steps of all of them.
+
+        Few sequences may end some steps after the first one, since they began later: such a
+        step counts for less than one.
+        """
         generations = [self._submit(prompt_tokens, steps) for _ in range(batch)]
         await asyncio.gather(*(anext(generation) for generation in generations))
-        cpu, model = time.process_time(), self._model.cpu
-        read = await asyncio.gather(*(self._read(generation) for generation in generations))
-        model = self._model.cpu - model
-        cpu = time.process_time() - cpu
-        return Turn(model / min(read), (cpu - model) / min(read))
+        before = await self._clocks()
+        await asyncio.gather(*(self._read(generation) for generation in generations))
+        after = await self._clocks()
+        used = _Clocks(*(end - start for start, end in zip(before, after, strict=True)))
+        full_steps = used.tokens / batch
+        return Turn(used.model / full_steps, used.engine / full_steps, used.client / full_steps)
+
+    async def _clocks(self) -> _Clocks:
+        """The engine answers between two steps."""
+        stats = await self._client.stats()
+        return _Clocks(
+            model=stats[MODEL_SECONDS],
+            engine=stats[PROCESS_SECONDS] - stats[MODEL_SECONDS],
+            client=time.process_time(),
+            tokens=stats["generation_tokens_total"],
+        )
 
     def _submit(self, prompt_tokens: int, steps: int) -> Generation:
         self._count += 1
         rng = np.random.default_rng(self._count)
         ids = rng.integers(FIRST_TOKEN, self._client.model.vocab_size, prompt_tokens).tolist()
         prompt = RenderedPrompt(token_ids=ids, scope=bytes(32))
-        sampling = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)
+        sampling = SamplingParams(temperature=0.0, max_tokens=steps + 2, ignore_eos=True)
         return self._client.generate(prompt, sampling, f"bench-{self._count}")
 
-    async def _read(self, generation: Generation) -> int:
-        """Turns the rest into text; returns how many tokens that were."""
+    async def _read(self, generation: Generation) -> None:
+        """Turns the rest into text."""
         detokenizer = Detokenizer(self._tokenizer)
-        count = 0
         async for delta in generation:
-            count += len(delta.token_ids)
             detokenizer.push(delta.token_ids)
-        return count
 
 
 @asynccontextmanager
 async def open_ours(folder: str, batch: int) -> AsyncIterator[Ours]:
-    """The engine's threads and a client, for batches of up to `batch` sequences."""
+    """The engine process and a client of it, for batches of up to `batch` sequences."""
     with tempfile.TemporaryDirectory(prefix="lookonce-bench-") as scratch:
         settings = EngineSettings(
             model=ModelConfig(folder=folder, served_name="bench"),
             scheduler=SchedulerConfig(max_num_seqs=batch),
-            kv=KVConfig(prefix_caching=False),
+            kv=KVConfig(),
             encoder=EncoderConfig(),
             address=f"ipc://{scratch}/engine",
         )
-        model = _Stopwatch()
-        core, judge = _build(settings, model)
         channel = ChannelConfig(address=settings.address)
-        with _Threads(settings, core, judge):
-            async with EngineClient(channel, processor_cache_bytes=0) as client:
-                await client.wait_ready()
-                gc.collect()
-                gc.freeze()  # as the engine process does once the model is loaded
-                yield Ours(folder, client, model)
+        supervisor = EngineSupervisor(settings, stall_timeout=60.0, command=COMMAND)
+        client = EngineClient(channel, processor_cache_bytes=0)
+        async with _running(supervisor) as end, client:
+            await _unless(end, client.wait_ready())
+            yield Ours(folder, client)
 
 
-def _build(settings: EngineSettings, model: _Stopwatch) -> tuple[EngineCore, Judge]:
-    loaded = load_model(settings.model)
-    for module in (loaded.family.lm_head, loaded.family.embed_tokens):
-        module.forward = model.around(module.forward)
-    backend = select_backend(loaded.device, loaded.family.attention_features(loaded.dtype))
-    block_size = resolve_block_size(backend, settings.kv.block_size)
-    runner = Runner(
-        loaded,
-        num_blocks=NUM_BLOCKS,
-        block_size=block_size,
-        backend=backend,
-        max_num_seqs=settings.scheduler.max_num_seqs,
-        max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
-    )
-    runner.decoder = model.around(runner.decoder)
-    return assemble(loaded.info, runner, settings, BlockPool(NUM_BLOCKS, block_size))
+@asynccontextmanager
+async def _running(supervisor: EngineSupervisor) -> AsyncIterator[asyncio.Task[None]]:
+    """The task that runs the engine process; it ends early only with an error."""
+    running = asyncio.create_task(supervisor.run())
+    try:
+        yield running
+    finally:
+        await supervisor.stop()
+        await asyncio.gather(running, return_exceptions=True)
 
 
-class _Threads:
-    """The engine process's input thread and main thread."""
-
-    def __init__(self, settings: EngineSettings, core: EngineCore, judge: Judge) -> None:
-        self._reception: Reception = open_reception(settings)
-        self._reception.open_doors(judge)
-        self._input = threading.Thread(target=self._reception.run, daemon=True)
-        loop = StepLoop(core, self._reception.exchange)
-        self._steps = threading.Thread(target=loop.run, daemon=True)
-
-    def __enter__(self) -> None:
-        self._input.start()
-        self._steps.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._reception.exchange.command(Stop())
-        self._steps.join()
-        self._reception.stop()
-        self._input.join()
+async def _unless(end: asyncio.Task[None], awaited: Coroutine[Any, Any, None]) -> None:
+    """Waits for `awaited`; raises why the engine has ended, if that comes first."""
+    waiting = asyncio.create_task(awaited)
+    await asyncio.wait([end, waiting], return_when=asyncio.FIRST_COMPLETED)
+    if end.done():
+        waiting.cancel()
+        end.result()

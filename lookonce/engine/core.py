@@ -48,6 +48,8 @@ class EngineCore:
         self._runner = runner
         self._external = external
         self._broken_steps = 0
+        self.add_figures: Callable[[], dict[str, float]] = dict
+        """More figures for `stats`, by whoever built the engine."""
 
     def step(self) -> SchedulerOutput | None:
         """One step and what it means for the outside; None when there was nothing to do."""
@@ -95,7 +97,7 @@ class EngineCore:
         self._scheduler.reset_encoder_cache()
 
     def stats(self) -> dict[str, float]:
-        return self._scheduler.stats()
+        return self._scheduler.stats() | self.add_figures()
 
     def wake_with(self, wake: Callable[[], None]) -> None:
         """`wake` is called, from any thread, when a step has something new to look at."""

@@ -1,0 +1,83 @@
+"""`lookonce bench engine`'s engine process: the real one, with a stopwatch around the model.
+
+`python -m lookonce.bench.engine_process`, started and spoken to like `lookonce.engine.process`.
+Asked for its figures, it adds the CPU time it has used. Both clocks are read in one place of the
+step loop, between two steps, so that a difference covers the same steps of both.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from lookonce.core.blocks import BlockPool
+from lookonce.engine.build import Progress, assemble
+from lookonce.engine.core import EngineCore
+from lookonce.engine.hosting import host_engine
+from lookonce.engine.judge import Judge
+from lookonce.engine.settings import EngineSettings
+from lookonce.model.attention.select import resolve_block_size, select_backend
+from lookonce.model.loader import load_model
+from lookonce.model.runner import Runner
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+MODEL_SECONDS = "bench_model_cpu_seconds"
+"""CPU time in the text model, its embedding and its head."""
+PROCESS_SECONDS = "bench_process_cpu_seconds"
+"""CPU time of all threads of the engine process."""
+NUM_BLOCKS = 4096
+
+
+class Stopwatch:
+    """Adds up the CPU seconds of one thread spent inside calls, which must not nest."""
+
+    def __init__(self) -> None:
+        self.cpu = 0.0
+
+    def around(self, inner: Callable[_P, _R]) -> Callable[_P, _R]:
+        def timed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            cpu = time.thread_time()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.cpu += time.thread_time() - cpu
+
+        return timed
+
+    def figures(self) -> dict[str, float]:
+        return {MODEL_SECONDS: self.cpu, PROCESS_SECONDS: time.process_time()}
+
+
+def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, Judge]:
+    """As the engine process builds it, but for the stopwatch; one torch thread."""
+    torch.set_num_threads(1)
+    loaded = load_model(settings.model, progress)
+    watch = Stopwatch()
+    for module in (loaded.family.lm_head, loaded.family.embed_tokens):
+        module.forward = watch.around(module.forward)
+    backend = select_backend(loaded.device, loaded.family.attention_features(loaded.dtype))
+    block_size = resolve_block_size(backend, settings.kv.block_size)
+    runner = Runner(
+        loaded,
+        num_blocks=NUM_BLOCKS,
+        block_size=block_size,
+        backend=backend,
+        max_num_seqs=settings.scheduler.max_num_seqs,
+        max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
+    )
+    runner.decoder = watch.around(runner.decoder)
+    core, judge = assemble(loaded.info, runner, settings, BlockPool(NUM_BLOCKS, block_size))
+    core.add_figures = watch.figures
+    gc.collect()
+    gc.freeze()
+    return core, judge
+
+
+if __name__ == "__main__":
+    host_engine(build)
