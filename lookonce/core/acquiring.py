@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from enum import Enum
-from itertools import repeat
 
 from lookonce.core.budget import StepPass
 from lookonce.core.counters import Counters
@@ -115,17 +114,17 @@ class Acquirer:
         if not request.features.all_plain:
             return False
         keys = request.features.keys[indices.start : indices.stop]
-        items = [item for item in map(request.items.get, keys) if item is not None]
-        if len(items) != len(keys):
+        try:
+            items = list(map(request.items.__getitem__, keys))
+        except KeyError:
             return False
         rows = request.features.rows(indices)
-        if sum(rows) > step.encoder.left or not cache.try_allocate_many(
-            keys, rows, sequence.seq_id
-        ):
+        total = sum(rows)
+        if total > step.encoder.left or not cache.try_allocate_many(keys, rows, sequence.seq_id):
             return False
-        step.encoder.spend(sum(rows))
+        step.encoder.spend(total)
         step.encode += map(EncodeItem, keys, items)
-        step.encode_owners += zip(repeat(request.facts), indices)
+        step.encode_owners.add_many(request.facts, indices)
         for index in request.facts.listed(indices):
             request.facts.note(index, "miss")
         self._counters.encoder_cache_queries += len(keys)

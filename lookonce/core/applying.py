@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
 
 from lookonce.core.blocks import BlockPool
 from lookonce.core.completion import finish_reason
@@ -48,7 +47,7 @@ class Applier:
         self,
         plan: StepPlan,
         result: StepResult,
-        encode_owners: SequenceOf[tuple[FactsRecord, int]],
+        encode_owners: Iterable[tuple[FactsRecord, int]],
     ) -> None:
         """Sequences that ended since the plan was made are passed over.
 
@@ -69,7 +68,7 @@ class Applier:
         self,
         plan: StepPlan,
         result: StepResult,
-        encode_owners: SequenceOf[tuple[FactsRecord, int]],
+        encode_owners: Iterable[tuple[FactsRecord, int]],
     ) -> None:
         for encoded, (facts, index) in zip(plan.encode, encode_owners, strict=True):
             if encoded.key in result.failed_items:
@@ -130,10 +129,11 @@ class Applier:
 
     def _release_passed_items(self, sequence: Sequence) -> None:
         """Items that end at or before what is computed are not needed any more."""
-        features = sequence.request.features
-        held = sequence.held
-        while held and features[held[0]].end <= sequence.num_computed:
-            self._encoder_cache.release(sequence.seq_id, features[held.popleft()].key)
+        features, held = sequence.request.features, sequence.held
+        coming, all_keys, keys = features.next_index(sequence.num_computed), features.keys, []
+        while held and held[0] < coming:
+            keys.append(all_keys[held.popleft()])
+        self._encoder_cache.release_many(sequence.seq_id, keys)
 
     def _append(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
         """Add the sampled token, report it, and end the sequence if it was the last."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import repeat
+
 from lookonce.core.facts import FactsRecord
 from lookonce.types.media import ProcessedItem
 from lookonce.types.step import EncodeItem, NewSequence, ScheduledSequence
@@ -29,6 +32,28 @@ class EncoderBudget:
         self._untouched = False
 
 
+class EncodeOwners:
+    """Of each encoder run of a step, in order: the receipt and the feature that caused it."""
+
+    __slots__ = ("_indices", "_records")
+
+    def __init__(self) -> None:
+        self._records: list[FactsRecord] = []
+        self._indices: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[FactsRecord, int]]:
+        return zip(self._records, self._indices, strict=True)
+
+    def add(self, facts: FactsRecord, index: int) -> None:
+        self._records.append(facts)
+        self._indices.append(index)
+
+    def add_many(self, facts: FactsRecord, indices: range) -> None:
+        """Columns, not pairs: the garbage collector would count each pair."""
+        self._records += repeat(facts, len(indices))
+        self._indices += indices
+
+
 class StepPass:
     """One pass of planning: budgets going down, the plan growing."""
 
@@ -40,8 +65,8 @@ class StepPass:
         self.encoder = EncoderBudget(encoder_rows)
         self.new: list[NewSequence] = []
         self.encode: list[EncodeItem] = []
-        self.encode_owners: list[tuple[FactsRecord, int]] = []
-        """Of each entry of `encode`: the receipt and the feature that caused it."""
+        self.encode_owners = EncodeOwners()
+        """One of each entry of `encode`."""
         self.scheduled: list[ScheduledSequence] = []
         self.stalled = False
         """A running sequence waits for tokens or room: nobody is admitted who could take them."""
@@ -52,4 +77,4 @@ class StepPass:
         """Run the encoder on `item`, for the feature `index` of the request with that receipt."""
         self.encoder.spend(rows)
         self.encode.append(EncodeItem(key, item))
-        self.encode_owners.append((facts, index))
+        self.encode_owners.add(facts, index)

@@ -21,12 +21,13 @@ from itertools import repeat
 
 import msgspec
 
-from lookonce.core.eviction import Entry, EvictionOrder
+from lookonce.core.eviction import EvictionOrder
 from lookonce.core.host_outputs import HostOutputs
+from lookonce.core.outputs import Entry
 from lookonce.errors import TooLargeError
 
-_MANY = 64
-"""Keys released at once from which on ordering everything is cheaper than place by place."""
+MANY = 16
+"""Keys released at once from which on one pass is cheaper than settling one after the other."""
 
 
 class Allocation(msgspec.Struct, frozen=True, gc=False):
@@ -57,7 +58,7 @@ class EncoderCache:
         self._awaited: OrderedDict[bytes, None] = OrderedDict()
         """Unheld entries that somebody will need soon, in the order they were prefetched."""
         self._awaited_bytes = 0
-        self._order = EvictionOrder(self._entries)
+        self._order = EvictionOrder()
         """Unheld entries that nobody awaits."""
         self._usual_cost = 0.0
         """Running mean of the recorded costs per byte; stands in where none was recorded."""
@@ -96,6 +97,11 @@ class EncoderCache:
         return len(self._order)
 
     @property
+    def num_places(self) -> int:
+        """Places of the eviction order in memory, those that nobody has any more too."""
+        return self._order.num_places
+
+    @property
     def max_rows(self) -> int:
         """Rows of the largest output that fits at all."""
         return self.capacity_bytes // self.row_bytes if self.row_bytes else sys.maxsize
@@ -130,11 +136,11 @@ class EncoderCache:
             evicted = self._evict_until(self.capacity_bytes - num_bytes)
         self._used_bytes += num_bytes
         if holder is None:
-            entry = entries[key] = Entry(num_bytes, self._usual_cost, {})
+            entry = entries[key] = Entry(key, num_bytes, self._usual_cost)
             self._unheld_bytes += num_bytes
-            self._order.add(key, entry)
+            self._order.add(entry)
         else:
-            entry = entries[key] = Entry(num_bytes, self._usual_cost, {holder: 1})
+            entry = entries[key] = Entry(key, num_bytes, self._usual_cost, holder)
             self._held.setdefault(holder, {})[key] = entry
         return Allocation(key, num_bytes, evicted)
 
@@ -153,22 +159,27 @@ class EncoderCache:
         """As `try_allocate` for each key, held by `holder`; False, with nothing changed, when one
         is known already, on the device or the host, named twice, or when all do not fit at once.
         """
-        entries, row_bytes, cost = self._entries, self.row_bytes, self._usual_cost
+        entries, row_bytes = self._entries, self.row_bytes
         total = sum(rows) * row_bytes
         if (
             self._used_bytes - self._unheld_bytes + total > self.capacity_bytes
             or not entries.keys().isdisjoint(keys)
-            or not self.host.copies.keys().isdisjoint(keys)
-            or len(set(keys)) != len(keys)
+            or (self.host.copies and not self.host.copies.keys().isdisjoint(keys))
         ):
+            return False
+        sizes = [num_rows * row_bytes for num_rows in rows]
+        made = map(Entry, keys, sizes, repeat(self._usual_cost), repeat(holder))
+        new = dict(zip(keys, made, strict=True))
+        if len(new) != len(keys):
             return False
         if self._used_bytes + total > self.capacity_bytes:
             self._evict_until(self.capacity_bytes - total)
-        sizes = [num_rows * row_bytes for num_rows in rows]
-        holders = [{holder: 1} for _ in rows]
-        new = dict(zip(keys, map(Entry, sizes, repeat(cost), holders), strict=True))
         entries.update(new)
-        self._held.setdefault(holder, {}).update(new)
+        held = self._held.get(holder)
+        if held is None:
+            self._held[holder] = new
+        else:
+            held.update(new)
         self._used_bytes += total
         return True
 
@@ -185,7 +196,7 @@ class EncoderCache:
             return False
         if self._used_bytes + num_bytes > self.capacity_bytes:
             self._evict_until(self.capacity_bytes - num_bytes)
-        self._entries[key] = Entry(num_bytes, self._usual_cost, {})
+        self._entries[key] = Entry(key, num_bytes, self._usual_cost)
         self._used_bytes += num_bytes
         self._unheld_bytes += num_bytes
         self._awaited[key] = None
@@ -196,64 +207,83 @@ class EncoderCache:
         """Whoever prefetched the key does not need it any more."""
         if key in self._awaited:
             entry = self._entries[key]
-            self._forget_awaited(key, entry)
-            self._order.add(key, entry)
+            self._forget_awaited(entry)
+            self._order.add(entry)
 
     def try_hold(self, holder: int, key: bytes) -> bool:
         """Keep an entry until `release`, as used now; False when the key is absent."""
         entry = self._entries.get(key)
         if entry is None:
             return False
-        holders = entry.holders
-        if not holders:
+        if not entry.is_held:
             self._unheld_bytes -= entry.num_bytes
-            self._order.remove(key, entry)
+            self._order.remove(entry)
             if key in self._awaited:
-                self._forget_awaited(key, entry)
-        holders[holder] = holders.get(holder, 0) + 1
+                self._forget_awaited(entry)
+        entry.hold(holder)
         self._held.setdefault(holder, {})[key] = entry
         return True
 
     def release(self, holder: int, key: bytes) -> None:
         """Give one hold back. Raises `KeyError` when the holder has none."""
         entry = self._entries[key]
-        count = entry.holders[holder] - 1
-        if count:
-            entry.holders[holder] = count
-            return
-        self._forget_holder(holder, key)
-        del entry.holders[holder]
-        self._settle(key, entry)
+        if entry.release(holder):
+            self._forget_holder(holder, key)
+            self._settle(entry)
+
+    def release_many(self, holder: int, keys: list[bytes]) -> None:
+        """As `release` for each key."""
+        if len(keys) >= MANY:
+            held = self._held[holder]
+            for entry in self._release_alike(holder, [held[key] for key in keys]):
+                self.release(holder, entry.key)
+        else:
+            for key in keys:
+                self.release(holder, key)
 
     def release_all(self, holder: int) -> None:
         """Give back everything a holder has, however often it holds it; nothing if nothing."""
-        held = self._held.pop(holder, None)
+        held = self._held.get(holder)
         if held is None:
             return
-        if len(held) > _MANY:
-            self._release_many(holder, held)
-            return
-        for key, entry in held.items():
-            del entry.holders[holder]
-            self._settle(key, entry)
+        if len(held) >= MANY:
+            self._release_alike(holder, list(held.values()))
+        for entry in self._held.pop(holder, {}).values():
+            entry.forget(holder)
+            self._settle(entry)
 
-    def _release_many(self, holder: int, held: dict[bytes, Entry]) -> None:
-        """As one by one, but the eviction order is put right once."""
-        others = []
-        for key, entry in held.items():
-            del entry.holders[holder]
-            if entry.holders or entry.condemned:
-                others.append(key)
-        for key in others:
-            entry = held.pop(key)
-            if not entry.holders:
-                self._drop(key, entry)
-        self._unheld_bytes += sum([entry.num_bytes for entry in held.values()])
-        self._order.add_many(held)
+    def _release_alike(self, holder: int, entries: list[Entry]) -> list[Entry]:
+        """Release in one pass all that cost the same and are held once by nobody else; the rest."""
+        cost, rest, num_bytes = entries[0].cost_per_byte, [], 0
+        lane, used = self._order.lane_of(entries[0]), self._order.clock
+        place, lane_cost = lane.end, lane.cost
+        for entry in entries:
+            if entry.holder == holder and entry.cost_per_byte == cost and not entry.condemned:
+                entry.holder = None
+                entry.lane = lane_cost
+                entry.place = place
+                entry.used = used
+                place += 1
+                num_bytes += entry.num_bytes
+            else:
+                rest.append(entry)
+        released = [entry for entry in entries if not entry.is_held] if rest else entries
+        self._unheld_bytes += num_bytes
+        self._order.append(lane, released)
+        self._forget_held(holder, released)
+        return rest
+
+    def _forget_held(self, holder: int, entries: list[Entry]) -> None:
+        held = self._held[holder]
+        if len(entries) == len(held):
+            del self._held[holder]
+        else:
+            for entry in entries:
+                del held[entry.key]
 
     def holders(self, key: bytes) -> tuple[int, ...]:
         entry = self._entries.get(key)
-        return () if entry is None else tuple(entry.holders)
+        return () if entry is None else entry.all_holders()
 
     def held_keys(self, holder: int) -> tuple[bytes, ...]:
         return tuple(self._held.get(holder, ()))
@@ -267,11 +297,11 @@ class EncoderCache:
         entry = self._entries.get(key)
         if entry is None:
             return
-        for holder in entry.holders:
+        for holder in entry.all_holders():
             self._forget_holder(holder, key)
-        if not entry.holders:
+        if not entry.is_held:
             self._unheld_bytes -= entry.num_bytes
-        self._drop(key, entry)
+        self._drop(entry)
 
     def record_cost(self, key: bytes, seconds: float) -> None:
         """What computing the output took; decides how long it stays once unheld."""
@@ -280,17 +310,17 @@ class EncoderCache:
             entry.cost_per_byte = seconds / max(entry.num_bytes, 1)
             usual = self._usual_cost or entry.cost_per_byte
             self._usual_cost = 0.9 * usual + 0.1 * entry.cost_per_byte
-            if entry.places is not None:
-                self._order.add(key, entry)
+            if entry.lane is not None:
+                self._order.add(entry)
 
     def clear(self) -> None:
         """Drop everything unheld, host copies too; what is held leaves with its last holder."""
         self.host.clear()
-        for key, entry in list(self._entries.items()):
+        for entry in list(self._entries.values()):
             entry.condemned = True
-            if not entry.holders:
+            if not entry.is_held:
                 self._unheld_bytes -= entry.num_bytes
-                self._drop(key, entry)
+                self._drop(entry)
 
     def take_dropped(self) -> tuple[bytes, ...]:
         """Keys that left since the last call, in order."""
@@ -301,7 +331,7 @@ class EncoderCache:
     def check_integrity(self) -> None:
         """Raise `RuntimeError` where bytes, holders and the eviction order disagree."""
         entries = self._entries
-        unheld = {key: entry for key, entry in entries.items() if not entry.holders}
+        unheld = {key: entry for key, entry in entries.items() if not entry.is_held}
         if self._used_bytes != sum(e.num_bytes for e in entries.values()):
             raise RuntimeError("used bytes differ from the entries' sum")
         if self._unheld_bytes != sum(e.num_bytes for e in unheld.values()):
@@ -309,7 +339,7 @@ class EncoderCache:
         if self._used_bytes > self.capacity_bytes:
             raise RuntimeError("the encoder cache is over its capacity")
         by_holder = {(h, key) for h, keys in self._held.items() for key in keys}
-        if by_holder != {(h, key) for key, e in entries.items() for h in e.holders}:
+        if by_holder != {(h, key) for key, e in entries.items() for h in e.all_holders()}:
             raise RuntimeError("holders and held keys disagree")
         if any(not keys for keys in self._held.values()):
             raise RuntimeError("a holder of nothing is still listed")
@@ -326,43 +356,44 @@ class EncoderCache:
         if not keys:
             del self._held[holder]
 
-    def _settle(self, key: bytes, entry: Entry) -> None:
+    def _settle(self, entry: Entry) -> None:
         """After a holder left: the entry becomes evictable, or goes if it was condemned."""
-        if entry.holders:
+        if entry.is_held:
             return
         if entry.condemned:
-            self._drop(key, entry)
+            self._drop(entry)
         else:
             self._unheld_bytes += entry.num_bytes
-            self._order.add(key, entry)
+            self._order.add(entry)
 
     def _evict_until(self, room: int) -> tuple[bytes, ...]:
         """What nobody awaits leaves first; then what was prefetched last, for the latest need."""
         left = self._order.take(self._used_bytes - room)
-        freed = sum(left.values())
+        freed = sum([entry.num_bytes for entry in left])
         while self._used_bytes - freed > room:
-            key, _ = self._awaited.popitem()
-            entry = self._entries.pop(key)
-            self._awaited_bytes -= entry.num_bytes
-            left[key] = entry.num_bytes
+            entry = self._entries[next(reversed(self._awaited))]
+            self._forget_awaited(entry)
+            left.append(entry)
             freed += entry.num_bytes
+        for entry in left:
+            del self._entries[entry.key]
         if self.host.capacity_bytes:
-            for key, num_bytes in left.items():
-                self.host.keep(key, num_bytes)
+            for entry in left:
+                self.host.keep(entry.key, entry.num_bytes)
         self._unheld_bytes -= freed
         self._used_bytes -= freed
-        evicted = tuple(left)
+        evicted = tuple([entry.key for entry in left])
         self._dropped += evicted
         return evicted
 
-    def _drop(self, key: bytes, entry: Entry) -> None:
-        del self._entries[key]
-        self._order.remove(key, entry)
-        if key in self._awaited:
-            self._forget_awaited(key, entry)
+    def _drop(self, entry: Entry) -> None:
+        del self._entries[entry.key]
+        self._order.remove(entry)
+        if entry.key in self._awaited:
+            self._forget_awaited(entry)
         self._used_bytes -= entry.num_bytes
-        self._dropped.append(key)
+        self._dropped.append(entry.key)
 
-    def _forget_awaited(self, key: bytes, entry: Entry) -> None:
-        del self._awaited[key]
+    def _forget_awaited(self, entry: Entry) -> None:
+        del self._awaited[entry.key]
         self._awaited_bytes -= entry.num_bytes

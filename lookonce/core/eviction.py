@@ -5,91 +5,101 @@ clock moves up to the priority of each entry that leaves. With equal costs this 
 is dear to compute again stays longer, but not for ever if nobody uses it.
 
     lane, by cost class      least recent ──────────▶ most recent
-      1 ns per byte          [ k7 @ 3.1 ][ k2 @ 3.4 ]            key @ clock when it was used
-      8 ns per byte          [ k1 @ 0.2 ]
+      1 ns per byte          [ k7 @ 3.1 ][ ········ ][ k2 @ 3.4 ]       key @ clock when it was used
+      8 ns per byte          [ k1 @ 0.2 ]     ▲
+                                              └ gone, or used again: passed over
 
-Within a lane of one cost the first is always the next: so nothing is ever sorted, and an entry is
-put in, taken out and found in O(1), many at once as fast as a dict can take them. Costs are rounded
-to powers of two, so there are few lanes: what costs about as much is told apart by its use alone.
+Within a lane of one cost the first is always the next: so nothing is ever sorted. An entry knows
+its place; where it has another by now, or none, the old one is passed over when its turn comes. So
+an entry is put in and taken out in O(1), and thousands by one pass over them. Costs are rounded to
+powers of two, so there are few lanes: what costs about as much is told apart by its use alone.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Collection
 from math import inf, log2
 
-import msgspec
+from lookonce.core.outputs import Entry
 
-Places = OrderedDict[bytes, float]
-"""Key → the clock when it was used last, earliest first."""
+SPARE_PLACES = 64
+"""Places that nobody has any more, beyond as many as there are entries, before a lane is tidied."""
 
 
-class Entry(msgspec.Struct, gc=False):
-    """One encoder output in the books of the encoder cache."""
+class Lane:
+    """Places of the entries of one cost class, earliest use first."""
 
-    num_bytes: int
-    cost_per_byte: float
-    holders: dict[int, int]
-    """Holder → how many times it holds this entry."""
-    places: Places | None = None
-    """Where its place in the order is; None where it has none."""
-    condemned: bool = False
-    """Cleared while held: leaves with its last holder."""
+    __slots__ = ("cost", "entries", "first", "live")
+
+    def __init__(self, cost: float) -> None:
+        self.cost = cost
+        """Per byte, rounded."""
+        self.entries: deque[Entry] = deque()
+        """Who had each place first."""
+        self.first = 0
+        """Number of the first place; they count on for ever."""
+        self.live = 0
+        """Places that their entry still has."""
+
+    @property
+    def end(self) -> int:
+        """Number of the next place."""
+        return self.first + len(self.entries)
 
 
 class EvictionOrder:
-    """Places of the entries that may leave; `entries` are the cache's own, `take` removes them."""
+    """Places of the entries that may leave."""
 
-    __slots__ = ("_clock", "_entries", "_lanes")
+    __slots__ = ("_lanes", "clock")
 
-    def __init__(self, entries: dict[bytes, Entry]) -> None:
-        self._entries = entries
-        self._lanes: dict[float, Places] = {}
-        """Cost per byte, rounded to its class → places."""
-        self._clock = 0.0
+    def __init__(self) -> None:
+        self._lanes: dict[float, Lane] = {}
+        """Cost per byte, rounded to its class → lane."""
+        self.clock = 0.0
 
     def __len__(self) -> int:
-        return sum(map(len, self._lanes.values()))
+        return sum(lane.live for lane in self._lanes.values())
 
-    def add(self, key: bytes, entry: Entry) -> None:
+    @property
+    def num_places(self) -> int:
+        """Those that an entry has and those to be passed over."""
+        return sum(len(lane.entries) for lane in self._lanes.values())
+
+    def add(self, entry: Entry) -> None:
         """Give an entry that was used now its place, instead of any it had."""
-        self.remove(key, entry)
-        entry.places = places = self._lane(entry.cost_per_byte)
-        places[key] = self._clock
+        self.remove(entry)
+        lane = self.lane_of(entry)
+        entry.lane, entry.place, entry.used = lane.cost, lane.end, self.clock
+        lane.entries.append(entry)
+        lane.live += 1
 
-    def add_many(self, entries: Mapping[bytes, Entry]) -> None:
-        """As one by one, for entries without a place."""
-        costs = {entry.cost_per_byte for entry in entries.values()}
-        if len(costs) != 1:
-            for key, entry in entries.items():
-                self.add(key, entry)
-            return
-        places = self._lane(costs.pop())
-        places.update(dict.fromkeys(entries, self._clock))
-        for entry in entries.values():
-            entry.places = places
+    def append(self, lane: Lane, entries: Collection[Entry]) -> None:
+        """As one by one, for entries that have been told their new places already."""
+        lane.entries.extend(entries)
+        lane.live += len(entries)
 
-    def remove(self, key: bytes, entry: Entry) -> None:
+    def remove(self, entry: Entry) -> None:
         """Take away the place of an entry, if it has one."""
-        if entry.places is not None:
-            del entry.places[key]
-            entry.places = None
+        if entry.lane is None:
+            return
+        lane = self._lanes[entry.lane]
+        entry.lane = None
+        lane.live -= 1
+        if len(lane.entries) > 2 * lane.live + SPARE_PLACES:
+            _tidy(lane)
 
-    def take(self, num_bytes: int) -> dict[bytes, int]:
-        """Remove the next entries until they free `num_bytes`, or until there are none left.
-
-        Their keys, in order, with the bytes of each.
-        """
-        taken: dict[bytes, int] = {}
+    def take(self, num_bytes: int) -> list[Entry]:
+        """Remove the next entries until they free `num_bytes`, or until there are none left."""
+        taken: list[Entry] = []
         while num_bytes > 0:
             best = until = inf
-            chosen: float | None = None
-            for cost, places in self._lanes.items():
-                if places:
-                    priority = next(iter(places.values())) + cost
+            chosen: Lane | None = None
+            for lane in self._lanes.values():
+                if lane.live:
+                    priority = _pass_over(lane).used + lane.cost
                     if priority < best:
-                        best, until, chosen = priority, best, cost
+                        best, until, chosen = priority, best, lane
                     elif priority < until:
                         until = priority
             if chosen is None:
@@ -97,26 +107,60 @@ class EvictionOrder:
             num_bytes -= self._take_from(chosen, until, num_bytes, taken)
         return taken
 
-    def _take_from(self, cost: float, until: float, num_bytes: int, taken: dict[bytes, int]) -> int:
-        """From one lane, while its next is the next of all; the bytes freed."""
-        places, used, freed = self._lanes[cost], 0.0, 0
-        take_next, remove, alone = places.popitem, self._entries.pop, until == inf
-        while freed < num_bytes and places:
-            if not alone and next(iter(places.values())) + cost > until:
-                break
-            key, used = take_next(last=False)
-            taken[key] = size = remove(key).num_bytes
-            freed += size
-        self._clock = max(self._clock, used + cost)
-        return freed
-
     def keys(self) -> set[bytes]:
         """Every entry that has a place."""
-        return {key for places in self._lanes.values() for key in places}
+        return {entry.key for lane in self._lanes.values() for entry in _living(lane)}
 
-    def _lane(self, cost: float) -> Places:
+    def lane_of(self, entry: Entry) -> Lane:
+        """The lane of entries of that cost per byte."""
+        cost = entry.cost_per_byte
         rounded = 2.0 ** round(log2(cost)) if cost > 0 else 0.0
-        places = self._lanes.get(rounded)
-        if places is None:
-            places = self._lanes[rounded] = Places()
-        return places
+        lane = self._lanes.get(rounded)
+        if lane is None:
+            lane = self._lanes[rounded] = Lane(rounded)
+        return lane
+
+    def _take_from(self, lane: Lane, until: float, num_bytes: int, taken: list[Entry]) -> int:
+        """From one lane, while its next is the next of all; the bytes freed."""
+        entries, cost, place, freed, before = lane.entries, lane.cost, lane.first, 0, len(taken)
+        take_first, take_in = entries.popleft, taken.append
+        while freed < num_bytes and entries:
+            entry = entries[0]
+            if entry.place == place and entry.lane == cost:
+                if entry.used + cost > until:
+                    break
+                freed += entry.num_bytes
+                entry.lane = None
+                take_in(entry)
+            take_first()
+            place += 1
+        lane.first = place
+        lane.live -= len(taken) - before
+        self.clock = max(self.clock, taken[-1].used + cost)
+        return freed
+
+
+def _pass_over(lane: Lane) -> Entry:
+    """The first entry that has its place: there is one."""
+    entries = lane.entries
+    while True:
+        entry = entries[0]
+        if entry.place == lane.first and entry.lane == lane.cost:
+            return entry
+        entries.popleft()
+        lane.first += 1
+
+
+def _living(lane: Lane) -> list[Entry]:
+    return [
+        entry
+        for place, entry in enumerate(lane.entries, lane.first)
+        if entry.place == place and entry.lane == lane.cost
+    ]
+
+
+def _tidy(lane: Lane) -> None:
+    """Drop the places that nobody has; as many have to be left before it happens again."""
+    lane.entries = deque(_living(lane))
+    for place, entry in enumerate(lane.entries, lane.first):
+        entry.place = place

@@ -96,7 +96,7 @@ class Scheduler:
         )
         self._next_seq_id = 0
         self._step_id = 0
-        self._encode_owners: list[tuple[FactsRecord, int]] = []
+        self._encode_owners: Iterable[tuple[FactsRecord, int]] = ()
 
     def _make_planner(
         self,

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from lookonce.core import encoder_cache, eviction
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.errors import TooLargeError
 from tests.core.builders import key
@@ -100,6 +101,14 @@ class EncoderCacheMachine(RuleBasedStateMachine):
         holder, held = self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))
         self.cache.release(holder, held)
 
+    @rule(holder=HOLDERS, share=st.integers(1, 4))
+    def release_many(self, holder: int, share: int) -> None:
+        """Those it has held longest, as when a chunk's end has passed them."""
+        released = [hold for hold in self.holds if hold[0] == holder][:share]
+        self.cache.release_many(holder, [held for _, held in released])
+        for hold in released:
+            self.holds.remove(hold)
+
     @rule(holder=HOLDERS)
     def abort_or_preempt(self, holder: int) -> None:
         self.cache.release_all(holder)
@@ -163,6 +172,24 @@ class EncoderCacheMachine(RuleBasedStateMachine):
 
 TestEncoderCacheMachine = EncoderCacheMachine.TestCase
 TestEncoderCacheMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+class ManyAtOnceMachine(EncoderCacheMachine):
+    """The same, releasing even two in one pass, and tidying the eviction order at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(encoder_cache, "MANY", 2)
+        self.patch.setattr(eviction, "SPARE_PLACES", 0)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.patch.undo()
+
+
+TestManyAtOnceMachine = ManyAtOnceMachine.TestCase
+TestManyAtOnceMachine.settings = TestEncoderCacheMachine.settings
 
 
 @pytest.fixture
@@ -279,7 +306,27 @@ class TestEviction:
         for _ in range(10_000):
             cache.try_hold(1, key("a"))
             cache.release(1, key("a"))
-        assert cache.eviction_queue_length < 200
+        assert cache.eviction_queue_length == 1
+        assert cache.num_places < 100
+
+    @pytest.mark.parametrize(("many", "order"), [(1, "efaghb"), (1000, "efabgh")])
+    def test_one_pass_over_many_gives_the_same_order_as_one_by_one_but_for_odd_ones(
+        self, monkeypatch: pytest.MonkeyPatch, many: int, order: str
+    ) -> None:
+        """One is held twice, one by another too, one is dear: those come after the others."""
+        monkeypatch.setattr(encoder_cache, "MANY", many)
+        cache = EncoderCache(12 * ROW, ROW)
+        names = [key(name) for name in "abcdefgh"]
+        assert cache.try_allocate_many(names, [1] * 8, 1)
+        cache.try_hold(1, key("b"))
+        cache.try_hold(2, key("c"))
+        cache.record_cost(key("d"), 64.0)
+        cache.release_many(1, names[4:6])
+        cache.release_all(1)
+        cache.check_integrity()
+        assert cache.held_keys(2) == (key("c"),)
+        evicted = cache.try_allocate(key("z"), 10).evicted
+        assert evicted == tuple(map(key, order))
 
 
 def test_an_item_larger_than_the_cache_is_refused_with_its_size_and_the_limit(
