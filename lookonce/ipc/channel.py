@@ -128,12 +128,24 @@ class ClientChannel:
             self._credits.release(self._under_way.popleft()[1])
 
 
-class EngineChannel:
-    """The engine process's end, owned by one thread; only `wake` may be called from others."""
+class Outlet:
+    """One thread's way to the senders; each thread that sends has its own."""
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link
         self._encoder = Encoder()
+
+    def send(self, sender: str, message: EngineMessage) -> bool:
+        """Enqueue for one sender; False when it is no longer connected."""
+        return self._link.send(sender, self._encoder.encode(message))
+
+
+class EngineChannel:
+    """The engine process's end, owned by one thread; others may `wake` it, or have an outlet."""
+
+    def __init__(self, link: EngineLink) -> None:
+        self._link = link
+        self._outlet = Outlet(link)
         self._decoder = client_message_decoder()
 
     def poll(self, timeout: float) -> list[tuple[str, ClientMessage]]:
@@ -151,7 +163,11 @@ class EngineChannel:
 
     def send(self, sender: str, message: EngineMessage) -> bool:
         """Enqueue for one sender; False when it is no longer connected."""
-        return self._link.send(sender, self._encoder.encode(message))
+        return self._outlet.send(sender, message)
+
+    def outlet(self) -> Outlet:
+        """For another thread that has something to say to the senders."""
+        return Outlet(self._link)
 
     def wake(self) -> None:
         """End a `poll` that waits in the owning thread, or the next one."""

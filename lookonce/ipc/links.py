@@ -6,7 +6,8 @@
 
 A link moves lists of frames and knows nothing of messages. Order per sender is kept; nothing is
 dropped while a connection lives (no high-water marks), and nothing blocks: how much may be under
-way is the business of the channel's credits.
+way is the business of the channel's credits. What several threads send keeps the order in which
+their calls to `send` returned.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class ClientLink(Protocol):
 
 
 class EngineLink(Protocol):
-    """The engine process's end. Only `wake` may be called from another thread."""
+    """The engine process's end, owned by one thread; `send` and `wake` may be called from any."""
 
     def poll(self, timeout: float) -> list[tuple[str, Sequence[Buffer]]]:
         """All `(sender, frames)` that have come; waits up to `timeout` seconds for the first.
@@ -49,7 +50,7 @@ class EngineLink(Protocol):
         """
 
     def send(self, sender: str, frames: Sequence[Buffer]) -> bool:
-        """Enqueue; False when that sender is no longer connected."""
+        """Enqueue; False when that sender is no longer connected, or this end is closed."""
 
     def wake(self) -> None: ...
 

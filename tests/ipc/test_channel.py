@@ -320,3 +320,52 @@ def test_a_sender_with_a_strange_name_is_told_apart(tmp_path):
     finally:
         context.destroy(linger=0)
         engine.close()
+
+
+def test_threads_that_send_at_once_lose_nothing_either_way(wire):
+    """Each thread's messages keep their order; what comes meanwhile is still heard of."""
+    engine = EngineChannel(wire.engine())
+    count, heard = 2000, []
+
+    def speak():
+        outlet = engine.outlet()
+        for number in range(count):
+            assert outlet.send("api", Received(number))
+
+    def listen():
+        while len(heard) < count:
+            for sender, message in engine.poll(PATIENCE):
+                heard.append(message.nonce)
+                engine.send(sender, Accepted(str(message.nonce)))
+
+    async def scenario():
+        async with connected(wire) as (channel, listener):
+            channel.send_now(Hello("api"))
+            await asyncio.to_thread(engine.poll, PATIENCE)
+            channel._free = lambda seq: listener.messages.put_nowait(Received(seq))
+            both = asyncio.gather(asyncio.to_thread(speak), asyncio.to_thread(listen))
+            for nonce in range(count):
+                channel.send_now(GetStats(nonce))
+                if nonce % 50 == 0:
+                    await asyncio.sleep(0)
+            await both
+            await until(lambda: listener.messages.qsize() == 2 * count)
+            messages = [listener.messages.get_nowait() for _ in range(2 * count)]
+            assert [m.seq for m in messages if isinstance(m, Received)] == list(range(count))
+            assert [m.request_id for m in messages if isinstance(m, Accepted)] == [
+                str(nonce) for nonce in range(count)
+            ]
+
+    try:
+        run(scenario())
+    finally:
+        engine.close()
+    assert heard == list(range(count))
+
+
+def test_what_is_sent_after_the_end_is_refused(wire):
+    engine = EngineChannel(wire.engine())
+    outlet = engine.outlet()
+    engine.close()
+    assert not outlet.send("api", Accepted("r"))
+    engine.wake()
