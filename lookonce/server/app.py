@@ -1,15 +1,12 @@
-"""The application: a list of routes and the middleware around them."""
+"""The application: a list of routes and the door in front of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from lookonce.server.abort import abort_requests
 from lookonce.server.caches import TIERS, reset_route
@@ -17,14 +14,12 @@ from lookonce.server.chat import chat_completions
 from lookonce.server.completions import completions
 from lookonce.server.generate import generate
 from lookonce.server.media_cache import inject_media, show_media_cache
-from lookonce.server.middleware import Admission, Failures, RequestIds
+from lookonce.server.middleware import Door
 from lookonce.server.observe import health, list_models, metrics, ready, show_model, show_version
 from lookonce.server.openapi import show_openapi
 from lookonce.server.page import show_asset, show_page
 from lookonce.server.render import render_chat, render_completion
 from lookonce.server.respond.route import create_response
-from lookonce.server.responding import json_response
-from lookonce.server.responses import ErrorBody, ErrorResponse
 from lookonce.server.services import Services
 from lookonce.server.tokenize import detokenize, tokenize
 
@@ -58,20 +53,15 @@ ROUTES = [
 ]
 
 
+class Application(Starlette):
+    """Starlette's routes behind our own `Door`, which does what its middleware would."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        routes = [route for route in self.routes if isinstance(route, Route)]
+        return Door(self.state.services, routes, self.router)
+
+
 def build_app(services: Services, routes: Sequence[Route] = ROUTES) -> Starlette:
-    app = Starlette(
-        routes=routes,
-        middleware=[Middleware(RequestIds), Middleware(Failures), Middleware(Admission)],
-        exception_handlers={HTTPException: _no_such_route},
-    )
+    app = Application(routes=routes)
     app.state.services = services
     return app
-
-
-async def _no_such_route(request: Request, error: Exception) -> Response:
-    """Starlette's own 404 and 405, in the shape every other error has."""
-    assert isinstance(error, HTTPException)
-    wrong = "no such route" if error.status_code == 404 else error.detail
-    message = f"{request.method} {request.url.path}: {wrong}"
-    body = ErrorBody(message, "invalid_request_error", None, "not_found")
-    return json_response(ErrorResponse(body), error.status_code, dict(error.headers or {}))

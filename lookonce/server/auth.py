@@ -6,10 +6,11 @@ import hashlib
 import hmac
 from dataclasses import dataclass
 
-from starlette.requests import HTTPConnection
+from starlette.types import Scope
 
 from lookonce.config import ApiKey, ServerConfig
 from lookonce.errors import ForbiddenError, UnauthorizedError
+from lookonce.server.headers import header
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,11 @@ class KeyRing:
     def of(cls, config: ServerConfig) -> KeyRing:
         return cls(config.api_keys, allow_injection=config.allow_injection)
 
-    def principal(self, request: HTTPConnection) -> Principal:
-        """Who sent `request`; raises `UnauthorizedError`."""
+    def principal(self, scope: Scope) -> Principal:
+        """Who sent a request; raises `UnauthorizedError`."""
         if not self._keys:
             return self._anyone
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        scheme, _, key = header(scope, b"authorization").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise UnauthorizedError("an API key is needed: Authorization: Bearer KEY")
         return self._find(key.strip())

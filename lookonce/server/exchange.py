@@ -17,12 +17,13 @@ from lookonce.errors import BadRequestError
 from lookonce.server.auth import Principal
 from lookonce.server.connection import while_connected
 from lookonce.server.generation import Generation, Piece, merged, prepared
+from lookonce.server.headers import header
 from lookonce.server.protocol import StreamOptions
 from lookonce.server.receipt import kv_transfer_params, reuse_receipt, usage
 from lookonce.server.responding import json_response
 from lookonce.server.responses import KVTransferParams, ReuseReceipt, StopReason, Usage
 from lookonce.server.services import Services
-from lookonce.server.stream import PLAIN, Chunks, Wire, stream_response
+from lookonce.server.stream import PLAIN, Chunks, EventStream, Wire
 from lookonce.types.request import RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -152,7 +153,7 @@ def open_exchange(request: Request, body: Asked, arrival: float) -> Exchange:
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         wants_kv_transfer=KV_TRANSFER_KEY in (body.kv_transfer_params or ()),
-        wants_receipt=body.reuse_receipt or request.headers.get("x-reuse-receipt") == "1",
+        wants_receipt=body.reuse_receipt or header(request.scope, b"x-reuse-receipt") == "1",
         cache_salt=body.cache_salt,
         arrival=arrival,
     )
@@ -181,7 +182,7 @@ async def answer(
 ) -> Response:
     """Render, generate, and answer whole or streamed."""
     if exchange.stream:
-        return await stream_response(request, _streamed(exchange, form), wire)
+        return EventStream(_streamed(exchange, form), wire)
     return json_response(await while_connected(request.receive, _collected(exchange, form)))
 
 

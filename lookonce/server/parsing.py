@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.server.connection import ClientLeftError
+from lookonce.server.headers import header
 from lookonce.server.services import Services
 from lookonce.server.unbuilt import Unbuilt, raw_bytes
 
@@ -42,7 +43,7 @@ def body_limit(media: MediaConfig) -> int:
 
 async def read_body(request: Request, limit: int) -> bytes:
     """The whole body; raises `TooLargeError` as soon as it is known to exceed `limit` bytes."""
-    declared = request.headers.get("content-length", "")
+    declared = header(request.scope, b"content-length")
     if declared.isdigit() and int(declared) > limit:
         raise TooLargeError(f"the body has {declared} bytes, {limit} are allowed")
     chunks, size = [], 0

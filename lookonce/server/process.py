@@ -74,6 +74,7 @@ def uvicorn_config(config: Config, app: object) -> uvicorn.Config:
         lifespan="off",
         log_config=None,
         access_log=False,
+        proxy_headers=False,  # nothing here asks who a client is, or by which scheme it came
         server_header=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=1,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 from prometheus_client.core import Metric
 
@@ -171,19 +170,20 @@ class Drain:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @contextmanager
-    def serving(self) -> Iterator[None]:
-        """Around one request; raises `DrainingError` for a new one while draining."""
+    def serving(self) -> Self:
+        """To be entered around one request; raises `DrainingError` for one while draining."""
         if self.draining:
             raise DrainingError("the server is shutting down; send the request elsewhere")
+        return self
+
+    def __enter__(self) -> None:
         self.active += 1
         self._idle.clear()
-        try:
-            yield
-        finally:
-            self.active -= 1
-            if self.active == 0:
-                self._idle.set()
+
+    def __exit__(self, *_: object) -> None:
+        self.active -= 1
+        if self.active == 0:
+            self._idle.set()
 
     async def wait_idle(self) -> None:
         await self._idle.wait()

@@ -8,18 +8,23 @@ from contextlib import aclosing
 from typing import Protocol
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lookonce.errors import LookOnceError
-from lookonce.server.connection import while_connected
+from lookonce.server.connection import WhileConnected
 from lookonce.server.responding import encode, error_body
 
 logger = logging.getLogger("lookonce.server")
 
 Chunks = AsyncGenerator[Sequence[msgspec.Struct], None]
 """Chunks in groups: those of a group are there at the same time, and are written at once."""
+
+HEADERS = [
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+]
 
 
 class Wire(Protocol):
@@ -50,52 +55,37 @@ class PlainWire:
 PLAIN = PlainWire()
 
 
-async def stream_response(request: Request, chunks: Chunks, wire: Wire = PLAIN) -> Response:
-    """A stream of `chunks`.
-
-    Returns once the first group is there, so that whatever fails before it still gets its status;
-    what fails later becomes an error event, the last one.
-    """
-    try:
-        first = await while_connected(request.receive, anext(chunks))
-    except BaseException:
-        await chunks.aclose()
-        raise
-    return EventStream(first, chunks, wire)
-
-
 class EventStream(Response):
-    """Sends events as they come and closes their source when the client leaves."""
+    """Sends events as they come and closes their source when the client leaves.
 
-    media_type = "text/event-stream"
+    It begins with the first group, so that whatever fails before it still gets its status; what
+    fails later becomes an error event, the last one.
+    """
 
-    def __init__(self, first: Sequence[msgspec.Struct], rest: Chunks, wire: Wire) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._first = first
-        self._rest = rest
+    def __init__(self, chunks: Chunks, wire: Wire = PLAIN) -> None:
+        # Not Response's own: there is no body yet, and the headers are always the same.
+        self.background = None
+        self._chunks = chunks
         self._wire = wire
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._rest):
-            await while_connected(receive, self._send_all(send))
+        async with aclosing(self._chunks):
+            with WhileConnected(receive):
+                await self._send_all(send)
 
     async def _send_all(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
-        wire = self._wire
-        await self._send(send, self._first)
+        wire, chunks = self._wire, self._chunks
+        group: Sequence[msgspec.Struct] | None = await anext(chunks)
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         end = wire.end
         try:
-            async for chunks in self._rest:
-                await self._send(send, chunks)
+            while group is not None:
+                body = b"".join(map(wire.event, group))
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                group = await anext(chunks, None)
         except LookOnceError as error:
             end = wire.failure(error) + wire.end
         except Exception as error:
             logger.exception("a stream broke")
             end = wire.failure(error) + wire.end
         await send({"type": "http.response.body", "body": end, "more_body": False})
-
-    async def _send(self, send: Send, chunks: Sequence[msgspec.Struct]) -> None:
-        body = b"".join(map(self._wire.event, chunks))
-        await send({"type": "http.response.body", "body": body, "more_body": True})
