@@ -1,25 +1,35 @@
 """The one part of the build that pyproject.toml cannot state: optional compiled code.
 
-The attention kernel is compiled for the CPU it is built on (it refuses to load on a lesser one).
-Without a compiler the package installs without both, and plain torch and NumPy do their work.
+Attention and the native decoder are compiled for the CPU they are built on (they refuse to load on
+a lesser one). Without a compiler the package installs without them, and torch and NumPy do their
+work.
 """
 
 from setuptools import Extension, setup
+
+ATTENTION, NATIVE = "lookonce/model/attention", "lookonce/model/native"
+HEADERS = [f"{ATTENTION}/{name}.h" for name in ("vectors", "problem", "chunk", "step")]
+HEADERS += [f"{ATTENTION}/{name}.h" for name in ("arguments", "machine")]
+ARITHMETIC = {
+    "extra_compile_args": ["-O3", "-march=native", "-std=gnu++17", "-fopenmp"],
+    "extra_link_args": ["-fopenmp"],
+    "language": "c++",
+    "optional": True,
+}
 
 setup(
     ext_modules=[
         Extension(
             "lookonce.model.attention._paged",
-            sources=["lookonce/model/attention/paged.cpp"],
-            depends=[
-                "lookonce/model/attention/vectors.h",
-                "lookonce/model/attention/problem.h",
-                "lookonce/model/attention/chunk.h",
-            ],
-            extra_compile_args=["-O3", "-march=native", "-std=gnu++17", "-fopenmp"],
-            extra_link_args=["-fopenmp"],
-            language="c++",
-            optional=True,
+            sources=[f"{ATTENTION}/paged.cpp"],
+            depends=HEADERS,
+            **ARITHMETIC,
+        ),
+        Extension(
+            "lookonce.model.native._native",
+            sources=[f"{NATIVE}/module.cpp"],
+            depends=[*HEADERS, f"{NATIVE}/linear.h", f"{NATIVE}/decoder.h"],
+            **ARITHMETIC,
         ),
         Extension(
             "lookonce.model._decode_inputs",

@@ -59,8 +59,6 @@ def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, Jud
     torch.set_num_threads(1)
     loaded = load_model(settings.model, progress)
     watch = Stopwatch()
-    for module in (loaded.family.lm_head, loaded.family.embed_tokens):
-        module.forward = watch.around(module.forward)
     backend = select_backend(loaded.device, loaded.family.attention_features(loaded.dtype))
     block_size = resolve_block_size(backend, settings.kv.block_size)
     runner = Runner(
@@ -71,7 +69,7 @@ def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, Jud
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
     )
-    runner.decoder = watch.around(runner.decoder)
+    runner.text_model = watch.around(runner.text_model)
     core, judge = assemble(loaded.info, runner, settings, BlockPool(NUM_BLOCKS, block_size))
     core.add_figures = watch.figures
     gc.collect()

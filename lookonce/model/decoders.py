@@ -91,10 +91,10 @@ class LeanDecoder:
         Raises `AttributeError` or `ValueError` for a decoder of another shape.
         """
         layers = list(decoder.layers)  # type: ignore[arg-type]
-        self._layers = [_LeanLayer(*pair) for pair in zip(layers, asked, strict=True)]
+        self.layers = [LeanLayer(*pair) for pair in zip(layers, asked, strict=True)]
         self.sliding_windows = [call.sliding_window for call in asked]
         """[layers] keys each layer sees; None: all."""
-        self._norm = _Norm(decoder.norm)
+        self.norm = Norm(decoder.norm)
         self._rotary: Callable[..., tuple[Tensor, Tensor]] = decoder.rotary_emb  # type: ignore[assignment]
 
     def __call__(
@@ -102,30 +102,37 @@ class LeanDecoder:
     ) -> Tensor:
         if extras:
             raise ValueError("a plain decoder takes nothing beside embeddings")
-        cos, sin = self._rotary(embeds, position_ids)
-        cos, sin = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
-        half = cos.shape[-1] // 2
-        # rotate_half(x) * sin == swap_halves(x) * signed: the sign moves from data to table.
-        signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        cos, signed = self.rotation(embeds, position_ids)
+        cos, signed = cos.unsqueeze(1), signed.unsqueeze(1)
         hidden = embeds
-        for layer, pages in zip(self._layers, step.kv_pages.layers, strict=True):
+        for layer, pages in zip(self.layers, step.kv_pages.layers, strict=True):
             hidden = layer(hidden, cos, signed, pages, step)
-        return self._norm(hidden)
+        return self.norm(hidden)
+
+    def rotation(self, like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [T, D] of the positions, of the type that `like` has.
+
+        rotate_half(x) * sin == swap_halves(x) * signed: the sign moves from data to table.
+        """
+        cos, sin = self._rotary(like, position_ids)
+        half = cos.shape[-1] // 2
+        signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+        return cos[0], signed
 
 
-class _Norm:
+class Norm:
     """An RMS norm over the last dimension."""
 
     def __init__(self, module: Any) -> None:
-        self._weight: Tensor = module.weight
-        self._eps = float(module.variance_epsilon)
-        self._shape = tuple(self._weight.shape)
+        self.weight: Tensor = module.weight
+        self.eps = float(module.variance_epsilon)
+        self._shape = tuple(self.weight.shape)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return functional.rms_norm(hidden, self._shape, self._weight, self._eps)
+        return functional.rms_norm(hidden, self._shape, self.weight, self.eps)
 
 
-class _LeanLayer:
+class LeanLayer:
     def __init__(self, layer: Any, asked: AttentionCall) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         _require_children(
@@ -133,61 +140,61 @@ class _LeanLayer:
         )
         _require_children(mlp, {"gate_proj", "up_proj", "down_proj", "act_fn"})
         _require_children(attention, {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"})
-        self._head_dim = int(attention.head_dim)
-        self._num_heads = attention.q_proj.out_features // self._head_dim
-        self._num_kv_heads = attention.k_proj.out_features // self._head_dim
-        self._asked = asked
-        self._qkv = fuse_linears([attention.q_proj, attention.k_proj, attention.v_proj])
-        self._out = _linear(attention.o_proj)
-        self._gate_up = fuse_linears([mlp.gate_proj, mlp.up_proj])
-        self._down = _linear(mlp.down_proj)
-        self._act: Callable[[Tensor], Tensor] = mlp.act_fn
-        self._before = _Norm(layer.input_layernorm)
-        self._between = _Norm(layer.post_attention_layernorm)
+        self.head_dim = int(attention.head_dim)
+        self.num_heads = attention.q_proj.out_features // self.head_dim
+        self.num_kv_heads = attention.k_proj.out_features // self.head_dim
+        self.asked = asked
+        self.qkv = fuse_linears([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out = _linear(attention.o_proj)
+        self.gate_up = fuse_linears([mlp.gate_proj, mlp.up_proj])
+        self.down = _linear(mlp.down_proj)
+        self.act: Callable[[Tensor], Tensor] = mlp.act_fn
+        self.before = Norm(layer.input_layernorm)
+        self.between = Norm(layer.post_attention_layernorm)
         has_norms = hasattr(attention, "q_norm")
-        self._q_norm = _Norm(attention.q_norm) if has_norms else None
-        self._k_norm = _Norm(attention.k_norm) if has_norms else None
+        self.q_norm = Norm(attention.q_norm) if has_norms else None
+        self.k_norm = Norm(attention.k_norm) if has_norms else None
 
     def __call__(
         self, hidden: Tensor, cos: Tensor, signed_sin: Tensor, pages: LayerPages, step: Step
     ) -> Tensor:
         """hidden [T, H], cos and signed_sin [T, 1, D] → [T, H]."""
-        tokens, rotated = hidden.shape[0], self._num_heads + self._num_kv_heads
-        qkv = functional.linear(self._before(hidden), *self._qkv)
-        heads = qkv.view(tokens, rotated + self._num_kv_heads, self._head_dim)
+        tokens, rotated = hidden.shape[0], self.num_heads + self.num_kv_heads
+        qkv = functional.linear(self.before(hidden), *self.qkv)
+        heads = qkv.view(tokens, rotated + self.num_kv_heads, self.head_dim)
         query_key = self._rope(self._normed(heads[:, :rotated]), cos, signed_sin)
         attended = step.backend.forward(
             pages,
-            query_key[:, : self._num_heads],
-            query_key[:, self._num_heads :],
+            query_key[:, : self.num_heads],
+            query_key[:, self.num_heads :],
             heads[:, rotated:],
             step.metadata,
-            self._asked,
+            self.asked,
         )
-        hidden = _add_linear(hidden, attended.view(tokens, -1), self._out)
-        gate, up = functional.linear(self._between(hidden), *self._gate_up).chunk(2, dim=-1)
-        return _add_linear(hidden, self._act(gate) * up, self._down)
+        hidden = _add_linear(hidden, attended.view(tokens, -1), self.out)
+        gate, up = functional.linear(self.between(hidden), *self.gate_up).chunk(2, dim=-1)
+        return _add_linear(hidden, self.act(gate) * up, self.down)
 
     def _normed(self, query_key: Tensor) -> Tensor:
-        if self._q_norm is None or self._k_norm is None:
+        if self.q_norm is None or self.k_norm is None:
             return query_key
-        query, key = query_key[:, : self._num_heads], query_key[:, self._num_heads :]
-        return torch.cat((self._q_norm(query), self._k_norm(key)), dim=1)
+        query, key = query_key[:, : self.num_heads], query_key[:, self.num_heads :]
+        return torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
 
     def _rope(self, heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-        swapped = heads.roll(self._head_dim // 2, dims=-1)
+        swapped = heads.roll(self.head_dim // 2, dims=-1)
         return torch.addcmul(heads * cos, swapped, signed_sin)
 
 
-_Linear = tuple[Tensor, Tensor | None]
+Linear = tuple[Tensor, Tensor | None]
 """Weight [out, in] and bias [out]."""
 
 
-def _linear(module: nn.Linear) -> _Linear:
+def _linear(module: nn.Linear) -> Linear:
     return module.weight, module.bias
 
 
-def fuse_linears(modules: list[nn.Linear]) -> _Linear:
+def fuse_linears(modules: list[nn.Linear]) -> Linear:
     """One weight and bias for layers of the same input; each module keeps a view of its part."""
     if any(type(module) is not nn.Linear for module in modules):
         raise ValueError("only plain linear layers can be fused")
@@ -206,7 +213,7 @@ def fuse_linears(modules: list[nn.Linear]) -> _Linear:
     return weight, bias
 
 
-def _add_linear(hidden: Tensor, inputs: Tensor, linear: _Linear) -> Tensor:
+def _add_linear(hidden: Tensor, inputs: Tensor, linear: Linear) -> Tensor:
     weight, bias = linear
     if bias is not None:
         hidden = hidden + bias
@@ -286,8 +293,12 @@ def _probe(
     metadata = buffers.fill([PROBE_TOKENS], [PROBE_TOKENS], np.zeros((1, 1), np.int32))
     generator = torch.Generator().manual_seed(0)
     embeds = torch.randn(PROBE_TOKENS, family.hidden_size, generator=generator)
-    positions = torch.arange(PROBE_TOKENS, device=device).unsqueeze(0)
-    if family.position_axes > 1:
-        positions = positions.expand(family.position_axes, 1, -1)
+    positions = plain_positions(PROBE_TOKENS, family.position_axes).to(device)
     step = Step(metadata, backend, pages)
     return decoder(embeds.to(device, dtype), positions, step, {}).float()
+
+
+def plain_positions(count: int, axes: int) -> Tensor:
+    """The position ids of a text: [1, count], or [axes, 1, count] with multi-axis rope."""
+    positions = torch.arange(count).unsqueeze(0)
+    return positions if axes == 1 else positions.expand(axes, 1, -1)

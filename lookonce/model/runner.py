@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import Tensor
 
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.model.attention.backend import AttentionBackend
-from lookonce.model.decoders import Step, choose_decoder
 from lookonce.model.encoder import COMPUTE_ERRORS, Encoder, EncodeReport
 from lookonce.model.kv_copier import PageCopier
 from lookonce.model.kv_pages import KVPages
@@ -18,6 +17,7 @@ from lookonce.model.loader import LoadedModel
 from lookonce.model.sampler import Sampled, Sampler
 from lookonce.model.sequences import SequenceTable
 from lookonce.model.step_inputs import StepInputBuilder, StepInputs
+from lookonce.model.text_model import TextModel
 from lookonce.model.threads import Threads
 from lookonce.model.token_logits import FAILED
 from lookonce.types.request import TokenLogprob
@@ -47,7 +47,6 @@ class Runner:
         """`threads`: None for as many as torch uses by itself."""
         self._threads = threads or Threads(1, 1)
         self._family = family = loaded.family
-        self._backend = backend
         self._vocab_size = loaded.info.vocab_size
         self._kv_pages = KVPages(
             family.num_layers,
@@ -58,7 +57,9 @@ class Runner:
             loaded.dtype,
             loaded.device,
         )
-        self.decoder = choose_decoder(family, loaded.dtype, loaded.device)
+        self.text_model: Callable[[StepInputs, Tensor | None], Tensor] = TextModel(
+            family, loaded.dtype, loaded.device, backend, self._kv_pages
+        )
         self._encoder = Encoder(family, loaded.dtype, loaded.device)
         self._sampler = Sampler(loaded.info.vocab_size, loaded.info.eos_token_ids)
         self._table = SequenceTable(
@@ -149,35 +150,20 @@ class Runner:
 
     def _compute_batch(self, chunks: Sequence[ScheduledSequence], samples: _Samples) -> None:
         inputs = self._inputs.build(chunks)
-        hidden = self._forward(inputs)
         sampled = [chunk for chunk in chunks if chunk.sample]
+        seq_ids = [chunk.seq_id for chunk in sampled]
+        logits = self.logits(inputs, seq_ids)
         if not sampled:
             return
-        if inputs.sample_rows is not None:
-            hidden = hidden.index_select(0, inputs.sample_rows)
-        seq_ids = [chunk.seq_id for chunk in sampled]
         positions = [chunk.start + chunk.num_tokens for chunk in sampled]
-        outcome = self._sampler.sample(self.logits(hidden, seq_ids), seq_ids, positions)
+        outcome = self._sampler.sample(logits, seq_ids, positions)
         self._table.write_tokens(seq_ids, positions, outcome.token_ids)
         samples.add(seq_ids, outcome)
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        """Hidden states [T, H] after the last norm."""
-        family = self._family
-        embeds: Tensor = family.embed_tokens(inputs.token_ids)
-        extras = {}
-        if inputs.embed_at is not None:
-            extras = family.place(embeds, inputs.embed_at, self._encoder.rows(inputs.embeds))
-        step = Step(inputs.metadata, self._backend, self._kv_pages)
-        return self.decoder(embeds, inputs.position_ids, step, extras)
-
-    def logits(self, hidden: Tensor, seq_ids: Sequence[int]) -> Tensor:
-        """Logits [S, V] float32 of the sampled sequences' last hidden states [S, H]."""
-        logits: Tensor = self._family.lm_head(hidden).float()
-        softcap = self._family.final_softcap
-        if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
-        return logits
+    def logits(self, inputs: StepInputs, seq_ids: Sequence[int]) -> Tensor:
+        """Logits [S, V] float32 after the last token of each sampled sequence."""
+        rows = None if inputs.embed_at is None else self._encoder.rows(inputs.embeds)
+        return self.text_model(inputs, rows)
 
 
 class _Samples:

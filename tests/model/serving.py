@@ -21,6 +21,7 @@ from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.select import select_backend
 from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.runner import Runner
+from lookonce.model.step_inputs import StepInputs
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
@@ -68,8 +69,8 @@ class CapturingRunner(Runner):
     def execute(self, plan: StepPlan) -> StepResult:
         return super().execute(self._edit(plan))
 
-    def logits(self, hidden: torch.Tensor, seq_ids: Sequence[int]) -> torch.Tensor:
-        logits = super().logits(hidden, seq_ids)
+    def logits(self, inputs: StepInputs, seq_ids: Sequence[int]) -> torch.Tensor:
+        logits = super().logits(inputs, seq_ids)
         for seq_id, row in zip(seq_ids, logits, strict=True):
             self.captured.setdefault(seq_id, []).append(row.clone())
         return logits

@@ -228,8 +228,8 @@ def test_output_that_is_not_a_number_fails_its_sequence(llama, monkeypatch):
     runner = make_runner(llama)
     sound = runner.logits
 
-    def broken(hidden, seq_ids):
-        logits = sound(hidden, seq_ids)
+    def broken(inputs, seq_ids):
+        logits = sound(inputs, seq_ids)
         logits[0] = float("nan")
         return logits
 

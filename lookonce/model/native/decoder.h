@@ -1,0 +1,207 @@
+// A plain decoder (see decoder.py) over the few tokens of a decode step, embedding to logits.
+//
+// Weights and KV pages are of one type T, fp32 or bf16; everything between them is fp32.
+
+#pragma once
+
+#include <cmath>
+
+#include "../attention/step.h"
+#include "linear.h"
+
+namespace native {
+
+// An RMS norm; no weight: none is applied.
+template <typename T>
+struct Norm {
+    const T* weight;
+    float eps;
+};
+
+template <typename T>
+struct Layer {
+    Norm<T> before, between, query, key;
+    Linear<T> qkv, out, gate_up, down;
+    T *keys, *values;  // pages, as in attention/step.h
+    const float* sinks;
+    int64_t window;
+    float scale, softcap;
+};
+
+template <typename T>
+struct Model {
+    int64_t hidden, ffn, heads, kv_heads, head_dim, vocab, num_blocks, block_size;
+    const T* embedding;  // [vocab][hidden]
+    Norm<T> norm;
+    Linear<T> head;      // to logits
+    std::vector<Layer<T>> layers;
+
+    int64_t rotated() const { return heads + kv_heads; }
+    int64_t qkv_width() const { return (heads + 2 * kv_heads) * head_dim; }
+};
+
+// What one step asks.
+struct Step {
+    const void* embeds;          // T [tokens][hidden], or null: those of `token_ids`
+    const int64_t* token_ids;    // [tokens]
+    const int64_t* positions;    // [axes][tokens], rows `axis_stride` apart
+    const int64_t* sample_rows;  // [num_samples], or null: every token is one
+    float* logits;               // [num_samples][head.outputs]
+    const float *cos, *sin;      // [num_positions][head_dim]; the first half of sin is negated
+    int64_t axes, axis_stride, num_samples, num_positions;
+    Problem attention;           // sizes and metadata; tensors are filled in here
+};
+
+constexpr int64_t DONE = 0, AXES_DIFFER = -1, UNKNOWN_TOKEN = -2;
+
+// One norm of `width` values; `to` may be `from`.
+template <typename T>
+inline void normalise(const Norm<T>& norm, const float* from, int64_t width, float* to) {
+    Vec squares = {};
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) squares += load(from + i) * load(from + i);
+    float sum = reduce_sum(squares);
+    for (; i < width; ++i) sum += from[i] * from[i];
+    const float factor = 1.0f / std::sqrt(sum / float(width) + norm.eps);
+    for (i = 0; i + LANES <= width; i += LANES)
+        store(to + i, load(norm.weight + i) * (load(from + i) * factor));
+    for (; i < width; ++i) to[i] = widen(norm.weight[i]) * (from[i] * factor);
+}
+
+// x / (1 + e^-x)
+inline Vec silu(Vec x) {
+    Vec negated = -x;
+    negated = negated > 87.0f ? splat(87.0f) : negated;
+    return x / (1.0f + exp_vec(negated));
+}
+
+template <typename T>
+class Pass {
+  public:
+    Pass(const Model<T>& model, const Step& step)
+        : m(model), s(step), tokens(step.attention.num_tokens()),
+          num_threads(step.attention.num_threads) {}
+
+    // DONE, or why nothing was computed: AXES_DIFFER, UNKNOWN_TOKEN, or above 0 the number of
+    // positions that the tables of cos and sin must hold.
+    int64_t run() {
+        if (const int64_t fault = check()) return fault;
+        prepare();
+        embed();
+        for (const Layer<T>& layer : m.layers) {
+            attend(layer);
+            feed_forward(layer);
+        }
+        predict();
+        return DONE;
+    }
+
+  private:
+    const Model<T>& m;
+    const Step& s;
+    const int64_t tokens;
+    const int num_threads;
+    float *x, *normed, *wide, *attended;  // residual; [tokens] rows of the widest each needs
+    T *qkv, *answer;
+
+    int64_t check() const {
+        int64_t highest = -1;
+        for (int64_t t = 0; t < tokens; ++t) {
+            for (int64_t axis = 1; axis < s.axes; ++axis)
+                if (s.positions[axis * s.axis_stride + t] != s.positions[t]) return AXES_DIFFER;
+            if (s.positions[t] < 0) return AXES_DIFFER;
+            highest = std::max(highest, s.positions[t]);
+            if (!s.embeds && (s.token_ids[t] < 0 || s.token_ids[t] >= m.vocab))
+                return UNKNOWN_TOKEN;
+        }
+        return highest < s.num_positions ? DONE : highest + 1;
+    }
+
+    // Room for this step, in memory that grows to the largest step its thread has met.
+    void prepare() {
+        static thread_local std::vector<float> floats;
+        static thread_local std::vector<T> halves;
+        const int64_t widest = std::max(m.qkv_width(), 2 * m.ffn), answers = m.heads * m.head_dim;
+        const int64_t sizes[] = {m.hidden, std::max(m.hidden, m.ffn), widest, answers};
+        float** parts[] = {&x, &normed, &wide, &attended};
+        int64_t sum = 0;
+        for (int64_t size : sizes) sum += tokens * size;
+        if (int64_t(floats.size()) < sum) floats.resize(sum);
+        float* next = floats.data();
+        for (int i = 0; i < 4; ++i) *parts[i] = next, next += tokens * sizes[i];
+        const int64_t typed = tokens * (m.qkv_width() + answers);
+        if (int64_t(halves.size()) < typed) halves.resize(typed);
+        qkv = halves.data(), answer = qkv + tokens * m.qkv_width();
+    }
+
+    void embed() {
+        const T* given = static_cast<const T*>(s.embeds);
+        for (int64_t t = 0; t < tokens; ++t) {
+            const T* from = given ? given + t * m.hidden : m.embedding + s.token_ids[t] * m.hidden;
+            for (int64_t i = 0; i < m.hidden; ++i) x[t * m.hidden + i] = widen(from[i]);
+        }
+    }
+
+    void norm_all(const Norm<T>& norm) {
+        for (int64_t t = 0; t < tokens; ++t)
+            normalise(norm, x + t * m.hidden, m.hidden, normed + t * m.hidden);
+    }
+
+    void attend(const Layer<T>& layer) {
+        norm_all(layer.before);
+        apply(layer.qkv, normed, tokens, wide, false, num_threads);
+        for (int64_t t = 0; t < tokens; ++t) turn(layer, t);
+        Problem p = s.attention;
+        const int64_t row = m.qkv_width();
+        p.query = qkv, p.key = qkv + m.heads * m.head_dim;
+        p.value = qkv + m.rotated() * m.head_dim, p.output = answer;
+        p.key_pages = layer.keys, p.value_pages = layer.values, p.sinks = layer.sinks;
+        p.query_token = p.key_token = p.value_token = row;
+        p.query_head = p.key_head = p.value_head = m.head_dim;
+        p.window = layer.window, p.scale = layer.scale, p.softcap = layer.softcap;
+        run_step<T>(p);
+        for (int64_t i = 0; i < tokens * layer.out.inputs; ++i) attended[i] = widen(answer[i]);
+        apply(layer.out, attended, tokens, x, true, num_threads);
+    }
+
+    // Queries and keys normed where the model does that, turned by their position, and narrowed.
+    void turn(const Layer<T>& layer, int64_t token) {
+        float* from = wide + token * m.qkv_width();
+        T* to = qkv + token * m.qkv_width();
+        const int64_t at = s.positions[token] * m.head_dim, half = m.head_dim / 2;
+        const float *cos = s.cos + at, *sin = s.sin + at;
+        for (int64_t h = 0; h < m.rotated(); ++h, from += m.head_dim, to += m.head_dim) {
+            const Norm<T>& norm = h < m.heads ? layer.query : layer.key;
+            if (norm.weight) normalise(norm, from, m.head_dim, from);
+            for (int64_t i = 0; i < half; ++i)
+                narrow(from[i] * cos[i] + from[i + half] * sin[i], to + i);
+            for (int64_t i = half; i < m.head_dim; ++i)
+                narrow(from[i] * cos[i] + from[i - half] * sin[i], to + i);
+        }
+        for (int64_t i = 0; i < m.kv_heads * m.head_dim; ++i) narrow(from[i], to + i);
+    }
+
+    void feed_forward(const Layer<T>& layer) {
+        norm_all(layer.between);
+        apply(layer.gate_up, normed, tokens, wide, false, num_threads);
+        for (int64_t t = 0; t < tokens; ++t) {
+            const float *gate = wide + t * 2 * m.ffn, *up = gate + m.ffn;
+            float* to = normed + t * m.ffn;
+            int64_t i = 0;
+            for (; i + LANES <= m.ffn; i += LANES) store(to + i, silu(load(gate + i)) * load(up + i));
+            for (; i < m.ffn; ++i)
+                to[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
+        }
+        apply(layer.down, normed, tokens, x, true, num_threads);
+    }
+
+    void predict() {
+        for (int64_t i = 0; i < s.num_samples; ++i) {
+            const int64_t row = s.sample_rows ? s.sample_rows[i] : i;
+            normalise(m.norm, x + row * m.hidden, m.hidden, normed + i * m.hidden);
+        }
+        apply(m.head, normed, s.num_samples, s.logits, false, num_threads);
+    }
+};
+
+}  // namespace native

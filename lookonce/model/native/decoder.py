@@ -1,0 +1,255 @@
+"""Decode steps of a plain decoder in one call of compiled code, on the CPU.
+
+With a handful of tokens in a step a small model spends more time between torch's operators than in
+them. Here the whole text model runs from embedding to logits without returning to Python, over the
+same weights and pages. Beyond `MAX_TOKENS` torch's matrix products are ahead: such steps are left
+to it, as is every step whose rope axes differ (media in the chunk).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lookonce.model.attention.backend import AttentionBuffers, AttentionMetadata
+from lookonce.model.attention.cpu import KernelBackend
+from lookonce.model.decoders import (
+    LeanDecoder,
+    LeanLayer,
+    Linear,
+    Norm,
+    Step,
+    plain_positions,
+)
+from lookonce.model.families.base import ModelFamily
+from lookonce.model.kv_pages import KVPages, LayerPages
+
+logger = logging.getLogger(__name__)
+
+try:
+    from lookonce.model.native import _native
+except ImportError:  # no compiler where it was installed, or built for another CPU
+    _native = None  # type: ignore[assignment]
+
+MAX_TOKENS = {torch.float32: 64, torch.bfloat16: 32}
+"""Tokens of a step up to which this is ahead of torch."""
+FIRST_POSITIONS = 1024
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Largest difference to the lean decoder's logits, relative to their largest value."""
+
+_PLAIN_LOOKUP = nn.Embedding.forward
+_DONE, _AXES_DIFFER, _UNKNOWN_TOKEN = 0, -1, -2
+
+
+class DecodeInputs(NamedTuple):
+    """One step of T tokens, of which S are sampled after."""
+
+    token_ids: Tensor
+    """[T] int64."""
+    embeds: Tensor | None
+    """[T, H], contiguous; None: those of `token_ids`."""
+    position_ids: Tensor
+    """[1, T] or [axes, 1, T] int64."""
+    sample_rows: Tensor | None
+    """[S] int64 indices into T; None: every token."""
+    metadata: AttentionMetadata
+
+
+class NativeDecoder:
+    """Text model, embedding and head of one family, bound to its KV pages."""
+
+    def __init__(self, lean: LeanDecoder, family: ModelFamily, kv_pages: KVPages) -> None:
+        """Raises `ValueError` for a model it does not compute."""
+        embedding, head, layers = family.embed_tokens, family.lm_head, lean.layers
+        _require(_native is not None, "it is not compiled")
+        if not isinstance(embedding, nn.Embedding) or type(embedding).forward is not _PLAIN_LOOKUP:
+            raise ValueError("the embedding is not a plain one")
+        _require(type(head) is nn.Linear and head.bias is None, "the head is not a plain one")
+        _require(family.final_softcap is None, "logits are capped")
+        self._dtype = embedding.weight.dtype
+        _require(self._dtype in TOLERANCE, f"{self._dtype} is not compiled for")
+        self._lean = lean
+        self.position_axes = family.position_axes
+        self._max_tokens = MAX_TOKENS[self._dtype]
+        self._kept: list[Tensor] = []
+        """What compiled code holds addresses of."""
+        self._num_outputs = head.out_features
+        first = layers[0]
+        model = (
+            family.hidden_size,
+            first.down[0].shape[1],
+            first.num_heads,
+            first.num_kv_heads,
+            first.head_dim,
+            embedding.num_embeddings,
+            self._address(embedding.weight),
+            kv_pages.num_blocks,
+            kv_pages.block_size,
+            *self._norm(lean.norm),
+            head.out_features,
+            self._address(head.weight),
+        )
+        sizes = [_sizes(layer) for layer in layers]
+        _require(len(set(sizes)) == 1, "layers differ in size")
+        numbers = tuple(map(self._layer, layers, kv_pages.layers))
+        self._handle = _native.make(model, numbers, self._dtype is torch.bfloat16)
+        self._cos = self._sin = torch.empty((0, first.head_dim))
+
+    def logits(self, inputs: DecodeInputs) -> Tensor | None:
+        """Logits [S, V] float32; None for a step it does not compute.
+
+        Raises `IndexError` for a token id outside the vocabulary, `ValueError` for blocks or slots
+        outside the pages.
+        """
+        metadata, rows = inputs.metadata, inputs.sample_rows
+        num_tokens = metadata.num_tokens
+        if num_tokens > self._max_tokens:
+            return None
+        num_samples = num_tokens if rows is None else rows.shape[0]
+        logits = torch.empty((num_samples, self._num_outputs))
+        outcome = self._run(inputs, logits)
+        if outcome > _DONE:
+            self._grow(outcome)
+            outcome = self._run(inputs, logits)
+        if outcome == _UNKNOWN_TOKEN:
+            raise IndexError("a token id is outside the vocabulary")
+        return logits if outcome == _DONE else None
+
+    def _run(self, inputs: DecodeInputs, logits: Tensor) -> int:
+        metadata, positions = inputs.metadata, inputs.position_ids
+        return _native.run(
+            self._handle,
+            _pointer(inputs.embeds),
+            inputs.token_ids.data_ptr(),
+            positions.data_ptr(),
+            positions.shape[0],
+            positions.stride(0),
+            _pointer(inputs.sample_rows),
+            logits.shape[0],
+            logits.data_ptr(),
+            self._cos.data_ptr(),
+            self._sin.data_ptr(),
+            self._cos.shape[0],
+            metadata.query_start.data_ptr(),
+            metadata.kv_lens.data_ptr(),
+            metadata.block_tables.data_ptr(),
+            metadata.slot_mapping.data_ptr(),
+            _pointer(metadata.visible_end),
+            metadata.block_tables.stride(0),
+            metadata.num_sequences,
+            torch.get_num_threads(),
+            metadata.num_tokens,
+        )
+
+    def _grow(self, positions: int) -> None:
+        """Tables of at least so many positions, in powers of two."""
+        count = max(FIRST_POSITIONS, 1 << (positions - 1).bit_length())
+        like = torch.empty(0, dtype=self._dtype)
+        cos, sin = self._lean.rotation(like, plain_positions(count, self.position_axes))
+        self._cos, self._sin = cos.float().contiguous(), sin.float().contiguous()
+
+    def _layer(self, layer: LeanLayer, pages: LayerPages) -> tuple[float, ...]:
+        asked = layer.asked
+        _require(_is_silu(layer.act), "the activation is not SiLU")
+        _require(asked.sinks is None, "attention has sinks")
+        return (
+            *self._norm(layer.before),
+            *self._norm(layer.between),
+            *self._norm(layer.q_norm),
+            *self._norm(layer.k_norm),
+            *self._linear(layer.qkv),
+            *self._linear(layer.out),
+            *self._linear(layer.gate_up),
+            *self._linear(layer.down),
+            self._address(pages.keys),
+            self._address(pages.values),
+            0,
+            asked.sliding_window or 0,
+            asked.scale,
+            asked.softcap or 0.0,
+        )
+
+    def _norm(self, norm: Norm | None) -> tuple[int, float]:
+        return (0, 0.0) if norm is None else (self._address(norm.weight), norm.eps)
+
+    def _linear(self, linear: Linear) -> tuple[int, int]:
+        weight, bias = linear
+        return self._address(weight), 0 if bias is None else self._address(bias)
+
+    def _address(self, tensor: Tensor) -> int:
+        _require(tensor.is_contiguous(), "a weight is not contiguous")
+        _require(tensor.dtype == self._dtype, f"a weight is {tensor.dtype}")
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+
+@torch.inference_mode()
+def native_decoder(
+    lean: LeanDecoder, family: ModelFamily, dtype: torch.dtype, kv_pages: KVPages
+) -> NativeDecoder | None:
+    """The native decoder where it computes what the lean one does on a random prompt."""
+    probe = KVPages(family.num_layers, 1, 16, family.num_kv_heads, family.head_dim, dtype)
+    try:
+        found = _probe_native(NativeDecoder(lean, family, probe))
+    except ValueError as error:
+        logger.info("decode steps run in torch: %s", error)
+        return None
+    expected = _probe_lean(lean, family, probe)
+    difference, largest = (found - expected).abs().max(), expected.abs().max()
+    if not difference <= TOLERANCE[dtype] * largest:
+        logger.warning("decode steps run in torch: compiled ones differ by %g", difference)
+        return None
+    return NativeDecoder(lean, family, kv_pages)
+
+
+PROBE_IDS = (5, 3, 11, 2, 7, 5)
+
+
+def _probe_native(decoder: NativeDecoder) -> Tensor:
+    """Logits [P, V] of a prompt of P tokens."""
+    ids = torch.tensor(PROBE_IDS)
+    positions = plain_positions(len(ids), decoder.position_axes)
+    logits = decoder.logits(DecodeInputs(ids, None, positions, None, _probe_metadata()))
+    if logits is None:
+        raise ValueError("a plain prompt is not computed")
+    return logits
+
+
+def _probe_lean(lean: LeanDecoder, family: ModelFamily, pages: KVPages) -> Tensor:
+    ids = torch.tensor(PROBE_IDS)
+    positions = plain_positions(len(ids), family.position_axes)
+    step = Step(_probe_metadata(), KernelBackend(), pages)
+    logits: Tensor = family.lm_head(lean(family.embed_tokens(ids), positions, step, {}))
+    return logits.float()
+
+
+def _probe_metadata() -> AttentionMetadata:
+    count = len(PROBE_IDS)
+    buffers = AttentionBuffers(
+        max_num_seqs=1, max_num_tokens=count, max_blocks_per_seq=1, block_size=16
+    )
+    return buffers.fill([count], [count], np.zeros((1, 1), np.int32))
+
+
+def _sizes(layer: LeanLayer) -> tuple[int, ...]:
+    """What must be the same in all layers."""
+    linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
+    shapes = [size for weight, _ in linears for size in weight.shape]
+    return (*shapes, layer.num_heads, layer.num_kv_heads, layer.head_dim)
+
+
+def _is_silu(activation: object) -> bool:
+    return type(activation).__name__ in ("SiLU", "SiLUActivation")
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _require(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise ValueError(otherwise)

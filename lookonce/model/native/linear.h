@@ -1,0 +1,135 @@
+// Products of a few tokens with a weight matrix as torch keeps it: [outputs, inputs], not packed.
+//
+// A tile is so many tokens by so many outputs that its lane-wise sums are LANES vectors: one
+// transpose turns them into results. Weights are read from memory once, by the
+// first tile; the others find them in a cache near by. Sums are in fp32 for fp32 and bf16 weights.
+
+#pragma once
+
+#include "../attention/vectors.h"
+
+namespace native {
+
+using namespace paged;
+
+constexpr int MAX_TILE_TOKENS = 4;
+
+// y[t][n] = x[t] . weight[n] + bias[n], and y[t][n] itself where `add`.
+template <typename T>
+struct Linear {
+    const T *weight, *bias;  // [outputs][inputs]; [outputs] or null
+    int64_t inputs, outputs;
+};
+
+// Keeps the compiler from loading a value again for each of its uses.
+inline Vec in_register(Vec v) {
+#ifdef __x86_64__
+    asm("" : "+v"(v));
+#endif
+    return v;
+}
+
+// How a tile's LANES sums are used: ROWS outputs by TOKENS tokens by SPLIT stretches of the inputs.
+// With few tokens splitting keeps the rows read at a time few, which prefetching likes.
+template <int TOKENS>
+struct Shape {
+    static constexpr int SPLIT = TOKENS < 4 ? 4 / TOKENS : 1;
+    static constexpr int ROWS = LANES / (TOKENS * SPLIT);
+};
+
+// Lane (r * TOKENS + t) * SPLIT + j is part j of x[t] . rows[r].
+template <int TOKENS, typename T>
+inline Vec tile(const float* const* x, const T* const* rows, int64_t inputs) {
+    constexpr int ROWS = Shape<TOKENS>::ROWS, SPLIT = Shape<TOKENS>::SPLIT;
+    Vec sum[LANES] = {};
+    int64_t k = 0;
+    for (; k + SPLIT * LANES <= inputs; k += SPLIT * LANES)
+#pragma GCC unroll 4
+        for (int j = 0; j < SPLIT; ++j) {
+            const int64_t at = k + j * LANES;
+            Vec left[TOKENS];
+#pragma GCC unroll 8
+            for (int t = 0; t < TOKENS; ++t) left[t] = in_register(load(x[t] + at));
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; ++r) {
+                const Vec right = in_register(load(rows[r] + at));
+                __builtin_prefetch(rows[r] + ROWS * inputs + at);
+#pragma GCC unroll 8
+                for (int t = 0; t < TOKENS; ++t)
+                    sum[(r * TOKENS + t) * SPLIT + j] += left[t] * right;
+            }
+        }
+    for (; k < inputs; k += LANES) {
+        const int rest = int(std::min<int64_t>(LANES, inputs - k));
+        for (int r = 0; r < ROWS; ++r)
+            for (int t = 0; t < TOKENS; ++t)
+                sum[(r * TOKENS + t) * SPLIT] +=
+                    load_part(x[t] + k, rest) * load_part(rows[r] + k, rest);
+    }
+    return transpose_sum(sum);
+}
+
+// Tokens [first, first + count) by outputs [begin, end); count is at most TOKENS.
+template <int TOKENS, typename T>
+inline void tiles(const Linear<T>& layer, const float* x, int64_t first, int64_t count,
+                  int64_t begin, int64_t end, float* y, bool add) {
+    constexpr int ROWS = Shape<TOKENS>::ROWS, SPLIT = Shape<TOKENS>::SPLIT;
+    const float* tokens[TOKENS];
+    for (int t = 0; t < TOKENS; ++t)
+        tokens[t] = x + (first + std::min<int64_t>(t, count - 1)) * layer.inputs;
+    for (int64_t n = begin; n < end; n += ROWS) {
+        const T* rows[ROWS];
+        const int64_t limit = std::min<int64_t>(ROWS, end - n);
+        for (int r = 0; r < ROWS; ++r)
+            rows[r] = layer.weight + (n + std::min<int64_t>(r, limit - 1)) * layer.inputs;
+        float sums[LANES];
+        store(sums, tile<TOKENS>(tokens, rows, layer.inputs));
+        for (int64_t r = 0; r < limit; ++r) {
+            const float bias = layer.bias ? widen(layer.bias[n + r]) : 0.0f;
+            for (int64_t t = 0; t < count; ++t) {
+                float* to = y + (first + t) * layer.outputs + n + r;
+                float result = bias;
+                for (int j = 0; j < SPLIT; ++j) result += sums[(r * TOKENS + t) * SPLIT + j];
+                *to = add ? *to + result : result;
+            }
+        }
+    }
+}
+
+// A stretch of outputs for all tokens, in the widest tiles that are not mostly padding.
+template <typename T>
+void stretch(const Linear<T>& layer, const float* x, int64_t num_tokens, int64_t begin, int64_t end,
+             float* y, bool add) {
+    for (int64_t first = 0; first < num_tokens;) {
+        const int64_t count = std::min<int64_t>(num_tokens - first, MAX_TILE_TOKENS);
+        if (count > 2)
+            tiles<4>(layer, x, first, count, begin, end, y, add);
+        else if (count == 2)
+            tiles<2>(layer, x, first, count, begin, end, y, add);
+        else
+            tiles<1>(layer, x, first, count, begin, end, y, add);
+        first += count;
+    }
+}
+
+// x [num_tokens][inputs] → y [num_tokens][outputs], added to what is there with `add`.
+template <typename T>
+void apply(const Linear<T>& layer, const float* x, int64_t num_tokens, float* y, bool add,
+           int num_threads) {
+    constexpr int64_t STRETCH = 16;  // outputs: whole tiles, of every width
+    const int64_t count = (layer.outputs + STRETCH - 1) / STRETCH;
+    auto part = [&](int64_t i) {
+        const int64_t end = std::min(layer.outputs, (i + 1) * STRETCH);
+        stretch(layer, x, num_tokens, i * STRETCH, end, y, add);
+    };
+#ifdef _OPENMP
+    if (num_threads > 1) {
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+        for (int64_t i = 0; i < count; ++i) part(i);
+        return;
+    }
+#endif
+    for (int64_t i = 0; i < count; ++i) part(i);
+}
+
+}  // namespace native

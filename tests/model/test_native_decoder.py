@@ -1,0 +1,267 @@
+"""The native decoder computes what transformers computes, or says that a step is not for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from lookonce.bench.folders import randomise
+from lookonce.config import ModelConfig
+from lookonce.model.attention.backend import AttentionBuffers, AttentionMetadata
+from lookonce.model.attention.cpu import KernelBackend
+from lookonce.model.decoders import LeanDecoder, Step, choose_decoder, plain_positions
+from lookonce.model.families.base import ModelFamily, TextFamily
+from lookonce.model.kv_pages import KVPages
+from lookonce.model.loader import load_model
+from lookonce.model.native import decoder as native
+from lookonce.model.native.decoder import DecodeInputs, NativeDecoder, native_decoder
+
+pytestmark = pytest.mark.skipif(native._native is None, reason="the decoder is not compiled here")
+
+Folder = Callable[..., Path]
+PLAIN = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen2_5_omni", "llava")
+BLOCK, BLOCKS = 16, 64
+
+
+class Subject(NamedTuple):
+    family: ModelFamily
+    lean: LeanDecoder
+    pages: KVPages
+    native: NativeDecoder
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def subject_of(family: ModelFamily, dtype: torch.dtype = torch.float32) -> Subject:
+    lean = choose_decoder(family, dtype, torch.device("cpu"))
+    assert isinstance(lean, LeanDecoder)
+    pages = KVPages(family.num_layers, BLOCKS, BLOCK, family.num_kv_heads, family.head_dim, dtype)
+    for layer in pages.layers:
+        for tensor in layer:
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+    decoder = native_decoder(lean, family, dtype, pages)
+    assert decoder is not None
+    return Subject(family, lean, pages, decoder)
+
+
+def from_folder(path: Path, dtype: str = "float32") -> Subject:
+    loaded = load_model(ModelConfig(folder=str(path), served_name="test", dtype=dtype))
+    return subject_of(loaded.family, loaded.dtype)
+
+
+def odd_llama() -> ModelFamily:
+    """No size is a multiple of a vector's."""
+    config = LlamaConfig(
+        vocab_size=53, hidden_size=42, intermediate_size=37, num_hidden_layers=2,
+        num_attention_heads=3, num_key_value_heads=1, head_dim=14, attention_bias=True,
+        mlp_bias=True, tie_word_embeddings=False,
+    )  # fmt: skip
+    config._attn_implementation = "lookonce_paged"
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    randomise(model, 3)
+    return TextFamily(model)
+
+
+def tied_qwen3() -> ModelFamily:
+    config = Qwen3Config(
+        vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=24, tie_word_embeddings=True,
+    )  # fmt: skip
+    config._attn_implementation = "lookonce_paged"
+    model = Qwen3ForCausalLM(config).eval().requires_grad_(False)
+    randomise(model, 4)
+    return TextFamily(model)
+
+
+def decode_metadata(context_lens: list[int]) -> AttentionMetadata:
+    """One new token per sequence, each in blocks of its own."""
+    count = len(context_lens)
+    per_sequence = BLOCKS // count
+    tables = np.arange(count * per_sequence, dtype=np.int32).reshape(count, per_sequence)
+    buffers = AttentionBuffers(
+        max_num_seqs=count, max_num_tokens=count, max_blocks_per_seq=per_sequence, block_size=BLOCK
+    )
+    return buffers.fill([1] * count, context_lens, tables, num_decodes=count)
+
+
+def decode_inputs(subject: Subject, context_lens: list[int], seed: int = 0) -> DecodeInputs:
+    count = len(context_lens)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, subject.family.vocab_size, (count,), generator=generator)
+    positions = plain_positions(count, subject.family.position_axes).clone()
+    positions[:] = torch.tensor(context_lens) - 1
+    return DecodeInputs(ids, None, positions, None, decode_metadata(context_lens))
+
+
+def lean_logits(subject: Subject, inputs: DecodeInputs) -> torch.Tensor:
+    embeds = inputs.embeds
+    if embeds is None:
+        embeds = subject.family.embed_tokens(inputs.token_ids)
+    step = Step(inputs.metadata, KernelBackend(), subject.pages)
+    hidden = subject.lean(embeds, inputs.position_ids, step, {})
+    if inputs.sample_rows is not None:
+        hidden = hidden[inputs.sample_rows]
+    return subject.family.lm_head(hidden).float()
+
+
+def agree(subject: Subject, inputs: DecodeInputs, tolerance: float = 1e-5) -> None:
+    found = subject.native.logits(inputs)
+    expected = lean_logits(subject, inputs)
+    assert found is not None
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_every_plain_family_decodes_natively(folder: Folder, kind: str) -> None:
+    subject = from_folder(folder(kind))
+    agree(subject, decode_inputs(subject, [1, 40, 17, 9]))
+
+
+@pytest.mark.parametrize("make", [odd_llama, tied_qwen3])
+def test_sizes_that_no_vector_divides(make: Callable[[], ModelFamily]) -> None:
+    subject = subject_of(make())
+    for count in (1, 2, 3, 4, 5, 8, 11):
+        agree(subject, decode_inputs(subject, list(range(3, 3 + count))))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, BLOCK), min_size=1, max_size=BLOCKS), st.integers(0, 2**16))
+def test_any_batch_agrees_with_the_lean_decoder(context_lens: list[int], seed: int) -> None:
+    with torch.inference_mode():
+        subject = subject_of(tied_qwen3())
+        agree(subject, decode_inputs(subject, context_lens, seed))
+
+
+def test_bf16_weights_and_pages(folder: Folder) -> None:
+    subject = from_folder(folder("qwen2_5_vl"), "bfloat16")
+    agree(subject, decode_inputs(subject, [3, 20, 31]), tolerance=3e-2)
+
+
+def test_more_threads_compute_the_same(folder: Folder) -> None:
+    subject = from_folder(folder("llama"))
+    inputs = decode_inputs(subject, [5, 6, 7])
+    alone = subject.native.logits(inputs)
+    torch.set_num_threads(2)
+    try:
+        together = subject.native.logits(inputs)
+    finally:
+        torch.set_num_threads(1)
+    assert alone is not None
+    assert together is not None
+    assert torch.equal(alone, together)
+
+
+def test_only_sampled_rows_are_predicted(folder: Folder) -> None:
+    subject = from_folder(folder("llama"))
+    rows = torch.tensor([3, 1])
+    inputs = decode_inputs(subject, [5, 6, 7, 8])._replace(sample_rows=rows)
+    agree(subject, inputs)
+    none = inputs._replace(sample_rows=torch.empty(0, dtype=torch.int64))
+    assert subject.native.logits(none).shape == (0, subject.family.vocab_size)  # type: ignore[union-attr]
+
+
+def test_given_embeddings_take_the_place_of_ids(folder: Folder) -> None:
+    subject = from_folder(folder("llava"))
+    inputs = decode_inputs(subject, [5, 6])
+    embeds = torch.randn(2, subject.family.hidden_size)
+    agree(subject, inputs._replace(embeds=embeds, token_ids=torch.tensor([-5, 10**9])))
+
+
+def test_positions_far_out_make_the_tables_grow(folder: Folder) -> None:
+    subject = from_folder(folder("llama"))
+    inputs = decode_inputs(subject, [5, 6])
+    for position in (3, 2000, 70_000, 9):
+        inputs.position_ids[:] = position
+        agree(subject, inputs, tolerance=1e-4)
+
+
+def test_a_step_whose_axes_differ_is_left_to_others(folder: Folder) -> None:
+    subject = from_folder(folder("qwen2_5_vl"))
+    inputs = decode_inputs(subject, [5, 6])
+    inputs.position_ids[1, 0, 1] += 1
+    assert subject.native.logits(inputs) is None
+
+
+def test_a_step_of_many_tokens_is_left_to_others(folder: Folder) -> None:
+    subject = from_folder(folder("llama"))
+    count = native.MAX_TOKENS[torch.float32] + 1
+    ids, positions = torch.zeros(count, dtype=torch.int64), plain_positions(count, 1)
+    buffers = AttentionBuffers(
+        max_num_seqs=1, max_num_tokens=count, max_blocks_per_seq=8, block_size=BLOCK
+    )
+    metadata = buffers.fill([count], [count], np.arange(8, dtype=np.int32)[None])
+    assert subject.native.logits(DecodeInputs(ids, None, positions, None, metadata)) is None
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_a_token_outside_the_vocabulary_is_an_error(folder: Folder, token: int) -> None:
+    subject = from_folder(folder("llama"))
+    inputs = decode_inputs(subject, [5, 6])
+    inputs.token_ids[1] = token
+    with pytest.raises(IndexError, match="vocabulary"):
+        subject.native.logits(inputs)
+
+
+def test_a_block_outside_the_pages_is_an_error(folder: Folder) -> None:
+    subject = from_folder(folder("llama"))
+    inputs = decode_inputs(subject, [5, 6])
+    inputs.metadata.block_tables[1, 0] = BLOCKS
+    with pytest.raises(ValueError, match="block outside the pages"):
+        subject.native.logits(inputs)
+
+
+def test_a_sample_row_outside_the_step_is_an_error(folder: Folder) -> None:
+    subject = from_folder(folder("llama"))
+    inputs = decode_inputs(subject, [5, 6])._replace(sample_rows=torch.tensor([2]))
+    with pytest.raises(ValueError, match="sample row outside the step"):
+        subject.native.logits(inputs)
+
+
+def test_what_is_not_a_number_stays_so_and_stays_where_it_is(folder: Folder) -> None:
+    subject = from_folder(folder("llama"))
+    inputs = decode_inputs(subject, [5, 6])
+    embeds = subject.family.embed_tokens(inputs.token_ids)
+    embeds[0] = float("nan")
+    logits = subject.native.logits(inputs._replace(embeds=embeds))
+    assert logits is not None
+    assert logits[0].isnan().all()
+    assert logits[1].isfinite().all()
+
+
+def test_a_model_that_computes_something_else_is_noticed(folder: Folder) -> None:
+    loaded = load_model(ModelConfig(folder=str(folder("llama")), served_name="test"))
+    family = loaded.family
+    lean = choose_decoder(family, loaded.dtype, loaded.device)
+    assert isinstance(lean, LeanDecoder)
+    act = lean.layers[1].act
+
+    class SiLU(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return 1.01 * act(hidden)
+
+    lean.layers[1].act = SiLU()
+    pages = KVPages(family.num_layers, 1, 16, family.num_kv_heads, family.head_dim, loaded.dtype)
+    assert native_decoder(lean, family, loaded.dtype, pages) is None
+
+
+def test_a_model_of_another_activation_is_left_to_torch(folder: Folder) -> None:
+    loaded = load_model(ModelConfig(folder=str(folder("llama")), served_name="test"))
+    lean = choose_decoder(loaded.family, loaded.dtype, loaded.device)
+    assert isinstance(lean, LeanDecoder)
+    lean.layers[0].act = torch.nn.GELU()
+    family = loaded.family
+    pages = KVPages(family.num_layers, 1, 16, family.num_kv_heads, family.head_dim, loaded.dtype)
+    assert native_decoder(lean, family, loaded.dtype, pages) is None
