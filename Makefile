@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 
 setup: $(STAMP)
 
-COMPILED := $(wildcard lookonce/model/*.c lookonce/model/*/*.cpp lookonce/model/*/*.h)
+COMPILED := $(wildcard lookonce/core/*.c lookonce/model/*.c lookonce/model/*/*.cpp lookonce/model/*/*.h)
 
 $(STAMP): pyproject.toml setup.py $(COMPILED)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

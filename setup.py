@@ -1,8 +1,8 @@
 """The one part of the build that pyproject.toml cannot state: optional compiled code.
 
 Attention and the native decoder are compiled for the CPU they are built on (they refuse to load on
-a lesser one). Without a compiler the package installs without them, and torch and NumPy do their
-work.
+a lesser one). Without a compiler the package installs without any of it, and torch, NumPy and Python
+do its work.
 """
 
 from setuptools import Extension, setup
@@ -34,6 +34,12 @@ setup(
         Extension(
             "lookonce.model._decode_inputs",
             sources=["lookonce/model/decode_inputs.c"],
+            extra_compile_args=["-O2"],
+            optional=True,
+        ),
+        Extension(
+            "lookonce.core._columns",
+            sources=["lookonce/core/columns.c"],
             extra_compile_args=["-O2"],
             optional=True,
         ),

@@ -114,9 +114,8 @@ class Acquirer:
         if not request.features.all_plain:
             return False
         keys = request.features.keys[indices.start : indices.stop]
-        try:
-            items = list(map(request.items.__getitem__, keys))
-        except KeyError:
+        items = request.items_of(indices)
+        if items is None:
             return False
         rows = request.features.rows(indices)
         total = sum(rows)

@@ -38,8 +38,8 @@ class Door:
         self._check_lengths(len(prompt), features)
         self._check_items(features)
         self._check_token_ids(prompt, features)
-        check_rows(features, items)
-        return Request(request, prompt, features, items, self._model.eos_token_ids)
+        found = check_rows(features, items)
+        return Request(request, prompt, features, items, self._model.eos_token_ids, found)
 
     @property
     def longest_sequence(self) -> int:
@@ -69,7 +69,7 @@ class Door:
             raise BadRequestError(f"item {absent[0]} does not come along", param="features")
         self._check_items(checked)
         self._check_token_ids(token_ids, checked)
-        check_rows(checked, items)
+        check_rows(checked, dict(items))
         return checked
 
     def token_limit(self, request: Request) -> int:
@@ -101,7 +101,7 @@ class Door:
     def _check_items(self, features: Features) -> None:
         """One after the other only where something may be wrong: there may be ten thousands."""
         known, unsplittable = self._model.modalities, self._model.unsplittable
-        used = {feature.modality for feature in features.as_tuple()}
+        used = features.modalities
         limit = min(self._encoder_cache.max_rows, self._token_budget)
         if features.longest > limit or not used <= set(known) or used & set(unsplittable):
             for index, feature in enumerate(features.as_tuple()):
@@ -137,10 +137,18 @@ class Door:
             )
 
 
-def check_rows(features: Features, items: Mapping[bytes, ProcessedItem]) -> None:
-    """Raises `BadRequestError` for an item that has not as many rows as its place in the prompt."""
-    if not items or _all_are_one_run(features, items):
-        return
+def check_rows(features: Features, items: dict[bytes, ProcessedItem]) -> list[ProcessedItem] | None:
+    """The item of each feature, where that was seen while checking.
+
+    Raises `BadRequestError` for an item that has not as many rows as its place in the prompt.
+    """
+    found = features.fitting(items) if items else None
+    if found is None and items:
+        _check_rows_one_by_one(features, items)
+    return found
+
+
+def _check_rows_one_by_one(features: Features, items: dict[bytes, ProcessedItem]) -> None:
     for index, feature in enumerate(features.as_tuple()):
         item = items.get(feature.key)
         if item is not None and _num_rows(item) != feature.num_embeds:
@@ -149,22 +157,6 @@ def check_rows(features: Features, items: Mapping[bytes, ProcessedItem]) -> None
                 f"has {_num_rows(item)} rows",
                 param="features",
             )
-
-
-def _all_are_one_run(features: Features, items: Mapping[bytes, ProcessedItem]) -> bool:
-    """Whether every item is here, expands to one run, and has the right number of rows."""
-    all_items = features.found_in(items)
-    if all_items is None:
-        return False
-    found = [item.expansion for item in all_items]
-    try:
-        only_runs = [run for (run,) in [at.runs for at in found]]
-    except ValueError:
-        return False
-    rows = features.rows(range(len(features)))
-    return [count for _, count in only_runs] == rows and (
-        [token for token, _ in only_runs] == [at.embed_token_id for at in found]
-    )
 
 
 def _num_rows(item: ProcessedItem) -> int:

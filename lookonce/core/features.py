@@ -13,19 +13,17 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import repeat
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lookonce.core.columns import KEY_BYTES, one_run_items, plain_columns
 from lookonce.errors import BadRequestError
-from lookonce.types.media import MediaFeature
+from lookonce.types.media import MediaFeature, Modality, ProcessedItem
 from lookonce.types.step import EmbedSlice
 
-KEY_BYTES = 32
-Found = TypeVar("Found")
 MANY = 16
 """Features from which on checking whole columns is cheaper than one after the other."""
 
@@ -37,7 +35,16 @@ class Features:
     of order (naming both).
     """
 
-    __slots__ = ("_as_tuple", "_ends", "_features", "_keys", "_offsets", "all_plain", "longest")
+    __slots__ = (
+        "_as_tuple",
+        "_ends",
+        "_features",
+        "_keys",
+        "_offsets",
+        "all_plain",
+        "longest",
+        "modalities",
+    )
 
     def __init__(self, features: Iterable[MediaFeature] = ()) -> None:
         self._features: list[MediaFeature] = []
@@ -49,6 +56,8 @@ class Features:
         """Every position of every item takes a row: there is no `is_embed` mask."""
         self.longest = 0
         """Positions of the longest item; no item has more rows."""
+        self.modalities: set[Modality] = set()
+        """Of all items."""
         self.extend(tuple(features))
 
     def append(self, feature: MediaFeature) -> None:
@@ -64,6 +73,7 @@ class Features:
         self._as_tuple = None
         self.all_plain &= feature.is_embed is None
         self.longest = max(self.longest, feature.length)
+        self.modalities.add(feature.modality)
 
     def extend(self, features: tuple[MediaFeature, ...]) -> None:
         """Add features in order; column by column where many are plain and nothing is wrong.
@@ -76,27 +86,17 @@ class Features:
 
     def _extend_at_once(self, features: tuple[MediaFeature, ...]) -> bool:
         """False, with nothing added, sends to the thorough checks one by one."""
-        count = len(features)
-        keys = [feature.key for feature in features]
-        rows = [feature.length for feature in features]
-        offsets = np.array([feature.offset for feature in features], dtype=np.int64)
-        lengths = np.array(rows, dtype=np.int64)
-        ends = offsets + lengths
-        if (
-            offsets[0] < self.end
-            or lengths.min() < 1
-            or bool((offsets[1:] < ends[:-1]).any())
-            or [feature.num_embeds for feature in features] != rows
-            or list(map(len, keys)).count(KEY_BYTES) != count
-            or [feature.is_embed for feature in features].count(None) != count
-        ):
+        columns = plain_columns(features, self.end)
+        if columns is None:
             return False
+        keys, offsets, ends, longest, modalities = columns
         self._as_tuple = None if self._features else features
         self._features += features
         self._keys += keys
-        self._offsets.frombytes(offsets.tobytes())
-        self._ends.frombytes(ends.tobytes())
-        self.longest = max(self.longest, int(lengths.max()))
+        self._offsets.frombytes(offsets)
+        self._ends.frombytes(ends)
+        self.longest = max(self.longest, longest)
+        self.modalities |= modalities
         return True
 
     def __len__(self) -> int:
@@ -138,12 +138,19 @@ class Features:
         rows: list[int] = (ends - offsets).tolist()
         return rows
 
-    def found_in(self, items: Mapping[bytes, Found]) -> list[Found] | None:
-        """What `items` has for each feature, in order; None unless it has something for all."""
-        if len(items) == len(self._keys) and list(items) == self._keys:
-            return list(items.values())  # they came in order, as most do
+    def found_in(self, items: dict[bytes, ProcessedItem]) -> list[ProcessedItem] | None:
+        """The item of each feature, in order; None unless there is one for all."""
         found = [item for item in map(items.get, self._keys) if item is not None]
         return found if len(found) == len(self._keys) else None
+
+    def fitting(self, items: dict[bytes, ProcessedItem]) -> list[ProcessedItem] | None:
+        """As `found_in`, where each item has as many rows as its feature takes.
+
+        None too where one is none of the simple kind, a single run of rows.
+        """
+        if not self.all_plain:
+            return None
+        return one_run_items(self._keys, items, self._offsets, self._ends)
 
     def covered(self, length: int) -> NDArray[np.bool_]:
         """[length]; which positions take a row of some feature."""

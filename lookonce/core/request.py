@@ -81,6 +81,7 @@ class Request:
         "facts",
         "features",
         "grammar",
+        "in_order",
         "items",
         "last_missing_end",
         "missing",
@@ -103,6 +104,7 @@ class Request:
         features: Features,
         items: dict[bytes, ProcessedItem],
         eos_token_ids: tuple[int, ...],
+        in_order: list[ProcessedItem] | None = None,
     ) -> None:
         sampling = request.sampling
         self.request_id = request.request_id
@@ -114,6 +116,8 @@ class Request:
         self.root = root_hash(request.scope)
         self.items = items
         """Every item the engine holds for this request; kept for recompute after preemption."""
+        self.in_order = in_order
+        """The item of each feature, where none is missing and none is let go."""
         self.missing: set[bytes] = set()
         """Keys of items the engine lacks."""
         self.asked: set[bytes] = set()
@@ -133,17 +137,29 @@ class Request:
         self.prefilled = False
         """Some sample has computed the whole prompt: siblings need not wait any more."""
         self.facts = FactsRecord(len(features))
-        self.update_missing()
+        if in_order is None:
+            self.update_missing()
 
     def update_missing(self) -> None:
         """Recount what the engine lacks: O(items), only when items come or the request is new."""
-        if self.features.found_in(self.items) is not None:
+        found = self.features.found_in(self.items)
+        if found is not None:
+            self.in_order = found if self.session is None else None
             self.missing, self.last_missing_end = set(), 0
             return
+        self.in_order = None
         features = self.features.as_tuple()
         self.missing = set(self.features.keys) - self.items.keys()
         last = (f.end for f in reversed(features) if f.key in self.missing)
         self.last_missing_end = next(last, 0) if self.missing else 0
+
+    def items_of(self, indices: range) -> list[ProcessedItem] | None:
+        """The items of a range of features; None unless all are here."""
+        if self.in_order is not None:
+            return self.in_order[indices.start : indices.stop]
+        keys = self.features.keys[indices.start : indices.stop]
+        found = [item for item in map(self.items.get, keys) if item is not None]
+        return found if len(found) == len(keys) else None
 
     @property
     def self_sufficient(self) -> bool:

@@ -202,6 +202,7 @@ class Scheduler:
         request = self._roster.requests.get(request_id)
         if request is None:
             return
+        items = dict(items)
         try:
             check_rows(request.features, items)
         except BadRequestError as error:

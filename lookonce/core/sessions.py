@@ -62,6 +62,7 @@ class Sessions:
             raise BadRequestError("a live session has one sample", param="n")
         if request.missing:
             raise BadRequestError("a live session brings its items along", param="features")
+        request.in_order = None
         request.session = Session(
             limit=self._door.longest_sequence,
             turn_tokens=request.sampling.max_tokens,
