@@ -31,6 +31,7 @@ class PendingRequest:
         self._unfinished = set(range(num_samples))
         self._deltas: deque[TokenDelta] = deque()
         self._change: asyncio.Future[None] | None = None
+        self._acceptance_awaited = False
 
     @property
     def closed(self) -> bool:
@@ -47,7 +48,8 @@ class PendingRequest:
         for part in self.rendered.items:
             if part.recover is not None:
                 part.item = None
-        self._wake()
+        if self._acceptance_awaited:
+            self._wake()
 
     def push(self, delta: TokenDelta) -> None:
         """Take a delta; one of a sample that has ended already is dropped."""
@@ -79,8 +81,10 @@ class PendingRequest:
 
     async def wait_accepted(self) -> None:
         """Raises what the request failed with."""
+        self._acceptance_awaited = True
         while not self.accepted and not self.closed:
             await self.change()
+        self._acceptance_awaited = False
         if self.error is not None:
             raise self.error
 
@@ -138,9 +142,9 @@ class Generation:
         if self._left:
             raise StopAsyncIteration
         request = self._request
-        if not request.accepted:
-            await self._accepted()
         try:
+            if not request.submitted:
+                await self._submit(request)
             while (delta := request.take()) is None:
                 await request.change()
             return delta

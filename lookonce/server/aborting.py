@@ -37,14 +37,20 @@ class RunningRequests:
     @contextmanager
     def noted(self, tenant: str, request_id: str, abort: Abort) -> Iterator[None]:
         """While one request runs."""
-        name = (tenant, request_id)
-        self._running.setdefault(name, []).append(abort)
+        self.note(tenant, request_id, abort)
         try:
             yield
         finally:
-            self._running[name].remove(abort)
-            if not self._running[name]:
-                del self._running[name]
+            self.forget(tenant, request_id, abort)
+
+    def note(self, tenant: str, request_id: str, abort: Abort) -> None:
+        self._running.setdefault((tenant, request_id), []).append(abort)
+
+    def forget(self, tenant: str, request_id: str, abort: Abort) -> None:
+        name = (tenant, request_id)
+        self._running[name].remove(abort)
+        if not self._running[name]:
+            del self._running[name]
 
     async def abort(self, tenant: str, request_ids: list[str]) -> list[str]:
         """The ids that were running here."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from lookonce.errors import BadRequestError
 from lookonce.server.auth import Principal
 from lookonce.server.connection import while_connected
-from lookonce.server.generation import Generation, Piece, merged, prepared
+from lookonce.server.generation import Generation, Piece, merged, prepare
 from lookonce.server.headers import header
 from lookonce.server.protocol import StreamOptions
 from lookonce.server.receipt import kv_transfer_params, reuse_receipt, usage
@@ -61,32 +61,35 @@ class Exchange:
     arrival: float
     created: int = field(default_factory=lambda: int(time.time()))
     generations: list[Generation] = field(default_factory=list)
-    prompts: ExitStack = field(default_factory=ExitStack)
-    """Entered around rendering and generating: however that ends, no prompt keeps its pins."""
     aborted: bool = False
+    _prompts: list[RenderedPrompt] = field(default_factory=list)
+
+    def __enter__(self) -> None:
+        """Around rendering and generating: meanwhile the client may abort the request by its id;
+        and however that ends, no prompt keeps its pins."""
+        self.services.running.note(self.principal.tenant, self.request_id, self.abort)
+
+    def __exit__(self, *_: object) -> None:
+        self.services.running.forget(self.principal.tenant, self.request_id, self.abort)
+        for rendered in self._prompts:
+            self.services.renderer.release(rendered)
 
     def add_prompt(
         self, rendered: RenderedPrompt, sampling: SamplingParams, keep: Collection[str] = ()
     ) -> None:
         """Special tokens in `keep` are text. Raises `BadRequestError` where the model cannot take
         the prompt."""
-        generation = self.prompts.enter_context(
-            prepared(
-                self.services,
-                rendered,
-                sampling,
-                arrival=self.arrival,
-                index_base=len(self.generations) * sampling.n,
-                keep=keep,
-            )
+        self._prompts.append(rendered)
+        generation = prepare(
+            self.services,
+            rendered,
+            sampling,
+            arrival=self.arrival,
+            index_base=len(self.generations) * sampling.n,
+            keep=keep,
         )
         generation.aborted = self.aborted
         self.generations.append(generation)
-
-    def running(self) -> AbstractContextManager[None]:
-        """While this is entered, the client may abort the request by its id."""
-        running = self.services.running
-        return running.noted(self.principal.tenant, self.request_id, self.abort)
 
     async def abort(self) -> None:
         """End every sample with the finish reason "abort", those not begun yet too."""
@@ -187,7 +190,7 @@ async def answer(
 
 
 async def _collected(exchange: Exchange, form: Format) -> msgspec.Struct:
-    with exchange.running(), exchange.prompts:
+    with exchange:
         await form.render()
         samples = [Sample() for g in exchange.generations for _ in range(g.sampling.n)]
         async with aclosing(merged(exchange.generations)) as pieces:
@@ -197,7 +200,7 @@ async def _collected(exchange: Exchange, form: Format) -> msgspec.Struct:
 
 
 async def _streamed(exchange: Exchange, form: Format) -> Chunks:
-    with exchange.running(), exchange.prompts:
+    with exchange:
         await form.render()
         async with aclosing(merged(exchange.generations)) as pieces:
             async for piece in pieces:

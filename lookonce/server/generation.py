@@ -120,7 +120,7 @@ class Generation:
             self._first_reason = reason
         if not self._texts:
             metrics = self._services.metrics
-            metrics.success.labels(self._first_reason).inc()
+            metrics.success.inc(self._first_reason)
             metrics.request_latency.observe(time.monotonic() - self._arrival)
 
     def _observe(self, delta: TokenDelta) -> None:
@@ -148,8 +148,7 @@ def _piece(delta: TokenDelta, text: str, num_tokens: int) -> Piece:
     )
 
 
-@contextmanager
-def prepared(
+def prepare(
     services: Services,
     rendered: RenderedPrompt,
     sampling: SamplingParams,
@@ -157,34 +156,44 @@ def prepared(
     arrival: float | None = None,
     index_base: int = 0,
     keep: Collection[str] = (),
-) -> Iterator[Generation]:
-    """A generation ready to start; on the way out the prompt's pins are given back.
+) -> Generation:
+    """A generation ready to start; the prompt's pins stay with the caller.
 
     The engine gets a request id of our own making, for clients may repeat theirs. Raises
     `BadRequestError` where the model cannot take the prompt.
     """
+    check_fits(rendered, sampling, services.engine.model)
+    return Generation(
+        services,
+        rendered,
+        sampling,
+        secrets.token_hex(16),
+        arrival=time.monotonic() if arrival is None else arrival,
+        index_base=index_base,
+        keep=keep,
+    )
+
+
+@contextmanager
+def prepared(
+    services: Services, rendered: RenderedPrompt, sampling: SamplingParams
+) -> Iterator[Generation]:
+    """A generation ready to start; on the way out the prompt's pins are given back.
+
+    Raises `BadRequestError` where the model cannot take the prompt.
+    """
     try:
-        check_fits(rendered, sampling, services.engine.model)
-        yield Generation(
-            services,
-            rendered,
-            sampling,
-            secrets.token_hex(16),
-            arrival=time.monotonic() if arrival is None else arrival,
-            index_base=index_base,
-            keep=keep,
-        )
+        yield prepare(services, rendered, sampling)
     finally:
         services.renderer.release(rendered)
 
 
-async def merged(generations: list[Generation]) -> AsyncGenerator[Piece, None]:
+def merged(generations: list[Generation]) -> AsyncGenerator[Piece, None]:
     """The pieces of all, as they come. The first failure ends all of them."""
-    if len(generations) == 1:
-        async with aclosing(generations[0].pieces()) as pieces:
-            async for piece in pieces:
-                yield piece
-        return
+    return generations[0].pieces() if len(generations) == 1 else _side_by_side(generations)
+
+
+async def _side_by_side(generations: list[Generation]) -> AsyncGenerator[Piece, None]:
     queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
     tasks = [asyncio.create_task(_forward(g.pieces(), queue)) for g in generations]
     try:

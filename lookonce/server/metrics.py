@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from lookonce.server.counting import Counted, Durations, Total, TotalByLabel
 
 Counts = Mapping[str, float]
 Source = Callable[[], Counts]
@@ -139,42 +141,35 @@ class Metrics:
     vllm_names: bool = False
     sources: list[Source] = field(default_factory=list)
     """Counted in this process: summed over all API processes of a server."""
-    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
-    time_to_first_token: Histogram = field(init=False)
-    inter_token_latency: Histogram = field(init=False)
-    request_latency: Histogram = field(init=False)
-    render: Histogram = field(init=False)
-    success: Counter = field(init=False)
-    prompt_tokens: Counter = field(init=False)
-    generation_tokens: Counter = field(init=False)
+    time_to_first_token: Durations = field(init=False)
+    inter_token_latency: Durations = field(init=False)
+    request_latency: Durations = field(init=False)
+    render: Durations = field(init=False)
+    success: TotalByLabel = field(init=False)
+    prompt_tokens: Total = field(init=False)
+    generation_tokens: Total = field(init=False)
+    _own: list[Counted] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.time_to_first_token = self._seconds(
+        self.time_to_first_token = _seconds(
             "time_to_first_token", "From a request's arrival to its first token"
         )
-        self.inter_token_latency = self._seconds(
+        self.inter_token_latency = _seconds(
             "inter_token_latency", "Between one sample's deliveries of tokens"
         )
-        self.request_latency = self._seconds(
+        self.request_latency = _seconds(
             "e2e_request_latency", "From a request's arrival to its last token"
         )
-        self.render = self._seconds("render", "Media, template and tokens of one prompt")
-        self.success = Counter(
-            "lookonce_request_success",
-            "Requests answered completely",
-            ["finished_reason"],
-            registry=self.registry,
+        self.render = _seconds("render", "Media, template and tokens of one prompt")
+        self.success = TotalByLabel(
+            "lookonce_request_success", "Requests answered completely", "finished_reason"
         )
-        self.prompt_tokens = self._count("prompt_tokens", "Prompt tokens of accepted requests")
-        self.generation_tokens = self._count("generation_tokens", "Tokens generated")
-
-    def _seconds(self, name: str, text: str) -> Histogram:
-        return Histogram(
-            f"lookonce_{name}_seconds", text, buckets=LATENCY_BUCKETS, registry=self.registry
-        )
-
-    def _count(self, name: str, text: str) -> Counter:
-        return Counter(f"lookonce_{name}", text, registry=self.registry)
+        self.prompt_tokens = Total("lookonce_prompt_tokens", "Prompt tokens of accepted requests")
+        self.generation_tokens = Total("lookonce_generation_tokens", "Tokens generated")
+        self._own = [
+            self.time_to_first_token, self.inter_token_latency, self.request_latency, self.render,
+            self.success, self.prompt_tokens, self.generation_tokens,
+        ]  # fmt: skip
 
     def local_families(self) -> list[Metric]:
         """Everything counted in this process."""
@@ -182,7 +177,7 @@ class Metrics:
         for source in self.sources:
             for name, value in source().items():
                 counts[name] = counts.get(name, 0) + value
-        return [*map(_without_created, self.registry.collect()), *_families(counts)]
+        return [*(counted.family() for counted in self._own), *_families(counts)]
 
     def exposition(self, local: Iterable[Metric], engine: Counts) -> bytes:
         """The text of `/metrics`: `local` families (of all API processes) and the engine's."""
@@ -214,10 +209,8 @@ class _Fixed:
         return self.families
 
 
-def _without_created(family: Metric) -> Metric:
-    """When a series began says nothing here, and it would be summed over processes."""
-    family.samples = [s for s in family.samples if not s.name.endswith("_created")]
-    return family
+def _seconds(name: str, text: str) -> Durations:
+    return Durations(f"lookonce_{name}_seconds", text, LATENCY_BUCKETS)
 
 
 def _families(counts: Counts) -> list[Metric]:

@@ -19,7 +19,7 @@ def values(families) -> dict[str, float]:
 def process(number: int) -> Metrics:
     metrics = Metrics("m")
     metrics.prompt_tokens.inc(10**number)
-    metrics.success.labels("stop").inc()
+    metrics.success.inc("stop")
     metrics.render.observe(0.001)
     metrics.sources.append(lambda: {"media_decodes_total:image": number})
     return metrics

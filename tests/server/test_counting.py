@@ -1,0 +1,67 @@
+"""Our own counters show what prometheus_client's do."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+from lookonce.server.counting import Durations, Total, TotalByLabel
+from lookonce.server.metrics import LATENCY_BUCKETS
+
+
+class Shown:
+    """A registry's view of some families."""
+
+    def __init__(self, *families) -> None:
+        self._families = families
+
+    def collect(self):
+        return self._families
+
+
+def lines(text: bytes) -> list[str]:
+    """Without when a series began, which we do not tell."""
+    return [line for line in text.decode().splitlines() if "_created" not in line]
+
+
+SECONDS = st.floats(0, 200) | st.sampled_from(LATENCY_BUCKETS)
+
+
+@given(st.lists(SECONDS))
+def test_a_histogram_of_seconds(seconds):
+    ours = Durations("took_seconds", "How long", LATENCY_BUCKETS)
+    registry = CollectorRegistry()
+    theirs = Histogram("took_seconds", "How long", buckets=LATENCY_BUCKETS, registry=registry)
+    for each in seconds:
+        ours.observe(each)
+        theirs.observe(each)
+    assert lines(generate_latest(Shown(ours.family()))) == lines(generate_latest(registry))
+
+
+@given(st.lists(st.sampled_from(["stop", "length", "abort"])), st.lists(st.integers(0, 9)))
+def test_totals_plain_and_by_label(reasons, amounts):
+    plain, labelled = Total("tokens", "Tokens"), TotalByLabel("ended", "Requests", "reason")
+    registry = CollectorRegistry()
+    their_plain = Counter("tokens", "Tokens", registry=registry)
+    their_labelled = Counter("ended", "Requests", ["reason"], registry=registry)
+    for amount in amounts:
+        plain.inc(amount)
+        their_plain.inc(amount)
+    for reason in reasons:
+        labelled.inc(reason)
+        their_labelled.labels(reason).inc()
+    shown = generate_latest(Shown(plain.family(), labelled.family()))
+    assert lines(shown) == lines(generate_latest(registry))
+
+
+def test_a_block_is_timed_however_it_ends():
+    took = Durations("took_seconds", "How long", [1.0])
+    for _ in range(2):
+        try:
+            with took.time():
+                raise KeyError
+        except KeyError:
+            pass
+    count = [s.value for s in took.family().samples if s.name == "took_seconds_count"]
+    assert count == [2]
