@@ -1,8 +1,8 @@
 """The one part of the build that pyproject.toml cannot state: optional compiled code.
 
 Attention and the native decoder are compiled for the CPU they are built on (they refuse to load on
-a lesser one). Without a compiler the package installs without any of it, and torch, NumPy and Python
-do its work.
+a lesser one). Without a compiler the package installs without any of it: torch, NumPy and Python do
+the work.
 """
 
 from setuptools import Extension, setup
