@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from collections.abc import Collection
 from itertools import repeat
 
 import msgspec
@@ -247,16 +248,16 @@ class EncoderCache:
         if held is None:
             return
         if len(held) >= MANY:
-            self._release_alike(holder, list(held.values()))
+            self._release_alike(holder, held.values())
         for entry in self._held.pop(holder, {}).values():
             entry.forget(holder)
             self._settle(entry)
 
-    def _release_alike(self, holder: int, entries: list[Entry]) -> list[Entry]:
+    def _release_alike(self, holder: int, entries: Collection[Entry]) -> list[Entry]:
         """Release in one pass all that cost the same and are held once by nobody else; the rest."""
-        cost, rest, num_bytes = entries[0].cost_per_byte, [], 0
-        lane, used = self._order.lane_of(entries[0]), self._order.clock
-        place, lane_cost = lane.end, lane.cost
+        first = next(iter(entries))
+        cost, lane, used = first.cost_per_byte, self._order.lane_of(first), self._order.clock
+        place, lane_cost, num_bytes, rest = lane.end, lane.cost, 0, []
         for entry in entries:
             if entry.holder == holder and entry.cost_per_byte == cost and not entry.condemned:
                 entry.holder = None
@@ -267,13 +268,13 @@ class EncoderCache:
                 num_bytes += entry.num_bytes
             else:
                 rest.append(entry)
-        released = [entry for entry in entries if not entry.is_held] if rest else entries
+        released = entries if not rest else [entry for entry in entries if not entry.is_held]
         self._unheld_bytes += num_bytes
         self._order.append(lane, released)
         self._forget_held(holder, released)
         return rest
 
-    def _forget_held(self, holder: int, entries: list[Entry]) -> None:
+    def _forget_held(self, holder: int, entries: Collection[Entry]) -> None:
         held = self._held[holder]
         if len(entries) == len(held):
             del self._held[holder]
