@@ -5,26 +5,28 @@
                                         └──▶ some missing: on to the step thread, which says
                                              if it does without (Accepted) or not (ResendMedia)
 
-All protocol state lives here, in one thread; the step thread only computes.
+Protocol state lives here, in one thread. The step thread computes, and tells the senders itself
+what came of it (`postbox`): tokens do not pass through here.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lookonce.core.outbox import SchedulerOutput
 from lookonce.core.request import Request
 from lookonce.engine.intake import Intake
 from lookonce.engine.judge import Judge
+from lookonce.engine.postbox import Unreachable
 from lookonce.engine.step_loop import (
     AbortRequest,
     Add,
     AskStats,
+    CutOff,
     Exchange,
+    Outcome,
     ResetTier,
     StatsAnswer,
     Supply,
@@ -45,7 +47,6 @@ from lookonce.ipc.messages import (
     Accepted,
     ClearCache,
     ClientMessage,
-    Deltas,
     EngineMessage,
     GetStats,
     Heartbeat,
@@ -61,7 +62,7 @@ from lookonce.ipc.messages import (
     Welcome,
 )
 from lookonce.types.media import ProcessedItem
-from lookonce.types.request import GenerateRequest, TokenDelta
+from lookonce.types.request import GenerateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class Reception:
     def __init__(
         self, channel: EngineChannel, intake: Intake, *, num_senders: int, max_queue: int
     ) -> None:
-        self.exchange = Exchange(channel.wake)
+        self.exchange = Exchange(channel.wake, channel.outlet())
         self._channel = channel
         self._intake = intake
         self._num_senders = num_senders
@@ -129,7 +130,7 @@ class Reception:
             for finished in self._workshop.take():
                 self._compiled(finished)
             for outcome in self.exchange.take_outcomes():
-                self._pass_on(outcome)
+                self._take_note(outcome)
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + HEARTBEAT_SECONDS
                 self._beat(on_beat)
@@ -210,6 +211,8 @@ class Reception:
 
     def _end_requests(self, sender: str) -> list[str]:
         ended = [r for r, owner in self._owners.items() if owner == sender]
+        if ended:
+            self.exchange.command(CutOff(sender))
         for request_id in ended:
             self._end(request_id)
         return ended
@@ -254,9 +257,11 @@ class Reception:
 
     def _admit(self, request: Request, *, complete: bool) -> None:
         """`complete`: all its items are held, so nothing will be asked of its sender."""
+        request_id = request.request_id
+        sender = self._owners[request_id]
         if complete:
-            self._accept(request.request_id)
-        self.exchange.command(Add(request))
+            self._accept(request_id)
+        self.exchange.command(Add(request, sender, accepted=complete))
 
     def _check(self, request: GenerateRequest, items: dict[bytes, ProcessedItem]) -> Request:
         """The request as built for the scheduler; raises what stands in the way of serving it."""
@@ -290,9 +295,10 @@ class Reception:
             self._reject(sender, request_id, MediaNotCachedError("referenced media did not come"))
             self.exchange.command(AbortRequest(request_id))
         else:
-            if not held.missing:
+            complete = not held.missing
+            if complete:
                 self._accept(request_id)
-            self.exchange.command(Supply(request_id, held.items))
+            self.exchange.command(Supply(request_id, held.items, accepted=complete))
 
     def _owes(self, request_id: str, came: dict[bytes, ProcessedItem]) -> bool:
         """Whether items that were asked for are in none of the answers."""
@@ -333,29 +339,26 @@ class Reception:
 
     # --- what the step thread reports ---------------------------------------------------------
 
-    def _pass_on(self, outcome: SchedulerOutput | StatsAnswer) -> None:
+    def _take_note(self, outcome: Outcome) -> None:
         if isinstance(outcome, StatsAnswer):
             counters = outcome.counters | self._own_counters()
             self._send(outcome.sender, Stats(outcome.nonce, counters))
-            return
-        for request_id in outcome.accepted:
-            self._accept(request_id)
-        for request_id, keys in outcome.needs:
-            if request_id in self._owners:
-                self._ask(request_id, keys)
-        self._pass_deltas(outcome.deltas)
-        for request_id in outcome.released:
-            self._release(request_id)
+        elif isinstance(outcome, Unreachable):
+            self._end_cut_off(outcome)
+        else:
+            self._unaccepted.difference_update(outcome.accepted)
+            for request_id, keys in outcome.needs:
+                if request_id in self._owners:
+                    self._ask(request_id, keys)
+            for request_id in outcome.released:
+                self._release(request_id)
 
-    def _pass_deltas(self, deltas: list[TokenDelta]) -> None:
-        """One message per sender and step."""
-        by_sender: defaultdict[str, list[TokenDelta]] = defaultdict(list)
-        for delta in deltas:
-            owner = self._owners.get(delta.request_id)
-            if owner is not None:
-                by_sender[owner].append(delta)
-        for sender, own in by_sender.items():
-            self._send(sender, Deltas(own))
+    def _end_cut_off(self, lost: Unreachable) -> None:
+        """If the sender is out of reach still, telling it so finds that out."""
+        for request_id in lost.request_ids:
+            if self._owners.get(request_id) == lost.sender:
+                self._reject(lost.sender, request_id, _out_of_touch())
+                self._end(request_id)
 
     def _release(self, request_id: str) -> None:
         self._owners.pop(request_id, None)

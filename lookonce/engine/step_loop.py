@@ -1,18 +1,24 @@
-"""The engine process's main thread: take commands, step, hand the outcome to the input thread."""
+"""The engine process's main thread: take commands, step, tell the senders.
+
+Most steps make tokens and nothing else: those go out by the postbox and wake no other thread. What
+the input thread must know of goes to it as an outcome.
+"""
 
 from __future__ import annotations
 
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from lookonce.core.outbox import SchedulerOutput
 from lookonce.core.request import Request
 from lookonce.engine.core import EngineCore
+from lookonce.engine.postbox import Postbox, Unreachable
 from lookonce.errors import LookOnceError, error_to_wire
+from lookonce.ipc.channel import Outlet
 from lookonce.types.media import ProcessedItem
 from lookonce.types.request import TokenDelta
 
@@ -21,18 +27,30 @@ from lookonce.types.request import TokenDelta
 class Add:
     request: Request
     """Built by the input thread, which has let go of it."""
+    sender: str
+    accepted: bool
+    """Its sender has been told."""
 
 
 @dataclass(frozen=True, slots=True)
 class Supply:
     request_id: str
     items: Mapping[bytes, ProcessedItem]
+    accepted: bool
+    """Its sender has been told that nothing more is needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
     request_id: str
     index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CutOff:
+    """Say nothing more of the requests this sender has now; they will be aborted."""
+
+    sender: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +74,7 @@ class _Wake:
     """Nothing to obey: another step, to see what external tiers have reported."""
 
 
-Command: TypeAlias = Add | Supply | AbortRequest | ResetTier | AskStats | Stop
+Command: TypeAlias = Add | Supply | AbortRequest | CutOff | ResetTier | AskStats | Stop
 """What the step loop obeys."""
 
 
@@ -67,7 +85,8 @@ class StatsAnswer:
     counters: dict[str, float]
 
 
-Outcome: TypeAlias = SchedulerOutput | StatsAnswer
+Outcome: TypeAlias = SchedulerOutput | StatsAnswer | Unreachable
+"""What the input thread is told. Of an output, the deltas are sent already."""
 
 
 class Exchange:
@@ -76,7 +95,9 @@ class Exchange:
     Either end of either queue is used by one thread only.
     """
 
-    def __init__(self, wake_input: Callable[[], None]) -> None:
+    def __init__(self, wake_input: Callable[[], None], outlet: Outlet) -> None:
+        """`outlet` is for the step thread."""
+        self.outlet = outlet
         self._commands: queue.SimpleQueue[Command | _Wake] = queue.SimpleQueue()
         self._waking = False
         """A wake-up is in the queue already."""
@@ -119,8 +140,10 @@ class Exchange:
         self._outcomes.append(outcome)
         self._wake_input()
 
-    def take_commands(self, *, wait: bool) -> list[Command]:
+    def take_commands(self, *, wait: bool) -> Sequence[Command]:
         """Everything commanded; with `wait`, returns once there is a command or a wake-up."""
+        if not wait and self._commands.empty():
+            return ()
         taken: list[Command] = []
         try:
             command = self._commands.get(block=wait)
@@ -140,6 +163,7 @@ class StepLoop:
     def __init__(self, core: EngineCore, exchange: Exchange) -> None:
         self._core = core
         self._exchange = exchange
+        self._postbox = Postbox(exchange.outlet)
         self._stopped = False
         core.wake_with(exchange.wake)
 
@@ -160,14 +184,22 @@ class StepLoop:
             if idle:
                 exchange.busy_since = None
             if output:
-                exchange.report(output)
+                self._tell(output)
+
+    def _tell(self, output: SchedulerOutput) -> None:
+        for unreachable in self._postbox.send(output):
+            self._exchange.report(unreachable)
+        if output.accepted or output.needs or output.released:
+            self._exchange.report(output)
 
     def _obey(self, command: Command) -> None:
         match command:
             case Add():
                 self._add(command)
-            case Supply(request_id, items):
-                self._core.supply(request_id, items)
+            case Supply():
+                self._supply(command)
+            case CutOff(sender):
+                self._postbox.cut_off(sender)
             case AbortRequest(request_id, index):
                 self._core.abort(request_id, index)
             case ResetTier("prefix"):
@@ -182,11 +214,17 @@ class StepLoop:
     def _add(self, command: Add) -> None:
         """What the scheduler refuses ends like any other request that failed."""
         request = command.request
+        self._postbox.open(request.request_id, command.sender, accepted=command.accepted)
         try:
             self._core.take_in(request)
         except LookOnceError as error:
             deltas = _failed(request, error)
-            self._exchange.report(SchedulerOutput(deltas, released=[request.request_id]))
+            self._tell(SchedulerOutput(deltas, released=[request.request_id]))
+
+    def _supply(self, command: Supply) -> None:
+        if command.accepted:
+            self._postbox.accept(command.request_id)
+        self._core.supply(command.request_id, command.items)
 
 
 def _failed(request: Request, error: LookOnceError) -> list[TokenDelta]:

@@ -76,6 +76,34 @@ def test_a_living_sender_taken_for_dead_is_told_so_and_starts_over(world):
     play(world, scenario)
 
 
+def test_who_missed_a_step_hears_that_it_failed_and_never_a_gap(world):
+    """The sender is out of reach for one step, sooner than any heartbeat finds out."""
+
+    async def scenario(client):
+        world.engine.runner.gate.clear()
+        client.submit(request("r", text(9)))
+        await client.next(Accepted)
+        reach = world.hub.to_client
+
+        def miss_the_first_tokens(sender, frames):
+            if b"deltas" not in bytes(frames[0]):
+                return reach(sender, frames)
+            world.hub.to_client = reach
+            return False
+
+        world.hub.to_client = miss_the_first_tokens
+        world.engine.runner.gate.set()
+        rejected = await client.next(Rejected)
+        assert (rejected.request_id, rejected.error[0]) == ("r", "EngineDeadError")
+        client.submit(request("new", text(9)))
+        assert await client.next(Accepted) == Accepted("new")
+        deltas = [d for m in await client.deltas_until_finished() for d in m.deltas]
+        assert {delta.request_id for delta in deltas} == {"new"}
+        await until(lambda: not world.engine.intake.store.requests)
+
+    play(world, scenario)
+
+
 def test_a_hello_that_claims_a_closed_share_is_answered_with_a_clear(world):
     async def scenario(client):
         await lose_touch(client, world)

@@ -13,7 +13,7 @@ import zmq
 from lookonce.errors import EngineDeadError
 from lookonce.ipc.channel import ClientChannel, EngineChannel
 from lookonce.ipc.double import InProcessHub
-from lookonce.ipc.messages import Accepted, GetStats, Hello, Received, UpdateCache
+from lookonce.ipc.messages import Accepted, GetStats, Heartbeat, Hello, Received, UpdateCache
 from lookonce.ipc.zmq_links import ZmqClientLink, ZmqEngineLink
 from tests.ipc.samples import update
 
@@ -330,7 +330,7 @@ def test_threads_that_send_at_once_lose_nothing_either_way(wire):
     def speak():
         outlet = engine.outlet()
         for number in range(count):
-            assert outlet.send("api", Received(number))
+            assert outlet.send("api", Heartbeat(number, ready=True, stalled_seconds=0.0))
 
     def listen():
         while len(heard) < count:
@@ -342,7 +342,6 @@ def test_threads_that_send_at_once_lose_nothing_either_way(wire):
         async with connected(wire) as (channel, listener):
             channel.send_now(Hello("api"))
             await asyncio.to_thread(engine.poll, PATIENCE)
-            channel._free = lambda seq: listener.messages.put_nowait(Received(seq))
             both = asyncio.gather(asyncio.to_thread(speak), asyncio.to_thread(listen))
             for nonce in range(count):
                 channel.send_now(GetStats(nonce))
@@ -351,7 +350,7 @@ def test_threads_that_send_at_once_lose_nothing_either_way(wire):
             await both
             await until(lambda: listener.messages.qsize() == 2 * count)
             messages = [listener.messages.get_nowait() for _ in range(2 * count)]
-            assert [m.seq for m in messages if isinstance(m, Received)] == list(range(count))
+            assert [m.epoch for m in messages if isinstance(m, Heartbeat)] == list(range(count))
             assert [m.request_id for m in messages if isinstance(m, Accepted)] == [
                 str(nonce) for nonce in range(count)
             ]
