@@ -28,7 +28,10 @@ setup(
         Extension(
             "lookonce.model.native._native",
             sources=[f"{NATIVE}/module.cpp"],
-            depends=[*HEADERS, f"{NATIVE}/linear.h", f"{NATIVE}/decoder.h"],
+            depends=[
+                *HEADERS,
+                *(f"{NATIVE}/{name}.h" for name in ("linear", "decoder", "windows")),
+            ],
             **ARITHMETIC,
         ),
         Extension(

@@ -1,8 +1,9 @@
 """Makes vision towers lean where transformers computes the same the long way.
 
     patch embedding   a convolution whose kernel is the whole patch is one matrix product
-    attention         windows of one length are attended to in one call instead of one each, and
-                      rope is three operators over queries and keys together instead of fourteen
+    attention         by compiled code with rope in it, where that is there; else windows of one
+                      length are attended to in one call instead of one each, and rope is three
+                      operators over queries and keys together instead of fourteen
 
 Weights are shared. Only modules whose results agree with their own on a random input are replaced.
 """
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from lookonce.model.native.windows import attend_windows, attends_windows
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Of unit-sized results: what another order of additions may change."""
@@ -100,13 +103,19 @@ class _WindowAttention:
     ) -> Tensor:
         """cu_seqlens [windows + 1]: where windows begin and the last ends; cos and sin [S, D]."""
         qkv = self._qkv(hidden_states).view(len(hidden_states), 3, self._num_heads, -1)
+        if attends_windows(qkv) and qkv.shape[-1] % 2 == 0:
+            cos, sin = position_embeddings
+            joined = attend_windows(qkv, cos, sin, cu_seqlens, self._scale)
+            return self._project(joined)
         query, key = _roped(qkv[:, :2], *position_embeddings).unbind(1)
         attended = [
             self._attend(query[rows], key[rows], qkv[rows, 2], length)
             for rows, length in _runs(cu_seqlens.tolist())
         ]
-        joined: Tensor = attended[0] if len(attended) == 1 else torch.cat(attended)
-        projected: Tensor = self._proj(joined)
+        return self._project(attended[0] if len(attended) == 1 else torch.cat(attended))
+
+    def _project(self, attended: Tensor) -> Tensor:
+        projected: Tensor = self._proj(attended)
         return projected
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, length: int) -> Tensor:

@@ -4,6 +4,7 @@
 #include "../attention/arguments.h"
 #include "../attention/machine.h"
 #include "decoder.h"
+#include "windows.h"
 
 namespace {
 
@@ -153,6 +154,37 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyLong_FromLongLong(outcome);
 }
 
+// attend_windows(numbers...) → None
+PyObject* attend_windows(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    constexpr Py_ssize_t NUMBERS = 12;
+    if (count != NUMBERS) {
+        PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", NUMBERS, count);
+        return nullptr;
+    }
+    Arguments a(args);
+    Windows w;
+    w.qkv = a.pointer<void>(), w.cos = a.pointer<float>(), w.sin = a.pointer<float>();
+    w.bounds = a.pointer<int32_t>(), w.output = a.pointer<void>();
+    w.count = a.integer(), w.heads = a.integer(), w.dim = a.integer();
+    const int64_t rows = a.integer();
+    w.scale = a.real(), w.num_threads = int(a.integer());
+    const bool half = a.integer() != 0;
+    if (PyErr_Occurred()) return nullptr;
+    bool fits = w.bounds[0] == 0 && w.bounds[w.count] == rows;
+    for (int64_t i = 0; i < w.count; ++i) fits = fits && w.bounds[i] <= w.bounds[i + 1];
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError, "windows do not cover the rows");
+        return nullptr;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+#ifdef __AVX512BF16__
+    if (half) WindowAttention<Pair>(w).run();
+#endif
+    if (!half) WindowAttention<Whole>(w).run();
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
 template <typename F>
 PyCFunction as_method(F function) {
     return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
@@ -161,6 +193,7 @@ PyCFunction as_method(F function) {
 PyMethodDef methods[] = {
     {"make", as_method(make), METH_FASTCALL, "A decoder of these weights; see decoder.py."},
     {"run", as_method(run), METH_FASTCALL, "One step from embedding to logits; see decoder.py."},
+    {"attend_windows", as_method(attend_windows), METH_FASTCALL, "See windows.py."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -174,5 +207,11 @@ PyMODINIT_FUNC PyInit__native() {
         PyErr_SetString(PyExc_ImportError, "built for another CPU");
         return nullptr;
     }
-    return PyModule_Create(&module);
+    PyObject* made = PyModule_Create(&module);
+#ifdef __AVX512BF16__
+    PyModule_AddIntConstant(made, "multiplies_bf16", 1);
+#else
+    PyModule_AddIntConstant(made, "multiplies_bf16", 0);
+#endif
+    return made;
 }
