@@ -16,7 +16,7 @@ from lookonce.core.request import Sequence, State
 from lookonce.core.roster import Roster
 from lookonce.errors import LookOnceError
 from lookonce.types.request import TokenDelta, TokenLogprob
-from lookonce.types.step import ScheduledSequence, StepPlan, StepResult
+from lookonce.types.step import StepPlan, StepResult
 
 
 class Applier:
@@ -53,13 +53,19 @@ class Applier:
 
         `encode_owners`: of each item encoded, the receipt and the feature that caused it.
         """
-        self._take_encodings(plan, result, encode_owners)
-        self._end_failed(result)
+        if plan.encode or result.lost_copies:
+            self._take_encodings(plan, result, encode_owners)
+        if result.failed_items or result.failed_sequences:
+            self._end_failed(result)
+        sequences, token_ids, logprobs = self._roster.sequences, result.token_ids, result.logprobs
         sampled = 0
         for entry in plan.scheduled:
-            sequence = self._roster.sequences.get(entry.seq_id)
+            sequence = sequences.get(entry.seq_id)
             if sequence is not None:
-                self._advance(sequence, entry, result, sampled)
+                self._advance(sequence, entry.start + entry.num_tokens)
+                if entry.sample:
+                    logprob = None if logprobs is None else logprobs[sampled]
+                    self._append(sequence, token_ids[sampled], logprob)
             sampled += entry.sample
         if self._external is not None:
             self._external.flush()
@@ -96,27 +102,23 @@ class Applier:
             if sequence is not None:
                 self._lifecycle.end(sequence.request, "error", error)
 
-    def _advance(
-        self, sequence: Sequence, entry: ScheduledSequence, result: StepResult, sampled: int
-    ) -> None:
-        sequence.num_computed = entry.start + entry.num_tokens
-        self._register_blocks(sequence)
+    def _advance(self, sequence: Sequence, num_computed: int) -> None:
+        sequence.num_computed = num_computed
+        if num_computed >= (sequence.num_registered + 1) * self._pool.block_size:
+            self._register_blocks(sequence)
         if sequence.held:
             self._release_passed_items(sequence)
         request = sequence.request
         if request.session is not None:
-            request.session.let_go(request.features, request.items, sequence.num_computed)
+            request.session.let_go(request.features, request.items, num_computed)
         if sequence.state is State.PREFILLING:
             self._lifecycle.accept_once_covered(sequence)
-        if entry.sample:
-            logprob = None if result.logprobs is None else result.logprobs[sampled]
-            self._append(sequence, result.token_ids[sampled], logprob)
 
     def _register_blocks(self, sequence: Sequence) -> None:
         """Remember full blocks under their hashes, unless a reset made their K/V outdated."""
-        full = sequence.num_computed // self._pool.block_size
-        if full <= sequence.num_registered or not self._prefix_caching:
+        if not self._prefix_caching:
             return
+        full = sequence.num_computed // self._pool.block_size
         if sequence.cache_generation == self._pool.generation:
             sequence.extend_chain(self._pool.block_size, full)
             for index in range(sequence.num_registered, full):
@@ -130,9 +132,10 @@ class Applier:
     def _release_passed_items(self, sequence: Sequence) -> None:
         """Items that end at or before what is computed are not needed any more."""
         features, held = sequence.request.features, sequence.held
-        coming, all_keys, keys = features.next_index(sequence.num_computed), features.keys, []
+        coming, passed = features.next_index(sequence.num_computed), []
         while held and held[0] < coming:
-            keys.append(all_keys[held.popleft()])
+            passed.append(held.popleft())
+        keys = [features[index].key for index in passed]
         self._encoder_cache.release_many(sequence.seq_id, keys)
 
     def _append(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
@@ -147,17 +150,24 @@ class Applier:
         delta = TokenDelta(request.request_id, sequence.index, [token_id], reason, stop_token_id)
         if logprob is not None:
             delta.logprobs = [logprob]
-        if sequence.index == 0 and sequence.num_generated == 1:
-            delta.facts = request.facts.freeze()
         self._outbox.output.deltas.append(delta)
-        if not request.prefilled:
-            self._lifecycle.release_siblings(sequence)
+        prefilling = sequence.state is State.PREFILLING
+        if prefilling:
+            self._end_prompt(sequence, delta)
         if pausing:
             self._lifecycle.pause(sequence)
         elif reason is not None:
             self._lifecycle.finish(sequence)
-        elif sequence.state is State.PREFILLING:
+        elif prefilling:
             self._lifecycle.begin_decode(sequence)
+
+    def _end_prompt(self, sequence: Sequence, delta: TokenDelta) -> None:
+        """Its prompt is computed; `delta` is of the token sampled after it."""
+        request = sequence.request
+        if sequence.index == 0 and sequence.num_generated == 1:
+            delta.facts = request.facts.freeze()
+        if not request.prefilled:
+            self._lifecycle.release_siblings(sequence)
 
 
 def _goes_on(sequence: Sequence) -> bool:

@@ -16,6 +16,6 @@ def finish_reason(sequence: Sequence, token_id: int) -> tuple[FinishReason | Non
         return "stop", None
     if token_id in request.stop_token_ids:
         return "stop", token_id
-    if len(sequence.tokens) >= sequence.token_limit:
+    if sequence.num_computed + 1 >= sequence.token_limit:  # all but the new token are computed
         return "length", None
     return None, None

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from lookonce.types.request import TokenDelta
 from lookonce.types.step import Extension
 
 
-@dataclass(slots=True)
-class SchedulerOutput:
+class SchedulerOutput(msgspec.Struct, gc=False):
     """What became known since the last output."""
 
-    deltas: list[TokenDelta] = field(default_factory=list)
-    accepted: list[str] = field(default_factory=list)
+    deltas: list[TokenDelta] = []
+    accepted: list[str] = []
     """Requests for which nothing will have to be asked any more."""
-    needs: list[tuple[str, tuple[bytes, ...]]] = field(default_factory=list)
+    needs: list[tuple[str, tuple[bytes, ...]]] = []
     """(request id, keys) of requests put aside until these items are supplied."""
-    released: list[str] = field(default_factory=list)
+    released: list[str] = []
     """Requests that ended: whatever is kept for them can go."""
 
     def __bool__(self) -> bool:
@@ -35,6 +34,11 @@ class Outbox:
         """Sequences the runner knows and must forget."""
         self.extensions: list[Extension] = []
         """What was appended to sequences the runner knows."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the runner must be told of anything."""
+        return bool(self.finished or self.extensions)
 
     def take_output(self) -> SchedulerOutput:
         output, self.output = self.output, SchedulerOutput()

@@ -48,24 +48,27 @@ class Planner:
     def plan(self) -> StepPass:
         step = StepPass(self._max_tokens, self._max_encoder_rows)
         self._plan_decodes(step)
-        self._plan_prefills(step)
-        self._plan_admissions(step)
-        if self._prefetcher is not None and not step.stalled and step.encoder.left > 0:
-            self._prefetcher.plan(step)
+        if self._roster.has_prompts:
+            self._plan_prefills(step)
+            self._plan_admissions(step)
+            if self._prefetcher is not None and not step.stalled and step.encoder.left > 0:
+                self._prefetcher.plan(step)
         return step
 
     def _plan_decodes(self, step: StepPass) -> None:
         decodes = self._roster.decoding.head(step.tokens)
         self._preemption.make_room(decodes)
+        scheduled, decoding = step.scheduled, State.DECODING
         for sequence in decodes:
-            if sequence.state is State.DECODING:
-                blocks = sequence.deliver_blocks()
-                step.scheduled.append(
+            if sequence.state is decoding:
+                grown = len(sequence.block_ids) != sequence.num_delivered
+                blocks = sequence.deliver_blocks() if grown else ()
+                scheduled.append(
                     ScheduledSequence(
                         sequence.seq_id, sequence.num_computed, 1, blocks, (), (), True
                     )
                 )
-        step.tokens -= len(step.scheduled)
+        step.tokens -= len(scheduled)
 
     def _plan_prefills(self, step: StepPass) -> None:
         for sequence in self._roster.prefilling.head(self._max_num_seqs):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 from operator import attrgetter
 
 from lookonce.core.request import Request, Sequence, State
@@ -12,36 +11,24 @@ _order = attrgetter("order")
 _ACTIVE = frozenset({State.PREFILLING, State.DECODING, State.IDLE})
 
 
-class Lane:
-    """Sequences of one state, earliest arrival first."""
+class Lane(list[Sequence]):
+    """Sequences of one state, earliest arrival first. A list, since steps ask for its length."""
 
-    __slots__ = ("_sequences",)
-
-    def __init__(self) -> None:
-        self._sequences: list[Sequence] = []
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
+    __slots__ = ()
 
     @property
     def first(self) -> Sequence | None:
-        return self._sequences[0] if self._sequences else None
+        return self[0] if self else None
 
     def head(self, count: int) -> list[Sequence]:
         """A snapshot of the first `count`: the lane may change while it is walked."""
-        return self._sequences[:count]
-
-    def latest_first(self) -> Iterator[Sequence]:
-        return reversed(self._sequences)
+        return self[:count]
 
     def add(self, sequence: Sequence) -> None:
-        insort(self._sequences, sequence, key=_order)
+        insort(self, sequence, key=_order)
 
     def remove(self, sequence: Sequence) -> None:
-        del self._sequences[bisect_left(self._sequences, sequence.order, key=_order)]
+        del self[bisect_left(self, sequence.order, key=_order)]
 
 
 class Roster:
@@ -67,6 +54,11 @@ class Roster:
     @property
     def num_waiting_requests(self) -> int:
         return len(self.requests) - self.num_running_requests
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether any sequence computes its prompt, or waits to."""
+        return bool(self.prefilling or self.waiting)
 
     @property
     def num_active(self) -> int:

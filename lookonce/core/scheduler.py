@@ -20,6 +20,7 @@ from lookonce.core.acquiring import Acquirer
 from lookonce.core.admission import Admission
 from lookonce.core.applying import Applier
 from lookonce.core.blocks import BlockPool
+from lookonce.core.budget import StepPass
 from lookonce.core.chunking import Chunker
 from lookonce.core.counters import Counters
 from lookonce.core.door import Door, check_rows
@@ -195,12 +196,13 @@ class Scheduler:
             self._sessions.extend(request, token_ids, features, items)
 
     def supply(self, request_id: str, items: Mapping[bytes, ProcessedItem]) -> None:
-        """Items asked for through `needs` are here; an ended request needs them no more.
+        """Items asked for through `needs` are here; an ended request needs them no more, and a
+        live session never did.
 
         Items that do not fit their places in the prompt end the request with an error delta.
         """
         request = self._roster.requests.get(request_id)
-        if request is None:
+        if request is None or request.session is not None:
             return
         items = dict(items)
         try:
@@ -242,20 +244,30 @@ class Scheduler:
             self._external.take_reports()
         self._sessions.deliver()
         step = self._planner.plan()
-        extended = self._outbox.take_extensions()
-        finished = self._outbox.take_finished()
-        dropped = self._encoder_cache.take_dropped()
-        moves = self._encoder_cache.host.take_moves()
-        if not (step.scheduled or step.encode or finished or dropped or any(moves) or extended):
-            return None
         self._encode_owners = step.encode_owners
+        if self._outbox.has_news or self._encoder_cache.has_moves:
+            return self._plan_with_news(step)
+        if not (step.scheduled or step.encode):
+            return None
         self._step_id += 1
         return StepPlan(
-            step_id=self._step_id,
+            self._step_id,
+            new=tuple(step.new),
+            encode=tuple(step.encode),
+            scheduled=tuple(step.scheduled),
+        )
+
+    def _plan_with_news(self, step: StepPass) -> StepPlan:
+        """Beside what the step computes, what the runner must forget, move or learn more of."""
+        self._step_id += 1
+        extended, finished = self._outbox.take_extensions(), self._outbox.take_finished()
+        moves = self._encoder_cache.host.take_moves()
+        return StepPlan(
+            self._step_id,
             finished=finished,
             dropped_host=moves.dropped,
             offload=moves.offload,
-            dropped_outputs=dropped,
+            dropped_outputs=self._encoder_cache.take_dropped(),
             restore=moves.restore,
             new=tuple(step.new),
             extended=extended,

@@ -132,13 +132,16 @@ class EngineCore:
             return _broken(plan, error)
         if plan.scheduled:
             self._broken_steps = 0
-            self._observe(plan, time.monotonic() - started)
+            if self._external is not None:
+                _observe(self._external, plan, time.monotonic() - started)
         return result
 
-    def _observe(self, plan: StepPlan, seconds: float) -> None:
-        """What a prompt's tokens cost, for weighing it against loading them."""
-        if self._external is not None and plan.num_tokens >= MIN_OBSERVED_TOKENS:
-            self._external.observe_prefill(plan.num_tokens, seconds)
+
+def _observe(external: ExternalPrefixCache, plan: StepPlan, seconds: float) -> None:
+    """What a prompt's tokens cost, for weighing it against loading them."""
+    num_tokens = plan.num_tokens
+    if num_tokens >= MIN_OBSERVED_TOKENS:
+        external.observe_prefill(num_tokens, seconds)
 
 
 def _broken(plan: StepPlan, cause: Exception) -> StepResult:

@@ -268,7 +268,7 @@ class Reception:
         if self._judge is None:
             raise NotReadyError("the model is still loading")
         exchange = self.exchange
-        waiting = exchange.num_waiting + exchange.num_commands + len(self._workshop)
+        waiting = exchange.num_waiting() + exchange.num_commands + len(self._workshop)
         if waiting >= self._max_queue:
             raise QueueFullError(f"{waiting} requests are waiting, the most that may")
         try:

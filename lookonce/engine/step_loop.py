@@ -105,8 +105,8 @@ class Exchange:
         self._wake_input = wake_input
         self.busy_since: float | None = None
         """`time.monotonic()` when the step in progress began; None when idle."""
-        self.num_waiting = 0
-        """Requests the scheduler has not begun."""
+        self.num_waiting: Callable[[], int] = int
+        """Requests the scheduler has not begun: an estimate, since it goes on meanwhile."""
 
     # --- the input thread's side --------------------------------------------------------------
 
@@ -165,6 +165,7 @@ class StepLoop:
         self._exchange = exchange
         self._postbox = Postbox(exchange.outlet)
         self._stopped = False
+        exchange.num_waiting = lambda: core.num_waiting
         core.wake_with(exchange.wake)
 
     def run(self) -> None:
@@ -177,14 +178,13 @@ class StepLoop:
             if self._stopped:
                 self._core.close()
                 return
-            exchange.num_waiting = core.num_waiting
             exchange.busy_since = time.monotonic()
             output = core.step()
-            idle = output is None
-            if idle:
+            if output is None:
                 exchange.busy_since = None
-            if output:
+            else:
                 self._tell(output)
+            idle = output is None
 
     def _tell(self, output: SchedulerOutput) -> None:
         for unreachable in self._postbox.send(output):

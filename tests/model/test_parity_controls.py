@@ -36,14 +36,14 @@ def logit_error(subject: Subject, **taken_away) -> float:
 
 def edit_chunks(change: Callable[[ScheduledSequence], ScheduledSequence]):
     def edit(plan: StepPlan) -> StepPlan:
-        return dataclasses.replace(plan, scheduled=tuple(map(change, plan.scheduled)))
+        return msgspec.structs.replace(plan, scheduled=tuple(map(change, plan.scheduled)))
 
     return edit
 
 
 def edit_embeds(change: Callable[[EmbedSlice], tuple[EmbedSlice, ...]]):
     return edit_chunks(
-        lambda chunk: dataclasses.replace(
+        lambda chunk: msgspec.structs.replace(
             chunk, embeds=tuple(part for old in chunk.embeds for part in change(old))
         )
     )
@@ -84,7 +84,7 @@ def test_linear_instead_of_multi_axis_positions_differ(subjects, kind):
             )
             for sequence in plan.new
         )
-        return dataclasses.replace(plan, new=new)
+        return msgspec.structs.replace(plan, new=new)
 
     assert logit_error(subjects(kind), edit=linear) > VISIBLE_ERROR
 
@@ -129,7 +129,7 @@ def test_embeddings_that_slip_over_the_words_between_them_differ(subjects, kind)
             for part in chunk.embeds
             for begin in (first.setdefault(part.key, part),)
         ]
-        return dataclasses.replace(chunk, embeds=tuple(embeds))
+        return msgspec.structs.replace(chunk, embeds=tuple(embeds))
 
     assert logit_error(subjects(kind), edit=edit_chunks(slipped)) > VISIBLE_ERROR
 
@@ -147,7 +147,7 @@ def test_embeddings_of_another_item_differ(subjects, kind):
             for part in chunk.embeds
             for row in range(part.end - part.start)
         ]
-        return dataclasses.replace(chunk, embeds=tuple(embeds))
+        return msgspec.structs.replace(chunk, embeds=tuple(embeds))
 
     assert logit_error(subjects(kind), edit=edit_chunks(swapped)) > VISIBLE_ERROR
 
@@ -155,7 +155,7 @@ def test_embeddings_of_another_item_differ(subjects, kind):
 @pytest.mark.parametrize("kind", MEDIA_KINDS)
 def test_placeholders_without_embeddings_differ(subjects, kind):
     def emptied(chunk: ScheduledSequence) -> ScheduledSequence:
-        return dataclasses.replace(chunk, embeds=())
+        return msgspec.structs.replace(chunk, embeds=())
 
     assert logit_error(subjects(kind), edit=edit_chunks(emptied)) > VISIBLE_ERROR
 
@@ -209,7 +209,7 @@ def test_sound_that_attends_to_its_padding_differs(subjects, monkeypatch):
 
 def test_causal_pictures_differ(subjects):
     def causal(chunk: ScheduledSequence) -> ScheduledSequence:
-        return dataclasses.replace(chunk, bidirectional=())
+        return msgspec.structs.replace(chunk, bidirectional=())
 
     assert logit_error(subjects("gemma3"), edit=edit_chunks(causal)) > VISIBLE_ERROR
 
@@ -226,7 +226,7 @@ def test_cut_pictures_differ(subjects):
         for new in plan.new:
             spans[new.seq_id] = tuple((f.offset, f.end) for f in new.features)
         return edit_chunks(
-            lambda chunk: dataclasses.replace(chunk, bidirectional=spans[chunk.seq_id])
+            lambda chunk: msgspec.structs.replace(chunk, bidirectional=spans[chunk.seq_id])
         )(plan)
 
     cut = {"info": splittable, "edit": with_spans}
