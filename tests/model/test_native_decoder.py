@@ -150,6 +150,15 @@ def test_bf16_weights_and_pages(folder: Folder) -> None:
     agree(subject, decode_inputs(subject, [3, 20, 31]), tolerance=3e-2)
 
 
+@pytest.mark.parametrize("make", [odd_llama, tied_qwen3])
+def test_bf16_of_sizes_that_no_vector_divides(make: Callable[[], ModelFamily]) -> None:
+    family = make()
+    family.model.to(torch.bfloat16)
+    subject = subject_of(family, torch.bfloat16)
+    for count in (1, 2, 3, 8):
+        agree(subject, decode_inputs(subject, [5] * count), tolerance=3e-2)
+
+
 def test_more_threads_compute_the_same(folder: Folder) -> None:
     subject = from_folder(folder("llama"))
     inputs = decode_inputs(subject, [5, 6, 7])
@@ -197,7 +206,7 @@ def test_a_step_whose_axes_differ_is_left_to_others(folder: Folder) -> None:
 
 def test_a_step_of_many_tokens_is_left_to_others(folder: Folder) -> None:
     subject = from_folder(folder("llama"))
-    count = native.MAX_TOKENS[torch.float32] + 1
+    count = native.MAX_TOKENS + 1
     ids, positions = torch.zeros(count, dtype=torch.int64), plain_positions(count, 1)
     buffers = AttentionBuffers(
         max_num_seqs=1, max_num_tokens=count, max_blocks_per_seq=8, block_size=BLOCK

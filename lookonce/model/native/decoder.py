@@ -35,7 +35,7 @@ try:
 except ImportError:  # no compiler where it was installed, or built for another CPU
     _native = None  # type: ignore[assignment]
 
-MAX_TOKENS = {torch.float32: 64, torch.bfloat16: 32}
+MAX_TOKENS = 64
 """Tokens of a step up to which this is ahead of torch."""
 FIRST_POSITIONS = 1024
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -74,7 +74,6 @@ class NativeDecoder:
         _require(self._dtype in TOLERANCE, f"{self._dtype} is not compiled for")
         self._lean = lean
         self.position_axes = family.position_axes
-        self._max_tokens = MAX_TOKENS[self._dtype]
         self._kept: list[Tensor] = []
         """What compiled code holds addresses of."""
         self._num_outputs = head.out_features
@@ -107,7 +106,7 @@ class NativeDecoder:
         """
         metadata, rows = inputs.metadata, inputs.sample_rows
         num_tokens = metadata.num_tokens
-        if num_tokens > self._max_tokens:
+        if num_tokens > MAX_TOKENS:
             return None
         num_samples = num_tokens if rows is None else rows.shape[0]
         logits = torch.empty((num_samples, self._num_outputs))

@@ -6,7 +6,9 @@
 
 #pragma once
 
-#include "../attention/vectors.h"
+#include <vector>
+
+#include "units.h"
 
 namespace native {
 
@@ -21,13 +23,48 @@ struct Linear {
     int64_t inputs, outputs;
 };
 
-// Keeps the compiler from loading a value again for each of its uses.
-inline Vec in_register(Vec v) {
-#ifdef __x86_64__
-    asm("" : "+v"(v));
+// How weights of a type meet tokens: as what (Input), and so many inputs (STEP) at a time.
+template <typename T>
+struct Meeting {
+    using Input = float;
+    using Vector = Vec;
+    static constexpr int STEP = LANES;
+    template <typename E>
+    static Vec take(const E* from) {
+        return load(from);
+    }
+    static Vec add_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
+    static const float* inputs(const float* x, int64_t) { return x; }
+};
+
+#ifdef __AVX512BF16__
+// Tokens are rounded to bf16 as well, as a model computed in bf16 does.
+template <>
+struct Meeting<BFloat16> {
+    using Input = BFloat16;
+    using Vector = UnitVec;
+    static constexpr int STEP = 2 * LANES;
+    static UnitVec take(const BFloat16* from) {
+        UnitVec v;
+        std::memcpy(&v, from, sizeof v);
+        return v;
+    }
+    static Vec add_product(Vec sum, UnitVec a, UnitVec b) { return Pair::add_product(sum, a, b); }
+    static const BFloat16* inputs(const float* x, int64_t count) {
+        static thread_local std::vector<BFloat16> rounded;
+        if (int64_t(rounded.size()) < count) rounded.resize(count);
+        for (int64_t i = 0; i < count; ++i) narrow(x[i], &rounded[i]);
+        return rounded.data();
+    }
+};
 #endif
-    return v;
-}
+
+// The last inputs of a row, zero past its end.
+template <typename T>
+struct Rest {
+    T elements[2 * LANES] = {};
+    Rest(const T* from, int64_t count) { std::memcpy(elements, from, count * sizeof(T)); }
+};
 
 // How a tile's LANES sums are used: ROWS outputs by TOKENS tokens by SPLIT stretches of the inputs.
 // With few tokens splitting keeps the rows read at a time few, which prefetching likes.
@@ -38,43 +75,49 @@ struct Shape {
 };
 
 // Lane (r * TOKENS + t) * SPLIT + j is part j of x[t] . rows[r].
-template <int TOKENS, typename T>
-inline Vec tile(const float* const* x, const T* const* rows, int64_t inputs) {
+template <int TOKENS, typename T, typename X>
+inline Vec tile(const X* const* x, const T* const* rows, int64_t inputs) {
+    using M = Meeting<T>;
     constexpr int ROWS = Shape<TOKENS>::ROWS, SPLIT = Shape<TOKENS>::SPLIT;
     Vec sum[LANES] = {};
     int64_t k = 0;
-    for (; k + SPLIT * LANES <= inputs; k += SPLIT * LANES)
+    for (; k + SPLIT * M::STEP <= inputs; k += SPLIT * M::STEP)
 #pragma GCC unroll 4
         for (int j = 0; j < SPLIT; ++j) {
-            const int64_t at = k + j * LANES;
-            Vec left[TOKENS];
-#pragma GCC unroll 8
-            for (int t = 0; t < TOKENS; ++t) left[t] = in_register(load(x[t] + at));
+            const int64_t at = k + j * M::STEP;
+            typename M::Vector left[TOKENS];
+#pragma GCC unroll 4
+            for (int t = 0; t < TOKENS; ++t) left[t] = in_register(M::take(x[t] + at));
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; ++r) {
-                const Vec right = in_register(load(rows[r] + at));
+                const typename M::Vector right = in_register(M::take(rows[r] + at));
                 __builtin_prefetch(rows[r] + ROWS * inputs + at);
-#pragma GCC unroll 8
-                for (int t = 0; t < TOKENS; ++t)
-                    sum[(r * TOKENS + t) * SPLIT + j] += left[t] * right;
+#pragma GCC unroll 4
+                for (int t = 0; t < TOKENS; ++t) {
+                    Vec& to = sum[(r * TOKENS + t) * SPLIT + j];
+                    to = M::add_product(to, left[t], right);
+                }
             }
         }
-    for (; k < inputs; k += LANES) {
-        const int rest = int(std::min<int64_t>(LANES, inputs - k));
-        for (int r = 0; r < ROWS; ++r)
-            for (int t = 0; t < TOKENS; ++t)
-                sum[(r * TOKENS + t) * SPLIT] +=
-                    load_part(x[t] + k, rest) * load_part(rows[r] + k, rest);
+    for (; k < inputs; k += M::STEP) {
+        const int64_t rest = std::min<int64_t>(M::STEP, inputs - k);
+        for (int t = 0; t < TOKENS; ++t) {
+            const auto left = M::take(Rest<X>(x[t] + k, rest).elements);
+            for (int r = 0; r < ROWS; ++r) {
+                Vec& to = sum[(r * TOKENS + t) * SPLIT];
+                to = M::add_product(to, left, M::take(Rest<T>(rows[r] + k, rest).elements));
+            }
+        }
     }
     return transpose_sum(sum);
 }
 
 // Tokens [first, first + count) by outputs [begin, end); count is at most TOKENS.
-template <int TOKENS, typename T>
-inline void tiles(const Linear<T>& layer, const float* x, int64_t first, int64_t count,
-                  int64_t begin, int64_t end, float* y, bool add) {
+template <int TOKENS, typename T, typename X>
+inline void tiles(const Linear<T>& layer, const X* x, int64_t first, int64_t count, int64_t begin,
+                  int64_t end, float* y, bool add) {
     constexpr int ROWS = Shape<TOKENS>::ROWS, SPLIT = Shape<TOKENS>::SPLIT;
-    const float* tokens[TOKENS];
+    const X* tokens[TOKENS];
     for (int t = 0; t < TOKENS; ++t)
         tokens[t] = x + (first + std::min<int64_t>(t, count - 1)) * layer.inputs;
     for (int64_t n = begin; n < end; n += ROWS) {
@@ -97,8 +140,8 @@ inline void tiles(const Linear<T>& layer, const float* x, int64_t first, int64_t
 }
 
 // A stretch of outputs for all tokens, in the widest tiles that are not mostly padding.
-template <typename T>
-void stretch(const Linear<T>& layer, const float* x, int64_t num_tokens, int64_t begin, int64_t end,
+template <typename T, typename X>
+void stretch(const Linear<T>& layer, const X* x, int64_t num_tokens, int64_t begin, int64_t end,
              float* y, bool add) {
     for (int64_t first = 0; first < num_tokens;) {
         const int64_t count = std::min<int64_t>(num_tokens - first, MAX_TILE_TOKENS);
@@ -118,9 +161,10 @@ void apply(const Linear<T>& layer, const float* x, int64_t num_tokens, float* y,
            int num_threads) {
     constexpr int64_t STRETCH = 16;  // outputs: whole tiles, of every width
     const int64_t count = (layer.outputs + STRETCH - 1) / STRETCH;
+    const auto* inputs = Meeting<T>::inputs(x, num_tokens * layer.inputs);
     auto part = [&](int64_t i) {
         const int64_t end = std::min(layer.outputs, (i + 1) * STRETCH);
-        stretch(layer, x, num_tokens, i * STRETCH, end, y, add);
+        stretch(layer, inputs, num_tokens, i * STRETCH, end, y, add);
     };
 #ifdef _OPENMP
     if (num_threads > 1) {

@@ -1,0 +1,59 @@
+// Vectors of 32-bit units: one float, or two bf16 that one instruction multiplies and adds in pairs.
+
+#pragma once
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#include "../attention/vectors.h"
+
+namespace native {
+
+using namespace paged;
+
+typedef int32_t UnitVec __attribute__((vector_size(LANES * 4)));
+
+// One float a unit.
+struct Whole {
+    using Element = float;
+    static constexpr int PER_UNIT = 1;
+    static uint32_t unit(float first, float) {
+        uint32_t bits;
+        std::memcpy(&bits, &first, sizeof bits);
+        return bits;
+    }
+    static Vec add_product(Vec sum, UnitVec a, UnitVec b) { return sum + (Vec)a * (Vec)b; }
+    static void store_units(uint32_t* to, Vec v) { std::memcpy(to, &v, sizeof v); }
+};
+
+#ifdef __AVX512BF16__
+// Two bf16 a unit, the first in the low half.
+struct Pair {
+    using Element = BFloat16;
+    static constexpr int PER_UNIT = 2;
+    static uint32_t unit(float first, float second) {
+        BFloat16 low, high;
+        narrow(first, &low), narrow(second, &high);
+        return low.bits | uint32_t(high.bits) << 16;
+    }
+    static Vec add_product(Vec sum, UnitVec a, UnitVec b) {
+        return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+    }
+    static void store_units(uint32_t* to, Vec v) {
+        const __m256bh halves = _mm512_cvtneps_pbh((__m512)v);
+        std::memcpy(to, &halves, sizeof halves);
+    }
+};
+#endif
+
+// Keeps the compiler from loading a value again for each of its uses.
+template <typename V>
+inline V in_register(V v) {
+#ifdef __x86_64__
+    asm("" : "+v"(v));
+#endif
+    return v;
+}
+
+}  // namespace native
