@@ -84,7 +84,7 @@ class Acquirer:
                 return shortage
             hit = False
         if prefetched:
-            sequence.prefetched.remove(index)
+            del sequence.prefetched[index]
         self._counters.encoder_cache_queries += 1
         self._counters.encoder_cache_hits += hit
         facts.note(index, "hit" if hit else "miss")
@@ -113,7 +113,7 @@ class Acquirer:
         request, cache = sequence.request, self._encoder_cache
         if not request.features.all_plain:
             return False
-        keys = request.features.keys[indices.start : indices.stop]
+        keys = request.features.keys_of(indices)
         items = request.items_of(indices)
         if items is None:
             return False

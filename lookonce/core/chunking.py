@@ -45,7 +45,7 @@ class Chunker:
 
     def _keep_whole(self, features: Features, start: int, end: int) -> int:
         """Move `end` before an unsplittable item that it would cut; `start` if none fits."""
-        if not self._unsplittable:
+        if not self._unsplittable or end <= start:
             return end
         for index in features.overlapping(end - 1, end):
             feature = features[index]

@@ -29,6 +29,7 @@ class Door:
         self._encoder_cache = encoder_cache
         self._model = model
         self._token_budget = token_budget
+        self.block_size = pool.block_size
         self._kv_tokens = pool.num_blocks * pool.block_size
 
     def build_request(self, request: GenerateRequest, items: dict[bytes, ProcessedItem]) -> Request:

@@ -24,6 +24,8 @@ from lookonce.errors import BadRequestError
 from lookonce.types.media import MediaFeature, Modality, ProcessedItem
 from lookonce.types.step import EmbedSlice
 
+SPARE_FEATURES = 16
+"""Passed features that are kept at least, so that forgetting them is not worth a look each step."""
 MANY = 16
 """Features from which on checking whole columns is cheaper than one after the other."""
 
@@ -39,6 +41,8 @@ class Features:
         "_as_tuple",
         "_ends",
         "_features",
+        "_forgotten",
+        "_forgotten_end",
         "_keys",
         "_offsets",
         "all_plain",
@@ -52,6 +56,9 @@ class Features:
         self._offsets = array("q")
         self._ends = array("q")
         self._as_tuple: tuple[MediaFeature, ...] | None = None
+        self._forgotten = 0
+        """Leading features that are not stored any more; the first stored one has this index."""
+        self._forgotten_end = 0
         self.all_plain = True
         """Every position of every item takes a row: there is no `is_embed` mask."""
         self.longest = 0
@@ -62,9 +69,9 @@ class Features:
 
     def append(self, feature: MediaFeature) -> None:
         """Add a feature that begins at or after the end of the last one."""
-        index = len(self._features)
+        index = len(self)
         _check_shape(feature, index)
-        if index and feature.offset < self._ends[-1]:
+        if feature.offset < self.end:
             raise BadRequestError(_conflict(self._features[-1], feature, index), param="features")
         self._features.append(feature)
         self._keys.append(feature.key)
@@ -100,14 +107,16 @@ class Features:
         return True
 
     def __len__(self) -> int:
-        return len(self._features)
+        """Their number, forgotten ones too: indices stay what they are."""
+        return self._forgotten + len(self._features)
 
     def __getitem__(self, index: int) -> MediaFeature:
-        return self._features[index]
+        return self._features[self._slot(index)]
 
     @property
     def keys(self) -> list[bytes]:
         """Each feature's key, in order; not to be changed."""
+        self._slot(0)
         return self._keys
 
     @property
@@ -119,29 +128,53 @@ class Features:
         """Indices of the features that share a position with `[start, end)`, in order."""
         if start >= end:
             return range(0)
-        return range(bisect_right(self._ends, start), bisect_left(self._offsets, end))
+        if start < self._forgotten_end:
+            raise RuntimeError(f"the features before {self._forgotten_end} are forgotten")
+        first = self._forgotten
+        return range(
+            first + bisect_right(self._ends, start), first + bisect_left(self._offsets, end)
+        )
 
     def next_index(self, position: int) -> int:
         """Index of the first feature that ends after `position`; their number if none does."""
-        return bisect_right(self._ends, position)
+        return self._forgotten + bisect_right(self._ends, position)
 
     def window(self, indices: range) -> list[MediaFeature]:
         """The features of a range of indices."""
-        return self._features[indices.start : indices.stop]
+        return self._features[self._slots(indices)]
+
+    def keys_of(self, indices: range) -> list[bytes]:
+        """The keys of a range of indices."""
+        return self._keys[self._slots(indices)]
 
     def rows(self, indices: range) -> list[int]:
         """Rows of encoder output of each feature of a range of indices."""
         if not self.all_plain:
             return [feature.num_embeds for feature in self.window(indices)]
-        ends = np.frombuffer(self._ends, dtype=np.int64)[indices.start : indices.stop]
-        offsets = np.frombuffer(self._offsets, dtype=np.int64)[indices.start : indices.stop]
+        slots = self._slots(indices)
+        ends = np.frombuffer(self._ends, dtype=np.int64)[slots]
+        offsets = np.frombuffer(self._offsets, dtype=np.int64)[slots]
         rows: list[int] = (ends - offsets).tolist()
         return rows
 
+    def forget_before(self, position: int) -> None:
+        """Nobody will ask any more for features that end at or before `position`.
+
+        O(1) on average: they go once they are as many as those that stay. The last one stays.
+        """
+        num_passed = bisect_right(self._ends, position, hi=max(0, len(self._ends) - 1))
+        if num_passed < SPARE_FEATURES or 2 * num_passed < len(self._features):
+            return
+        self._forgotten_end = self._ends[num_passed - 1]
+        self._forgotten += num_passed
+        del self._features[:num_passed], self._keys[:num_passed]
+        del self._offsets[:num_passed], self._ends[:num_passed]
+        self._as_tuple = None
+
     def found_in(self, items: dict[bytes, ProcessedItem]) -> list[ProcessedItem] | None:
         """The item of each feature, in order; None unless there is one for all."""
-        found = [item for item in map(items.get, self._keys) if item is not None]
-        return found if len(found) == len(self._keys) else None
+        found = [item for item in map(items.get, self.keys) if item is not None]
+        return found if len(found) == len(self) else None
 
     def fitting(self, items: dict[bytes, ProcessedItem]) -> list[ProcessedItem] | None:
         """As `found_in`, where each item has as many rows as its feature takes.
@@ -182,24 +215,30 @@ class Features:
         """As `feature_slices` for each: only the first and the last can be cut by the window."""
         if not indices:
             return ()
-        first, stop = indices.start, indices.stop
+        slots = self._slots(indices)
+        first, last = slots.start, slots.stop - 1
         keys, offsets, ends = self._keys, self._offsets, self._ends
-        inner = range(first + 1, max(first + 1, stop - 1))
-        at = np.frombuffer(offsets, dtype=np.int64)[inner.start : inner.stop] - start
-        slices = list(
-            map(
-                EmbedSlice, keys[inner.start : inner.stop], repeat(0), self.rows(inner), at.tolist()
-            )
-        )
-        slices.insert(0, _plain_slice(keys[first], offsets[first], ends[first], start, end))
-        if stop - first > 1:
-            slices.append(
-                _plain_slice(keys[stop - 1], offsets[stop - 1], ends[stop - 1], start, end)
-            )
+        slices = [_plain_slice(keys[first], offsets[first], ends[first], start, end)]
+        if last > first:
+            inner = slice(first + 1, last)
+            at = np.frombuffer(offsets, dtype=np.int64)[inner] - start
+            rows = self.rows(range(indices.start + 1, indices.stop - 1))
+            slices += map(EmbedSlice, keys[inner], repeat(0), rows, at.tolist())
+            slices.append(_plain_slice(keys[last], offsets[last], ends[last], start, end))
         return tuple(slices)
+
+    def _slot(self, index: int) -> int:
+        if index < self._forgotten:
+            raise RuntimeError(f"the first {self._forgotten} features are forgotten")
+        return index - self._forgotten
+
+    def _slots(self, indices: range) -> slice:
+        first = self._slot(indices.start) if indices else 0
+        return slice(first, first + len(indices))
 
     def as_tuple(self) -> tuple[MediaFeature, ...]:
         """All features; built once and kept until the next append."""
+        self._slot(0)
         if self._as_tuple is None:
             self._as_tuple = tuple(self._features)
         return self._as_tuple

@@ -108,8 +108,8 @@ class Lifecycle:
     def finish(self, sequence: Sequence) -> None:
         """Any state → FINISHED. The request ends with its last sequence."""
         self._give_back(sequence)
-        for index in sequence.prefetched:
-            self._encoder_cache.stop_awaiting(sequence.request.features[index].key)
+        for key in sequence.prefetched.values():
+            self._encoder_cache.stop_awaiting(key)
         self._roster.move(sequence, State.FINISHED)
         request = sequence.request
         if request.finished:

@@ -85,7 +85,7 @@ class Prefetcher:
         rows = feature.num_embeds
         if not step.encoder.affords(rows) or not cache.try_prefetch(feature.key, rows):
             return False
-        sequence.prefetched.add(index)
+        sequence.prefetched[index] = feature.key
         self._counters.encoder_prefetches += 1
         step.add_encode(feature.key, item, rows, request.facts, index)
         return True

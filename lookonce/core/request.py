@@ -144,7 +144,7 @@ class Request:
         """Recount what the engine lacks: O(items), only when items come or the request is new."""
         found = self.features.found_in(self.items)
         if found is not None:
-            self.in_order = found if self.session is None else None
+            self.in_order = found
             self.missing, self.last_missing_end = set(), 0
             return
         self.in_order = None
@@ -157,7 +157,7 @@ class Request:
         """The items of a range of features; None unless all are here."""
         if self.in_order is not None:
             return self.in_order[indices.start : indices.stop]
-        keys = self.features.keys[indices.start : indices.stop]
+        keys = self.features.keys_of(indices)
         found = [item for item in map(self.items.get, keys) if item is not None]
         return found if len(found) == len(keys) else None
 
@@ -210,8 +210,8 @@ class Sequence:
         self.tokens = TokenBuffer(request.prompt)
         self.token_limit = token_limit
         """Prompt plus generated tokens at which it ends with "length"."""
-        self.prefetched: set[int] = set()
-        """Features whose output was encoded ahead for this sequence and not used yet."""
+        self.prefetched: dict[int, bytes] = {}
+        """Features whose output was encoded ahead for this sequence and not used yet → key."""
         self.looked_at = 0
         """Features before this one need not be looked at any more for encoding ahead."""
         self.num_matched = 0

@@ -30,6 +30,8 @@ class Session:
     """Tokens the session may have in all, given and generated."""
     turn_tokens: int | None
     """Tokens generated after each extension; None: up to a stop token."""
+    block_size: int = 1
+    """Positions that are hashed together, with the items among them, once all are computed."""
     inbox: deque[Appendix] = field(default_factory=deque)
     num_passed: int = 0
     """Leading features whose K/V are computed."""
@@ -46,7 +48,10 @@ class Session:
         return min(self.limit, wanted)
 
     def let_go(self, features: Features, items: dict[bytes, ProcessedItem], computed: int) -> None:
-        """Drop the arrays of items whose positions are all computed; O(1) for each, once."""
+        """Drop the arrays of items whose positions are all computed; O(1) for each, once.
+
+        Their places too, but for those in the block that will be hashed once it is full.
+        """
         while self.num_passed < len(features) and features[self.num_passed].end <= computed:
             key = features[self.num_passed].key
             self.num_passed += 1
@@ -54,3 +59,4 @@ class Session:
             if not self.unpassed[key]:
                 del self.unpassed[key]
                 items.pop(key, None)
+        features.forget_before(computed - computed % self.block_size)

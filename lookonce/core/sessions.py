@@ -66,6 +66,7 @@ class Sessions:
         request.session = Session(
             limit=self._door.longest_sequence,
             turn_tokens=request.sampling.max_tokens,
+            block_size=self._door.block_size,
             unpassed=Counter(request.features.keys),
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from lookonce.core import features as features_module
 from lookonce.core.features import EncoderInputs, Features, feature_slices, next_embed
 from lookonce.errors import BadRequestError
 from lookonce.types.media import MediaFeature
@@ -168,6 +169,48 @@ class TestAppend:
             features.append(feature("y", 2, 4))
         assert len(features) == 1
         assert features.end == 4
+
+
+class TestForgetting:
+    def test_indices_and_windows_stay_what_they_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(features_module, "SPARE_FEATURES", 1)
+        for _, plain, start, end in random_windows(5_000, seed=4):
+            built = Features(plain)
+            built.forget_before(start)
+            indices = built.overlapping(start, end)
+            assert list(indices) == scan(plain, start, end)
+            assert built.window(indices) == [plain[index] for index in indices]
+            assert built.keys_of(indices) == [plain[index].key for index in indices]
+            assert rows_of(built.embed_slices(start, end)) == scan_rows(plain, start, end)
+            assert len(built) == len(plain)
+            assert built.end == (plain[-1].end if plain else 0)
+            if len(indices):
+                assert built.rows(indices) == [plain[index].num_embeds for index in indices]
+                assert built[indices.start] is plain[indices.start]
+
+    def test_what_is_forgotten_is_not_answered_wrongly(self) -> None:
+        built = Features([feature(str(index), 2 * index, 2) for index in range(40)])
+        built.forget_before(60)
+        assert list(built.overlapping(60, 64)) == [30, 31]
+        for ask in (
+            lambda: built.overlapping(59, 64),
+            lambda: built[29],
+            lambda: built.window(range(28, 32)),
+            lambda: built.keys,
+            built.as_tuple,
+        ):
+            with pytest.raises(RuntimeError, match="forgotten"):
+                ask()
+
+    def test_appending_goes_on_and_little_is_stored(self) -> None:
+        built = Features()
+        for index in range(5_000):
+            built.append(feature(str(index), 3 * index, 2))
+            built.forget_before(3 * index)
+            assert len(built._features) <= 2 * features_module.SPARE_FEATURES
+        assert len(built) == 5_000
+        with pytest.raises(BadRequestError, match="items 4999 and 5000 overlap"):
+            built.append(feature("x", 3 * 4_999 + 1, 2))
 
 
 class TestEncoderInputs:

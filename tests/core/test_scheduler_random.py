@@ -9,10 +9,13 @@ from __future__ import annotations
 from contextlib import suppress
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from lookonce.core import acquiring, encoder_cache
+from lookonce.core import features as features_module
 from lookonce.errors import TooLargeError
 from lookonce.types.media import MediaFeature, Modality
 from lookonce.types.request import GenerateRequest
@@ -85,6 +88,15 @@ def placements(draw: st.DrawFn) -> list[MediaFeature]:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    """Sessions forget passed items, and items are released and encoded together, from two on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(features_module, "SPARE_FEATURES", 1)
+        for module in (features_module, acquiring, encoder_cache):
+            self.patch.setattr(module, "MANY", 2)
+
     @initialize(chosen=limits())
     def start(self, chosen: Limits) -> None:
         self.engine = Engine(chosen)
@@ -196,10 +208,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.engine.scheduler.check_integrity()
 
     def teardown(self) -> None:
-        if hasattr(self, "engine"):
-            self.finish_everything()
-            self.check_answers()
-            self.engine.assert_all_free()
+        try:
+            if hasattr(self, "engine"):
+                self.finish_everything()
+                self.check_answers()
+                self.engine.assert_all_free()
+        finally:
+            self.patch.undo()
 
     def finish_everything(self) -> None:
         for name in self.sessions:

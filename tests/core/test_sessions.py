@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lookonce.core import features as features_module
 from lookonce.core.features import Features
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import MediaFeature
@@ -136,6 +137,27 @@ def test_an_item_is_let_go_as_soon_as_its_kv_is_computed() -> None:
         live.give(str(number))
     engine.step()
     assert live.items == {}
+
+
+@pytest.mark.parametrize("max_tokens", [3, 32])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_places_of_items_are_forgotten_once_their_blocks_are_full(
+    monkeypatch: pytest.MonkeyPatch, max_tokens: int, prefix_caching: bool
+) -> None:
+    monkeypatch.setattr(features_module, "SPARE_FEATURES", 1)
+    limits = Limits(max_num_batched_tokens=max_tokens, prefix_caching=prefix_caching)
+    engine = Engine(limits)
+    live = Live(engine)
+    for number in range(30):
+        engine.run()
+        live.give(str(number))
+        if number == 20:
+            engine.scheduler.reset_prefix_cache()
+    engine.run()
+    features = engine.scheduler._roster.requests["live"].features
+    assert len(features) == 31
+    assert len(features._features) < 4
+    assert live.got == live.expected()
 
 
 def test_an_item_that_comes_again_is_kept_until_its_last_place_is_computed() -> None:
