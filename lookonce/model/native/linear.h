@@ -74,7 +74,7 @@ struct Shape {
     static constexpr int ROWS = LANES / (TOKENS * SPLIT);
 };
 
-// Lane (r * TOKENS + t) * SPLIT + j is part j of x[t] . rows[r].
+// Lane (t * ROWS + r) * SPLIT + j is part j of x[t] . rows[r].
 template <int TOKENS, typename T, typename X>
 inline Vec tile(const X* const* x, const T* const* rows, int64_t inputs) {
     using M = Meeting<T>;
@@ -94,7 +94,7 @@ inline Vec tile(const X* const* x, const T* const* rows, int64_t inputs) {
                 __builtin_prefetch(rows[r] + ROWS * inputs + at);
 #pragma GCC unroll 4
                 for (int t = 0; t < TOKENS; ++t) {
-                    Vec& to = sum[(r * TOKENS + t) * SPLIT + j];
+                    Vec& to = sum[(t * ROWS + r) * SPLIT + j];
                     to = M::add_product(to, left[t], right);
                 }
             }
@@ -104,12 +104,23 @@ inline Vec tile(const X* const* x, const T* const* rows, int64_t inputs) {
         for (int t = 0; t < TOKENS; ++t) {
             const auto left = M::take(Rest<X>(x[t] + k, rest).elements);
             for (int r = 0; r < ROWS; ++r) {
-                Vec& to = sum[(r * TOKENS + t) * SPLIT];
+                Vec& to = sum[(t * ROWS + r) * SPLIT];
                 to = M::add_product(to, left, M::take(Rest<T>(rows[r] + k, rest).elements));
             }
         }
     }
     return transpose_sum(sum);
+}
+
+// One token's results of a tile, `count` of them.
+template <int ROWS, int SPLIT>
+inline void put(const float* sums, const float* bias, int64_t count, float* y, bool add) {
+    float results[ROWS];
+    for (int r = 0; r < ROWS; ++r) {
+        results[r] = bias[r];
+        for (int j = 0; j < SPLIT; ++j) results[r] += sums[r * SPLIT + j];
+    }
+    for (int64_t r = 0; r < count; ++r) y[r] = add ? y[r] + results[r] : results[r];
 }
 
 // Tokens [first, first + count) by outputs [begin, end); count is at most TOKENS.
@@ -125,16 +136,17 @@ inline void tiles(const Linear<T>& layer, const X* x, int64_t first, int64_t cou
         const int64_t limit = std::min<int64_t>(ROWS, end - n);
         for (int r = 0; r < ROWS; ++r)
             rows[r] = layer.weight + (n + std::min<int64_t>(r, limit - 1)) * layer.inputs;
-        float sums[LANES];
+        float sums[LANES], bias[ROWS] = {};
         store(sums, tile<TOKENS>(tokens, rows, layer.inputs));
-        for (int64_t r = 0; r < limit; ++r) {
-            const float bias = layer.bias ? widen(layer.bias[n + r]) : 0.0f;
-            for (int64_t t = 0; t < count; ++t) {
-                float* to = y + (first + t) * layer.outputs + n + r;
-                float result = bias;
-                for (int j = 0; j < SPLIT; ++j) result += sums[(r * TOKENS + t) * SPLIT + j];
-                *to = add ? *to + result : result;
-            }
+        if (layer.bias)
+            for (int64_t r = 0; r < limit; ++r) bias[r] = widen(layer.bias[n + r]);
+        for (int64_t t = 0; t < count; ++t) {
+            const float* from = sums + t * ROWS * SPLIT;
+            float* to = y + (first + t) * layer.outputs + n;
+            if (limit == ROWS)
+                put<ROWS, SPLIT>(from, bias, ROWS, to, add);
+            else
+                put<ROWS, SPLIT>(from, bias, limit, to, add);
         }
     }
 }
