@@ -34,6 +34,7 @@ from lookonce.errors import (
     error_from_wire,
 )
 from lookonce.ipc.channel import ClientChannel
+from lookonce.ipc.client_link import DealerLink
 from lookonce.ipc.links import ClientLink
 from lookonce.ipc.messages import (
     Abort,
@@ -53,7 +54,6 @@ from lookonce.ipc.messages import (
     UpdateCache,
     Welcome,
 )
-from lookonce.ipc.zmq_links import ZmqClientLink
 from lookonce.types.media import Array
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import Clock
@@ -86,7 +86,7 @@ class EngineClient:
         sender_id = uuid.uuid4().hex
         self.sender = Sender(sender_id, capacity_bytes=processor_cache_bytes)
         self._channel = ClientChannel(
-            connect(sender_id) if connect else ZmqClientLink(config.address, sender_id),
+            connect(sender_id) if connect else DealerLink(config.address, sender_id),
             max_bytes_in_flight=config.max_bytes_in_flight,
         )
         self._pulse = Pulse(config.stall_timeout, clock)

@@ -1,7 +1,7 @@
 """How frames cross from one process to the other: two small protocols, over ZMQ a unix socket.
 
     API process                         engine process
-    ClientLink (DEALER, asyncio)  ───▶  EngineLink (ROUTER, one thread)
+    ClientLink (DEALER, asyncio)  ───▶  EngineLink (ROUTER)
                                   ◀───
 
 A link moves lists of frames and knows nothing of messages. Order per sender is kept; nothing is

@@ -1,9 +1,7 @@
-"""The links over ZMQ: DEALER in the API process, ROUTER in the engine process."""
+"""The engine process's end of the link: a ROUTER. `client_link` is the other."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import os
 import select
 import threading
@@ -11,12 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
-from lookonce.ipc.links import LinkEvents
 from lookonce.types.media import Buffer
 
-RECONNECT_MS = 50
 MAX_BATCH = 256
 """Messages one `poll` takes before its owner gets to do other work."""
 
@@ -24,89 +19,6 @@ MAX_BATCH = 256
 POLLIN = int(zmq.POLLIN)
 LAST = int(zmq.DONTWAIT)
 MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
-
-_monitor_numbers = itertools.count()
-
-
-class ZmqClientLink:
-    """A DEALER driven by the event loop's readiness, without a task switch per message.
-
-    When the engine goes away the socket is replaced: nothing meant for the dead engine can
-    reach its successor, and its memory is freed at once.
-    """
-
-    def __init__(self, address: str, sender: str) -> None:
-        self._address = address
-        self._identity = sender.encode("latin-1")
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] | None = None
-        self._monitor: zmq.Socket[bytes] | None = None
-
-    def open(self, events: LinkEvents) -> None:
-        self._events = events
-        self._loop = asyncio.get_running_loop()
-        self._connect()
-
-    def send(self, frames: Sequence[Buffer]) -> None:
-        if self._socket is None:
-            return
-        _send(self._socket, frames)
-        # Sending may swallow the readiness edge of a message that came meanwhile.
-        if _has_message(self._socket):
-            self._loop.call_soon(self._read)
-
-    def close(self) -> None:
-        self._disconnect()
-        self._context.term()
-
-    def _connect(self) -> None:
-        socket = self._socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, self._identity)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        socket.set_hwm(0)
-        self._monitor = socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED,
-            f"inproc://lookonce-monitor-{next(_monitor_numbers)}",
-        )
-        self._loop.add_reader(socket.FD, self._read)
-        self._loop.add_reader(self._monitor.FD, self._watch)
-        socket.connect(self._address)
-        self._loop.call_soon(self._watch)
-
-    def _disconnect(self) -> None:
-        if self._socket is None or self._monitor is None:
-            return
-        self._loop.remove_reader(self._socket.FD)
-        self._loop.remove_reader(self._monitor.FD)
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=0)
-        self._socket = self._monitor = None
-
-    def _read(self) -> None:
-        """Take everything that has come: the readiness of a ZMQ socket is an edge, not a level."""
-        try:
-            while self._socket is not None and _has_message(self._socket):
-                self._events.link_frames(_receive(self._socket))
-        except Exception:
-            self._loop.call_soon(self._read)  # what is left would wait for an edge that has been
-            raise
-
-    def _watch(self) -> None:
-        while self._monitor is not None:
-            try:
-                parts = self._monitor.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            event = parse_monitor_message(parts)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._events.link_up()
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._read()
-                self._disconnect()
-                self._events.link_down()
-                self._connect()
 
 
 class ZmqEngineLink:

@@ -12,9 +12,10 @@ import zmq
 
 from lookonce.errors import EngineDeadError
 from lookonce.ipc.channel import ClientChannel, EngineChannel
+from lookonce.ipc.client_link import DealerLink
 from lookonce.ipc.double import InProcessHub
 from lookonce.ipc.messages import Accepted, GetStats, Heartbeat, Hello, Received, UpdateCache
-from lookonce.ipc.zmq_links import ZmqClientLink, ZmqEngineLink
+from lookonce.ipc.zmq_links import ZmqEngineLink
 from tests.ipc.samples import update
 
 PATIENCE = 20.0
@@ -77,7 +78,7 @@ class Zmq:
         return ZmqEngineLink(self.address)
 
     def client(self, name):
-        return ZmqClientLink(self.address, name)
+        return DealerLink(self.address, name)
 
 
 class Double:
