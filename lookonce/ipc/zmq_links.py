@@ -41,6 +41,7 @@ class ZmqEngineLink:
         os.set_blocking(self._wake_out, False)
         os.set_blocking(self._wake_in, False)
         self._lock = threading.Lock()
+        self._closed = False
         self._poll = select.poll()
         self._poll.register(self._socket.FD, select.POLLIN)
         self._poll.register(self._wake_out, select.POLLIN)
@@ -63,22 +64,13 @@ class ZmqEngineLink:
 
     def send(self, sender: str, frames: Sequence[Buffer]) -> bool:
         with self._lock:
-            if self._socket.closed:
+            if self._closed:
                 return False
-            reached = self._try_send([sender.encode("latin-1"), *frames])
+            reached = _try_send(self._socket, sender.encode("latin-1"), frames)
             unread = _has_message(self._socket)
         if unread:
             self.wake()
         return reached
-
-    def _try_send(self, frames: Sequence[Buffer]) -> bool:
-        try:
-            _send(self._socket, frames)
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EHOSTUNREACH:
-                return False
-            raise
-        return True
 
     def wake(self) -> None:
         # A full pipe has woken the thread already; a closed one has nobody to wake.
@@ -87,6 +79,7 @@ class ZmqEngineLink:
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             self._socket.close()
         self._context.term()
         pipe, self._wake_in = self._wake_in, -1  # a late `wake` must not hit a reused number
@@ -95,15 +88,23 @@ class ZmqEngineLink:
 
 
 def _has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Whether one can be received now: asked in a quarter of the time that `zmq.Again` takes."""
-    return bool(int(socket.get(zmq.EVENTS)) & POLLIN)
+    """Whether one can be received now; quicker than its EVENTS, or than catching `zmq.Again`."""
+    return bool(zmq.zmq_poll([(socket, POLLIN)], 0))
 
 
-def _send(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
+def _try_send(socket: zmq.Socket[bytes], identity: bytes, frames: Sequence[Buffer]) -> bool:
     """One message, never waiting. Bytes are heads and names, which are small: they are copied."""
-    last = len(frames) - 1
-    for index, frame in enumerate(frames):
-        socket.send(frame, LAST if index == last else MORE, copy=isinstance(frame, bytes))
+    try:
+        socket.send(identity, MORE)
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EHOSTUNREACH:
+            return False
+        raise
+    *first, last = frames
+    for frame in first:
+        socket.send(frame, MORE, copy=isinstance(frame, bytes))
+    socket.send(last, LAST, copy=isinstance(last, bytes))
+    return True
 
 
 def _receive(socket: zmq.Socket[bytes]) -> list[Buffer]:
