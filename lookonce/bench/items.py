@@ -1,6 +1,7 @@
 """`lookonce bench items`: what one request costs that has media items by the ten thousand.
 
 live      one item of one row in each step, as live audio does: the last steps before so many items
+memory    what such a session keeps of each item
 chunks    a prompt of 4-token items, one after the other, computed in chunks of 8,192 tokens
 held      a request that is aborted while its step holds so many encoder outputs
 host      a working set larger than the device's cache, three times over: runs per unique item
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from lookonce.bench.items_memory import memory_report
 from lookonce.bench.items_world import LiveSession, Times, World, items_in_a_row, request
 from lookonce.bench.report import Report, median, percentile, write_json
 
@@ -33,17 +34,17 @@ ROUNDS = 5
 
 
 def live_report(sizes: Sequence[int]) -> Report:
-    """One row per number of items, the largest built first: its memory is measured as it grows."""
+    """One row per number of items."""
     report = Report(
         "items (live: one item a step)",
         (
             "items", "extend us", "plan p50 us", "p99", "gather p50 us", "p99", "apply p50 us",
-            "p99", "plan+apply p50 us", "all / first", "free ms", "bytes/item",
+            "p99", "plan+apply p50 us", "all / first", "free ms",
         ),
     )  # fmt: skip
-    sessions, grown = {}, {}
-    for size in sorted(sizes, reverse=True):
-        sessions[size], grown[size] = _grow(size)
+    sessions = {size: LiveSession(size) for size in sizes}
+    for size, session in sessions.items():
+        session.run(max(0, size - SAMPLES))
     measured = {size: Times() for size in sizes}
     for _ in range(TURNS):
         for size in sizes:
@@ -61,14 +62,11 @@ def live_report(sizes: Sequence[int]) -> Report:
             1e3 * median(times.plan_and_apply),
             total / first,
             sessions.pop(size).end(),
-            grown[size],
         )  # fmt: skip
-    report.notes += [
+    report.notes.append(
         f"the last {SAMPLES} items of each, the sessions taking turns; all / first: extend, plan, "
-        "gather and apply over those of the first row",
-        "bytes/item: growth of resident memory over the second half of the items (4 KiB of raw "
-        "data came with each)",
-    ]
+        "gather and apply over those of the first row"
+    )
     return report
 
 
@@ -158,21 +156,6 @@ def _runs_per_item(count: int, *, host: bool) -> float:
     return world.scheduler.stats()["encoder_runs_total"] / count
 
 
-def _grow(num_items: int) -> tuple[LiveSession, float | None]:
-    """A session just before its last items, and its bytes per item once it is half grown."""
-    session, before_last = LiveSession(num_items), max(0, num_items - SAMPLES)
-    session.run(before_last // 2)
-    before = _resident_bytes()
-    rest = before_last - before_last // 2
-    session.run(rest)
-    return session, (_resident_bytes() - before) / rest if rest else None
-
-
-def _resident_bytes() -> int:
-    gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def _merge(into: Times, more: Times) -> None:
     into.extend += more.extend
     into.plan += more.plan
@@ -193,7 +176,7 @@ def main(arguments: Sequence[str]) -> int:
     torch.set_num_threads(1)
     sizes = sorted(options.items)
     reports: list[Report] = []
-    for measure in (live_report, chunk_report, held_report):
+    for measure in (live_report, chunk_report, held_report, memory_report):
         reports.append(measure(sizes))
         reports[-1].show()
     reports.append(host_report(WORKING_SETS))

@@ -82,7 +82,9 @@ class World:
         rows_cached: int,
         longest_item: int,
         rows_on_host: int = 0,
+        gather: bool = True,
     ) -> None:
+        """Without `gather` a step computes nothing from its embeddings: quicker."""
         row_bytes = ROW_WIDTH * 4
         info = _model_info(max_tokens, row_bytes)
         self.scheduler = Scheduler(
@@ -107,6 +109,7 @@ class World:
         )
         self._encoder = Encoder(ConstantFamily(longest_item), torch.float32, CPU)
         self._embeds = torch.zeros(chunk, ROW_WIDTH)
+        self._gathers = gather
 
     @torch.inference_mode()
     def step(self, times: Times) -> bool:
@@ -150,9 +153,10 @@ class World:
     def _gather(self, plan: StepPlan) -> None:
         for chunk in plan.scheduled:
             self._table.append_blocks(self._table.row_of(chunk.seq_id), chunk.new_block_ids)
-        inputs = self._inputs.build(plan.scheduled)
-        if inputs.embed_at is not None:
-            self._embeds.index_copy_(0, inputs.embed_at, self._encoder.rows(inputs.embeds))
+        if self._gathers:
+            inputs = self._inputs.build(plan.scheduled)
+            if inputs.embed_at is not None:
+                self._embeds.index_copy_(0, inputs.embed_at, self._encoder.rows(inputs.embeds))
         sampled = [chunk for chunk in plan.scheduled if chunk.sample]
         for chunk in sampled:
             self._table.write_tokens([chunk.seq_id], [chunk.start + chunk.num_tokens], [7])
@@ -161,15 +165,28 @@ class World:
 class LiveSession:
     """A session that is given one item of one row in each step, and says one token to it."""
 
-    def __init__(self, num_items: int) -> None:
+    def __init__(self, num_items: int, *, rows_cached: int = 512, gather: bool = True) -> None:
         self._keys = _keys()
         self._placeholder = np.array([PLACEHOLDER], np.int32)
         self._world = World(
-            max_tokens=2 * num_items + 4096, chunk=256, rows_cached=512, longest_item=1
+            max_tokens=2 * num_items + 4096,
+            chunk=256,
+            rows_cached=rows_cached,
+            longest_item=1,
+            gather=gather,
         )
+        self._open()
+
+    def _open(self) -> None:
         prompt = request((), num_tokens=4, max_tokens=1)
         self._world.scheduler.add(prompt, {}, live=True)
         self._world.step(Times())
+
+    def restart(self) -> None:
+        """A new session where the last one was; nothing is left of that but what all share."""
+        self.end()
+        self._world.scheduler.reset_prefix_cache()
+        self._open()
 
     def run(self, num_items: int) -> Times:
         """What so many more items cost."""
@@ -183,6 +200,10 @@ class LiveSession:
             times.extend.append((_now() - started) / 1e6)
             self._world.step(times)
         return times
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self._world.scheduler
 
     def stats(self) -> dict[str, float]:
         return self._world.scheduler.stats()

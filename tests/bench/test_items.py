@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
+import numpy as np
+
+from lookonce.bench import items_world
+from lookonce.bench.items_memory import deep_size, kept_bytes
 from lookonce.bench.items_world import LiveSession, Times, World, items_in_a_row
 from lookonce.bench.items_world import request as prompt_of
+from lookonce.types.media import Array, Expansion, ProcessedItem
 
 
 def test_a_live_session_computes_one_item_in_each_step():
@@ -26,3 +33,41 @@ def test_a_prompt_of_items_is_computed_in_chunks():
         pass
     assert len(times.plan) == 4, "three chunks, and the step that forgets the request"
     assert world.scheduler.stats()["encoder_runs_total"] == 20
+
+
+def test_raw_data_is_gone_once_its_kv_is_computed(monkeypatch):
+    raw = []
+
+    def item(rows: int) -> ProcessedItem:
+        values = np.zeros(items_world.RAW_BYTES, np.uint8)
+        raw.append(weakref.ref(values))
+        arrays = {
+            "num_rows": Array("int64", (), rows.to_bytes(8, "little")),
+            "features": Array("uint8", values.shape, values.data),
+        }
+        expansion = Expansion(((items_world.PLACEHOLDER, rows),), items_world.PLACEHOLDER)
+        return ProcessedItem("audio", arrays, expansion)
+
+    monkeypatch.setattr(items_world, "_item", item)
+    session = LiveSession(40)
+    for _ in range(40):
+        session.run(1)
+        assert not any(ref() is not None for ref in raw[:-1])
+    assert session.stats()["encoder_runs_total"] == len(raw) == 40
+
+
+def test_what_a_session_keeps_of_an_item_is_small_and_the_same_for_each():
+    kept = kept_bytes([250, 500, 1000, 2000])
+    first, second = (kept[500] - kept[250]) / 250, (kept[2000] - kept[1000]) / 1000
+    assert 0 < second < 40
+    assert first < 60
+
+
+def test_a_deep_size_counts_everything_once():
+    data = bytes(1000)
+    shared = [data, data, memoryview(data)]
+    array = np.zeros(500, np.uint8)
+    assert 1000 < deep_size(shared) < 1500
+    assert 500 < deep_size([array[10:20], {"a": array}]) < 1500
+    runs = ((7, 12345),)
+    assert deep_size(Expansion(runs, 7)) > deep_size(runs)
