@@ -10,13 +10,13 @@ import asyncio
 import logging
 import time
 import uuid
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from types import TracebackType
 from typing import Self
 
 import msgspec
-import numpy as np
 
 from lookonce.cache.directory import Directory
 from lookonce.config import ChannelConfig
@@ -351,10 +351,10 @@ class EngineClient:
 def _int32(token_ids: list[int]) -> Array:
     """Raises `BadRequestError` for ids that no vocabulary has."""
     try:
-        ids = np.array(token_ids, dtype=np.int32)
+        ids = array("i", token_ids)
     except OverflowError:
         raise BadRequestError("a token id is out of range", param="prompt") from None
-    return Array("int32", ids.shape, ids.data)
+    return Array("int32", (len(ids),), memoryview(ids))
 
 
 def _check_encodable(request: GenerateRequest) -> None:

@@ -20,6 +20,8 @@ MAX_UNFINISHED_TOKENS = 8
 """A character spans at most 4 byte tokens; more in a row that decode badly are bad for good."""
 REPLACEMENT = "\ufffd"
 
+Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
 
 class TextStream(Protocol):
     """Decodes one sample's tokens in order."""
@@ -35,7 +37,7 @@ class ByteTextStream:
     def __init__(self, tokenizer: Tokenizer, *, skipped: Collection[int] = ()) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._skipped = skipped
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._utf8 = Utf8Decoder(errors="replace")
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:

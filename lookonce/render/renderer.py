@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from lookonce.cache.identity import item_key, scope_digest
+from lookonce.cache.identity import item_key
 from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import BadRequestError
 from lookonce.render.chat import template_sources
@@ -48,6 +48,7 @@ from lookonce.render.resolve import (
     RendererDirectory,
     RenderStats,
 )
+from lookonce.render.scope import scope_of
 from lookonce.render.tokenizer import Tokenizer
 from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
@@ -105,7 +106,7 @@ class Renderer:
         modalities = [source.modality for source in chat.sources]
         match_placeholders(encoded.token_ids, modalities, placeholder_ids)
         self._check_length(len(encoded.token_ids), "messages")
-        scope = scope_digest(tenant, cache_salt)
+        scope = scope_of(tenant, cache_salt)
         if not chat.sources or self._resolver is None:
             return RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text)
         return await self._with_media(self._resolver, encoded, chat.sources, scope, kwargs)
@@ -119,7 +120,7 @@ class Renderer:
         add_special_tokens: bool = True,
     ) -> RenderedPrompt:
         """Render a plain prompt: a text, in which media tokens are ordinary text, or token ids."""
-        scope = scope_digest(tenant, cache_salt)
+        scope = scope_of(tenant, cache_salt)
         if isinstance(prompt, str):
             encoded = await self._encoder.encode_text(
                 prompt, add_special_tokens=add_special_tokens, max_tokens=self.max_model_len
@@ -147,7 +148,7 @@ class Renderer:
         the part at fault; then, as when cancelled, no pin is left.
         """
         self._check_length(len(token_ids), "token_ids")
-        scope = scope_digest(tenant, cache_salt)
+        scope = scope_of(tenant, cache_salt)
         placed = sorted(media, key=lambda each: each.offset)
         items = await self._given_items(placed, scope, mm_processor_kwargs, trusted=trusted)
         try:
@@ -175,7 +176,7 @@ class Renderer:
             raise BadRequestError("the model takes no media")
         digest = digest_to_write(name, modality, trusted=trusted)
         item = given_item(self._family, modality, arrays)
-        return item_key(scope_digest(tenant, cache_salt), digest), item
+        return item_key(scope_of(tenant, cache_salt), digest), item
 
     @property
     def tools_template(self) -> str | None:

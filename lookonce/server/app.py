@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import Receive, Scope, Send
 
 from lookonce.server.abort import abort_requests
 from lookonce.server.caches import TIERS, reset_route
@@ -56,12 +57,15 @@ ROUTES = [
 class Application(Starlette):
     """Starlette's routes behind our own `Door`, which does what its middleware would."""
 
-    def build_middleware_stack(self) -> ASGIApp:
-        routes = [route for route in self.routes if isinstance(route, Route)]
-        return Door(self.state.services, routes, self.router)
+    def __init__(self, services: Services, routes: Sequence[Route]) -> None:
+        super().__init__(routes=routes)
+        self.state.services = services
+        self._door = Door(services, routes, self.router)
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        scope["app"] = self
+        return self._door(scope, receive, send)
 
 
-def build_app(services: Services, routes: Sequence[Route] = ROUTES) -> Starlette:
-    app = Application(routes=routes)
-    app.state.services = services
-    return app
+def build_app(services: Services, routes: Sequence[Route] = ROUTES) -> Application:
+    return Application(services, routes)

@@ -7,6 +7,7 @@ engine still computes for it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import time
 from collections.abc import AsyncGenerator, Collection, Iterator
@@ -18,6 +19,10 @@ from lookonce.server.responses import StopReason
 from lookonce.server.services import Detokenizer, Services, check_fits
 from lookonce.types.request import PrefillFacts, RenderedPrompt, TokenDelta, TokenLogprob
 from lookonce.types.sampling import SamplingParams
+
+_PROCESS = secrets.token_hex(16)
+_numbers = itertools.count()
+"""Request ids for the engine: unique among all processes, without asking for chance each time."""
 
 
 @dataclass(slots=True)
@@ -167,7 +172,7 @@ def prepare(
         services,
         rendered,
         sampling,
-        secrets.token_hex(16),
+        f"{_PROCESS}-{next(_numbers)}",
         arrival=time.monotonic() if arrival is None else arrival,
         index_base=index_base,
         keep=keep,

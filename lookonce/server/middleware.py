@@ -61,7 +61,7 @@ class Door:
             return
         answer = _Answer(scope, send)
         try:
-            await self._admit(scope, receive, answer)
+            await self._serve(scope, receive, answer)
         except ClientLeftError:
             logger.info("%s %s %d", scope["method"], scope["path"], CLIENT_LEFT_STATUS)
             await answer.instead(Response(status_code=CLIENT_LEFT_STATUS), receive)
@@ -73,23 +73,20 @@ class Door:
             logger.exception("%s %s failed", scope["method"], scope["path"])
             await answer.instead(json_response(INTERNAL, 500), receive)
 
-    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Counts what is served, refuses while draining, and finds out who asks."""
         path = scope["path"]
         if path in OPEN_PATHS or is_page(path):
-            await self._serve(scope, receive, send)
+            await self._router(scope, receive, send)
             return
         with self._services.drain.serving():
             scope["state"]["principal"] = self._services.keys.principal(scope)
-            await self._serve(scope, receive, send)
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._endpoints.get((scope["method"], scope["path"]))
-        if endpoint is None or scope.get("root_path"):
-            await self._router(scope, receive, send)
-            return
-        response = await endpoint(Request(scope, receive, send))
-        await response(scope, receive, send)
+            endpoint = self._endpoints.get((scope["method"], path))
+            if endpoint is None or scope.get("root_path"):
+                await self._router(scope, receive, send)
+                return
+            response = await endpoint(Request(scope, receive, send))
+            await response(scope, receive, send)
 
 
 class _Answer:

@@ -12,14 +12,14 @@ from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.server.connection import ClientLeftError
 from lookonce.server.headers import header
 from lookonce.server.services import Services
-from lookonce.server.unbuilt import Unbuilt, raw_bytes
+from lookonce.server.unbuilt import NOTHING, Unbuilt, raw_bytes
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -46,15 +46,17 @@ async def read_body(request: Request, limit: int) -> bytes:
     declared = header(request.scope, b"content-length")
     if declared.isdigit() and int(declared) > limit:
         raise TooLargeError(f"the body has {declared} bytes, {limit} are allowed")
-    chunks, size = [], 0
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                raise TooLargeError(f"the body has more than {limit} bytes, which is the limit")
-            chunks.append(chunk)
-    except ClientDisconnect:
-        raise ClientLeftError from None
+    chunks: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeftError
+        chunk, more = message.get("body", b""), message.get("more_body", False)
+        size += len(chunk)
+        if size > limit:
+            raise TooLargeError(f"the body has more than {limit} bytes, which is the limit")
+        chunks.append(chunk)
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
@@ -73,7 +75,7 @@ def refuse_unbuilt(request: Unbuilt) -> None:
     """Refuse fields that would change the answer and that this version does not serve."""
     for name in type(request).unbuilt_fields():
         value = getattr(request, name)
-        if raw_bytes(value) not in HARMLESS_VALUES:
+        if value is not NOTHING and raw_bytes(value) not in HARMLESS_VALUES:
             raise BadRequestError(
                 f"{name} is not supported; leave it out", param=name, code="unsupported_parameter"
             )

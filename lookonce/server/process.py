@@ -80,6 +80,7 @@ def settle_memory() -> None:
 def uvicorn_config(config: Config, app: object) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
+        interface="asgi3",
         loop="uvloop",
         http="httptools",
         ws="none",

@@ -58,6 +58,11 @@ class Structured(Unbuilt, kw_only=True):
 
 def grammar_of(body: Structured) -> Grammar | None:
     """None where the answer is free. Raises `BadRequestError` naming the field at fault."""
+    if all(asked is None for asked in (
+        body.response_format, body.structured_outputs, body.guided_json, body.guided_regex,
+        body.guided_choice, body.guided_grammar,
+    )):  # fmt: skip
+        return None
     found = [
         *_of_format(body.response_format, "response_format"),
         *_of_outputs(body.structured_outputs or StructuredOutputs(), "structured_outputs."),
