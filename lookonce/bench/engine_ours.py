@@ -69,17 +69,21 @@ class Ours:
     async def decode(self, batch: int, prompt_tokens: int, steps: int) -> Turn:
         """Prefill `batch` prompts, then time `steps` decode steps of all of them.
 
-        Few sequences may end some steps after the first one, since they began later: such a
-        step counts for less than one.
+        They would go on: no sequence ends before the clocks are read. As the engine may be some
+        steps ahead, each process's time is divided by the steps of its own.
         """
-        generations = [self._submit(prompt_tokens, steps) for _ in range(batch)]
-        await asyncio.gather(*(anext(generation) for generation in generations))
-        before = await self._clocks()
-        await asyncio.gather(*(self._read(generation) for generation in generations))
+        answers = [self._begin(prompt_tokens) for _ in range(batch)]
+        await asyncio.gather(*(answer.read(1) for answer in answers))
+        before, read = await self._clocks(), sum(answer.num_tokens for answer in answers)
+        await asyncio.gather(*(answer.read(steps) for answer in answers))
         after = await self._clocks()
+        read = sum(answer.num_tokens for answer in answers) - read
+        for answer in answers:
+            await answer.leave()
+        await self._client.stats()  # answered once all have ended
         used = _Clocks(*(end - start for start, end in zip(before, after, strict=True)))
-        full_steps = used.tokens / batch
-        return Turn(used.model / full_steps, used.engine / full_steps, used.client / full_steps)
+        made = used.tokens / batch
+        return Turn(used.model / made, used.engine / made, used.client * batch / read)
 
     async def _clocks(self) -> _Clocks:
         """The engine answers between two steps."""
@@ -91,19 +95,36 @@ class Ours:
             tokens=stats["generation_tokens_total"],
         )
 
-    def _submit(self, prompt_tokens: int, steps: int) -> Generation:
+    def _begin(self, prompt_tokens: int) -> _Answer:
         self._count += 1
         rng = np.random.default_rng(self._count)
-        ids = rng.integers(FIRST_TOKEN, self._client.model.vocab_size, prompt_tokens).tolist()
+        model = self._client.model
+        ids = rng.integers(FIRST_TOKEN, model.vocab_size, prompt_tokens).tolist()
         prompt = RenderedPrompt(token_ids=ids, scope=bytes(32))
-        sampling = SamplingParams(temperature=0.0, max_tokens=steps + 2, ignore_eos=True)
-        return self._client.generate(prompt, sampling, f"bench-{self._count}")
+        endless = model.max_model_len - prompt_tokens
+        sampling = SamplingParams(temperature=0.0, max_tokens=endless, ignore_eos=True)
+        generation = self._client.generate(prompt, sampling, f"bench-{self._count}")
+        return _Answer(generation, Detokenizer(self._tokenizer))
 
-    async def _read(self, generation: Generation) -> None:
-        """Turns the rest into text."""
-        detokenizer = Detokenizer(self._tokenizer)
-        async for delta in generation:
-            detokenizer.push(delta.token_ids)
+
+class _Answer:
+    """One sequence as its caller reads it: tokens become text at once."""
+
+    def __init__(self, generation: Generation, detokenizer: Detokenizer) -> None:
+        self._generation = generation
+        self._detokenizer = detokenizer
+        self.num_tokens = 0
+
+    async def read(self, num_tokens: int) -> None:
+        end = self.num_tokens + num_tokens
+        async for delta in self._generation:
+            self.num_tokens += len(delta.token_ids)
+            self._detokenizer.push(delta.token_ids)
+            if self.num_tokens >= end:
+                return
+
+    async def leave(self) -> None:
+        await self._generation.aclose()
 
 
 @asynccontextmanager

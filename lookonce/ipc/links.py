@@ -46,7 +46,7 @@ class EngineLink(Protocol):
     def poll(self, timeout: float) -> list[tuple[str, Sequence[Buffer]]]:
         """All `(sender, frames)` that have come; waits up to `timeout` seconds for the first.
 
-        Returns early, possibly empty, after `wake`.
+        Returns early, possibly empty, after `wake` or when a connection changes.
         """
 
     def send(self, sender: str, frames: Sequence[Buffer]) -> bool:
