@@ -9,7 +9,7 @@ from setuptools import Extension, setup
 
 ATTENTION, NATIVE = "lookonce/model/attention", "lookonce/model/native"
 HEADERS = [f"{ATTENTION}/{name}.h" for name in ("vectors", "problem", "chunk", "step")]
-HEADERS += [f"{ATTENTION}/{name}.h" for name in ("arguments", "machine")]
+HEADERS += [f"{ATTENTION}/{name}.h" for name in ("arguments", "machine", "units")]
 ARITHMETIC = {
     "extra_compile_args": ["-O3", "-march=native", "-std=gnu++17", "-fopenmp"],
     "extra_link_args": ["-fopenmp"],
@@ -30,7 +30,7 @@ setup(
             sources=[f"{NATIVE}/module.cpp"],
             depends=[
                 *HEADERS,
-                *(f"{NATIVE}/{name}.h" for name in ("units", "linear", "decoder", "windows")),
+                *(f"{NATIVE}/{name}.h" for name in ("linear", "decoder", "windows")),
             ],
             **ARITHMETIC,
         ),

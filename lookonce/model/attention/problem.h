@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "vectors.h"
+#include "units.h"
 
 namespace paged {
 

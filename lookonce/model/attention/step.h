@@ -29,7 +29,7 @@ class Attention {
   public:
     Attention(const Problem& problem, const Task& task, Scratch& scratch)
         : p(problem), t(task), s(scratch), group(p.group()), rows(int(task.count * group)),
-          packed(rows > DIRECT_ROWS), depth(pad(p.head_dim, LANES)),
+          packed(rows > DIRECT_ROWS), in_units(multiplied_in_units()), depth(pad(p.head_dim, LANES)),
           start(p.query_start[task.sequence] + task.first) {
         s.prepare(pad(rows, BLOCK_ROWS), depth, packed);
     }
@@ -40,11 +40,10 @@ class Attention {
         KeyChunk<T> chunk;
         for (int64_t key = lowest; key < highest; key += CHUNK) {
             chunk.locate(p, t, key, highest);
-            if (packed) pack_keys(chunk, p.head_dim, s.keys);
             score(chunk);
             for (int r = 0; r < rows; ++r) soften_row(chunk, r);
             // Zero times NaN or infinity would reach every row of a packed product.
-            if (packed && pack_values(chunk, p.head_dim, depth, s.values))
+            if (in_units && packed && pack_values(chunk, p.head_dim, depth, s.values))
                 add_packed_values(chunk);
             else
                 add_direct_values(chunk);
@@ -53,15 +52,25 @@ class Attention {
     }
 
   private:
+    using U = typename Arithmetic<T>::U;
+    static constexpr int PER_UNIT = U::PER_UNIT;
+
     const Problem& p;
     const Task& t;
     Scratch& s;
     const int64_t group;
     const int rows;
-    const bool packed;
+    const bool packed, in_units;
     const int64_t depth, start;  // start: the task's first row of the query tensor
     int64_t lowest, highest;     // keys that any row sees
 
+    // Packed always, as odd dimensions are padded; straight from pages in whole vectors of units.
+    bool multiplied_in_units() const {
+        if (packed) return p.head_dim % PER_UNIT == 0;
+        return PER_UNIT > 1 && p.head_dim % (LANES * PER_UNIT) == 0;
+    }
+
+    // As they are where they are multiplied in units, else as floats; scores are scaled later.
     void load_queries() {
         const int64_t padded = pad(rows, BLOCK_ROWS);
         std::fill(s.query, s.query + padded * depth, 0.0f);
@@ -71,7 +80,10 @@ class Attention {
             const int64_t head = t.kv_head * group + r % group;
             const T* from = query + (start + r / group) * p.query_token + head * p.query_head;
             float* to = s.query + r * depth;
-            for (int64_t d = 0; d < p.head_dim; ++d) to[d] = widen(from[d]) * p.scale;
+            if (in_units)
+                std::memcpy(to, from, p.head_dim * sizeof(T));
+            else
+                for (int64_t d = 0; d < p.head_dim; ++d) to[d] = widen(from[d]);
             s.maximum[r] = p.sinks ? p.sinks[head] : LOWEST;
             s.total[r] = p.sinks ? 1.0f : 0.0f;
         }
@@ -92,9 +104,7 @@ class Attention {
     }
 
     void score(const KeyChunk<T>& chunk) {
-        if (packed)
-            return product(rows, pad(chunk.count, LANES), p.head_dim, s.query, depth, s.keys, CHUNK,
-                           s.scores, CHUNK, false);
+        if (packed) return packed_scores(chunk);
         switch (p.head_dim % LANES ? 0 : p.head_dim / LANES) {
             case 1: return direct<1>(chunk);
             case 2: return direct<2>(chunk);
@@ -106,9 +116,27 @@ class Attention {
         }
     }
 
+    void packed_scores(const KeyChunk<T>& chunk) {
+        const int64_t dim = p.head_dim, columns = pad(chunk.count, LANES);
+        if (in_units) {
+            const int64_t units = dim / PER_UNIT;
+            pack_keys(chunk, units, s.keys,
+                      [=](const T* key, int64_t at) { return load_units_within(key, at, units); });
+            product<U>(rows, columns, units, s.query, depth, s.keys, CHUNK, s.scores, CHUNK, false);
+        } else {
+            pack_keys(chunk, dim, s.keys,
+                      [=](const T* key, int64_t at) { return load_within(key, at, dim); });
+            product<Whole>(rows, columns, dim, s.query, depth, s.keys, CHUNK, s.scores, CHUNK,
+                           false);
+        }
+    }
+
     template <int VECS>
     void direct(const KeyChunk<T>& chunk) {
-        direct_scores<VECS>(s.query, rows, p.head_dim, depth, chunk, s.scores);
+        if (in_units)
+            direct_scores<VECS, true>(s.query, rows, p.head_dim, depth, chunk, s.scores);
+        else
+            direct_scores<VECS, false>(s.query, rows, p.head_dim, depth, chunk, s.scores);
     }
 
     // The keys of the chunk that row r sees: [begin, end), empty where begin >= end.
@@ -125,12 +153,14 @@ class Attention {
         if (begin >= end)
             std::fill(scores, scores + CHUNK, 0.0f);
         else
-            soften(scores, begin, end, chunk.count, p.softcap, s.maximum + r, s.total + r,
+            soften(scores, begin, end, chunk.count, p.scale, p.softcap, s.maximum + r, s.total + r,
                    s.output + r * depth, depth);
     }
 
     void add_packed_values(const KeyChunk<T>& chunk) {
-        product(rows, depth, chunk.count, s.scores, CHUNK, s.values, depth, s.output, depth, true);
+        for (int r = 0; r < rows; ++r) to_units<U>(s.scores + r * CHUNK, chunk.count);
+        product<U>(rows, depth, (chunk.count + PER_UNIT - 1) / PER_UNIT, s.scores, CHUNK, s.values,
+                   depth, s.output, depth, true);
     }
 
     void add_direct_values(const KeyChunk<T>& chunk) {

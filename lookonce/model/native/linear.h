@@ -8,7 +8,7 @@
 
 #include <vector>
 
-#include "units.h"
+#include "../attention/units.h"
 
 namespace native {
 

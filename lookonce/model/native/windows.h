@@ -11,8 +11,7 @@
 #include <cmath>
 #include <memory>
 
-#include "../attention/problem.h"
-#include "units.h"
+#include "../attention/chunk.h"
 
 namespace native {
 
@@ -32,9 +31,7 @@ template <typename U>
 class WindowAttention {
     using T = typename U::Element;
     static constexpr int KEYS = 256;            // of a chunk
-    static constexpr int ROWS = 6, GROUP = 96;  // of a register tile, of a task
-    static constexpr int VECS = LANES == 16 ? 4 : 2;
-    static constexpr int WIDE = VECS * LANES;
+    static constexpr int ROWS = BLOCK_ROWS, GROUP = 96;  // of a register tile, of a task
 
   public:
     explicit WindowAttention(const Windows& windows)
@@ -85,7 +82,7 @@ class WindowAttention {
                 const size_t chunks_begin = chunks.size();
                 for (int64_t at = begin; at < end; at += KEYS) {
                     const int count = int(std::min<int64_t>(KEYS, end - at));
-                    const int padded = int(pad(count, WIDE));
+                    const int padded = int(pad(count, LANES));
                     chunks.push_back({at, head, count, padded, size, size + units * padded});
                     size += units * padded + padded / U::PER_UNIT * depth;
                 }
@@ -139,30 +136,6 @@ class WindowAttention {
         for (int64_t d = 0; d < w.dim; ++d) to[d] = widen(from[d]);
     }
 
-    // c[ROWS][N vectors] (+)= a[ROWS][inner units] * b[inner][N vectors of units]
-    template <int N>
-    static void product(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
-                        int64_t inner, float* c, int64_t c_stride, bool add) {
-        Vec sum[ROWS][N] = {};
-        for (int64_t k = 0; k < inner; ++k) {
-            UnitVec right[N];
-#pragma GCC unroll 4
-            for (int j = 0; j < N; ++j)
-                std::memcpy(&right[j], b + k * b_stride + j * LANES, sizeof right[j]);
-#pragma GCC unroll 6
-            for (int r = 0; r < ROWS; ++r) {
-                const UnitVec left = UnitVec{} + int32_t(a[r * a_stride + k]);
-#pragma GCC unroll 4
-                for (int j = 0; j < N; ++j) sum[r][j] = U::add_product(sum[r][j], left, right[j]);
-            }
-        }
-        for (int r = 0; r < ROWS; ++r)
-            for (int j = 0; j < N; ++j) {
-                float* to = c + r * c_stride + j * LANES;
-                store(to, add ? load(to) + sum[r][j] : sum[r][j]);
-            }
-    }
-
     struct State {
         std::vector<uint32_t> query, weights;  // [rows][units], [ROWS][KEYS / PER_UNIT]
         std::vector<float> scores, output;     // [ROWS][KEYS], [rows][depth]
@@ -195,21 +168,14 @@ class WindowAttention {
     void meet(State& s, const Chunk& chunk, int first) const {
         const uint32_t* keys = packed.get() + chunk.keys_at;
         const uint32_t* values = packed.get() + chunk.values_at;
-        for (int column = 0; column < chunk.padded; column += WIDE)
-            product<VECS>(s.query.data() + first * units, units, keys + column, chunk.padded,
-                          units, s.scores.data() + column, KEYS, false);
+        product<U>(ROWS, chunk.padded, units, s.query.data() + first * units, units, keys,
+                   chunk.padded, s.scores.data(), KEYS, false);
         const int64_t stride = KEYS / U::PER_UNIT, inner = chunk.padded / U::PER_UNIT;
         for (int r = 0; r < ROWS; ++r)
             soften(s.scores.data() + r * KEYS, chunk, s.weights.data() + r * stride,
                    s.maximum[first + r], s.total[first + r], s.output.data() + (first + r) * depth);
-        float* output = s.output.data() + first * depth;
-        int64_t column = 0;
-        for (; column + WIDE <= depth; column += WIDE)
-            product<VECS>(s.weights.data(), stride, values + column, depth, inner, output + column,
-                          depth, true);
-        for (; column < depth; column += LANES)
-            product<1>(s.weights.data(), stride, values + column, depth, inner, output + column,
-                       depth, true);
+        product<U>(ROWS, depth, inner, s.weights.data(), stride, values, depth,
+                   s.output.data() + first * depth, depth, true);
     }
 
     // Scores to weights; what was summed so far is scaled to the new maximum.

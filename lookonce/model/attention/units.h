@@ -6,13 +6,18 @@
 #include <immintrin.h>
 #endif
 
-#include "../attention/vectors.h"
+#include "vectors.h"
 
-namespace native {
-
-using namespace paged;
+namespace paged {
 
 typedef int32_t UnitVec __attribute__((vector_size(LANES * 4)));
+
+// LANES units, wherever they come from.
+inline UnitVec load_units(const void* from) {
+    UnitVec v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
 
 // One float a unit.
 struct Whole {
@@ -24,7 +29,8 @@ struct Whole {
         return bits;
     }
     static Vec add_product(Vec sum, UnitVec a, UnitVec b) { return sum + (Vec)a * (Vec)b; }
-    static void store_units(uint32_t* to, Vec v) { std::memcpy(to, &v, sizeof v); }
+    static Vec units(Vec first, Vec) { return first; }
+    static void store_units(void* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 };
 
 #ifdef __AVX512BF16__
@@ -40,10 +46,32 @@ struct Pair {
     static Vec add_product(Vec sum, UnitVec a, UnitVec b) {
         return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
     }
-    static void store_units(uint32_t* to, Vec v) {
+    // Of values that are bf16 already.
+    static Vec units(Vec first, Vec second) {
+        IntVec low, high;
+        std::memcpy(&low, &first, sizeof low), std::memcpy(&high, &second, sizeof high);
+        const IntVec both = low >> 16 | (high & 0xffff0000);
+        Vec v;
+        std::memcpy(&v, &both, sizeof v);
+        return v;
+    }
+    static void store_units(void* to, Vec v) {
         const __m256bh halves = _mm512_cvtneps_pbh((__m512)v);
         std::memcpy(to, &halves, sizeof halves);
     }
+};
+#endif
+
+// What tensors of a type are multiplied as.
+template <typename T>
+struct Arithmetic {
+    using U = Whole;
+};
+
+#ifdef __AVX512BF16__
+template <>
+struct Arithmetic<BFloat16> {
+    using U = Pair;
 };
 #endif
 
@@ -56,4 +84,4 @@ inline V in_register(V v) {
     return v;
 }
 
-}  // namespace native
+}  // namespace paged
