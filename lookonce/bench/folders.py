@@ -24,8 +24,12 @@ CORPUS = (
 """What the byte-level BPE learns its few merges from."""
 
 
-def make_folder(kind: str, target: Path, *, seed: int = 0, scale: str = "tiny") -> Path:
+def make_folder(
+    kind: str, target: Path, *, seed: int = 0, scale: str = "tiny", dtype: str = "float32"
+) -> Path:
     """Write a folder of `kind` (see `KINDS`) at `scale` (see `SCALES`) to `target` and return it.
+
+    `dtype` is the weights', "float32" or "bfloat16".
 
     Raises `ConfigError` for an unknown kind or scale.
     """
@@ -41,7 +45,8 @@ def make_folder(kind: str, target: Path, *, seed: int = 0, scale: str = "tiny") 
         _write_json(target / "preprocessor_config.json", chosen.preprocessor(sizes))
     if chosen.processor:
         _write_json(target / "processor_config.json", chosen.processor)
-    write_model(chosen.config(sizes, ids), target, eos_token_id=ids["eos_token_id"], seed=seed)
+    config = chosen.config(sizes, ids)
+    write_model(config, target, eos_token_id=ids["eos_token_id"], seed=seed, dtype=dtype)
     return target
 
 
@@ -68,7 +73,9 @@ def write_tokenizer(kind: FolderKind, target: Path, *, vocab_size: int) -> dict[
     return ids | {f"{role}_id": ids[text] for role, text in kind.roles.items()}
 
 
-def write_model(config: Any, target: Path, *, eos_token_id: int, seed: int) -> None:
+def write_model(
+    config: Any, target: Path, *, eos_token_id: int, seed: int, dtype: str = "float32"
+) -> None:
     """Build the model of a transformers config with random weights and save it."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
@@ -78,6 +85,7 @@ def write_model(config: Any, target: Path, *, eos_token_id: int, seed: int) -> N
     with torch.random.fork_rng(devices=[]):
         model = auto.from_config(config)
     randomise(model, seed)
+    model.to(getattr(torch, dtype))
     if model.generation_config.eos_token_id is None:
         model.generation_config.eos_token_id = eos_token_id
     disable_progress_bar()

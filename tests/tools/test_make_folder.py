@@ -1,0 +1,38 @@
+"""`tools/make_folder.py` writes what the server loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lookonce.config import ModelConfig
+from lookonce.model.loader import load_model
+from tools.make_folder import main
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_folder_of_either_type_loads(tmp_path: Path, dtype: str) -> None:
+    assert main(["qwen2_5_vl", str(tmp_path / "folder"), "--dtype", dtype]) == 0
+    weights = load_file(tmp_path / "folder" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {getattr(torch, dtype)}
+    loaded = load_model(ModelConfig(folder=str(tmp_path / "folder"), served_name="x", dtype=dtype))
+    assert loaded.info.modalities == ("image",)
+
+
+def test_the_same_arguments_give_the_same_weights(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        assert main(["llama", str(tmp_path / name), "--seed", "7"]) == 0
+    one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_folder_with_something_in_it_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").write_text("keep")
+    assert main(["llama", str(tmp_path)]) == 2
+    assert "not empty" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]

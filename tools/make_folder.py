@@ -1,0 +1,45 @@
+"""A complete Hugging Face folder with random weights: what tests and benchmarks serve.
+
+    .venv/bin/python tools/make_folder.py qwen2_5_vl ./qwen-8m --scale 8m --dtype bfloat16
+    .venv/bin/lookonce serve ./qwen-8m --dtype bfloat16
+
+The same kind, scale, type and seed give the same folder. Kinds and scales: --help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lookonce.bench.folder_base import SCALES
+from lookonce.bench.folder_kinds import KINDS
+from lookonce.bench.folders import make_folder
+
+DTYPES = ("float32", "bfloat16")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kind", choices=sorted(KINDS))
+    parser.add_argument("folder", type=Path, help="must not exist, or be empty")
+    parser.add_argument("--scale", choices=sorted(SCALES), default="tiny")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    if options.folder.exists() and any(options.folder.iterdir()):
+        print(f"{options.folder} is not empty", file=sys.stderr)
+        return 2
+    folder = make_folder(
+        options.kind, options.folder, seed=options.seed, scale=options.scale, dtype=options.dtype
+    )
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    print(f"{folder}: {size / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
