@@ -122,7 +122,8 @@ def _served(options: argparse.Namespace) -> Iterator[str]:
     with tempfile.TemporaryDirectory() if options.peer_shape else nullcontext("") as scratch:
         model = options.model
         if options.peer_shape:
-            model = str(make_folder(peer.FOLDER, Path(scratch) / "folder", scale=options.scale))
+            target = Path(scratch) / "folder"
+            model = str(make_folder(peer.FOLDER, target, scale=options.scale, dtype=peer.DTYPE))
         arguments = [model, "--served-model-name", "bench", *shlex.split(options.serve_options)]
         with running_server(arguments) as server:
             yield server.url
@@ -236,7 +237,8 @@ def _note(options: argparse.Namespace) -> str:
     pace = f"concurrency {options.concurrency}" if options.concurrency else ""
     if options.rate is not None:
         pace = f"{options.rate:g} requests/s {'at ' + pace if pace else ''}".strip()
-    return (
+    note = (
         f"{options.requests} requests, {pace}, {options.output_tokens} output tokens, "
         f"{options.pictures} x {options.picture}, seed {options.seed}"
     )
+    return f"{note}, served with {options.serve_options}" if options.serve_options else note
