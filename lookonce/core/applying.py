@@ -58,11 +58,14 @@ class Applier:
         if result.failed_items or result.failed_sequences:
             self._end_failed(result)
         sequences, token_ids, logprobs = self._roster.sequences, result.token_ids, result.logprobs
+        block_size, decoding = self._pool.block_size, State.DECODING
         sampled = 0
         for entry in plan.scheduled:
             sequence = sequences.get(entry.seq_id)
             if sequence is not None:
-                self._advance(sequence, entry.start + entry.num_tokens)
+                sequence.num_computed = entry.start + entry.num_tokens
+                if sequence.num_computed % block_size == 0 or sequence.state is not decoding:
+                    self._advance(sequence)
                 if entry.sample:
                     logprob = None if logprobs is None else logprobs[sampled]
                     self._append(sequence, token_ids[sampled], logprob)
@@ -102,23 +105,22 @@ class Applier:
             if sequence is not None:
                 self._lifecycle.end(sequence.request, "error", error)
 
-    def _advance(self, sequence: Sequence, num_computed: int) -> None:
-        sequence.num_computed = num_computed
-        if num_computed >= (sequence.num_registered + 1) * self._pool.block_size:
-            self._register_blocks(sequence)
+    def _advance(self, sequence: Sequence) -> None:
+        """All that new positions bring about; a decode's bring nothing until they fill a block."""
+        self._register_blocks(sequence)
         if sequence.held:
             self._release_passed_items(sequence)
         request = sequence.request
         if request.session is not None:
-            request.session.let_go(request.features, request.items, num_computed)
+            request.session.let_go(request.features, request.items, sequence.num_computed)
         if sequence.state is State.PREFILLING:
             self._lifecycle.accept_once_covered(sequence)
 
     def _register_blocks(self, sequence: Sequence) -> None:
         """Remember full blocks under their hashes, unless a reset made their K/V outdated."""
-        if not self._prefix_caching:
-            return
         full = sequence.num_computed // self._pool.block_size
+        if full <= sequence.num_registered or not self._prefix_caching:
+            return
         if sequence.cache_generation == self._pool.generation:
             sequence.extend_chain(self._pool.block_size, full)
             for index in range(sequence.num_registered, full):

@@ -2,52 +2,45 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 from numpy.typing import NDArray
 
-SPARE_TOKENS = 64
-"""Room made beyond doubling, so that short prompts do not grow every few tokens."""
+_INT32 = "i"
 
 
 class TokenBuffer:
-    """Token ids as int32, appended in amortised O(1).
+    """Token ids as int32: the prompt, never written, and what has been appended since.
 
-    Begins as a shared view of the prompt, which is never written: the first append moves to
-    storage of its own, so that the samples of one request share the prompt until they generate.
+    The samples of one request share the prompt.
     """
 
-    __slots__ = ("_data", "_length")
+    __slots__ = ("_appended", "_num_prompt", "_prompt", "append")
 
     def __init__(self, prompt: NDArray[np.int32]) -> None:
-        self._data = prompt
-        self._length = len(prompt)
+        self._prompt = prompt
+        self._num_prompt = len(prompt)
+        self._appended = array(_INT32)
+        self.append = self._appended.append
+        """Add one token; amortised O(1)."""
 
     def __len__(self) -> int:
-        return self._length
-
-    def append(self, token_id: int) -> None:
-        if self._length == len(self._data):
-            grown = np.empty(2 * self._length + SPARE_TOKENS, dtype=np.int32)
-            grown[: self._length] = self._data
-            self._data = grown
-        self._data[self._length] = token_id
-        self._length += 1
+        return self._num_prompt + len(self._appended)
 
     def extend(self, token_ids: NDArray[np.int32]) -> None:
-        length = self._length + len(token_ids)
-        if length > len(self._data):
-            grown = np.empty(2 * length + SPARE_TOKENS, dtype=np.int32)
-            grown[: self._length] = self._data[: self._length]
-            self._data = grown
-        self._data[self._length : length] = token_ids
-        self._length = length
+        self._appended.frombytes(token_ids.tobytes())
 
     def view(self) -> NDArray[np.int32]:
-        """All tokens, `[num_tokens]`, read-only and without a copy."""
-        view = self._data[: self._length]
+        """All tokens, `[num_tokens]`, read-only; a copy where any were appended."""
+        view = self._prompt.view()
+        if self._appended:
+            view = np.concatenate((view, np.array(self._appended, dtype=np.int32)))
         view.flags.writeable = False
         return view
 
     def raw(self, start: int, stop: int) -> bytes:
         """Little-endian bytes of tokens `[start, stop)`."""
-        return self._data[start:stop].tobytes()
+        in_prompt = self._prompt[start:stop].tobytes()
+        first = max(0, start - self._num_prompt)
+        return in_prompt + self._appended[first : max(0, stop - self._num_prompt)].tobytes()
