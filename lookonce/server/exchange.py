@@ -23,7 +23,7 @@ from lookonce.server.receipt import kv_transfer_params, reuse_receipt, usage
 from lookonce.server.responding import json_response
 from lookonce.server.responses import KVTransferParams, ReuseReceipt, StopReason, Usage
 from lookonce.server.services import Services
-from lookonce.server.stream import PLAIN, Chunks, EventStream, Wire
+from lookonce.server.stream import PLAIN, EventStream, Group, Groups, Wire
 from lookonce.types.request import RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -199,12 +199,15 @@ async def _collected(exchange: Exchange, form: Format) -> msgspec.Struct:
     return form.whole(samples)
 
 
-async def _streamed(exchange: Exchange, form: Format) -> Chunks:
+async def _streamed(exchange: Exchange, form: Format) -> Groups:
     with exchange:
         await form.render()
+        unfinished = sum(generation.sampling.n for generation in exchange.generations)
         async with aclosing(merged(exchange.generations)) as pieces:
             async for piece in pieces:
-                if chunks := list(form.chunks(piece)):
-                    yield chunks
-    if exchange.include_usage:
-        yield [form.usage_chunk()]
+                chunks = list(form.chunks(piece))
+                unfinished -= piece.finish_reason is not None
+                if not unfinished and exchange.include_usage:
+                    chunks.append(form.usage_chunk())
+                if chunks or not unfinished:
+                    yield Group(chunks, last=not unfinished)

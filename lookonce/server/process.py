@@ -30,6 +30,7 @@ from lookonce.engine.progress import Failed, ProgressPipe
 from lookonce.errors import ConfigError, ModelLoadError, error_to_wire
 from lookonce.server.app import build_app
 from lookonce.server.services import Drain
+from lookonce.server.transport import HttpProtocol
 from lookonce.server.warmup import warming_up
 from lookonce.server.wiring import open_services
 
@@ -82,7 +83,7 @@ def uvicorn_config(config: Config, app: object) -> uvicorn.Config:
         app,  # type: ignore[arg-type]
         interface="asgi3",
         loop="uvloop",
-        http="httptools",
+        http=HttpProtocol,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -17,8 +17,16 @@ from lookonce.server.responding import encode, error_body
 
 logger = logging.getLogger("lookonce.server")
 
-Chunks = AsyncGenerator[Sequence[msgspec.Struct], None]
-"""Chunks in groups: those of a group are there at the same time, and are written at once."""
+
+class Group(NamedTuple):
+    """Chunks that are there at the same time, and are written at once."""
+
+    chunks: Sequence[msgspec.Struct]
+    last: bool
+    """Nothing follows but the stream's end."""
+
+
+Groups = AsyncGenerator[Group, None]
 
 HEADERS = [
     (b"cache-control", b"no-cache"),
@@ -62,27 +70,27 @@ class EventStream(Response):
     fails later becomes an error event, the last one.
     """
 
-    def __init__(self, chunks: Chunks, wire: Wire = PLAIN) -> None:
+    def __init__(self, groups: Groups, wire: Wire = PLAIN) -> None:
         # Not Response's own: there is no body yet, and the headers are always the same.
         self.background = None
-        self._chunks = chunks
+        self._groups = groups
         self._wire = wire
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._chunks):
+        async with aclosing(self._groups):
             with WhileConnected(receive):
                 await self._send_all(send)
 
     async def _send_all(self, send: Send) -> None:
-        wire, chunks = self._wire, self._chunks
-        group: Sequence[msgspec.Struct] | None = await anext(chunks)
+        wire, groups = self._wire, self._groups
+        group = await anext(groups)
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        end = wire.end
         try:
-            while group is not None:
-                body = b"".join(map(wire.event, group))
+            while not group.last:
+                body = b"".join(map(wire.event, group.chunks))
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-                group = await anext(chunks, None)
+                group = await anext(groups)
+            end = b"".join(map(wire.event, group.chunks)) + wire.end
         except LookOnceError as error:
             end = wire.failure(error) + wire.end
         except Exception as error:
