@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from lookonce.bench.folders import randomise
+from lookonce.bench.folders import make_folder, randomise
 from lookonce.config import ModelConfig
 from lookonce.model.attention.backend import AttentionBuffers, AttentionMetadata
 from lookonce.model.attention.cpu import KernelBackend
@@ -157,6 +157,26 @@ def test_bf16_of_sizes_that_no_vector_divides(make: Callable[[], ModelFamily]) -
     subject = subject_of(family, torch.bfloat16)
     for count in (1, 2, 3, 8):
         agree(subject, decode_inputs(subject, [5] * count), tolerance=3e-2)
+
+
+def test_bf16_numbers_are_read_as_such_and_give_the_same_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_folder("qwen3", tmp_path, dtype="bfloat16")
+    halved = from_folder(path)
+    monkeypatch.setattr(native, "MAX_HALVED_BYTES", 0)
+    whole = from_folder(path)
+    assert (halved.native.reads_bf16, whole.native.reads_bf16) == (True, False)
+    inputs = decode_inputs(halved, [5, 6, 7, 8, 9])
+    agree(halved, inputs)
+    first, second = halved.native.logits(inputs), whole.native.logits(inputs)
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first, second)
+
+
+def test_other_numbers_are_not_rounded(folder: Folder) -> None:
+    assert not from_folder(folder("llama")).native.reads_bf16
 
 
 def test_more_threads_compute_the_same(folder: Folder) -> None:

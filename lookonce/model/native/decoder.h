@@ -1,6 +1,7 @@
 // A plain decoder (see decoder.py) over the few tokens of a decode step, embedding to logits.
 //
-// Weights and KV pages are of one type T, fp32 or bf16; everything between them is fp32.
+// Weights and KV pages are of one type T, fp32 or bf16; everything between them is fp32. Matrices of
+// an fp32 model whose numbers are all bf16 numbers may lie there as such (W): half as much to read.
 
 #pragma once
 
@@ -18,23 +19,23 @@ struct Norm {
     float eps;
 };
 
-template <typename T>
+template <typename T, typename W>
 struct Layer {
     Norm<T> before, between, query, key;
-    Linear<T> qkv, out, gate_up, down;
+    Linear<T, W> qkv, out, gate_up, down;
     T *keys, *values;  // pages, as in attention/step.h
     const float* sinks;
     int64_t window;
     float scale, softcap;
 };
 
-template <typename T>
+template <typename T, typename W>
 struct Model {
     int64_t hidden, ffn, heads, kv_heads, head_dim, vocab, num_blocks, block_size;
     const T* embedding;  // [vocab][hidden]
     Norm<T> norm;
-    Linear<T> head;      // to logits
-    std::vector<Layer<T>> layers;
+    Linear<T, W> head;   // to logits
+    std::vector<Layer<T, W>> layers;
 
     int64_t rotated() const { return heads + kv_heads; }
     int64_t qkv_width() const { return (heads + 2 * kv_heads) * head_dim; }
@@ -75,10 +76,10 @@ inline Vec silu(Vec x) {
     return x / (1.0f + exp_vec(negated));
 }
 
-template <typename T>
+template <typename T, typename W>
 class Pass {
   public:
-    Pass(const Model<T>& model, const Step& step)
+    Pass(const Model<T, W>& model, const Step& step)
         : m(model), s(step), tokens(step.attention.num_tokens()),
           num_threads(step.attention.num_threads) {}
 
@@ -88,7 +89,7 @@ class Pass {
         if (const int64_t fault = check()) return fault;
         prepare();
         embed();
-        for (const Layer<T>& layer : m.layers) {
+        for (const Layer<T, W>& layer : m.layers) {
             attend(layer);
             feed_forward(layer);
         }
@@ -97,7 +98,7 @@ class Pass {
     }
 
   private:
-    const Model<T>& m;
+    const Model<T, W>& m;
     const Step& s;
     const int64_t tokens;
     const int num_threads;
@@ -147,7 +148,7 @@ class Pass {
             normalise(norm, x + t * m.hidden, m.hidden, normed + t * m.hidden);
     }
 
-    void attend(const Layer<T>& layer) {
+    void attend(const Layer<T, W>& layer) {
         norm_all(layer.before);
         apply(layer.qkv, normed, tokens, wide, false, num_threads);
         for (int64_t t = 0; t < tokens; ++t) turn(layer, t);
@@ -165,7 +166,7 @@ class Pass {
     }
 
     // Queries and keys normed where the model does that, turned by their position, and narrowed.
-    void turn(const Layer<T>& layer, int64_t token) {
+    void turn(const Layer<T, W>& layer, int64_t token) {
         float* from = wide + token * m.qkv_width();
         T* to = qkv + token * m.qkv_width();
         const int64_t at = s.positions[token] * m.head_dim, half = m.head_dim / 2;
@@ -181,7 +182,7 @@ class Pass {
         for (int64_t i = 0; i < m.kv_heads * m.head_dim; ++i) narrow(from[i], to + i);
     }
 
-    void feed_forward(const Layer<T>& layer) {
+    void feed_forward(const Layer<T, W>& layer) {
         norm_all(layer.between);
         apply(layer.gate_up, normed, tokens, wide, false, num_threads);
         for (int64_t t = 0; t < tokens; ++t) {

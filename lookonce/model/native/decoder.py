@@ -38,6 +38,8 @@ except ImportError:  # no compiler where it was installed, or built for another 
 MAX_TOKENS = 64
 """Tokens of a step up to which this is ahead of torch."""
 FIRST_POSITIONS = 1024
+MAX_HALVED_BYTES = 2 << 30
+"""Of fp32 matrices that are copied as bf16."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest difference to the lean decoder's logits, relative to their largest value."""
 
@@ -74,6 +76,8 @@ class NativeDecoder:
         _require(self._dtype in TOLERANCE, f"{self._dtype} is not compiled for")
         self._lean = lean
         self.position_axes = family.position_axes
+        self.reads_bf16 = self._dtype is torch.float32 and _are_bf16(_matrices(lean, head))
+        """Matrices are read as bf16: the same numbers in half the memory traffic."""
         self._kept: list[Tensor] = []
         """What compiled code holds addresses of."""
         self._num_outputs = head.out_features
@@ -90,12 +94,12 @@ class NativeDecoder:
             kv_pages.block_size,
             *self._norm(lean.norm),
             head.out_features,
-            self._address(head.weight),
+            self._matrix(head.weight),
         )
         sizes = [_sizes(layer) for layer in layers]
         _require(len(set(sizes)) == 1, "layers differ in size")
         numbers = tuple(map(self._layer, layers, kv_pages.layers))
-        self._handle = _native.make(model, numbers, self._dtype is torch.bfloat16)
+        self._handle = _native.make(model, numbers, self._dtype is torch.bfloat16, self.reads_bf16)
         self._cos = self._sin = torch.empty((0, first.head_dim))
 
     def logits(self, inputs: DecodeInputs) -> Tensor | None:
@@ -177,7 +181,13 @@ class NativeDecoder:
 
     def _linear(self, linear: Linear) -> tuple[int, int]:
         weight, bias = linear
-        return self._address(weight), 0 if bias is None else self._address(bias)
+        return self._matrix(weight), 0 if bias is None else self._address(bias)
+
+    def _matrix(self, weight: Tensor) -> int:
+        if not self.reads_bf16:
+            return self._address(weight)
+        self._kept.append(weight.bfloat16())
+        return self._kept[-1].data_ptr()
 
     def _address(self, tensor: Tensor) -> int:
         _require(tensor.is_contiguous(), "a weight is not contiguous")
@@ -239,6 +249,25 @@ def _sizes(layer: LeanLayer) -> tuple[int, ...]:
     linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
     shapes = [size for weight, _ in linears for size in weight.shape]
     return (*shapes, layer.num_heads, layer.num_kv_heads, layer.head_dim)
+
+
+def _matrices(lean: LeanDecoder, head: nn.Linear) -> list[Tensor]:
+    linears = [
+        linear
+        for layer in lean.layers
+        for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
+    ]
+    return [head.weight, *(weight for weight, _ in linears)]
+
+
+def _are_bf16(weights: list[Tensor]) -> bool:
+    """Whether all numbers are bf16 numbers, as they are where a published model was widened.
+
+    Never beyond `MAX_HALVED_BYTES`: the copies take half as much again.
+    """
+    if sum(weight.nbytes for weight in weights) > MAX_HALVED_BYTES:
+        return False
+    return all(torch.equal(weight.bfloat16().float(), weight) for weight in weights)
 
 
 def _is_silu(activation: object) -> bool:

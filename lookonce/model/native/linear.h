@@ -16,15 +16,17 @@ using namespace paged;
 
 constexpr int MAX_TILE_TOKENS = 4;
 
-// y[t][n] = x[t] . weight[n] + bias[n], and y[t][n] itself where `add`.
-template <typename T>
+// y[t][n] = x[t] . weight[n] + bias[n], and y[t][n] itself where `add`. T is the model's type; its
+// weights may lie there as W, if they are the same numbers.
+template <typename T, typename W>
 struct Linear {
-    const T *weight, *bias;  // [outputs][inputs]; [outputs] or null
+    const W* weight;  // [outputs][inputs]
+    const T* bias;    // [outputs] or null
     int64_t inputs, outputs;
 };
 
-// How weights of a type meet tokens: as what (Input), and so many inputs (STEP) at a time.
-template <typename T>
+// How weights meet tokens: as what (Input), and so many inputs (STEP) at a time.
+template <typename T, typename W>
 struct Meeting {
     using Input = float;
     using Vector = Vec;
@@ -40,7 +42,7 @@ struct Meeting {
 #ifdef __AVX512BF16__
 // Tokens are rounded to bf16 as well, as a model computed in bf16 does.
 template <>
-struct Meeting<BFloat16> {
+struct Meeting<BFloat16, BFloat16> {
     using Input = BFloat16;
     using Vector = UnitVec;
     static constexpr int STEP = 2 * LANES;
@@ -75,9 +77,8 @@ struct Shape {
 };
 
 // Lane (t * ROWS + r) * SPLIT + j is part j of x[t] . rows[r].
-template <int TOKENS, typename T, typename X>
-inline Vec tile(const X* const* x, const T* const* rows, int64_t inputs) {
-    using M = Meeting<T>;
+template <typename M, int TOKENS, typename W, typename X>
+inline Vec tile(const X* const* x, const W* const* rows, int64_t inputs) {
     constexpr int ROWS = Shape<TOKENS>::ROWS, SPLIT = Shape<TOKENS>::SPLIT;
     Vec sum[LANES] = {};
     int64_t k = 0;
@@ -105,7 +106,7 @@ inline Vec tile(const X* const* x, const T* const* rows, int64_t inputs) {
             const auto left = M::take(Rest<X>(x[t] + k, rest).elements);
             for (int r = 0; r < ROWS; ++r) {
                 Vec& to = sum[(t * ROWS + r) * SPLIT];
-                to = M::add_product(to, left, M::take(Rest<T>(rows[r] + k, rest).elements));
+                to = M::add_product(to, left, M::take(Rest<W>(rows[r] + k, rest).elements));
             }
         }
     }
@@ -124,20 +125,20 @@ inline void put(const float* sums, const float* bias, int64_t count, float* y, b
 }
 
 // Tokens [first, first + count) by outputs [begin, end); count is at most TOKENS.
-template <int TOKENS, typename T, typename X>
-inline void tiles(const Linear<T>& layer, const X* x, int64_t first, int64_t count, int64_t begin,
+template <int TOKENS, typename T, typename W, typename X>
+inline void tiles(const Linear<T, W>& layer, const X* x, int64_t first, int64_t count, int64_t begin,
                   int64_t end, float* y, bool add) {
     constexpr int ROWS = Shape<TOKENS>::ROWS, SPLIT = Shape<TOKENS>::SPLIT;
     const X* tokens[TOKENS];
     for (int t = 0; t < TOKENS; ++t)
         tokens[t] = x + (first + std::min<int64_t>(t, count - 1)) * layer.inputs;
     for (int64_t n = begin; n < end; n += ROWS) {
-        const T* rows[ROWS];
+        const W* rows[ROWS];
         const int64_t limit = std::min<int64_t>(ROWS, end - n);
         for (int r = 0; r < ROWS; ++r)
             rows[r] = layer.weight + (n + std::min<int64_t>(r, limit - 1)) * layer.inputs;
         float sums[LANES], bias[ROWS] = {};
-        store(sums, tile<TOKENS>(tokens, rows, layer.inputs));
+        store(sums, tile<Meeting<T, W>, TOKENS>(tokens, rows, layer.inputs));
         if (layer.bias)
             for (int64_t r = 0; r < limit; ++r) bias[r] = widen(layer.bias[n + r]);
         for (int64_t t = 0; t < count; ++t) {
@@ -152,8 +153,8 @@ inline void tiles(const Linear<T>& layer, const X* x, int64_t first, int64_t cou
 }
 
 // A stretch of outputs for all tokens, in the widest tiles that are not mostly padding.
-template <typename T, typename X>
-void stretch(const Linear<T>& layer, const X* x, int64_t num_tokens, int64_t begin, int64_t end,
+template <typename T, typename W, typename X>
+void stretch(const Linear<T, W>& layer, const X* x, int64_t num_tokens, int64_t begin, int64_t end,
              float* y, bool add) {
     for (int64_t first = 0; first < num_tokens;) {
         const int64_t count = std::min<int64_t>(num_tokens - first, MAX_TILE_TOKENS);
@@ -168,12 +169,12 @@ void stretch(const Linear<T>& layer, const X* x, int64_t num_tokens, int64_t beg
 }
 
 // x [num_tokens][inputs] → y [num_tokens][outputs], added to what is there with `add`.
-template <typename T>
-void apply(const Linear<T>& layer, const float* x, int64_t num_tokens, float* y, bool add,
+template <typename T, typename W>
+void apply(const Linear<T, W>& layer, const float* x, int64_t num_tokens, float* y, bool add,
            int num_threads) {
     constexpr int64_t STRETCH = 16;  // outputs: whole tiles, of every width
     const int64_t count = (layer.outputs + STRETCH - 1) / STRETCH;
-    const auto* inputs = Meeting<T>::inputs(x, num_tokens * layer.inputs);
+    const auto* inputs = Meeting<T, W>::inputs(x, num_tokens * layer.inputs);
     auto part = [&](int64_t i) {
         const int64_t end = std::min(layer.outputs, (i + 1) * STRETCH);
         stretch(layer, inputs, num_tokens, i * STRETCH, end, y, add);

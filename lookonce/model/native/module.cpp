@@ -13,16 +13,10 @@ using namespace native;
 constexpr const char* NAME = "lookonce native decoder";
 constexpr Py_ssize_t MODEL_NUMBERS = 13, LAYER_NUMBERS = 22, STEP_NUMBERS = 20;
 
-struct Handle {
-    bool half;
-    Model<float> single;
-    Model<BFloat16> compact;
-};
-
-template <typename T>
-Linear<T> read_linear(Arguments& a, int64_t inputs, int64_t outputs) {
-    Linear<T> linear;
-    linear.weight = a.pointer<T>(), linear.bias = a.pointer<T>();
+template <typename T, typename W>
+Linear<T, W> read_linear(Arguments& a, int64_t inputs, int64_t outputs) {
+    Linear<T, W> linear;
+    linear.weight = a.pointer<W>(), linear.bias = a.pointer<T>();
     linear.inputs = inputs, linear.outputs = outputs;
     return linear;
 }
@@ -34,41 +28,69 @@ Norm<T> read_norm(Arguments& a) {
     return norm;
 }
 
-template <typename T>
-Layer<T> read_layer(const Model<T>& m, PyObject* const* numbers) {
+template <typename T, typename W>
+Layer<T, W> read_layer(const Model<T, W>& m, PyObject* const* numbers) {
     Arguments a(numbers);
-    Layer<T> layer;
+    Layer<T, W> layer;
     layer.before = read_norm<T>(a), layer.between = read_norm<T>(a);
     layer.query = read_norm<T>(a), layer.key = read_norm<T>(a);
-    layer.qkv = read_linear<T>(a, m.hidden, m.qkv_width());
-    layer.out = read_linear<T>(a, m.heads * m.head_dim, m.hidden);
-    layer.gate_up = read_linear<T>(a, m.hidden, 2 * m.ffn);
-    layer.down = read_linear<T>(a, m.ffn, m.hidden);
+    layer.qkv = read_linear<T, W>(a, m.hidden, m.qkv_width());
+    layer.out = read_linear<T, W>(a, m.heads * m.head_dim, m.hidden);
+    layer.gate_up = read_linear<T, W>(a, m.hidden, 2 * m.ffn);
+    layer.down = read_linear<T, W>(a, m.ffn, m.hidden);
     layer.keys = a.pointer<T>(), layer.values = a.pointer<T>();
     layer.sinks = a.pointer<float>(), layer.window = a.integer();
     layer.scale = a.real(), layer.softcap = a.real();
     return layer;
 }
 
-template <typename T>
-void read_model(Model<T>& m, PyObject* const* numbers, PyObject* layers) {
-    Arguments a(numbers);
-    m.hidden = a.integer(), m.ffn = a.integer();
-    m.heads = a.integer(), m.kv_heads = a.integer(), m.head_dim = a.integer();
-    m.vocab = a.integer(), m.embedding = a.pointer<T>();
-    m.num_blocks = a.integer(), m.block_size = a.integer();
-    m.norm = read_norm<T>(a);
-    const int64_t outputs = a.integer();
-    m.head.weight = a.pointer<T>(), m.head.bias = nullptr;
-    m.head.inputs = m.hidden, m.head.outputs = outputs;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(layers); ++i) {
-        PyObject* layer = PyTuple_GET_ITEM(layers, i);
-        m.layers.push_back(read_layer<T>(m, PySequence_Fast_ITEMS(layer)));
+// A decoder of some types, for Python to hold.
+class Decoder {
+  public:
+    virtual ~Decoder() = default;
+    // Fills in what the model knows of the step; what is wrong with it, or null.
+    virtual const char* complete(Step& step, int64_t num_tokens) const = 0;
+    virtual int64_t run(const Step& step) const = 0;
+};
+
+template <typename T, typename W>
+class Typed : public Decoder {
+  public:
+    Typed(PyObject* const* numbers, PyObject* layers) {
+        Arguments a(numbers);
+        m.hidden = a.integer(), m.ffn = a.integer();
+        m.heads = a.integer(), m.kv_heads = a.integer(), m.head_dim = a.integer();
+        m.vocab = a.integer(), m.embedding = a.pointer<T>();
+        m.num_blocks = a.integer(), m.block_size = a.integer();
+        m.norm = read_norm<T>(a);
+        const int64_t outputs = a.integer();
+        m.head.weight = a.pointer<W>(), m.head.bias = nullptr;
+        m.head.inputs = m.hidden, m.head.outputs = outputs;
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(layers); ++i) {
+            PyObject* layer = PyTuple_GET_ITEM(layers, i);
+            m.layers.push_back(read_layer(m, PySequence_Fast_ITEMS(layer)));
+        }
     }
-}
+
+    const char* complete(Step& s, int64_t num_tokens) const override {
+        Problem& p = s.attention;
+        p.num_heads = m.heads, p.num_kv_heads = m.kv_heads, p.head_dim = m.head_dim;
+        p.block_size = m.block_size, p.num_blocks = m.num_blocks;
+        if (p.num_tokens() != num_tokens) return "the metadata tells another number of tokens";
+        for (int64_t i = 0; i < s.num_samples; ++i)
+            if (s.sample_rows && (s.sample_rows[i] < 0 || s.sample_rows[i] >= num_tokens))
+                return "sample row outside the step";
+        return find_fault(p);
+    }
+
+    int64_t run(const Step& step) const override { return Pass<T, W>(m, step).run(); }
+
+  private:
+    Model<T, W> m;
+};
 
 void destroy(PyObject* capsule) {
-    delete static_cast<Handle*>(PyCapsule_GetPointer(capsule, NAME));
+    delete static_cast<Decoder*>(PyCapsule_GetPointer(capsule, NAME));
 }
 
 bool is_tuple_of(PyObject* object, Py_ssize_t length) {
@@ -77,27 +99,25 @@ bool is_tuple_of(PyObject* object, Py_ssize_t length) {
     return false;
 }
 
-// make(model numbers, layers' numbers, half) → capsule
+// make(model numbers, layers' numbers, half, half weights) → capsule
 PyObject* make(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (count != 3 || !PyTuple_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "expected a model, a tuple of layers and a flag");
+    if (count != 4 || !PyTuple_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "expected a model, a tuple of layers and two flags");
         return nullptr;
     }
     if (!is_tuple_of(args[0], MODEL_NUMBERS)) return nullptr;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[1]); ++i)
         if (!is_tuple_of(PyTuple_GET_ITEM(args[1], i), LAYER_NUMBERS)) return nullptr;
-    Handle* handle = new Handle();
-    handle->half = PyObject_IsTrue(args[2]);
     PyObject* const* numbers = PySequence_Fast_ITEMS(args[0]);
-    if (handle->half)
-        read_model(handle->compact, numbers, args[1]);
+    std::unique_ptr<Decoder> decoder;
+    if (PyObject_IsTrue(args[2]))
+        decoder = std::make_unique<Typed<BFloat16, BFloat16>>(numbers, args[1]);
+    else if (PyObject_IsTrue(args[3]))
+        decoder = std::make_unique<Typed<float, BFloat16>>(numbers, args[1]);
     else
-        read_model(handle->single, numbers, args[1]);
-    if (PyErr_Occurred()) {
-        delete handle;
-        return nullptr;
-    }
-    return PyCapsule_New(handle, NAME, destroy);
+        decoder = std::make_unique<Typed<float, float>>(numbers, args[1]);
+    if (PyErr_Occurred()) return nullptr;
+    return PyCapsule_New(decoder.release(), NAME, destroy);
 }
 
 Step read_step(PyObject* const* numbers) {
@@ -117,39 +137,24 @@ Step read_step(PyObject* const* numbers) {
     return s;
 }
 
-template <typename T>
-const char* complete(const Model<T>& m, Step& s, int64_t num_tokens) {
-    Problem& p = s.attention;
-    p.num_heads = m.heads, p.num_kv_heads = m.kv_heads, p.head_dim = m.head_dim;
-    p.block_size = m.block_size, p.num_blocks = m.num_blocks;
-    if (p.num_tokens() != num_tokens) return "the metadata tells another number of tokens";
-    for (int64_t i = 0; i < s.num_samples; ++i)
-        if (s.sample_rows && (s.sample_rows[i] < 0 || s.sample_rows[i] >= num_tokens))
-            return "sample row outside the step";
-    return find_fault(p);
-}
-
 // run(capsule, step numbers...) → what Pass::run says
 PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (count != 1 + STEP_NUMBERS) {
         PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", 1 + STEP_NUMBERS, count);
         return nullptr;
     }
-    auto* handle = static_cast<Handle*>(PyCapsule_GetPointer(args[0], NAME));
-    if (!handle) return nullptr;
+    auto* decoder = static_cast<Decoder*>(PyCapsule_GetPointer(args[0], NAME));
+    if (!decoder) return nullptr;
     Step step = read_step(args + 1);
     const int64_t num_tokens = PyLong_AsLongLong(args[STEP_NUMBERS]);
     if (PyErr_Occurred()) return nullptr;
-    const char* fault = handle->half ? complete(handle->compact, step, num_tokens)
-                                     : complete(handle->single, step, num_tokens);
-    if (fault) {
+    if (const char* fault = decoder->complete(step, num_tokens)) {
         PyErr_SetString(PyExc_ValueError, fault);
         return nullptr;
     }
     int64_t outcome;
     Py_BEGIN_ALLOW_THREADS;
-    outcome = handle->half ? Pass<BFloat16>(handle->compact, step).run()
-                           : Pass<float>(handle->single, step).run();
+    outcome = decoder->run(step);
     Py_END_ALLOW_THREADS;
     return PyLong_FromLongLong(outcome);
 }
