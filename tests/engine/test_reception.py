@@ -172,11 +172,14 @@ def test_a_request_id_in_use_is_rejected_and_the_first_goes_on(speak):
 def test_one_message_a_step_carries_all_deltas_of_a_sender(speak):
     async def scenario(client, world):
         world.engine.runner.gate.clear()
+        exchange = world.engine.reception.exchange
         client.submit(request("first", text(9)))
         await client.next(Accepted)
+        await until(lambda: exchange.stalled_seconds > 0)
         for name in ("second", "third"):
             client.submit(request(name, text(9)))
             await client.next(Accepted)
+        await until(lambda: exchange.num_commands == 2)
         world.engine.runner.gate.set()
         sizes: list[int] = []
         while sum(sizes) < 24:
@@ -205,11 +208,13 @@ def test_who_says_no_hello_is_not_heard(speak, caplog):
         rude = RawClient(world, "rude")
         rude.channel.open(rude)
         await asyncio.sleep(0)
+        world.engine.runner.gate.clear()
         rude.submit(request("r", text(9)))
         client.submit(request("s", text(9)))
         await client.next(Accepted)
         await until(lambda: "said no hello" in caplog.text)
         assert world.engine.intake.store.requests == ("s",)
+        world.engine.runner.gate.set()
         rude.channel.close()
 
     with caplog.at_level(logging.WARNING):
