@@ -1,10 +1,10 @@
 """`lookonce bench prefetch`: first tokens of prompts whose picture comes late, at 80 % load.
 
 Every prompt is text in several chunks with its pictures in the last one, each picture new. Requests
-arrive at random, the same ones at the same times with prefetch and without, in turn. Time is
-virtual: a step takes the CPU time it took, arrivals come on that clock, so that other work on the
-machine does not count. The load is relative to the throughput without prefetch when all come at
-once.
+arrive at random, the same ones at the same times with prefetch and without. Time is virtual: a step
+takes the CPU time it took, arrivals come on that clock. Two engines take turns step by step, so
+that whatever else disturbs the machine disturbs both. The load is relative to the throughput
+without prefetch when all come at once.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 
-CHUNK = 256
+CHUNK = 64
 """Token budget of a step."""
 ENCODER_ROWS = 256
 """Encoder rows of a step."""
-TEXT_TOKENS, TAIL_TOKENS = 720, 16
+TEXT_TOKENS, TAIL_TOKENS = 180, 8
 """Before and after the pictures: they are in the third chunk, or in a later one under load."""
 MAX_TOKENS = 16
-REQUESTS, PAIRS = 32, 5
+REQUESTS, PAIRS = 48, 9
 LOAD = 0.8
 
 
@@ -85,27 +85,50 @@ def late_pictures(number: int, num_pictures: int, at: float, seed: int) -> Arriv
     return Arrival(at, request, items)
 
 
-def serve(engine: BenchEngine, arrivals: Sequence[Arrival]) -> Outcome:
-    """Step through all of them on the virtual clock."""
-    engine.forget_device()
-    core, waiting = engine.core, list(reversed(arrivals))
-    before = core.stats()["encoder_prefetches_total"]
-    first: dict[str, float] = {}
-    clock = busy = 0.0
-    while waiting or core.has_work:
-        if not core.has_work:
-            clock = max(clock, waiting[-1].at)
-        while waiting and waiting[-1].at <= clock:
-            coming = waiting.pop()
-            core.add(coming.request, coming.items)
+class Serving:
+    """One engine that serves arrivals on a clock of its own."""
+
+    def __init__(self, engine: BenchEngine, arrivals: Sequence[Arrival]) -> None:
+        engine.forget_device()
+        self._core = engine.core
+        self._arrivals = arrivals
+        self._waiting = list(reversed(arrivals))
+        self._first: dict[str, float] = {}
+        self._prefetched_before = self._prefetched
+        self.clock = self._busy = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._core.has_work)
+
+    def step(self) -> None:
+        if not self._core.has_work:
+            self.clock = max(self.clock, self._waiting[-1].at)
+        while self._waiting and self._waiting[-1].at <= self.clock:
+            coming = self._waiting.pop()
+            self._core.add(coming.request, coming.items)
         started = time.thread_time()
-        output = core.step()
+        output = self._core.step()
         seconds = time.thread_time() - started
-        clock, busy = clock + seconds, busy + seconds
+        self.clock, self._busy = self.clock + seconds, self._busy + seconds
         for delta in output.deltas if output is not None else ():
-            first.setdefault(delta.request_id, clock)
-    taken = [first[one.request.request_id] - one.at for one in arrivals]
-    return Outcome(taken, busy, core.stats()["encoder_prefetches_total"] - before)
+            self._first.setdefault(delta.request_id, self.clock)
+
+    def outcome(self) -> Outcome:
+        taken = [self._first[one.request.request_id] - one.at for one in self._arrivals]
+        return Outcome(taken, self._busy, self._prefetched - self._prefetched_before)
+
+    @property
+    def _prefetched(self) -> float:
+        return self._core.stats()["encoder_prefetches_total"]
+
+
+def serve(arrivals: Sequence[Arrival], *engines: BenchEngine) -> list[Outcome]:
+    """Serve the same arrivals with each engine, always stepping the one that is furthest behind."""
+    servings = [Serving(engine, arrivals) for engine in engines]
+    while working := [one for one in servings if one.has_work]:
+        min(working, key=lambda one: one.clock).step()
+    return [serving.outcome() for serving in servings]
 
 
 def at_random_times(arrivals: Sequence[Arrival], rate: float, seed: int) -> list[Arrival]:
@@ -124,8 +147,8 @@ def measure(folder: str, pictures: Sequence[int], requests: int, pairs: int) -> 
     report = Report(
         "prefetch",
         (
-            "pictures", "load", "without p50 ms", "with p50 ms", "ratio p50", "ratio mean",
-            "ratio p95", "prefetched",
+            "pictures", "without p50 ms", "with p50 ms", "ratio mean", "from", "to", "ratio p50",
+            "ratio p95", "CPU", "prefetched",
         ),
     )  # fmt: skip
     with (
@@ -133,12 +156,13 @@ def measure(folder: str, pictures: Sequence[int], requests: int, pairs: int) -> 
         BenchEngine(loaded, scheduler=replace(config, encoder_prefetch=False)) as plain,
     ):
         for num_pictures in pictures:
-            report.add(num_pictures, LOAD, *_row(plain, ahead, num_pictures, requests, pairs))
-    report.notes.append(
-        f"time to first token of {requests} requests with prefetch over without, medians of "
-        f"{pairs} pairs; prefetched: pictures encoded ahead, of {requests} times as many as in "
-        "each prompt"
-    )
+            report.add(num_pictures, *_row(plain, ahead, num_pictures, requests, pairs))
+    report.notes += [
+        f"time to first token of {requests} requests at {LOAD:.0%} load, with prefetch over "
+        f"without: medians of {pairs} pairs, and the middle half of their means (from, to)",
+        f"CPU: time of all steps, with over without; prefetched: pictures encoded ahead, of "
+        f"{requests} times as many as in each prompt",
+    ]
     return report
 
 
@@ -148,27 +172,27 @@ def _row(
     def prompts(seed: int) -> list[Arrival]:
         return [late_pictures(n, num_pictures, 0.0, seed) for n in range(requests)]
 
-    for engine in (plain, ahead):
-        serve(engine, prompts(0)[:8])  # the first calls allocate what later ones use again
-    rate = LOAD * requests / serve(plain, prompts(0)).seconds
+    serve(prompts(0)[:8], plain, ahead)  # the first calls allocate what later ones use again
+    rate = LOAD * requests / serve(prompts(0), plain, ahead)[0].seconds
     rows = []
     for pair in range(1, pairs + 1):
         coming = at_random_times(prompts(pair), rate, pair)
-        order = (plain, ahead) if pair % 2 else (ahead, plain)
-        outcomes = {engine: serve(engine, coming) for engine in order}
-        rows.append(_compare(outcomes[plain], outcomes[ahead]))
-    return tuple(median(column) for column in zip(*rows, strict=True))
+        rows.append(_compare(*serve(coming, plain, ahead)))
+    first, second, mean, *rest = (median(column) for column in zip(*rows, strict=True))
+    means = [row[2] for row in rows]
+    return first, second, mean, percentile(means, 25), percentile(means, 75), *rest
 
 
 def _compare(without: Outcome, ahead: Outcome) -> tuple[float, ...]:
-    """Medians in ms, the ratios of median, mean and 95th percentile, and pictures prefetched."""
+    """Medians in ms, the ratios of mean, median, 95th percentile and CPU, pictures prefetched."""
     a, b = without.first_tokens, ahead.first_tokens
     return (
         1e3 * median(a),
         1e3 * median(b),
-        median(b) / median(a),
         sum(b) / sum(a),
+        median(b) / median(a),
         percentile(b, 95) / percentile(a, 95),
+        ahead.seconds / without.seconds,
         ahead.prefetched,
     )
 

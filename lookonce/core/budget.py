@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from itertools import repeat
 
@@ -13,14 +14,24 @@ from lookonce.types.step import EncodeItem, NewSequence, ScheduledSequence
 class EncoderBudget:
     """Encoder rows one step may compute; an item above the whole budget runs alone."""
 
-    __slots__ = ("_left", "_untouched")
+    __slots__ = ("_left", "_untouched", "rows")
 
     def __init__(self, rows: int) -> None:
+        self.rows = rows
         self._left = rows
         self._untouched = True
 
     def affords(self, rows: int) -> bool:
         return rows <= self._left or self._untouched
+
+    @property
+    def most(self) -> int:
+        """Rows of the largest item that it affords."""
+        return sys.maxsize if self._untouched else self._left
+
+    @property
+    def spent(self) -> int:
+        return self.rows - self._left
 
     @property
     def left(self) -> int:

@@ -3,9 +3,17 @@
     running prompts   items of later chunks, prompt by prompt in order of arrival
     waiting requests  items that no cached prefix covers, in order of arrival
 
-So several pictures share one run of the encoder, and a prompt whose picture comes late finds its
-rows ready. What is encoded ahead is held by nobody: it is awaited, leaves only when held outputs
-need its room, and is encoded again then. Nobody ever waits for a prefetch, so none can block.
+Encoding takes its time in whichever step it happens: done earlier, it only delays whoever is first.
+It pays in these cases, and so happens in these only:
+
+    the encoder runs anyway     others come along: several pictures in one run cost far less than
+                                one by one, and the first in line waits little longer for it
+    a prompt has more to come   its later chunks would be cut
+    than one step may encode
+    nobody computes a prompt    what waits, for blocks or a place, is made ready meanwhile
+
+What is encoded ahead is held by nobody: it is awaited, leaves only when held outputs need its room,
+and is encoded again then. Nobody ever waits for a prefetch, so none can block.
 """
 
 from __future__ import annotations
@@ -21,6 +29,9 @@ MAX_SEQUENCES = 16
 """Sequences looked at in one step, of those that run and of those that wait."""
 MAX_LOOKED_AT = 64
 """Items of one sequence looked at in one step; the next step goes on from there."""
+BROUGHT_ALONG = 3
+"""Rows that may come along for each that must be encoded: even where sharing a run saves nothing,
+the first in line waits for no more than so many times its own."""
 
 
 class Prefetcher:
@@ -47,27 +58,46 @@ class Prefetcher:
 
     def plan(self, step: StepPass) -> None:
         """Add encoder runs while there is budget and room for them."""
+        rows = step.encoder.most
+        if self._roster.prefilling:
+            rows = BROUGHT_ALONG * step.encoder.spent
         for sequence in self._roster.prefilling.head(MAX_SEQUENCES):
-            if not self._look_ahead(sequence, step):
-                return
+            if rows > 0:
+                rows = self._look_ahead(sequence, step, rows)
+            if self._has_more_than_one_step_encodes(sequence, step):
+                self._look_ahead(sequence, step, step.encoder.most)
         if self._ahead_of_admission:
             for sequence in self._roster.waiting.head(MAX_SEQUENCES):
-                if not self._look_ahead(sequence, step):
+                if rows <= 0:
                     return
+                rows = self._look_ahead(sequence, step, rows)
 
-    def _look_ahead(self, sequence: Sequence, step: StepPass) -> bool:
-        """False once the step has nothing to spare any more."""
+    def _look_ahead(self, sequence: Sequence, step: StepPass, rows: int) -> int:
+        """Encode up to `rows` rows ahead; how many are left for others, 0 once one did not fit."""
         features = sequence.request.features
-        if sequence.looked_at == len(features):
-            return True
-        first = max(sequence.looked_at, features.next_index(self._spared(sequence)))
-        stop = min(first + MAX_LOOKED_AT, len(features))
+        first, stop = self._looked_at(sequence)
         for index in range(first, stop):
-            if not self._prefetch(sequence, index, step):
+            spent = self._prefetch(sequence, index, step, rows)
+            if spent is None:
                 sequence.looked_at = index
-                return False
-        sequence.looked_at = stop
-        return True
+                return 0
+            rows -= spent
+        sequence.looked_at = min(stop, len(features))
+        return rows
+
+    def _looked_at(self, sequence: Sequence) -> tuple[int, int]:
+        """Which features are looked at in this step: from the first, before the second."""
+        features = sequence.request.features
+        first = sequence.looked_at
+        if first < len(features):
+            first = max(first, features.next_index(self._spared(sequence)))
+        return first, min(first + MAX_LOOKED_AT, len(features))
+
+    def _has_more_than_one_step_encodes(self, sequence: Sequence, step: StepPass) -> bool:
+        if sequence.looked_at == len(sequence.request.features) or step.encoder.left <= 0:
+            return False
+        first, stop = self._looked_at(sequence)
+        return sum(sequence.request.features.rows(range(first, stop))) > step.encoder.rows
 
     def _spared(self, sequence: Sequence) -> int:
         """Positions from the start that will not be computed: they are, or the prefix is cached."""
@@ -75,17 +105,21 @@ class Prefetcher:
             return self._admission.num_cached(sequence)
         return sequence.num_computed
 
-    def _prefetch(self, sequence: Sequence, index: int, step: StepPass) -> bool:
-        """False when what the item needs is not to spare; one that needs nothing is passed by."""
+    def _prefetch(
+        self, sequence: Sequence, index: int, step: StepPass, rows_left: int
+    ) -> int | None:
+        """Rows encoded for the item: 0 when it needs nothing; None when there is no room for it."""
         request, cache = sequence.request, self._encoder_cache
         feature = request.features[index]
         item = request.items.get(feature.key)
         if item is None or cache.has_anywhere(feature.key):
-            return True
+            return 0
         rows = feature.num_embeds
-        if not step.encoder.affords(rows) or not cache.try_prefetch(feature.key, rows):
-            return False
+        if rows > rows_left or not step.encoder.affords(rows):
+            return None
+        if not cache.try_prefetch(feature.key, rows):
+            return None
         sequence.prefetched[index] = feature.key
         self._counters.encoder_prefetches += 1
         step.add_encode(feature.key, item, rows, request.facts, index)
-        return True
+        return rows

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from lookonce.core.prefetching import BROUGHT_ALONG
 from lookonce.types.sampling import SamplingParams
 from tests.core.builders import Limits, feature, request, text
 from tests.core.engine import Engine
 from tests.core.fake_runner import reference
 
 EARLY, LATE, LAST = feature("early", 2, 4), feature("late", 20, 4), feature("last", 34, 4)
+AHEAD = Limits(max_num_batched_tokens=8, max_encoder_tokens=6)
+"""Of two items of 4 rows one is encoded ahead: both could not be encoded in one step."""
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
-def test_the_item_of_a_later_chunk_is_encoded_with_the_first() -> None:
-    engine = Engine(Limits(max_num_batched_tokens=8))
-    one = request("a", text(30), [LATE])
+def test_items_of_a_prompt_that_one_step_could_not_encode_are_encoded_ahead() -> None:
+    engine = Engine(AHEAD)
+    one = request("a", text(40), [LATE, LAST])
     engine.add(one)
     assert [e.key for e in engine.step().encode] == [LATE.key]
+    assert not engine.step().encode, "the rest fits one step"
     engine.run()
-    assert engine.runner.encoded == [LATE.key]
+    assert engine.runner.encoded == [LATE.key, LAST.key]
     assert engine.tokens["a", 0] == reference(one, 8)
     assert engine.scheduler.stats()["encoder_prefetches_total"] == 1
 
 
-def test_items_of_several_waiting_requests_are_encoded_in_one_step() -> None:
+def test_an_item_alone_is_encoded_no_sooner_than_it_is_needed() -> None:
+    """Nothing is gained by it, and whoever is about to get a first token would wait."""
+    engine = Engine(Limits(max_num_batched_tokens=8))
+    engine.add(request("a", text(30), [LATE]))
+    assert [len(engine.step().encode) for _ in range(3)] == [0, 0, 1]
+
+
+def test_items_of_several_waiting_requests_come_along_with_the_one_that_is_needed() -> None:
     engine = Engine(Limits(max_num_batched_tokens=8))
     for i in range(3):
         engine.add(request(str(i), text(12, seed=i), [feature(str(i), 2, 4)], arrival=i))
@@ -33,16 +46,46 @@ def test_items_of_several_waiting_requests_are_encoded_in_one_step() -> None:
     assert len(engine.runner.encoded) == 3
 
 
-def test_a_prefetched_item_is_a_miss_of_the_one_it_was_encoded_for_and_a_hit_of_others() -> None:
+def test_a_later_item_of_another_prompt_that_runs_comes_along() -> None:
+    engine = Engine(Limits(max_num_batched_tokens=8, max_num_seqs=2))
+    engine.add(request("a", text(12), [feature("a", 9, 3)]))
+    engine.add(request("b", text(30, seed=1), [LATE], arrival=1.0))
+    assert not engine.step().encode
+    assert [e.key for e in engine.step().encode] == [feature("a", 9, 3).key, LATE.key]
+    engine.run()
+    assert len(engine.runner.encoded) == 2
+
+
+def test_what_comes_along_is_bounded_by_what_is_needed() -> None:
     engine = Engine(Limits(max_num_batched_tokens=8))
+    for i in range(8):
+        engine.add(request(str(i), text(12, seed=i), [feature(str(i), 2, 4)], arrival=i))
+    assert len(engine.step().encode) == 1 + BROUGHT_ALONG
+
+
+def test_while_nobody_computes_a_prompt_what_waits_is_made_ready() -> None:
+    engine = Engine(Limits(max_num_batched_tokens=16, max_num_seqs=1))
+    engine.add(request("a", text(12)))
+    for i in range(8):
+        engine.add(request(str(i), text(12, seed=i), [feature(str(i), 2, 4)], arrival=1.0 + i))
+    assert not engine.step().encode
+    assert len(engine.step().encode) == 8
+    engine.run()
+    assert len(engine.runner.encoded) == 8
+
+
+def test_a_prefetched_item_is_a_miss_of_the_one_it_was_encoded_for_and_a_hit_of_others() -> None:
+    engine = Engine(AHEAD)
     for i in range(2):
-        engine.add(request(str(i), text(30, seed=i), [LATE], arrival=i))
+        engine.add(request(str(i), text(40, seed=i), [LATE, LAST], arrival=i))
+    assert engine.step().encode
     engine.run()
     stats = engine.scheduler.stats()
-    assert [engine.facts[str(i)].encoder for i in range(2)] == [("miss",), ("hit",)]
-    assert engine.facts["0"].encode_ms == (4.0,)
-    assert (stats["encoder_cache_queries_total"], stats["encoder_cache_hits_total"]) == (2, 1)
-    assert stats["encoder_runs_total"] == 1
+    outcomes = [engine.facts[str(i)].encoder for i in range(2)]
+    assert outcomes == [("miss", "miss"), ("hit", "hit")]
+    assert engine.facts["0"].encode_ms == (4.0, 4.0)
+    assert (stats["encoder_cache_queries_total"], stats["encoder_cache_hits_total"]) == (4, 2)
+    assert (stats["encoder_runs_total"], stats["encoder_prefetches_total"]) == (2, 1)
 
 
 def test_nothing_is_encoded_ahead_beyond_the_encoder_budget() -> None:
@@ -53,7 +96,7 @@ def test_nothing_is_encoded_ahead_beyond_the_encoder_budget() -> None:
 
 
 def test_what_waits_unused_takes_at_most_half_of_the_cache() -> None:
-    engine = Engine(Limits(max_num_batched_tokens=8, encoder_rows=8))
+    engine = Engine(Limits(max_num_batched_tokens=8, encoder_rows=8, max_encoder_tokens=10))
     engine.add(request("a", text(40), [feature("x", 12, 3), LATE, LAST]))
     engine.step()
     assert len(engine.runner.outputs) == 1
@@ -62,8 +105,8 @@ def test_what_waits_unused_takes_at_most_half_of_the_cache() -> None:
 
 
 def test_nothing_is_encoded_ahead_when_it_is_turned_off() -> None:
-    engine = Engine(Limits(max_num_batched_tokens=8, encoder_prefetch=False))
-    engine.add(request("a", text(30), [LATE]))
+    engine = Engine(replace(AHEAD, encoder_prefetch=False))
+    engine.add(request("a", text(40), [LATE, LAST]))
     assert not engine.step().encode
 
 
@@ -90,9 +133,9 @@ def test_a_prefix_that_becomes_cached_while_one_waits_is_noticed() -> None:
 
 
 def test_what_nobody_needs_any_more_is_the_next_to_leave() -> None:
-    engine = Engine(Limits(max_num_batched_tokens=8, encoder_rows=8))
-    engine.add(request("a", text(30), [LATE]))
-    engine.step()
+    engine = Engine(replace(AHEAD, encoder_rows=8))
+    engine.add(request("a", text(40), [LATE, LAST]))
+    assert engine.step().encode
     engine.scheduler.abort("a")
     engine.add(request("b", text(12, seed=1), [feature("big", 2, 8)]))
     engine.run()
@@ -101,15 +144,15 @@ def test_what_nobody_needs_any_more_is_the_next_to_leave() -> None:
 
 
 def test_a_failed_prefetch_harms_nobody_and_the_chunk_tries_again() -> None:
-    engine = Engine(Limits(max_num_batched_tokens=8))
-    one = request("a", text(30), [LATE])
+    engine = Engine(AHEAD)
+    one = request("a", text(40), [LATE, LAST])
     engine.add(one)
     engine.runner.failing_items = {LATE.key}
-    engine.step()
+    assert engine.step().encode
     engine.runner.failing_items = set()
     engine.run()
     assert engine.tokens["a", 0] == reference(one, 8)
-    assert engine.facts["a"].encoder == ("miss",)
+    assert engine.facts["a"].encoder == ("miss", "miss")
 
 
 @pytest.mark.parametrize("host_rows", [0, 16])
