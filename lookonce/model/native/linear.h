@@ -168,6 +168,9 @@ void stretch(const Linear<T, W>& layer, const X* x, int64_t num_tokens, int64_t 
     }
 }
 
+// Multiplications that are worth waking one more thread.
+constexpr int64_t THREAD_WORK = 250'000;
+
 // x [num_tokens][inputs] → y [num_tokens][outputs], added to what is there with `add`.
 template <typename T, typename W>
 void apply(const Linear<T, W>& layer, const float* x, int64_t num_tokens, float* y, bool add,
@@ -180,6 +183,8 @@ void apply(const Linear<T, W>& layer, const float* x, int64_t num_tokens, float*
         stretch(layer, inputs, num_tokens, i * STRETCH, end, y, add);
     };
 #ifdef _OPENMP
+    const int64_t work = layer.outputs * layer.inputs * num_tokens / THREAD_WORK;
+    num_threads = int(std::min<int64_t>(num_threads, work));
     if (num_threads > 1) {
 #pragma omp parallel for schedule(static) num_threads(num_threads)
         for (int64_t i = 0; i < count; ++i) part(i);
