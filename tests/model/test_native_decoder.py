@@ -179,9 +179,14 @@ def test_other_numbers_are_not_rounded(folder: Folder) -> None:
     assert not from_folder(folder("llama")).native.reads_bf16
 
 
-def test_more_threads_compute_the_same(folder: Folder) -> None:
-    subject = from_folder(folder("llama"))
-    inputs = decode_inputs(subject, [5, 6, 7])
+def test_more_threads_compute_the_same() -> None:
+    config = LlamaConfig(
+        vocab_size=640, hidden_size=256, intermediate_size=512, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    config._attn_implementation = "lookonce_paged"
+    subject = subject_of(TextFamily(LlamaForCausalLM(config).eval().requires_grad_(False)))
+    inputs = decode_inputs(subject, [5] * 16)  # products large enough to be shared out
     alone = subject.native.logits(inputs)
     torch.set_num_threads(2)
     try:
