@@ -35,14 +35,20 @@ class ByteTextStream:
     """For byte-level tokenizers: a token is bytes, and UTF-8 is decoded as it comes."""
 
     def __init__(self, tokenizer: Tokenizer, *, skipped: Collection[int] = ()) -> None:
-        self._token_bytes = tokenizer.token_bytes
+        self._tokenizer = tokenizer
         self._skipped = skipped
         self._utf8 = Utf8Decoder(errors="replace")
+        self._in_character = False
+        """The last token ended within a character."""
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        return self._utf8.decode(self._token_bytes(token_id))
+        text = None if self._in_character else self._tokenizer.whole_text(token_id)
+        if text is None:
+            text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+            self._in_character = bool(self._utf8.getstate()[0])
+        return text
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -173,6 +179,8 @@ class Detokenizer:
         """The text that became certain with these tokens."""
         if self._search is None:
             self.num_tokens += len(token_ids)
+            if len(token_ids) == 1:
+                return self._stream.push(token_ids[0])
             return "".join(map(self._stream.push, token_ids))
         return "".join([self._searched(token_id) for token_id in token_ids])
 

@@ -47,6 +47,8 @@ def read_messages(
     chat = Chat()
     for number, message in enumerate(messages):
         chat.conversation.append(_message(message, f"messages[{number}]", chat.sources))
+    if not chat.sources:
+        return chat
     for source in chat.sources:
         if source.modality not in modalities:
             raise BadRequestError(

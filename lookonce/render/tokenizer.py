@@ -48,6 +48,7 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
         self._bytes: dict[int, bytes] = {}
+        self._whole: dict[int, str | None] = {}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.added_tokens = {
             token_id: added.content
@@ -115,6 +116,19 @@ class Tokenizer:
         if known is None:
             known = self._bytes[token_id] = self._spell(token_id)
         return known
+
+    def whole_text(self, token_id: int) -> str | None:
+        """The token's text where its bytes are whole characters; None where they are not."""
+        try:
+            return self._whole[token_id]
+        except KeyError:
+            pass
+        try:
+            text = self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self._whole[token_id] = text
+        return text
 
     @property
     def eos_token_id(self) -> int | None:

@@ -108,16 +108,24 @@ class Generation:
             return None
         taken_before = detokenizer.num_tokens
         text = detokenizer.push(delta.token_ids)
-        if delta.finish_reason is not None:
+        finish_reason: str | None = delta.finish_reason
+        stop_reason: StopReason = delta.stop_token_id
+        if finish_reason is not None:
             text += detokenizer.finish()
-        piece = _piece(delta, text, detokenizer.num_tokens - taken_before)
-        piece.index += self._index_base
         if detokenizer.stopped is not None:
-            piece.finish_reason, piece.stop_reason = "stop", detokenizer.stopped
-        self.completion_tokens += len(piece.token_ids)
-        if piece.finish_reason is not None:
-            self._close_sample(delta.index, piece.finish_reason)
-        return piece
+            finish_reason, stop_reason = "stop", detokenizer.stopped
+        num_tokens = detokenizer.num_tokens - taken_before
+        self.completion_tokens += num_tokens
+        if finish_reason is not None:
+            self._close_sample(delta.index, finish_reason)
+        return Piece(
+            index=delta.index + self._index_base,
+            text=text,
+            token_ids=delta.token_ids[:num_tokens],
+            logprobs=None if delta.logprobs is None else delta.logprobs[:num_tokens],
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+        )
 
     def _close_sample(self, index: int, reason: str) -> None:
         del self._texts[index]
@@ -139,18 +147,6 @@ class Generation:
         metrics.generation_tokens.inc(len(delta.token_ids))
         if delta.facts is not None:
             self.facts = delta.facts
-
-
-def _piece(delta: TokenDelta, text: str, num_tokens: int) -> Piece:
-    """`num_tokens`: how many of the delta's tokens come before the end of a stop string."""
-    return Piece(
-        index=delta.index,
-        text=text,
-        token_ids=delta.token_ids[:num_tokens],
-        logprobs=None if delta.logprobs is None else delta.logprobs[:num_tokens],
-        finish_reason=delta.finish_reason,
-        stop_reason=delta.stop_token_id,
-    )
 
 
 def prepare(

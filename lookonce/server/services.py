@@ -264,6 +264,8 @@ def check_fits(rendered: RenderedPrompt, sampling: SamplingParams, model: ModelI
             param="max_tokens" if prompt < limit else "prompt",
             code="context_length_exceeded",
         )
+    if not sampling.stop_token_ids and not sampling.logit_bias:
+        return
     named = {"stop_token_ids": sampling.stop_token_ids, "logit_bias": sampling.logit_bias or ()}
     for name, token_ids in named.items():
         for token in token_ids:
