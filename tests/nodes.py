@@ -33,7 +33,8 @@ from lookonce.render.load import MediaLoader
 from lookonce.render.processing import MediaJob, Processed
 from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
 from lookonce.render.renderer import Renderer
-from lookonce.render.resolve import MediaResolver, NameBindings, RendererDirectory
+from lookonce.render.resolve import MediaResolver
+from lookonce.render.resolver_ports import NameBindings, RendererDirectory
 from lookonce.render.tokenizer import Tokenizer
 from lookonce.server.app import RENDER_ROUTES, build_app
 from lookonce.server.auth import KeyRing

@@ -37,13 +37,12 @@ class Placed:
 
 
 def place_media(
-    token_ids: list[int], parts: Sequence[MediaPart], placeholder_ids: Mapping[Modality, int]
+    token_ids: list[int], parts: Sequence[MediaPart], spots: Sequence[tuple[int, int]]
 ) -> Placed:
     """Replace every placeholder by its part's expansion. O(tokens of the result).
 
-    Raises `BadRequestError` unless there are as many placeholders as parts of each modality.
+    `spots` are those of `match_placeholders`.
     """
-    spots = match_placeholders(token_ids, [part.modality for part in parts], placeholder_ids)
     placed: list[int] = []
     features, done = [], 0
     for position, index in spots:

@@ -37,17 +37,12 @@ from lookonce.render.features import (
 )
 from lookonce.render.injection import given_item
 from lookonce.render.load import MediaLoader
-from lookonce.render.media import MediaSource
 from lookonce.render.messages import read_messages
 from lookonce.render.placeholders import MediaPart, match_placeholders, place_media
 from lookonce.render.pool import MediaPool
 from lookonce.render.processing import ProcessingSettings
-from lookonce.render.resolve import (
-    MediaResolver,
-    NameBindings,
-    RendererDirectory,
-    RenderStats,
-)
+from lookonce.render.resolve import MediaResolver, RenderStats
+from lookonce.render.resolver_ports import NameBindings, RendererDirectory
 from lookonce.render.scope import scope_of
 from lookonce.render.tokenizer import Tokenizer
 from lookonce.types.media import Array, Modality, ProcessedItem
@@ -104,12 +99,19 @@ class Renderer:
         chat = read_messages(messages, modalities=placeholder_ids, limits=self._limits)
         encoded = await self._encoder.encode_chat(chat.conversation, chosen, self.max_model_len)
         modalities = [source.modality for source in chat.sources]
-        match_placeholders(encoded.token_ids, modalities, placeholder_ids)
+        spots = match_placeholders(encoded.token_ids, modalities, placeholder_ids)
         self._check_length(len(encoded.token_ids), "messages")
         scope = scope_of(tenant, cache_salt)
         if not chat.sources or self._resolver is None:
             return RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text)
-        return await self._with_media(self._resolver, encoded, chat.sources, scope, kwargs)
+        items = await self._resolver.resolve(chat.sources, scope, kwargs)
+        try:
+            rendered = _placed(encoded, items, spots, scope)
+            self._check_length(len(rendered.token_ids), "messages")
+        except BaseException:
+            self._resolver.release(items)
+            raise
+        return rendered
 
     async def render_completion(
         self,
@@ -243,36 +245,6 @@ class Renderer:
 
     # --- inside -------------------------------------------------------------------------------
 
-    async def _with_media(
-        self,
-        resolver: MediaResolver,
-        encoded: EncodedPrompt,
-        sources: Sequence[MediaSource],
-        scope: bytes,
-        kwargs: Mapping[str, Any],
-    ) -> RenderedPrompt:
-        items = await resolver.resolve(sources, scope, kwargs)
-        try:
-            rendered = self._placed(encoded, items, scope)
-            self._check_length(len(rendered.token_ids), "messages")
-        except BaseException:
-            resolver.release(items)
-            raise
-        return rendered
-
-    def _placed(
-        self, encoded: EncodedPrompt, items: Sequence[RenderedItem], scope: bytes
-    ) -> RenderedPrompt:
-        parts = [MediaPart(item.key, item.modality, item.expansion) for item in items]
-        placed = place_media(encoded.token_ids, parts, self._encoder.placeholder_ids)
-        return RenderedPrompt(
-            placed.token_ids,
-            features=placed.features,
-            items=[items[index] for index in placed.order],
-            scope=scope,
-            text=encoded.text,
-        )
-
     def _processor_kwargs(self, kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
         if not kwargs:
             return {}
@@ -351,6 +323,23 @@ async def open_renderer(
             limits=media.limit_per_prompt,
             max_model_len=max_model_len,
         )
+
+
+def _placed(
+    encoded: EncodedPrompt,
+    items: Sequence[RenderedItem],
+    spots: Sequence[tuple[int, int]],
+    scope: bytes,
+) -> RenderedPrompt:
+    parts = [MediaPart(item.key, item.modality, item.expansion) for item in items]
+    placed = place_media(encoded.token_ids, parts, spots)
+    return RenderedPrompt(
+        placed.token_ids,
+        features=placed.features,
+        items=[items[index] for index in placed.order],
+        scope=scope,
+        text=encoded.text,
+    )
 
 
 def _given_resolver(

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -33,8 +33,8 @@ from lookonce.render.flights import Flights
 from lookonce.render.load import OFF_LOOP_BYTES
 from lookonce.render.media import MediaSource, for_part
 from lookonce.render.processing import MediaJob, Processed
+from lookonce.render.resolver_ports import Family, Loader, NameBindings, Pool, RendererDirectory
 from lookonce.types.media import Expansion, Modality, ProcessedItem
-from lookonce.types.ports import ItemDirectory
 from lookonce.types.request import ProcessorOutcome, RenderedItem
 
 MAX_SIDE_BY_SIDE = 32
@@ -42,43 +42,6 @@ MAX_SIDE_BY_SIDE = 32
 refused by the pool's bounded queue nor fill it alone."""
 
 T = TypeVar("T")
-
-
-class Family(Protocol):
-    """What identities depend on; `families.base.ProcessorFamily` is the real one."""
-
-    def fingerprint(self) -> bytes: ...
-
-    def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> Options: ...
-
-
-class Loader(Protocol):
-    """Encoded bytes of a source; `load.MediaLoader` is the real one."""
-
-    @property
-    def fetched(self) -> Counter[str]:
-        """Bodies fetched and files read, by modality."""
-
-    async def load(self, source: MediaSource, scope: bytes = b"") -> bytes: ...
-
-
-class Pool(Protocol):
-    """Decodes and processes off the event loop; `pool.MediaPool` is the real one."""
-
-    async def run(self, job: MediaJob) -> Processed: ...
-
-
-class RendererDirectory(ItemDirectory, Protocol):
-    @property
-    def capacity_bytes(self) -> int: ...
-
-
-class NameBindings(Protocol):
-    """What uuids mean; `cache.uuids.UuidBindings` is the real one."""
-
-    def bind(self, scope: bytes, uuid: str, digest: bytes, *, param: str | None = None) -> None: ...
-
-    def resolve(self, scope: bytes, uuid: str) -> bytes | None: ...
 
 
 @dataclass(slots=True)

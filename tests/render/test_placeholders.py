@@ -27,15 +27,21 @@ def wrapped(name, tokens):
     return MediaPart(name, "image", Expansion(((BEGIN, 1), (EMBED, tokens), (END, 1)), EMBED))
 
 
+def placed_in(token_ids, parts, placeholder_ids=IDS):
+    """The parts, each where the template wanted it."""
+    modalities = [part.modality for part in parts]
+    return place_media(token_ids, parts, match_placeholders(token_ids, modalities, placeholder_ids))
+
+
 def test_the_template_s_wrapping_stays_around_the_expansion():
-    placed = place_media([1, 6, IMAGE, 7, 50], [image(b"a", 3)], IDS)
+    placed = placed_in([1, 6, IMAGE, 7, 50], [image(b"a", 3)])
     assert placed.token_ids == [1, 6, IMAGE, IMAGE, IMAGE, 7, 50]
     [feature] = placed.features
     assert (feature.key, feature.offset, feature.length, feature.num_embeds) == (b"a", 2, 3, 3)
 
 
 def test_an_expansion_brings_its_own_wrapping():
-    placed = place_media([1, BEGIN, 50], [wrapped(b"a", 2)], {"image": BEGIN})
+    placed = placed_in([1, BEGIN, 50], [wrapped(b"a", 2)], {"image": BEGIN})
     assert placed.token_ids == [1, BEGIN, EMBED, EMBED, END, 50]
     assert (placed.features[0].offset, placed.features[0].length) == (2, 2)
 
@@ -43,7 +49,7 @@ def test_an_expansion_brings_its_own_wrapping():
 def test_parts_of_each_modality_are_taken_in_order_and_features_sorted_by_place():
     # The template wrote both pictures first, although the sound stood between them.
     parts = [image(b"a", 1), audio(b"s", 2), image(b"b", 2)]
-    placed = place_media([IMAGE, IMAGE, 50, AUDIO], parts, IDS)
+    placed = placed_in([IMAGE, IMAGE, 50, AUDIO], parts)
     assert [f.key for f in placed.features] == [b"a", b"b", b"s"]
     assert [f.offset for f in placed.features] == [0, 1, 4]
     assert placed.order == [0, 2, 1]
@@ -85,7 +91,7 @@ def test_every_feature_covers_exactly_its_part_s_embeds(sequence):
         parts.append(make(str(len(parts)).encode(), piece[1]))
         token_ids.append(IDS[piece[0]])
         expected += [IDS[piece[0]]] * piece[1]
-    placed = place_media(token_ids, parts, IDS)
+    placed = placed_in(token_ids, parts)
     assert placed.token_ids == expected
     assert [parts[index].key for index in placed.order] == [f.key for f in placed.features]
     covered = [p for f in placed.features for p in range(f.offset, f.end)]
@@ -94,6 +100,6 @@ def test_every_feature_covers_exactly_its_part_s_embeds(sequence):
 
 def test_a_thousand_items_are_placed():
     parts = [image(str(n).encode(), 64) for n in range(1000)]
-    placed = place_media([token for _ in parts for token in (6, IMAGE, 7)], parts, IDS)
+    placed = placed_in([token for _ in parts for token in (6, IMAGE, 7)], parts)
     assert len(placed.token_ids) == 1000 * 66
     assert placed.features[999].offset == 999 * 66 + 1
