@@ -56,8 +56,7 @@ class InProcessHub:
         client = self._clients.get(sender)
         if client is None:
             return False
-        client.deliver(frames)
-        return True
+        return client.deliver(frames)
 
     def engine_closed(self, engine: InProcessEngineLink) -> None:
         with self._lock:
@@ -85,8 +84,15 @@ class InProcessClientLink:
     def close(self) -> None:
         self._hub.detach(self)
 
-    def deliver(self, frames: Sequence[Buffer]) -> None:
-        self._loop.call_soon_threadsafe(self._events.link_frames, frames)
+    def deliver(self, frames: Sequence[Buffer]) -> bool:
+        """False when the event loop has ended meanwhile, in its own thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._events.link_frames, frames)
+        except RuntimeError:
+            if self._loop.is_closed():
+                return False
+            raise
+        return True
 
     def announce_up(self) -> None:
         self._loop.call_soon_threadsafe(self._events.link_up)
