@@ -26,6 +26,7 @@ ROWS_CACHED = 64
 """Of the encoder's cache: full before the second half of the smallest session begins."""
 WARM_UP = 2_048
 """Items of a session before it, so that caches and static buffers are filled."""
+FEW = 100
 READINGS = 16
 """Items at whose end it is counted, so that it does not matter what was tidied just now."""
 SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
@@ -65,7 +66,7 @@ def resident_growth(sizes: Sequence[int]) -> dict[int, int]:
     session = _warm_session(max(sizes))
     done, started, grown = 0, resident_bytes(), {}
     for size in sorted(sizes):
-        session.run(size - done)
+        _run(session, size - done)
         done = size
         grown[size] = resident_bytes() - started
     return grown
@@ -76,7 +77,7 @@ def kept_bytes(sizes: Sequence[int]) -> dict[int, float]:
     session = _warm_session(max(sizes))
     done, kept = 0, {}
     for size in sizes:
-        session.run(size - done - READINGS)
+        _run(session, size - done - READINGS)
         done, readings = size, []
         for _ in range(READINGS):
             session.run(1)
@@ -87,9 +88,15 @@ def kept_bytes(sizes: Sequence[int]) -> dict[int, float]:
 
 def _warm_session(num_items: int) -> LiveSession:
     session = LiveSession(num_items, rows_cached=ROWS_CACHED, gather=False)
-    session.run(min(WARM_UP, num_items))
+    _run(session, min(WARM_UP, num_items))
     session.restart()
     return session
+
+
+def _run(session: LiveSession, num_items: int) -> None:
+    """A few at a time: the times of all of them would take more memory than what is looked for."""
+    for done in range(0, num_items, FEW):
+        session.run(min(FEW, num_items - done))
 
 
 def deep_size(root: object) -> int:

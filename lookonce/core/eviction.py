@@ -122,6 +122,8 @@ class EvictionOrder:
 
     def _take_from(self, lane: Lane, until: float, num_bytes: int, taken: list[Entry]) -> int:
         """From one lane, while its next is the next of all; the bytes freed."""
+        if until == inf and lane.live == len(lane.entries):
+            return self._take_any_from(lane, num_bytes, taken)
         entries, cost, place, freed, before = lane.entries, lane.cost, lane.first, 0, len(taken)
         take_first, take_in = entries.popleft, taken.append
         while freed < num_bytes and entries:
@@ -137,6 +139,21 @@ class EvictionOrder:
         lane.first = place
         lane.live -= len(taken) - before
         self.clock = max(self.clock, taken[-1].used + cost)
+        return freed
+
+    def _take_any_from(self, lane: Lane, num_bytes: int, taken: list[Entry]) -> int:
+        """As `_take_from` the only lane, where no place has to be passed over."""
+        entries, freed, before = lane.entries, 0, len(taken)
+        take_first, take_in = entries.popleft, taken.append
+        while freed < num_bytes and entries:
+            entry = take_first()
+            entry.lane = None
+            freed += entry.num_bytes
+            take_in(entry)
+        count = len(taken) - before
+        lane.first += count
+        lane.live -= count
+        self.clock = max(self.clock, taken[-1].used + lane.cost)
         return freed
 
 
