@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 from lookonce.errors import ProtocolError
@@ -20,6 +21,9 @@ from lookonce.types.media import Buffer
 logger = logging.getLogger(__name__)
 
 RECONNECT_SECONDS = 0.05
+WRITE_BYTES = 128 * 1024
+"""At most so much at once: the loop has other things to do, and asyncio's own transport copies
+what the socket does not take."""
 
 
 class DealerLink:
@@ -38,7 +42,7 @@ class DealerLink:
 
     def send(self, frames: Sequence[Buffer]) -> None:
         if self._connection is not None:
-            self._connection.transport.writelines(message(frames))
+            self._connection.send(message(frames))
 
     def close(self) -> None:
         self._closed = True
@@ -54,7 +58,7 @@ class DealerLink:
             connection.transport.abort()
             return
         self._connection = connection
-        connection.transport.write(hello(self._identity))
+        connection.send([hello(self._identity)])
 
     def up(self) -> None:
         self._events.link_up()
@@ -93,6 +97,12 @@ class _Connection(asyncio.Protocol):
         self._link = link
         self._reader = Reader()
         self._up = False
+        self._unsent: deque[Buffer] = deque()
+        self._paused = False
+
+    def send(self, pieces: Iterable[Buffer]) -> None:
+        self._unsent.extend(pieces)
+        self._write()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's own is no subclass
@@ -108,8 +118,32 @@ class _Connection(asyncio.Protocol):
             logger.error("the engine's socket: %s", error.message)
             self.transport.abort()
 
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._write()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._link.lost(was_up=self._up)
+
+    def _write(self) -> None:
+        """As much as the socket takes; the rest when it takes more."""
+        while self._unsent and not self._paused:
+            self.transport.write(self._next())
+
+    def _next(self) -> bytes | memoryview:
+        """A part of a large piece, or small ones together."""
+        piece = memoryview(self._unsent.popleft())
+        if piece.nbytes > WRITE_BYTES:
+            self._unsent.appendleft(piece[WRITE_BYTES:])
+            return piece[:WRITE_BYTES]
+        pieces, size = [piece], piece.nbytes
+        while self._unsent and size + memoryview(self._unsent[0]).nbytes <= WRITE_BYTES:
+            pieces.append(memoryview(self._unsent.popleft()))
+            size += pieces[-1].nbytes
+        return b"".join(pieces) if len(pieces) > 1 else piece
 
     def _note_ready(self) -> None:
         if self._reader.ready and not self._up:

@@ -146,6 +146,24 @@ def test_messages_keep_their_order_and_their_arrays(wire):
     assert {sender for sender, _ in engine.received} == {"api"}
 
 
+def test_messages_larger_than_a_socket_takes_keep_their_order_too(wire):
+    engine = Echo(wire.engine())
+    sent = [update(1, 5_000_000), update(2, 10), update(3, 2_000, 3_000_000, 150_000)]
+
+    async def scenario():
+        async with connected(wire) as (channel, listener):
+            for message in sent:
+                channel.send_now(message)
+            channel.send_now(GetStats(1))
+            assert await listener.messages.get() == Accepted("GetStats")
+
+    try:
+        run(scenario())
+    finally:
+        engine.stop()
+    assert [message for _, message in engine.received[:-1]] == sent
+
+
 def test_room_is_awaited_until_the_engine_has_received(wire):
     engine = Echo(wire.engine())
     engine.open.clear()
