@@ -10,7 +10,8 @@
     decodes, processed, encoder runs      per request
 
 A first table parses a body in-process: JSON straight from bytes, then base64. One shows the time to
-first text of known pictures beside a peer's. A last one shows known pictures while new ones keep
+first text of known pictures beside a peer's, one what streaming costs the API process per request
+and per token (`streams`). A last one shows known pictures while new ones keep
 every decoding worker busy (`saturation`).
 """
 
@@ -30,6 +31,7 @@ from lookonce.bench.pictures import data_url, encoded_picture, variant
 from lookonce.bench.report import Report, median, write_json
 from lookonce.bench.saturation import saturation_report
 from lookonce.bench.serving import running_server, set_environment
+from lookonce.bench.streams import streams_report
 from lookonce.server.protocol import ChatRequest
 
 PICTURES = (("1080p", "JPEG"), ("1080p", "PNG"), ("4K", "JPEG"), ("4K", "PNG"))
@@ -154,6 +156,7 @@ def main(arguments: Sequence[str]) -> int:
         parsing_report,
         lambda: first_text_report(options.repeats),
         lambda: requests_report(options.counts, options.repeats),
+        streams_report,
         saturation_report,
     ):
         reports.append(make())
