@@ -8,7 +8,7 @@ all kept, so the outcome never depends on the order in which a sort leaves ties.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,12 @@ from torch.nn import functional
 
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
+
+native_argmax: Callable[[int, int, int], list[int]] | None
+try:
+    from lookonce.model.native._native import argmax as native_argmax
+except ImportError:  # no compiler where it was installed, or built for another CPU
+    native_argmax = None
 
 FAILED = -1
 """The token of a row whose logits are not finite."""
@@ -115,11 +121,17 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def argmax(scores: Tensor) -> list[int]:
     """[n, V] → n tokens; `FAILED` where the largest is NaN or infinite."""
+    if native_argmax is not None and scores.is_cpu and _is_plain(scores):
+        return native_argmax(scores.data_ptr(), *scores.shape)
     if scores.is_cpu:
         return _argmax_in_place(scores.numpy())
     highest, best = scores.max(dim=-1)
     tokens: list[int] = torch.where(highest.isfinite(), best, FAILED).tolist()
     return tokens
+
+
+def _is_plain(scores: Tensor) -> bool:
+    return scores.dtype is torch.float32 and scores.is_contiguous() and scores.numel() > 0
 
 
 def _argmax_in_place(scores: NDArray[np.float32]) -> list[int]:

@@ -159,6 +159,40 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyLong_FromLongLong(outcome);
 }
 
+// The largest score's index; -1 where a score is NaN, or the largest infinite.
+int64_t best_of(const float* scores, int64_t count) {
+    Vec highest = splat(-INFINITY), nothing = {};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        const Vec score = load(scores + i);
+        highest = max_vec(score, highest);
+        nothing += score != score ? splat(1.0f) : splat(0.0f);
+    }
+    float best = reduce_max(highest), num_nan = reduce_sum(nothing);
+    for (; i < count; ++i) best = std::max(best, scores[i]), num_nan += scores[i] != scores[i];
+    if (num_nan > 0 || !std::isfinite(best)) return -1;
+    return std::find(scores, scores + count, best) - scores;
+}
+
+// argmax(scores, rows, columns) → a list
+PyObject* argmax(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (count != 3) {
+        PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", count);
+        return nullptr;
+    }
+    Arguments a(args);
+    const float* scores = a.pointer<float>();
+    const int64_t rows = a.integer(), columns = a.integer();
+    if (PyErr_Occurred()) return nullptr;
+    PyObject* best = PyList_New(rows);
+    for (int64_t i = 0; best && i < rows; ++i) {
+        PyObject* token = PyLong_FromLongLong(best_of(scores + i * columns, columns));
+        if (!token) Py_CLEAR(best);
+        else PyList_SET_ITEM(best, i, token);
+    }
+    return best;
+}
+
 // attend_windows(numbers...) → None
 PyObject* attend_windows(PyObject*, PyObject* const* args, Py_ssize_t count) {
     constexpr Py_ssize_t NUMBERS = 12;
@@ -198,6 +232,7 @@ PyCFunction as_method(F function) {
 PyMethodDef methods[] = {
     {"make", as_method(make), METH_FASTCALL, "A decoder of these weights; see decoder.py."},
     {"run", as_method(run), METH_FASTCALL, "One step from embedding to logits; see decoder.py."},
+    {"argmax", as_method(argmax), METH_FASTCALL, "Of each row; see token_logits.py."},
     {"attend_windows", as_method(attend_windows), METH_FASTCALL, "See windows.py."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -1,0 +1,45 @@
+"""The compiled argmax and NumPy's say the same, also of what is not a number."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+
+from lookonce.model import token_logits
+from lookonce.model.token_logits import FAILED
+
+SCORES = st.one_of(
+    st.floats(width=32), st.sampled_from([0.0, -0.0, 1.0, math.inf, -math.inf, math.nan])
+)
+
+
+@pytest.mark.skipif(token_logits.native_argmax is None, reason="argmax is not compiled here")
+@given(arrays(np.float32, array_shapes(min_dims=2, max_dims=2, max_side=70), elements=SCORES))
+def test_both_ways_agree(scores: np.ndarray) -> None:
+    assert token_logits.argmax(torch.from_numpy(scores)) == token_logits._argmax_in_place(scores)
+
+
+def test_the_first_of_equals_is_taken() -> None:
+    scores = torch.zeros(2, 50)
+    scores[0, [7, 33]] = 1.0
+    assert token_logits.argmax(scores) == [7, 0]
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_row_that_is_no_distribution_fails_alone(broken: float) -> None:
+    scores = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    scores[1, 49] = broken
+    tokens = token_logits.argmax(scores)
+    assert tokens[1] == FAILED
+    assert tokens[::2] == scores[::2].argmax(dim=1).tolist()
+
+
+def test_rows_of_a_wider_tensor() -> None:
+    scores = torch.randn(4, 60)[:, :30]
+    assert token_logits.argmax(scores) == scores.argmax(dim=1).tolist()
