@@ -162,7 +162,9 @@ class Features:
 
         O(1) on average: they go once they are as many as those that stay. The last one stays.
         """
-        num_passed = bisect_right(self._ends, position, hi=max(0, len(self._ends) - 1))
+        if len(self._ends) <= SPARE_FEATURES:
+            return
+        num_passed = bisect_right(self._ends, position, hi=len(self._ends) - 1)
         if num_passed < SPARE_FEATURES or 2 * num_passed < len(self._features):
             return
         self._forgotten_end = self._ends[num_passed - 1]
