@@ -120,6 +120,8 @@ class Runner:
         samples: _Samples,
     ) -> list[ScheduledSequence]:
         """Leaves out sequences that need an encoder output there is not."""
+        if not any(chunk.embeds for chunk in scheduled):
+            return list(scheduled)
         kept = []
         for chunk in scheduled:
             missing = [part.key for part in chunk.embeds if part.key not in self._encoder]
@@ -181,6 +183,8 @@ class _Samples:
         self._tokens.update(zip(seq_ids, sampled.token_ids, strict=True))
         if sampled.logprobs is not None:
             self._logprobs.update(zip(seq_ids, sampled.logprobs, strict=True))
+        if FAILED not in sampled.token_ids:
+            return
         for row, (seq_id, token) in enumerate(zip(seq_ids, sampled.token_ids, strict=True)):
             if token == FAILED and row in sampled.errors:
                 self._failed[seq_id] = sampled.errors[row]
@@ -189,10 +193,12 @@ class _Samples:
 
     def result(self, plan: StepPlan, report: EncodeReport) -> StepResult:
         order = [chunk.seq_id for chunk in plan.scheduled if chunk.sample]
-        logprobs = tuple(self._logprobs.get(seq_id) for seq_id in order)
+        logprobs = None
+        if self._logprobs:
+            logprobs = tuple([self._logprobs.get(seq_id) for seq_id in order])
         return StepResult(
-            token_ids=tuple(self._tokens.get(seq_id, FAILED) for seq_id in order),
-            logprobs=logprobs if self._logprobs else None,
+            token_ids=tuple([self._tokens.get(seq_id, FAILED) for seq_id in order]),
+            logprobs=logprobs,
             failed_items=report.failed,
             failed_sequences=self._failed,
             lost_copies=tuple(report.lost_copies),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,8 @@ from lookonce.types.step import StepPlan
 
 HEAVY_TOKENS = 256
 """Tokens of a step that are worth the cost of waking more threads."""
+
+_NO_CHANGE = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,14 @@ class Threads:
         torch.set_num_threads(threads.light)
         return threads
 
-    @contextmanager
-    def working_on(self, plan: StepPlan) -> Iterator[None]:
+    def working_on(self, plan: StepPlan) -> AbstractContextManager[None]:
         """As many threads as this step is worth, until the block ends."""
         if self.light == self.heavy or not is_heavy(plan):
-            yield
-            return
+            return _NO_CHANGE
+        return self._all()
+
+    @contextmanager
+    def _all(self) -> Iterator[None]:
         torch.set_num_threads(self.heavy)
         try:
             yield
