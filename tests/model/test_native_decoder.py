@@ -23,6 +23,8 @@ from lookonce.model.kv_pages import KVPages
 from lookonce.model.loader import load_model
 from lookonce.model.native import decoder as native
 from lookonce.model.native.decoder import DecodeInputs, NativeDecoder, native_decoder
+from lookonce.model.step_inputs import StepInputs
+from lookonce.model.text_model import TextModel
 
 pytestmark = pytest.mark.skipif(native._native is None, reason="the decoder is not compiled here")
 
@@ -289,6 +291,23 @@ def test_a_model_that_computes_something_else_is_noticed(folder: Folder) -> None
     lean.layers[1].act = SiLU()
     pages = KVPages(family.num_layers, 1, 16, family.num_kv_heads, family.head_dim, loaded.dtype)
     assert native_decoder(lean, family, loaded.dtype, pages) is None
+
+
+def test_without_compiled_code_steps_run_in_torch(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_native", None)
+    loaded = load_model(ModelConfig(folder=str(folder("llama")), served_name="test"))
+    family = loaded.family
+    pages = KVPages(
+        family.num_layers, BLOCKS, BLOCK, family.num_kv_heads, family.head_dim, loaded.dtype
+    )
+    model = TextModel(family, loaded.dtype, loaded.device, KernelBackend(), pages)
+    assert not model.is_native
+    metadata = decode_metadata([1, 1])
+    ids = torch.tensor([5, 6])
+    inputs = StepInputs(ids, plain_positions(2, 1), metadata, (), None, None)
+    assert model(inputs, None).shape == (2, family.vocab_size)
 
 
 def test_a_model_of_another_activation_is_left_to_torch(folder: Folder) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForMultimodalLM
 
+from lookonce.model import towers
 from lookonce.model.towers import lean_towers
 
 PATCHES = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
@@ -18,8 +19,11 @@ def tower_output(model: nn.Module, patches: torch.Tensor, grids: torch.Tensor) -
         return torch.cat(list(model.model.get_image_features(patches, grids).pooler_output))
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("kind", PATCHES)
-def test_pictures_of_many_shapes_are_encoded_alike(folder, kind):
+def test_pictures_of_many_shapes_are_encoded_alike(folder, kind, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(towers, "attends_windows", lambda like: False)
     model = AutoModelForMultimodalLM.from_pretrained(folder(kind), dtype=torch.float32).eval()
     grids = torch.tensor(GRIDS)
     rows = int(grids.prod(1).sum())
