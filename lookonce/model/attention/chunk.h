@@ -187,6 +187,7 @@ bool pack_values(const KeyChunk<T>& chunk, int64_t dim, int64_t depth, float* va
 
 // Turns one row's scores of keys [begin, end) of a chunk into weights, zero for the chunk's other
 // keys, and rescales what was summed before.
+template <typename U>
 inline void soften(float* scores, int begin, int end, int count, float scale, float softcap,
                    float* maximum, float* total, float* output, int64_t depth) {
     const int first = begin / LANES * LANES, last = int(pad(end, LANES));
@@ -201,14 +202,14 @@ inline void soften(float* scores, int begin, int end, int count, float scale, fl
     const float now = reduce_max(highest);
     Vec sum = {};
     for (int i = first; i < last; i += LANES) {
-        Vec weight = exp_vec(load(scores + i) - now);
+        Vec weight = U::exp(load(scores + i) - now);
         store(scores + i, weight);
         sum += weight;
     }
     for (int i = 0; i < first; i += LANES) store(scores + i, Vec{});
     for (int i = last; i < count; i += LANES) store(scores + i, Vec{});
     if (now != *maximum) {
-        const float before = exp_vec(splat(*maximum - now))[0];
+        const float before = U::exp(splat(*maximum - now))[0];
         *total *= before;
         for (int64_t d = 0; d < depth; d += LANES) store(output + d, before * load(output + d));
         *maximum = now;

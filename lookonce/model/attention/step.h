@@ -153,8 +153,8 @@ class Attention {
         if (begin >= end)
             std::fill(scores, scores + CHUNK, 0.0f);
         else
-            soften(scores, begin, end, chunk.count, p.scale, p.softcap, s.maximum + r, s.total + r,
-                   s.output + r * depth, depth);
+            soften<U>(scores, begin, end, chunk.count, p.scale, p.softcap, s.maximum + r,
+                      s.total + r, s.output + r * depth, depth);
     }
 
     void add_packed_values(const KeyChunk<T>& chunk) {

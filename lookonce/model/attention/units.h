@@ -30,6 +30,7 @@ struct Whole {
     }
     static Vec add_product(Vec sum, UnitVec a, UnitVec b) { return sum + (Vec)a * (Vec)b; }
     static Vec units(Vec first, Vec) { return first; }
+    static Vec exp(Vec x) { return exp_vec(x); }
     static void store_units(void* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 };
 
@@ -45,6 +46,18 @@ struct Pair {
     }
     static Vec add_product(Vec sum, UnitVec a, UnitVec b) {
         return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+    }
+    // e^x to 4e-6 relative, for weights that become bf16 or meet values that are; NaN gives NaN.
+    static Vec exp(Vec x) {
+        const Vec t = (x < -200.0f ? splat(-200.0f) : x) * 1.44269504088896341f;
+        const Vec n = (Vec)_mm512_roundscale_ps((__m512)t, 0);
+        const Vec f = t - n;
+        Vec p = splat(9.600990e-3f);
+        p = p * f + 5.591622e-2f;
+        p = p * f + 2.4023707e-1f;
+        p = p * f + 6.9312215e-1f;
+        p = p * f + 1.0f;
+        return (Vec)_mm512_scalef_ps((__m512)p, (__m512)n);
     }
     // Of values that are bf16 already.
     static Vec units(Vec first, Vec second) {

@@ -99,18 +99,6 @@ inline Vec tanh_vec(Vec x) {
 
 inline Vec max_vec(Vec a, Vec b) { return a > b ? a : b; }
 
-inline float reduce_max(Vec v) {
-    float result = v[0];
-    for (int i = 1; i < LANES; ++i) result = v[i] > result ? v[i] : result;
-    return result;
-}
-
-inline float reduce_sum(Vec v) {
-    float result = 0;
-    for (int i = 0; i < LANES; ++i) result += v[i];
-    return result;
-}
-
 // Both transposes below go level by level, each pairing vectors that are HALF apart: low_halves is
 // [a.low b.low] within every segment of 2 * HALF lanes, high_halves [a.high b.high].
 template <int HALF>
@@ -129,6 +117,25 @@ inline Vec high_halves(Vec a, Vec b, std::index_sequence<LANE...>) {
 }
 
 constexpr auto LANE_INDEX = std::make_index_sequence<LANES>();
+
+template <int BY, size_t... LANE>
+inline Vec rotated(Vec v, std::index_sequence<LANE...>) {
+    return __builtin_shufflevector(v, v, int((LANE + BY) % LANES)...);
+}
+
+template <int HALF = LANES / 2>
+inline float reduce_max(Vec v) {
+    v = max_vec(v, rotated<HALF>(v, LANE_INDEX));
+    if constexpr (HALF > 1) return reduce_max<HALF / 2>(v);
+    return v[0];
+}
+
+template <int HALF = LANES / 2>
+inline float reduce_sum(Vec v) {
+    v = v + rotated<HALF>(v, LANE_INDEX);
+    if constexpr (HALF > 1) return reduce_sum<HALF / 2>(v);
+    return v[0];
+}
 
 // Lane i of v[j] becomes lane j of v[i].
 template <int HALF = LANES / 2>

@@ -192,7 +192,7 @@ class WindowAttention {
         }
         Vec sum = {};
         for (int i = 0; i < chunk.padded; i += LANES) {
-            const Vec weight = exp_vec(load(scores + i) - maximum);
+            const Vec weight = U::exp(load(scores + i) - maximum);
             sum += weight;
             U::store_units(weights + i / U::PER_UNIT, weight);
         }
