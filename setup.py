@@ -30,7 +30,7 @@ setup(
             sources=[f"{NATIVE}/module.cpp"],
             depends=[
                 *HEADERS,
-                *(f"{NATIVE}/{name}.h" for name in ("linear", "decoder", "windows")),
+                *(f"{NATIVE}/{name}.h" for name in ("linear", "decoder", "rows", "windows")),
             ],
             **ARITHMETIC,
         ),

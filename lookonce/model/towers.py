@@ -4,6 +4,7 @@
     attention         by compiled code with rope in it, where that is there; else windows of one
                       length are attended to in one call instead of one each, and rope is three
                       operators over queries and keys together instead of fourteen
+    norms and gates   by compiled code in one pass; gate and up are one product
 
 Weights are shared. Only modules whose results agree with their own on a random input are replaced.
 """
@@ -12,12 +13,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lookonce.model.decoders import Norm, fuse_linears, is_silu
+from lookonce.model.native.rows import silu_gate
 from lookonce.model.native.windows import attend_windows, attends_windows
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -27,7 +30,44 @@ SAMPLE_LENGTHS = (8, 8, 4)
 
 def lean_towers(model: nn.Module) -> int:
     """Replace what can be replaced; returns how many modules that were."""
-    return sum(map(_lean, list(model.modules())))
+    modules = list(model.modules())
+    blocks = [module for module in modules if type(module).__name__.endswith("VisionBlock")]
+    return sum(map(_lean, modules)) + sum(_lean_block(block) for block in blocks)
+
+
+@torch.inference_mode()
+def _lean_block(block: nn.Module) -> int:
+    """What lies between a block's attention and products: its RMS norms and its gate."""
+    count = 0
+    for module in block.children():
+        lean: Callable[[Tensor], Tensor]
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            width, lean = len(module.weight), Norm(module)  # type: ignore[arg-type]
+        elif {name for name, _ in module.named_children()} == _GatedProduct.PARTS:
+            width, lean = module.gate_proj.in_features, _GatedProduct(module)  # type: ignore[union-attr, assignment]
+        else:
+            continue
+        count += _replace_forward(module, lean, (_noise((7, width), next(module.parameters())),))
+    return count
+
+
+class _GatedProduct:
+    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+
+    PARTS: ClassVar[set[str]] = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+    def __init__(self, module: Any) -> None:
+        self._gate_up = fuse_linears([module.gate_proj, module.up_proj])
+        self._down: nn.Linear = module.down_proj
+        self._act: Callable[[Tensor], Tensor] = module.act_fn
+        self._has_silu = is_silu(self._act)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        gate_up = functional.linear(hidden, *self._gate_up)
+        if not self._has_silu:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return self._down(self._act(gate) * up)  # type: ignore[no-any-return]
+        return self._down(silu_gate(gate_up))  # type: ignore[no-any-return]
 
 
 @torch.inference_mode()
@@ -40,6 +80,13 @@ def _lean(module: nn.Module) -> bool:
         lean, arguments = _WindowAttention(module), _windows(module)
     else:
         return False
+    return _replace_forward(module, lean, arguments)
+
+
+def _replace_forward(
+    module: nn.Module, lean: Callable[..., Tensor], arguments: tuple[Any, ...]
+) -> bool:
+    """If both say the same of these arguments."""
     theirs, ours = module(*arguments), lean(*arguments)
     tolerance = TOLERANCE.get(theirs.dtype, 0.0) * max(1.0, float(theirs.abs().max()))
     if ours.numel() != theirs.numel():

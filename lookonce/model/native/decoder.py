@@ -157,7 +157,7 @@ class NativeDecoder:
 
     def _layer(self, layer: LeanLayer, pages: LayerPages) -> tuple[float, ...]:
         asked = layer.asked
-        _require(_is_silu(layer.act), "the activation is not SiLU")
+        _require(layer.has_silu, "the activation is not SiLU")
         _require(asked.sinks is None, "attention has sinks")
         return (
             *self._norm(layer.before),
@@ -268,10 +268,6 @@ def _are_bf16(weights: list[Tensor]) -> bool:
     if sum(weight.nbytes for weight in weights) > MAX_HALVED_BYTES:
         return False
     return all(torch.equal(weight.bfloat16().float(), weight) for weight in weights)
-
-
-def _is_silu(activation: object) -> bool:
-    return type(activation).__name__ in ("SiLU", "SiLUActivation")
 
 
 def _pointer(tensor: Tensor | None) -> int:

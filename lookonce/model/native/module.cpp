@@ -3,7 +3,7 @@
 
 #include "../attention/arguments.h"
 #include "../attention/machine.h"
-#include "decoder.h"
+#include "rows.h"
 #include "windows.h"
 
 namespace {
@@ -224,6 +224,54 @@ PyObject* attend_windows(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
+// norm_rows(from, weight, to, rows, width, eps, threads, half)
+PyObject* norm_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (count != 8) {
+        PyErr_Format(PyExc_TypeError, "expected 8 arguments, got %zd", count);
+        return nullptr;
+    }
+    Arguments a(args);
+    void *from = a.pointer<void>(), *weight = a.pointer<void>(), *to = a.pointer<void>();
+    const int64_t rows = a.integer(), width = a.integer();
+    const float eps = a.real();
+    const int num_threads = int(a.integer());
+    const bool half = a.integer() != 0;
+    if (PyErr_Occurred()) return nullptr;
+    auto run = [&](auto typed) {
+        using T = decltype(typed);
+        const Norm<T> norm = {static_cast<const T*>(weight), eps};
+        native::norm_rows(norm, static_cast<const T*>(from), rows, width, static_cast<T*>(to),
+                          num_threads);
+    };
+    Py_BEGIN_ALLOW_THREADS;
+    half ? run(BFloat16{}) : run(0.0f);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+// gate_rows(gate_up, to, rows, width, threads, half)
+PyObject* gate_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (count != 6) {
+        PyErr_Format(PyExc_TypeError, "expected 6 arguments, got %zd", count);
+        return nullptr;
+    }
+    Arguments a(args);
+    void *from = a.pointer<void>(), *to = a.pointer<void>();
+    const int64_t rows = a.integer(), width = a.integer();
+    const int num_threads = int(a.integer());
+    const bool half = a.integer() != 0;
+    if (PyErr_Occurred()) return nullptr;
+    auto run = [&](auto typed) {
+        using T = decltype(typed);
+        native::gate_rows(static_cast<const T*>(from), rows, width, static_cast<T*>(to),
+                          num_threads);
+    };
+    Py_BEGIN_ALLOW_THREADS;
+    half ? run(BFloat16{}) : run(0.0f);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
 template <typename F>
 PyCFunction as_method(F function) {
     return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
@@ -233,6 +281,8 @@ PyMethodDef methods[] = {
     {"make", as_method(make), METH_FASTCALL, "A decoder of these weights; see decoder.py."},
     {"run", as_method(run), METH_FASTCALL, "One step from embedding to logits; see decoder.py."},
     {"argmax", as_method(argmax), METH_FASTCALL, "Of each row; see token_logits.py."},
+    {"norm_rows", as_method(norm_rows), METH_FASTCALL, "See rows.py."},
+    {"gate_rows", as_method(gate_rows), METH_FASTCALL, "See rows.py."},
     {"attend_windows", as_method(attend_windows), METH_FASTCALL, "See windows.py."},
     {nullptr, nullptr, 0, nullptr},
 };
