@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup serve test test-lmcache test-page test-openapi test-clients check format soak clean
+
+# One thread of numeric libraries in tests, which run side by side; a server takes what it finds.
+check test test-lmcache test-page test-openapi test-clients soak: export OMP_NUM_THREADS ?= 1
 
 setup: $(STAMP)
 

@@ -1,6 +1,7 @@
 """`lookonce bench serve`: a server under load, over HTTP: rates, percentiles, origins of media.
 
-Without --url it starts a server of its own for --model. Every request is streamed and greedy and
+Without --url it starts a server of its own for --model, on all cores as a user's would be (where
+OMP_NUM_THREADS says nothing else). Every request is streamed and greedy and
 asks for exactly --output-tokens.
 
     TTFT        from asking (with --rate: from when the request was due) to the first piece of text
@@ -29,7 +30,7 @@ from lookonce.bench.folders import make_folder
 from lookonce.bench.load import Arrivals, LoadResult, run_load
 from lookonce.bench.plot import Panel, write_shares
 from lookonce.bench.report import Report, write_json
-from lookonce.bench.serving import running_server, set_environment
+from lookonce.bench.serving import running_server
 from lookonce.bench.workloads import WORKLOADS, Shape, Workload, folder
 from lookonce.errors import ConfigError, UnavailableError
 
@@ -208,7 +209,6 @@ def _settled(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     options = _settled(arguments)
     arrivals = Arrivals(options.concurrency, options.rate, options.seed)
-    set_environment()
     with _served(options) as url:
         shape = Shape(
             model=options.served_model_name or _served_name(url, options.api_key),
