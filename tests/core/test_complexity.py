@@ -10,11 +10,13 @@ from __future__ import annotations
 import sys
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 
+import lookonce
 from lookonce.core.features import Features
 from lookonce.core.prefix import extend_chain, root_hash
 from lookonce.types.request import GenerateRequest
@@ -31,7 +33,7 @@ from tests.core.builders import (
 )
 
 SMALL, LARGE = 1_000, 32_000
-OURS = "/lookonce/"
+OURS = f"{Path(lookonce.__file__).parent}/"
 
 
 def count_operations(action: Callable[[], object]) -> int:
