@@ -42,7 +42,7 @@ HELP: dict[str, str] = {
     "kv_load_failure_policy": "recompute or fail: what becomes of a prompt whose load failed.",
     "encoder_cache_gb": "Memory for encoder outputs of media, GiB.",
     "encoder_cache_host_gb": "Host memory for encoder outputs that leave the device, GiB.",
-    "encoder_prefetch": "Encode media of later chunks and waiting requests when there is room.",
+    "encoder_prefetch": "Encode media of later chunks and waiting requests where that pays.",
     "mm_processor_cache_gb": "Memory for processed media, GiB; 0 turns this cache off.",
     "mm_hash_algorithm": "blake3 or sha256: what media are recognised by.",
     "limit_mm_per_prompt": "Media one prompt may have, by modality.",
