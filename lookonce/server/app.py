@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from starlette.applications import Starlette
 from starlette.routing import Route
@@ -62,9 +61,9 @@ class Application(Starlette):
         self.state.services = services
         self._door = Door(services, routes, self.router)
 
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
-        return self._door(scope, receive, send)
+        await self._door(scope, receive, send)
 
 
 def build_app(services: Services, routes: Sequence[Route] = ROUTES) -> Application:
