@@ -15,14 +15,12 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from lookonce.core.blocks import BlockPool
-from lookonce.engine.build import Progress, assemble
+from lookonce.engine.build import Progress, assemble, attention_of, make_runner
 from lookonce.engine.core import EngineCore
 from lookonce.engine.hosting import host_engine
 from lookonce.engine.judge import Judge
 from lookonce.engine.settings import EngineSettings
-from lookonce.model.attention.select import resolve_block_size, select_backend
 from lookonce.model.loader import load_model
-from lookonce.model.runner import Runner
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -59,18 +57,11 @@ def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, Jud
     torch.set_num_threads(1)
     loaded = load_model(settings.model, progress)
     watch = Stopwatch()
-    backend = select_backend(loaded.device, loaded.family.attention_features(loaded.dtype))
-    block_size = resolve_block_size(backend, settings.kv.block_size)
-    runner = Runner(
-        loaded,
-        num_blocks=NUM_BLOCKS,
-        block_size=block_size,
-        backend=backend,
-        max_num_seqs=settings.scheduler.max_num_seqs,
-        max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
-    )
+    backend, block_size = attention_of(loaded, settings.kv)
+    pool = BlockPool(NUM_BLOCKS, block_size)
+    runner = make_runner(loaded, settings, backend, pool)
     runner.text_model = watch.around(runner.text_model)
-    core, judge = assemble(loaded.info, runner, settings, BlockPool(NUM_BLOCKS, block_size))
+    core, judge = assemble(loaded.info, runner, settings, pool)
     core.add_figures = watch.figures
     gc.collect()
     gc.freeze()

@@ -21,6 +21,7 @@ from lookonce.engine.judge import Judge
 from lookonce.engine.settings import EngineSettings
 from lookonce.engine.warmup import WarmUpItems, warm_up
 from lookonce.errors import ConfigError
+from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.select import resolve_block_size, select_backend
 from lookonce.model.kv_pages import block_bytes
 from lookonce.model.loader import LoadedModel, load_model
@@ -43,20 +44,10 @@ def build_engine(settings: EngineSettings, progress: Progress) -> tuple[EngineCo
     threads = Threads.of_machine()
     items = WarmUpItems(settings)  # processed while weights load
     loaded = load_model(settings.model, progress)
-    features = loaded.family.attention_features(loaded.dtype)
-    backend = select_backend(loaded.device, features)
-    block_size = resolve_block_size(backend, settings.kv.block_size)
+    backend, block_size = attention_of(loaded, settings.kv)
     num_blocks = _num_blocks(loaded, settings.kv, block_size)
     loaded = _fitted(loaded, num_blocks * block_size)
-    runner = Runner(
-        loaded,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        backend=backend,
-        max_num_seqs=settings.scheduler.max_num_seqs,
-        max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
-        threads=threads,
-    )
+    runner = make_runner(loaded, settings, backend, BlockPool(num_blocks, block_size), threads)
     logger.info(
         "serving %s on %s: %s, attention %s, %d KV blocks of %d tokens",
         loaded.info.model_type, loaded.device, loaded.info.dtype, backend.name, num_blocks,
@@ -72,6 +63,31 @@ def build_engine(settings: EngineSettings, progress: Progress) -> tuple[EngineCo
         external = open_external(settings.kv, loaded.info, rope, runner.page_copier())
     pool = BlockPool(num_blocks, block_size)
     return assemble(loaded.info, runner, settings, pool, external)
+
+
+def attention_of(loaded: LoadedModel, kv: KVConfig) -> tuple[AttentionBackend, int]:
+    """What attends for this model, and tokens of a KV block. Raises `ConfigError`."""
+    backend = select_backend(loaded.device, loaded.family.attention_features(loaded.dtype))
+    return backend, resolve_block_size(backend, kv.block_size)
+
+
+def make_runner(
+    loaded: LoadedModel,
+    settings: EngineSettings,
+    backend: AttentionBackend,
+    pool: BlockPool,
+    threads: Threads | None = None,
+) -> Runner:
+    """A runner with as many blocks as `pool`; `threads` None: as torch has them."""
+    return Runner(
+        loaded,
+        num_blocks=pool.num_blocks,
+        block_size=pool.block_size,
+        backend=backend,
+        max_num_seqs=settings.scheduler.max_num_seqs,
+        max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
+        threads=threads,
+    )
 
 
 def assemble(
