@@ -126,15 +126,12 @@ async def polled(engine):
     return received
 
 
-def test_messages_keep_their_order_and_their_arrays(wire):
-    engine = Echo(wire.engine())
-    sent = [update(seq, 10, 70_000) for seq in range(1, 40)]
+def heard(engine, wire, send):
+    """What the engine has received once `send(channel)` is done."""
 
     async def scenario():
         async with connected(wire) as (channel, listener):
-            for message in sent:
-                async with channel.room(71_000):
-                    channel.send_now(message)
+            await send(channel)
             channel.send_now(GetStats(1))
             assert await listener.messages.get() == Accepted("GetStats")
 
@@ -142,26 +139,29 @@ def test_messages_keep_their_order_and_their_arrays(wire):
         run(scenario())
     finally:
         engine.stop()
-    assert [message for _, message in engine.received[:-1]] == sent
     assert {sender for sender, _ in engine.received} == {"api"}
+    return [message for _, message in engine.received[:-1]]
+
+
+def test_messages_keep_their_order_and_their_arrays(wire):
+    sent = [update(seq, 10, 70_000) for seq in range(1, 40)]
+
+    async def send(channel):
+        for message in sent:
+            async with channel.room(71_000):
+                channel.send_now(message)
+
+    assert heard(Echo(wire.engine()), wire, send) == sent
 
 
 def test_messages_larger_than_a_socket_takes_keep_their_order_too(wire):
-    engine = Echo(wire.engine())
     sent = [update(1, 5_000_000), update(2, 10), update(3, 2_000, 3_000_000, 150_000)]
 
-    async def scenario():
-        async with connected(wire) as (channel, listener):
-            for message in sent:
-                channel.send_now(message)
-            channel.send_now(GetStats(1))
-            assert await listener.messages.get() == Accepted("GetStats")
+    async def send(channel):
+        for message in sent:
+            channel.send_now(message)
 
-    try:
-        run(scenario())
-    finally:
-        engine.stop()
-    assert [message for _, message in engine.received[:-1]] == sent
+    assert heard(Echo(wire.engine()), wire, send) == sent
 
 
 def test_room_is_awaited_until_the_engine_has_received(wire):
