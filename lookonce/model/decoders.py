@@ -132,6 +132,25 @@ class Norm:
         return rms_norm(hidden, self.weight, self.eps)
 
 
+class Gate:
+    """act(gate) * up, of [..., 2 F] with the gates first → [..., F]."""
+
+    @torch.inference_mode()
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        self._activation = activation
+        sample = torch.linspace(-9.0, 9.0, 37)
+        self.is_silu = torch.allclose(
+            activation(sample), functional.silu(sample), rtol=1e-6, atol=1e-7
+        )
+        """Found out by trying: names tell nothing."""
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        if self.is_silu:
+            return silu_gate(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self._activation(gate) * up
+
+
 class LeanLayer:
     def __init__(self, layer: Any, asked: AttentionCall) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -148,8 +167,7 @@ class LeanLayer:
         self.out = _linear(attention.o_proj)
         self.gate_up = fuse_linears([mlp.gate_proj, mlp.up_proj])
         self.down = _linear(mlp.down_proj)
-        self.act: Callable[[Tensor], Tensor] = mlp.act_fn
-        self.has_silu = is_silu(self.act)
+        self.gate = Gate(mlp.act_fn)
         self.before = Norm(layer.input_layernorm)
         self.between = Norm(layer.post_attention_layernorm)
         has_norms = hasattr(attention, "q_norm")
@@ -174,14 +192,7 @@ class LeanLayer:
         )
         hidden = _add_linear(hidden, attended.view(tokens, -1), self.out)
         gate_up = functional.linear(self.between(hidden), *self.gate_up)
-        return _add_linear(hidden, self._gated(gate_up), self.down)
-
-    def _gated(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 F], the gates first → [T, F]."""
-        if self.has_silu:
-            return silu_gate(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.act(gate) * up
+        return _add_linear(hidden, self.gate(gate_up), self.down)
 
     def _normed(self, query_key: Tensor) -> Tensor:
         if self.q_norm is None or self.k_norm is None:
@@ -226,13 +237,6 @@ def _add_linear(hidden: Tensor, inputs: Tensor, linear: Linear) -> Tensor:
     if bias is not None:
         hidden = hidden + bias
     return torch.addmm(hidden, inputs, weight.t())
-
-
-@torch.inference_mode()
-def is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
-    """Found out by trying: names tell nothing."""
-    sample = torch.linspace(-9.0, 9.0, 37)
-    return torch.allclose(activation(sample), functional.silu(sample), rtol=1e-6, atol=1e-7)
 
 
 def _require_children(
@@ -298,14 +302,7 @@ def _probe(
 ) -> Tensor:
     """Hidden states [PROBE_TOKENS, H] of a random prompt, float32."""
     pages = KVPages(family.num_layers, 1, 16, family.num_kv_heads, family.head_dim, dtype, device)
-    buffers = AttentionBuffers(
-        max_num_seqs=1,
-        max_num_tokens=PROBE_TOKENS,
-        max_blocks_per_seq=1,
-        block_size=16,
-        device=device,
-    )
-    metadata = buffers.fill([PROBE_TOKENS], [PROBE_TOKENS], np.zeros((1, 1), np.int32))
+    metadata = prompt_metadata(PROBE_TOKENS, device)
     generator = torch.Generator().manual_seed(0)
     embeds = torch.randn(PROBE_TOKENS, family.hidden_size, generator=generator)
     positions = plain_positions(PROBE_TOKENS, family.position_axes).to(device)
@@ -317,3 +314,11 @@ def plain_positions(count: int, axes: int) -> Tensor:
     """The position ids of a text: [1, count], or [axes, 1, count] with multi-axis rope."""
     positions = torch.arange(count).unsqueeze(0)
     return positions if axes == 1 else positions.expand(axes, 1, -1)
+
+
+def prompt_metadata(count: int, device: torch.device | str = "cpu") -> AttentionMetadata:
+    """Of a step that computes one prompt of up to 16 tokens, in block 0."""
+    buffers = AttentionBuffers(
+        max_num_seqs=1, max_num_tokens=count, max_blocks_per_seq=1, block_size=16, device=device
+    )
+    return buffers.fill([count], [count], np.zeros((1, 1), np.int32))

@@ -17,15 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from lookonce.model.native.compiled import _native
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
-native_argmax: Callable[[int, int, int], list[int]] | None
-try:
-    from lookonce.model.native._native import argmax as native_argmax
-except ImportError:  # no compiler where it was installed, or built for another CPU
-    native_argmax = None
-
+native_argmax: Callable[[int, int, int], list[int]] | None = (
+    None if _native is None else _native.argmax
+)
 FAILED = -1
 """The token of a row whose logits are not finite."""
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lookonce.model.decoders import Norm, fuse_linears, is_silu
-from lookonce.model.native.rows import silu_gate
+from lookonce.model.decoders import Gate, Norm, fuse_linears
 from lookonce.model.native.windows import attend_windows, attends_windows
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -40,34 +40,36 @@ def _lean_block(block: nn.Module) -> int:
     """What lies between a block's attention and products: its RMS norms and its gate."""
     count = 0
     for module in block.children():
-        lean: Callable[[Tensor], Tensor]
-        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            width, lean = len(module.weight), Norm(module)  # type: ignore[arg-type]
-        elif {name for name, _ in module.named_children()} == _GatedProduct.PARTS:
-            width, lean = module.gate_proj.in_features, _GatedProduct(module)  # type: ignore[union-attr, assignment]
-        else:
-            continue
-        count += _replace_forward(module, lean, (_noise((7, width), next(module.parameters())),))
+        lean = _norm_or_gate(module)
+        if lean is not None:
+            weight = next(module.parameters())
+            count += _replace_forward(module, lean, (_noise((7, weight.shape[-1]), weight),))
     return count
 
 
+def _norm_or_gate(module: Any) -> Callable[[Tensor], Tensor] | None:
+    if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+        return Norm(module)
+    if {name for name, _ in module.named_children()} == _GatedProduct.PARTS:
+        with suppress(ValueError):  # its products cannot be made one
+            return _GatedProduct(module)
+    return None
+
+
 class _GatedProduct:
-    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+    """down(act(gate(x)) * up(x)), gate and up in one product."""
 
     PARTS: ClassVar[set[str]] = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
     def __init__(self, module: Any) -> None:
+        """Raises `ValueError` where gate and up are not alike."""
         self._gate_up = fuse_linears([module.gate_proj, module.up_proj])
+        self._gate = Gate(module.act_fn)
         self._down: nn.Linear = module.down_proj
-        self._act: Callable[[Tensor], Tensor] = module.act_fn
-        self._has_silu = is_silu(self._act)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        gate_up = functional.linear(hidden, *self._gate_up)
-        if not self._has_silu:
-            gate, up = gate_up.chunk(2, dim=-1)
-            return self._down(self._act(gate) * up)  # type: ignore[no-any-return]
-        return self._down(silu_gate(gate_up))  # type: ignore[no-any-return]
+        projected: Tensor = self._down(self._gate(functional.linear(hidden, *self._gate_up)))
+        return projected
 
 
 @torch.inference_mode()

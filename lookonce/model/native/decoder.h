@@ -55,18 +55,28 @@ struct Step {
 
 constexpr int64_t DONE = 0, AXES_DIFFER = -1, UNKNOWN_TOKEN = -2;
 
-// One norm of `width` values; `to` may be `from`.
-template <typename T>
-inline void normalise(const Norm<T>& norm, const float* from, int64_t width, float* to) {
+inline void store_as(float* to, Vec v) { store(to, v); }
+
+inline void store_as(BFloat16* to, Vec v) {
+#ifdef __AVX512BF16__
+    Pair::store_units(to, v);
+#else
+    for (int i = 0; i < LANES; ++i) narrow(v[i], to + i);
+#endif
+}
+
+// One norm of `width` values, of either type; `to` may be `from`.
+template <typename T, typename X>
+inline void normalise(const Norm<T>& norm, const X* from, int64_t width, X* to) {
     Vec squares = {};
     int64_t i = 0;
     for (; i + LANES <= width; i += LANES) squares += load(from + i) * load(from + i);
     float sum = reduce_sum(squares);
-    for (; i < width; ++i) sum += from[i] * from[i];
+    for (; i < width; ++i) sum += widen(from[i]) * widen(from[i]);
     const float factor = 1.0f / std::sqrt(sum / float(width) + norm.eps);
     for (i = 0; i + LANES <= width; i += LANES)
-        store(to + i, load(norm.weight + i) * (load(from + i) * factor));
-    for (; i < width; ++i) to[i] = widen(norm.weight[i]) * (from[i] * factor);
+        store_as(to + i, load(norm.weight + i) * (load(from + i) * factor));
+    for (; i < width; ++i) narrow(widen(norm.weight[i]) * (widen(from[i]) * factor), to + i);
 }
 
 // x / (1 + e^-x)
@@ -74,6 +84,18 @@ inline Vec silu(Vec x) {
     Vec negated = -x;
     negated = negated > 87.0f ? splat(87.0f) : negated;
     return x / (1.0f + exp_vec(negated));
+}
+
+// silu(gate) * up of one row: `width` gates, then as many ups.
+template <typename X>
+inline void gated(const X* gate, int64_t width, X* to) {
+    const X* up = gate + width;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) store_as(to + i, silu(load(gate + i)) * load(up + i));
+    for (; i < width; ++i) {
+        const float x = widen(gate[i]);
+        narrow(x / (1.0f + std::exp(-x)) * widen(up[i]), to + i);
+    }
 }
 
 template <typename T, typename W>
@@ -185,14 +207,7 @@ class Pass {
     void feed_forward(const Layer<T, W>& layer) {
         norm_all(layer.between);
         apply(layer.gate_up, normed, tokens, wide, false, num_threads);
-        for (int64_t t = 0; t < tokens; ++t) {
-            const float *gate = wide + t * 2 * m.ffn, *up = gate + m.ffn;
-            float* to = normed + t * m.ffn;
-            int64_t i = 0;
-            for (; i + LANES <= m.ffn; i += LANES) store(to + i, silu(load(gate + i)) * load(up + i));
-            for (; i < m.ffn; ++i)
-                to[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
-        }
+        for (int64_t t = 0; t < tokens; ++t) gated(wide + t * 2 * m.ffn, m.ffn, normed + t * m.ffn);
         apply(layer.down, normed, tokens, x, true, num_threads);
     }
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lookonce.model.attention.backend import AttentionBuffers, AttentionMetadata
+from lookonce.model.attention.backend import AttentionMetadata
 from lookonce.model.attention.cpu import KernelBackend
 from lookonce.model.decoders import (
     LeanDecoder,
@@ -24,16 +23,13 @@ from lookonce.model.decoders import (
     Norm,
     Step,
     plain_positions,
+    prompt_metadata,
 )
 from lookonce.model.families.base import ModelFamily
-from lookonce.model.kv_pages import KVPages, LayerPages
+from lookonce.model.kv_pages import KVPages
+from lookonce.model.native.compiled import _native
 
 logger = logging.getLogger(__name__)
-
-try:
-    from lookonce.model.native import _native
-except ImportError:  # no compiler where it was installed, or built for another CPU
-    _native = None  # type: ignore[assignment]
 
 MAX_TOKENS = 64
 """Tokens of a step up to which this is ahead of torch."""
@@ -62,9 +58,9 @@ class DecodeInputs(NamedTuple):
 
 
 class NativeDecoder:
-    """Text model, embedding and head of one family, bound to its KV pages."""
+    """Text model, embedding and head of one family; `bind` it to KV pages before use."""
 
-    def __init__(self, lean: LeanDecoder, family: ModelFamily, kv_pages: KVPages) -> None:
+    def __init__(self, lean: LeanDecoder, family: ModelFamily) -> None:
         """Raises `ValueError` for a model it does not compute."""
         embedding, head, layers = family.embed_tokens, family.lm_head, lean.layers
         _require(_native is not None, "it is not compiled")
@@ -74,6 +70,7 @@ class NativeDecoder:
         _require(family.final_softcap is None, "logits are capped")
         self._dtype = embedding.weight.dtype
         _require(self._dtype in TOLERANCE, f"{self._dtype} is not compiled for")
+        _require(len({_sizes(layer) for layer in layers}) == 1, "layers differ in size")
         self._lean = lean
         self.position_axes = family.position_axes
         self.reads_bf16 = self._dtype is torch.float32 and _are_bf16(_matrices(lean, head))
@@ -82,7 +79,7 @@ class NativeDecoder:
         """What compiled code holds addresses of."""
         self._num_outputs = head.out_features
         first = layers[0]
-        model = (
+        self._sizes = (
             family.hidden_size,
             first.down[0].shape[1],
             first.num_heads,
@@ -90,17 +87,22 @@ class NativeDecoder:
             first.head_dim,
             embedding.num_embeddings,
             self._address(embedding.weight),
-            kv_pages.num_blocks,
-            kv_pages.block_size,
-            *self._norm(lean.norm),
-            head.out_features,
-            self._matrix(head.weight),
         )
-        sizes = [_sizes(layer) for layer in layers]
-        _require(len(set(sizes)) == 1, "layers differ in size")
-        numbers = tuple(map(self._layer, layers, kv_pages.layers))
-        self._handle = _native.make(model, numbers, self._dtype is torch.bfloat16, self.reads_bf16)
+        self._ending = (*self._norm(lean.norm), head.out_features, self._matrix(head.weight))
+        self._weights = [self._layer_weights(layer) for layer in layers]
+        self._handle: object = None
         self._cos = self._sin = torch.empty((0, first.head_dim))
+
+    def bind(self, kv_pages: KVPages) -> None:
+        """Attend over these pages from now on; they must outlive the decoder."""
+        layers = tuple(
+            (*weights, pages.keys.data_ptr(), pages.values.data_ptr(), *_asked_of(layer))
+            for layer, weights, pages in zip(
+                self._lean.layers, self._weights, kv_pages.layers, strict=True
+            )
+        )
+        model = (*self._sizes, kv_pages.num_blocks, kv_pages.block_size, *self._ending)
+        self._handle = _native.make(model, layers, self._dtype is torch.bfloat16, self.reads_bf16)
 
     def logits(self, inputs: DecodeInputs) -> Tensor | None:
         """Logits [S, V] float32; None for a step it does not compute.
@@ -155,10 +157,9 @@ class NativeDecoder:
         cos, sin = self._lean.rotation(like, plain_positions(count, self.position_axes))
         self._cos, self._sin = cos.float().contiguous(), sin.float().contiguous()
 
-    def _layer(self, layer: LeanLayer, pages: LayerPages) -> tuple[float, ...]:
-        asked = layer.asked
-        _require(layer.has_silu, "the activation is not SiLU")
-        _require(asked.sinks is None, "attention has sinks")
+    def _layer_weights(self, layer: LeanLayer) -> tuple[float, ...]:
+        _require(layer.gate.is_silu, "the activation is not SiLU")
+        _require(layer.asked.sinks is None, "attention has sinks")
         return (
             *self._norm(layer.before),
             *self._norm(layer.between),
@@ -168,12 +169,6 @@ class NativeDecoder:
             *self._linear(layer.out),
             *self._linear(layer.gate_up),
             *self._linear(layer.down),
-            self._address(pages.keys),
-            self._address(pages.values),
-            0,
-            asked.sliding_window or 0,
-            asked.scale,
-            asked.softcap or 0.0,
         )
 
     def _norm(self, norm: Norm | None) -> tuple[int, float]:
@@ -203,7 +198,9 @@ def native_decoder(
     """The native decoder where it computes what the lean one does on a random prompt."""
     probe = KVPages(family.num_layers, 1, 16, family.num_kv_heads, family.head_dim, dtype)
     try:
-        found = _probe_native(NativeDecoder(lean, family, probe))
+        decoder = NativeDecoder(lean, family)
+        decoder.bind(probe)
+        found = _probe_native(decoder)
     except ValueError as error:
         logger.info("decode steps run in torch: %s", error)
         return None
@@ -212,7 +209,8 @@ def native_decoder(
     if not difference <= TOLERANCE[dtype] * largest:
         logger.warning("decode steps run in torch: compiled ones differ by %g", difference)
         return None
-    return NativeDecoder(lean, family, kv_pages)
+    decoder.bind(kv_pages)
+    return decoder
 
 
 PROBE_IDS = (5, 3, 11, 2, 7, 5)
@@ -222,7 +220,9 @@ def _probe_native(decoder: NativeDecoder) -> Tensor:
     """Logits [P, V] of a prompt of P tokens."""
     ids = torch.tensor(PROBE_IDS)
     positions = plain_positions(len(ids), decoder.position_axes)
-    logits = decoder.logits(DecodeInputs(ids, None, positions, None, _probe_metadata()))
+    logits = decoder.logits(
+        DecodeInputs(ids, None, positions, None, prompt_metadata(len(PROBE_IDS)))
+    )
     if logits is None:
         raise ValueError("a plain prompt is not computed")
     return logits
@@ -231,17 +231,9 @@ def _probe_native(decoder: NativeDecoder) -> Tensor:
 def _probe_lean(lean: LeanDecoder, family: ModelFamily, pages: KVPages) -> Tensor:
     ids = torch.tensor(PROBE_IDS)
     positions = plain_positions(len(ids), family.position_axes)
-    step = Step(_probe_metadata(), KernelBackend(), pages)
+    step = Step(prompt_metadata(len(PROBE_IDS)), KernelBackend(), pages)
     logits: Tensor = family.lm_head(lean(family.embed_tokens(ids), positions, step, {}))
     return logits.float()
-
-
-def _probe_metadata() -> AttentionMetadata:
-    count = len(PROBE_IDS)
-    buffers = AttentionBuffers(
-        max_num_seqs=1, max_num_tokens=count, max_blocks_per_seq=1, block_size=16
-    )
-    return buffers.fill([count], [count], np.zeros((1, 1), np.int32))
 
 
 def _sizes(layer: LeanLayer) -> tuple[int, ...]:
@@ -249,6 +241,12 @@ def _sizes(layer: LeanLayer) -> tuple[int, ...]:
     linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
     shapes = [size for weight, _ in linears for size in weight.shape]
     return (*shapes, layer.num_heads, layer.num_kv_heads, layer.head_dim)
+
+
+def _asked_of(layer: LeanLayer) -> tuple[float, ...]:
+    """Sinks (none), window, scale and softcap of its attention; 0 for what there is not."""
+    asked = layer.asked
+    return 0, asked.sliding_window or 0, asked.scale, asked.softcap or 0.0
 
 
 def _matrices(lean: LeanDecoder, head: nn.Linear) -> list[Tensor]:

@@ -93,6 +93,12 @@ void destroy(PyObject* capsule) {
     delete static_cast<Decoder*>(PyCapsule_GetPointer(capsule, NAME));
 }
 
+bool has_count(Py_ssize_t count, Py_ssize_t expected) {
+    if (count == expected) return true;
+    PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, count);
+    return false;
+}
+
 bool is_tuple_of(PyObject* object, Py_ssize_t length) {
     if (PyTuple_Check(object) && PyTuple_GET_SIZE(object) == length) return true;
     PyErr_Format(PyExc_TypeError, "expected a tuple of %zd numbers", length);
@@ -139,10 +145,7 @@ Step read_step(PyObject* const* numbers) {
 
 // run(capsule, step numbers...) → what Pass::run says
 PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (count != 1 + STEP_NUMBERS) {
-        PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", 1 + STEP_NUMBERS, count);
-        return nullptr;
-    }
+    if (!has_count(count, 1 + STEP_NUMBERS)) return nullptr;
     auto* decoder = static_cast<Decoder*>(PyCapsule_GetPointer(args[0], NAME));
     if (!decoder) return nullptr;
     Step step = read_step(args + 1);
@@ -176,10 +179,7 @@ int64_t best_of(const float* scores, int64_t count) {
 
 // argmax(scores, rows, columns) → a list
 PyObject* argmax(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (count != 3) {
-        PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", count);
-        return nullptr;
-    }
+    if (!has_count(count, 3)) return nullptr;
     Arguments a(args);
     const float* scores = a.pointer<float>();
     const int64_t rows = a.integer(), columns = a.integer();
@@ -195,11 +195,7 @@ PyObject* argmax(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // attend_windows(numbers...) → None
 PyObject* attend_windows(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    constexpr Py_ssize_t NUMBERS = 12;
-    if (count != NUMBERS) {
-        PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", NUMBERS, count);
-        return nullptr;
-    }
+    if (!has_count(count, 12)) return nullptr;
     Arguments a(args);
     Windows w;
     w.qkv = a.pointer<void>(), w.cos = a.pointer<float>(), w.sin = a.pointer<float>();
@@ -226,10 +222,7 @@ PyObject* attend_windows(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // norm_rows(from, weight, to, rows, width, eps, threads, half)
 PyObject* norm_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (count != 8) {
-        PyErr_Format(PyExc_TypeError, "expected 8 arguments, got %zd", count);
-        return nullptr;
-    }
+    if (!has_count(count, 8)) return nullptr;
     Arguments a(args);
     void *from = a.pointer<void>(), *weight = a.pointer<void>(), *to = a.pointer<void>();
     const int64_t rows = a.integer(), width = a.integer();
@@ -251,10 +244,7 @@ PyObject* norm_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // gate_rows(gate_up, to, rows, width, threads, half)
 PyObject* gate_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (count != 6) {
-        PyErr_Format(PyExc_TypeError, "expected 6 arguments, got %zd", count);
-        return nullptr;
-    }
+    if (!has_count(count, 6)) return nullptr;
     Arguments a(args);
     void *from = a.pointer<void>(), *to = a.pointer<void>();
     const int64_t rows = a.integer(), width = a.integer();

@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-try:
-    from lookonce.model.native import _native
-except ImportError:  # no compiler where it was installed, or built for another CPU
-    _native = None  # type: ignore[assignment]
+from lookonce.model.native.compiled import _native
 
 _DTYPES = (torch.float32, torch.bfloat16)
 

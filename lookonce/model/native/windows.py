@@ -9,10 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-try:
-    from lookonce.model.native import _native
-except ImportError:  # no compiler where it was installed, or built for another CPU
-    _native = None  # type: ignore[assignment]
+from lookonce.model.native.compiled import _native
 
 
 def attends_windows(like: Tensor) -> bool:
