@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import httpx
 import openai
@@ -15,8 +16,8 @@ from tests.end_to_end.drawing import ask, picture
 from tests.end_to_end.live import LiveServer, until
 
 NUM_CLIENTS = 200
-LONG = 600
-"""Tokens that take a while: long enough to be killed or drained midway."""
+LONG = 3000
+"""Tokens that take a while: long enough for the engine to be killed midway."""
 
 
 def chat_body(number: int, **fields: object) -> dict[str, object]:
@@ -92,11 +93,13 @@ def test_any_of_two_api_processes_answers_for_both(mortal):
         assert found["e2e_request_latency_seconds_count"] == 40
 
 
-async def _finish_reasons(live: LiveServer, number: int, begun: asyncio.Event) -> list[object]:
+async def _finish_reasons(
+    live: LiveServer, number: int, begun: asyncio.Event, max_tokens: int = LONG
+) -> list[object]:
     """Streams a long answer; `begun` is set with its first words."""
     async with live.async_client() as client:
         stream = await client.chat.completions.create(
-            **chat_body(number, max_tokens=LONG), extra_body={"ignore_eos": True}
+            **chat_body(number, max_tokens=max_tokens), extra_body={"ignore_eos": True}
         )
         reasons: list[object] = []
         async for chunk in stream:
@@ -132,31 +135,40 @@ def test_a_killed_engine_means_clear_errors_and_then_a_working_server(mortal):
 
 
 def test_sigterm_lets_running_requests_end_and_refuses_new_ones(mortal):
+    engine = mortal.engine_pid()
+
     async def stop_midway():
         begun = asyncio.Event()
-        stream = asyncio.create_task(_finish_reasons(mortal, 0, begun))
+        stream = asyncio.create_task(_finish_reasons(mortal, 0, begun, max_tokens=600))
         await begun.wait()
-        mortal.process.send_signal(signal.SIGTERM)
-        refusal = await _first_refusal(mortal)
+        os.kill(engine, signal.SIGSTOP)  # the stream cannot end before a request is refused
+        try:
+            mortal.process.send_signal(signal.SIGTERM)
+            refusal = await _first_refusal(mortal)
+        finally:
+            os.kill(engine, signal.SIGCONT)
         return await stream, refusal
 
     reasons, refusal = asyncio.run(stop_midway())
     assert reasons == ["length"]
-    assert refusal is not None
     assert refusal.status_code == 503
     assert refusal.json()["error"]["code"] == "draining"
+    assert refusal.headers["connection"] == "close"
     assert mortal.process.wait(60) == 0
     assert mortal.engine_pid() is None
 
 
-async def _first_refusal(live: LiveServer) -> httpx.Response | None:
-    """Asks until a request is turned away; None if the server was gone before that."""
-    async with httpx.AsyncClient(base_url=live.url, timeout=30) as client:
+async def _first_refusal(live: LiveServer) -> httpx.Response:
+    """Asks until a request is turned away.
+
+    One that came in before the signal waits for the stopped engine, and a process that has nothing
+    left to do closes its connections: both are left behind.
+    """
+    async with asyncio.timeout(30), httpx.AsyncClient(base_url=live.url, timeout=1) as client:
+        body = chat_body(0, stream=False, max_tokens=1)
         while True:
-            try:
-                body = chat_body(0, stream=False, max_tokens=1)
+            with suppress(httpx.TransportError):
                 response = await client.post("/v1/chat/completions", json=body)
-            except httpx.TransportError:
-                return None
-            if response.status_code != 200:
-                return response
+                if response.status_code != 200:
+                    return response
+            await asyncio.sleep(0.02)

@@ -115,11 +115,13 @@ def test_draining_refuses_new_requests_and_lets_running_ones_end(on_site):
         site.engine.gate.clear()
         running = asyncio.create_task(site.chat("hi"))
         await settled(lambda: site.engine.running)
+        assert "connection" not in (await site.client.get("/health")).headers
         site.services.drain.draining = True
 
         refused = await site.chat("hi")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert refused.headers["retry-after"] == "1"
+        assert refused.headers["connection"] == "close"  # the next one goes where it is served
         assert (await site.client.get("/ready")).status_code == 503
         assert (await site.client.get("/health")).status_code == 200
         idle = asyncio.create_task(site.services.drain.wait_idle())
