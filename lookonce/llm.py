@@ -36,7 +36,7 @@ from lookonce.server.sampling import default_sampling
 from lookonce.server.services import Services
 from lookonce.server.wiring import open_services
 from lookonce.types.media import Modality
-from lookonce.types.request import RenderedPrompt, TokenLogprob
+from lookonce.types.request import PromptLogprob, RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
 Message = dict[str, Any]
@@ -65,6 +65,9 @@ class RequestOutput:
     outputs: list[SampleOutput]
     usage: Usage
     reuse_receipt: ReuseReceipt
+    prompt_logprobs: list[PromptLogprob | None] | None
+    """One per token of the prompt where `SamplingParams.prompt_logprobs` asked for them; None for
+    the first, which follows nothing, and where media stands."""
 
     @property
     def text(self) -> str:
@@ -315,4 +318,5 @@ def _request_output(generation: Generation, samples: Sequence[Sample]) -> Reques
         ],
         usage=usage([generation]),
         reuse_receipt=reuse_receipt([generation]),
+        prompt_logprobs=generation.prompt_logprobs,
     )

@@ -69,6 +69,19 @@ def test_samples_logprobs_and_stop_strings(llm):
         assert all(len(entry.top) == 2 for entry in sample.logprobs)
 
 
+def test_a_prompt_is_scored_where_words_stand(llm):
+    params = SamplingParams(n=2, temperature=0, prompt_logprobs=1, max_tokens=1)
+    output, again = llm.chat([ask(RED_SQUARE, "What is it?")] * 2, params)
+    scored = output.prompt_logprobs
+    assert len(scored) == len(output.prompt_token_ids)
+    assert scored[0] is None
+    (media,) = output.reuse_receipt.items
+    assert scored[media.offset : media.offset + media.length] == [None] * media.length
+    assert all(entry.rank >= 1 and len(entry.top) == 1 for entry in scored if entry is not None)
+    assert again.prompt_logprobs[1].logprob == pytest.approx(scored[1].logprob, abs=1e-4)
+    assert llm.chat(ask("Say river."), GREEDY)[0].prompt_logprobs is None
+
+
 def test_without_parameters_the_model_s_own_are_used(llm):
     assert llm.chat(ask("Say river."))[0].text == "river"
 

@@ -60,7 +60,7 @@ def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, Jud
     backend, block_size = attention_of(loaded, settings.kv)
     pool = BlockPool(NUM_BLOCKS, block_size)
     runner = make_runner(loaded, settings, backend, pool)
-    runner.text_model = watch.around(runner.text_model)
+    runner.logits = watch.around(runner.logits)  # type: ignore[method-assign]
     core, judge = assemble(loaded.info, runner, settings, pool)
     core.add_figures = watch.figures
     gc.collect()

@@ -87,7 +87,7 @@ class Admission:
         So it costs the same in every step that a sequence waits, whatever its length.
         """
         block_size, found = self._pool.block_size, sequence.num_matched
-        limit = self._max_cached(len(sequence.tokens))
+        limit = self._reusable(sequence)
         while found < limit:
             if found == len(sequence.chain):
                 sequence.extend_chain(block_size, min(limit, found + HASHED_AHEAD))
@@ -107,10 +107,19 @@ class Admission:
         """Blocks a prefix hit may cover: at least one token is computed."""
         return (num_tokens - 1) // self._pool.block_size if self._prefix_caching else 0
 
+    def _reusable(self, sequence: Sequence) -> int:
+        """Blocks a prefix hit may cover for this sequence: log-probabilities of its prompt, where
+        they are asked for, come of computing it."""
+        limit = self._max_cached(len(sequence.tokens))
+        scored = sequence.request.prompt_logprobs
+        if scored is None or sequence.index:
+            return limit
+        return min(limit, len(scored) // self._pool.block_size)
+
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
         if not self._prefix_caching:
             return []
-        limit = self._max_cached(len(sequence.tokens))
+        limit = self._reusable(sequence)
         return self._pool.match(sequence.hashes(self._pool.block_size, limit))
 
     def _worth_trying(self, sequence: Sequence, headroom: int) -> bool:
@@ -121,12 +130,13 @@ class Admission:
 
     def _remember_failure(self, sequence: Sequence, cached: list[int], fresh: int) -> None:
         sequence.admissible_with = fresh + self._pool.count_free(cached)
-        limit = min(len(sequence.chain), self._max_cached(len(sequence.tokens)))
+        limit = min(len(sequence.chain), self._reusable(sequence))
         sequence.next_hash = sequence.chain[len(cached)] if len(cached) < limit else None
 
     def _external_prospect(self, sequence: Sequence, cached: list[int], headroom: int) -> Prospect:
         """Tiers are asked before a request's first admission only; it is what the receipt tells."""
-        if self._external is None or sequence.request.facts.admitted:
+        request = sequence.request
+        if self._external is None or request.facts.admitted or request.prompt_logprobs is not None:
             return Prospect.NONE
         return self._external.consider(sequence, cached, headroom)
 

@@ -57,6 +57,8 @@ class Applier:
             self._take_encodings(plan, result, encode_owners)
         if result.failed_items or result.failed_sequences:
             self._end_failed(result)
+        if result.prompt_logprobs:
+            self._take_prompt_logprobs(plan, result)
         sequences, token_ids, logprobs = self._roster.sequences, result.token_ids, result.logprobs
         block_size, decoding = self._pool.block_size, State.DECODING
         sampled = 0
@@ -89,6 +91,13 @@ class Applier:
                 facts.note_encoding(index, seconds)
         for key in result.lost_copies:
             self._encoder_cache.host.lose(key)
+
+    def _take_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
+        for entry in plan.scheduled:
+            sequence = self._roster.sequences.get(entry.seq_id)
+            scored = result.prompt_logprobs.get(entry.seq_id)
+            if sequence is not None and scored is not None:
+                sequence.request.note_prompt_logprobs(entry.start, scored)
 
     def _end_failed(self, result: StepResult) -> None:
         """End every request that needed what failed; the others never notice."""
@@ -168,6 +177,7 @@ class Applier:
         request = sequence.request
         if sequence.index == 0 and sequence.num_generated == 1:
             delta.facts = request.facts.freeze()
+            delta.prompt_logprobs = request.take_prompt_logprobs()
         if not request.prefilled:
             self._lifecycle.release_siblings(sequence)
 

@@ -32,7 +32,7 @@ from lookonce.core.session import Session
 from lookonce.core.tokens import TokenBuffer
 from lookonce.types.grammar import CompiledGrammar
 from lookonce.types.media import ProcessedItem
-from lookonce.types.request import GenerateRequest
+from lookonce.types.request import GenerateRequest, PromptLogprob
 
 HASHED_AHEAD = 8
 """Blocks hashed beyond the one asked for; a prompt that is not cached is not hashed at once."""
@@ -89,6 +89,7 @@ class Request:
         "num_prompt_tokens",
         "prefilled",
         "prompt",
+        "prompt_logprobs",
         "request_id",
         "root",
         "sampling",
@@ -125,6 +126,10 @@ class Request:
         self.last_missing_end = 0
         """Position after which no missing item is needed."""
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
+        self.prompt_logprobs: list[PromptLogprob] | None = None
+        """One per position computed so far; None where nobody asked or all are delivered."""
+        if sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = []
         self.grammar: CompiledGrammar | None = None
         """Set, once compiled, before the scheduler takes the request in."""
         self.session: Session | None = None
@@ -160,6 +165,16 @@ class Request:
         keys = self.features.keys_of(indices)
         found = [item for item in map(self.items.get, keys) if item is not None]
         return found if len(found) == len(keys) else None
+
+    def note_prompt_logprobs(self, start: int, entries: list[PromptLogprob]) -> None:
+        """Of positions from `start` on; those computed again replace what was there."""
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs[start:] = entries
+
+    def take_prompt_logprobs(self) -> list[PromptLogprob] | None:
+        """All of them, once the prompt is computed."""
+        taken, self.prompt_logprobs = self.prompt_logprobs, None
+        return taken
 
     @property
     def self_sufficient(self) -> bool:

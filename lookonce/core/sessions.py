@@ -60,6 +60,10 @@ class Sessions:
         """Make a request live before it is queued. Raises `BadRequestError` where it cannot be."""
         if request.sampling.n != 1:
             raise BadRequestError("a live session has one sample", param="n")
+        if request.prompt_logprobs is not None:
+            raise BadRequestError(
+                "a live session has no prompt that is computed once", param="prompt_logprobs"
+            )
         if request.missing:
             raise BadRequestError("a live session brings its items along", param="features")
         request.in_order = None

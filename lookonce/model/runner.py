@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor
@@ -14,13 +14,14 @@ from lookonce.model.encoder import COMPUTE_ERRORS, Encoder, EncodeReport
 from lookonce.model.kv_copier import PageCopier
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.loader import LoadedModel
+from lookonce.model.prompt_scores import PromptScores
 from lookonce.model.sampler import Sampled, Sampler
 from lookonce.model.sequences import SequenceTable
 from lookonce.model.step_inputs import StepInputBuilder, StepInputs
-from lookonce.model.text_model import TextModel
+from lookonce.model.text_model import TextModel, sampled_rows
 from lookonce.model.threads import Threads
 from lookonce.model.token_logits import FAILED
-from lookonce.types.request import TokenLogprob
+from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -57,9 +58,7 @@ class Runner:
             loaded.dtype,
             loaded.device,
         )
-        self.text_model: Callable[[StepInputs, Tensor | None], Tensor] = TextModel(
-            family, loaded.dtype, loaded.device, backend, self._kv_pages
-        )
+        self.text_model = TextModel(family, loaded.dtype, loaded.device, backend, self._kv_pages)
         self._encoder = Encoder(family, loaded.dtype, loaded.device)
         self._sampler = Sampler(loaded.info.vocab_size, loaded.info.eos_token_ids)
         self._table = SequenceTable(
@@ -67,6 +66,7 @@ class Runner:
             max_model_len=loaded.info.max_model_len,
             block_size=block_size,
         )
+        self._prompt_scores = PromptScores(self._table, loaded.info.vocab_size)
         self._inputs = StepInputBuilder(
             self._table,
             position_axes=family.position_axes,
@@ -102,11 +102,13 @@ class Runner:
 
     def _forget(self, seq_ids: Sequence[int]) -> None:
         self._table.forget(seq_ids)
+        self._prompt_scores.forget(seq_ids)
         for seq_id in seq_ids:
             self._sampler.remove(seq_id)
 
     def _learn(self, new: NewSequence) -> None:
         self._table.learn(new, mrope=self._family.position_axes > 1)
+        self._prompt_scores.learn(new)
         prompt = new.token_ids[: new.num_prompt_tokens]
         # Placeholder ids may lie outside the vocabulary, which penalties index.
         known = prompt[prompt < self._vocab_size]
@@ -154,7 +156,11 @@ class Runner:
         inputs = self._inputs.build(chunks)
         sampled = [chunk for chunk in chunks if chunk.sample]
         seq_ids = [chunk.seq_id for chunk in sampled]
-        logits = self.logits(inputs, seq_ids)
+        hidden, parts = None, self._prompt_scores.parts(chunks)
+        if parts:
+            hidden = self.text_model.hidden(inputs, self._encoder_rows(inputs))
+            samples.score(self._prompt_scores.score(hidden, parts, self.text_model.predict))
+        logits = self.logits(inputs, seq_ids, hidden)
         if not sampled:
             return
         positions = [chunk.start + chunk.num_tokens for chunk in sampled]
@@ -162,10 +168,20 @@ class Runner:
         self._table.write_tokens(seq_ids, positions, outcome.token_ids)
         samples.add(seq_ids, outcome)
 
-    def logits(self, inputs: StepInputs, seq_ids: Sequence[int]) -> Tensor:
-        """Logits [S, V] float32 after the last token of each sampled sequence."""
-        rows = None if inputs.embed_at is None else self._encoder.rows(inputs.embeds)
-        return self.text_model(inputs, rows)
+    def logits(
+        self, inputs: StepInputs, seq_ids: Sequence[int], hidden: Tensor | None = None
+    ) -> Tensor:
+        """Logits [S, V] float32 after the last token of each sampled sequence.
+
+        `hidden` [T, H]: the last hidden states, where they are known already.
+        """
+        if hidden is not None:
+            return self.text_model.predict(sampled_rows(hidden, inputs))
+        return self.text_model(inputs, self._encoder_rows(inputs))
+
+    def _encoder_rows(self, inputs: StepInputs) -> Tensor | None:
+        """[N, W] the rows that go to `inputs.embed_at`."""
+        return None if inputs.embed_at is None else self._encoder.rows(inputs.embeds)
 
 
 class _Samples:
@@ -175,9 +191,13 @@ class _Samples:
         self._tokens: dict[int, int] = {}
         self._logprobs: dict[int, TokenLogprob | None] = {}
         self._failed: dict[int, LookOnceError] = {}
+        self._prompt_logprobs: dict[int, list[PromptLogprob]] = {}
 
     def fail(self, seq_id: int, reason: str) -> None:
         self._failed[seq_id] = RequestFailedError(reason)
+
+    def score(self, prompt_logprobs: dict[int, list[PromptLogprob]]) -> None:
+        self._prompt_logprobs |= prompt_logprobs
 
     def add(self, seq_ids: Sequence[int], sampled: Sampled) -> None:
         self._tokens.update(zip(seq_ids, sampled.token_ids, strict=True))
@@ -199,6 +219,7 @@ class _Samples:
         return StepResult(
             token_ids=tuple([self._tokens.get(seq_id, FAILED) for seq_id in order]),
             logprobs=logprobs,
+            prompt_logprobs=self._prompt_logprobs,
             failed_items=report.failed,
             failed_sequences=self._failed,
             lost_copies=tuple(report.lost_copies),

@@ -50,10 +50,7 @@ class TextModel:
 
         `rows` [N, W] are the encoder rows that go to `inputs.embed_at`; None: there are none.
         """
-        embeds, extras = None, {}
-        if inputs.embed_at is not None and rows is not None:
-            embeds = self._family.embed_tokens(inputs.token_ids)
-            extras = self._family.place(embeds, inputs.embed_at, rows)
+        embeds, extras = self._placed(inputs, rows)
         if self._native is not None and not extras:
             logits = self._native.logits(
                 DecodeInputs(
@@ -66,18 +63,38 @@ class TextModel:
             )
             if logits is not None:
                 return logits
+        return self.predict(sampled_rows(self._decode(inputs, embeds, extras), inputs))
+
+    def hidden(self, inputs: StepInputs, rows: Tensor | None) -> Tensor:
+        """Last hidden states [T, H] of all tokens."""
+        return self._decode(inputs, *self._placed(inputs, rows))
+
+    def _placed(
+        self, inputs: StepInputs, rows: Tensor | None
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Embeddings with encoder rows in their places, and what else they bring; None without."""
+        if inputs.embed_at is None or rows is None:
+            return None, {}
+        embeds = self._family.embed_tokens(inputs.token_ids)
+        return embeds, self._family.place(embeds, inputs.embed_at, rows)
+
+    def _decode(
+        self, inputs: StepInputs, embeds: Tensor | None, extras: dict[str, Tensor]
+    ) -> Tensor:
         if embeds is None:
             embeds = self._family.embed_tokens(inputs.token_ids)
         step = Step(inputs.metadata, self._backend, self._kv_pages)
-        hidden = self._decoder(embeds, inputs.position_ids, step, extras)
-        if inputs.sample_rows is not None:
-            hidden = hidden.index_select(0, inputs.sample_rows)
-        return self._predict(hidden)
+        return self._decoder(embeds, inputs.position_ids, step, extras)
 
-    def _predict(self, hidden: Tensor) -> Tensor:
+    def predict(self, hidden: Tensor) -> Tensor:
         """Last hidden states [S, H] → logits [S, V]."""
         logits: Tensor = self._family.lm_head(hidden).float()
         softcap = self._family.final_softcap
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         return logits
+
+
+def sampled_rows(hidden: Tensor, inputs: StepInputs) -> Tensor:
+    """[T, H] → [S, H]: what is sampled after."""
+    return hidden if inputs.sample_rows is None else hidden.index_select(0, inputs.sample_rows)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lookonce.model.native.compiled import _native
-from lookonce.types.request import TokenLogprob
+from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
 native_argmax: Callable[[int, int, int], list[int]] | None = (
@@ -334,6 +334,23 @@ def logprobs(logits: Tensor, token_ids: list[int], wanted: list[int]) -> list[To
     return [
         TokenLogprob(logprob, tuple(zip(row_ids[:count], row_values[:count], strict=True)))
         for logprob, row_values, row_ids, count in zip(chosen, *best, wanted, strict=True)
+    ]
+
+
+def prompt_logprobs(logits: Tensor, token_ids: Tensor, wanted: int) -> list[PromptLogprob]:
+    """Of each row's token [n], any int64, and its `wanted` best, under `logits` [n, V]."""
+    vocab_size = logits.shape[1]
+    normaliser = logits.logsumexp(dim=-1, keepdim=True)
+    known = (token_ids >= 0) & (token_ids < vocab_size)
+    score = logits.gather(1, token_ids.clamp(0, vocab_size - 1)[:, None])
+    score = score.masked_fill(~known[:, None], -math.inf)
+    ranks = (logits > score).sum(dim=-1).add_(1).tolist()
+    chosen = (score - normaliser)[:, 0].tolist()
+    values, ids = largest(logits, min(max(1, wanted), vocab_size))
+    best = zip(ids[:, :wanted].tolist(), (values - normaliser)[:, :wanted].tolist(), strict=True)
+    return [
+        PromptLogprob(logprob, rank, tuple(zip(row_ids, row_values, strict=True)))
+        for logprob, rank, (row_ids, row_values) in zip(chosen, ranks, best, strict=True)
     ]
 
 

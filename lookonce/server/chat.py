@@ -105,6 +105,7 @@ class ChatFormat:
             request_id=exchange.request_id,
             choices=[self._choice(index, sample) for index, sample in enumerate(samples)],
             usage=exchange.usage(),
+            prompt_logprobs=exchange.prompt_entries(0, self._body.prompt_logprobs),
             reuse_receipt=exchange.receipt(),
             kv_transfer_params=exchange.kv_transfer(),
         )

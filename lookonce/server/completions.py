@@ -14,6 +14,7 @@ from lookonce.errors import BadRequestError, RequestError
 from lookonce.server.exchange import Exchange, Sample, answer, open_exchange
 from lookonce.server.generation import Piece
 from lookonce.server.logprobs import CompletionFormat as LogprobsFormat
+from lookonce.server.logprobs import joined_completion
 from lookonce.server.parsing import receive
 from lookonce.server.protocol import CompletionRequest
 from lookonce.server.responses import Completion, CompletionChoice, CompletionLogprobs
@@ -28,19 +29,8 @@ async def completions(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, CompletionRequest)
     exchange = open_exchange(request, body, arrival)
-    check_completion(body)
     sampling = completion_sampling(body, exchange.services.defaults)
     return await answer(request, exchange, CompletionFormat(exchange, body, sampling))
-
-
-def check_completion(body: CompletionRequest) -> None:
-    """Raises `BadRequestError` for what no completion of this server can be."""
-    if body.echo and body.logprobs is not None:
-        raise BadRequestError(
-            "echo with logprobs is not supported: log-probabilities are of generated tokens only",
-            param="echo",
-            code="unsupported_parameter",
-        )
 
 
 def named_prompts(prompt: str | list[str | int | list[int]]) -> dict[str, str | list[int]]:
@@ -126,6 +116,9 @@ class CompletionFormat:
             logprobs=self._logprobs(index, sample.token_ids, sample.logprobs),
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
+            prompt_logprobs=self._exchange.prompt_entries(
+                index // self._sampling.n, self._body.prompt_logprobs
+            ),
         )
 
     def chunks(self, piece: Piece) -> Iterator[Completion]:
@@ -158,8 +151,19 @@ class CompletionFormat:
     def _logprobs(
         self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
     ) -> CompletionLogprobs | None:
-        if self._sampling.logprobs is None or not logprobs:
+        """Of these tokens; an echoed prompt's come before a sample's first."""
+        wanted = self._sampling.logprobs
+        if wanted is None:
             return None
-        token_bytes = self._exchange.services.renderer.token_bytes
-        formats = self._logprob_formats.setdefault(index, LogprobsFormat(token_bytes))
-        return formats.take(token_ids, logprobs)
+        parts = []
+        formats = self._logprob_formats.get(index)
+        if formats is None:
+            token_bytes = self._exchange.services.renderer.token_bytes
+            formats = self._logprob_formats[index] = LogprobsFormat(token_bytes, wanted)
+            generation = self._exchange.generations[index // self._sampling.n]
+            if self._body.echo and generation.prompt_logprobs is not None:
+                prompt = generation.rendered.token_ids
+                parts.append(formats.take(prompt, generation.prompt_logprobs))
+        if logprobs:
+            parts.append(formats.take(token_ids, logprobs))
+        return joined_completion(parts) if parts else None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,10 +19,17 @@ from lookonce.server.auth import Principal
 from lookonce.server.connection import while_connected
 from lookonce.server.generation import Generation, Piece, merged, prepare
 from lookonce.server.headers import header
+from lookonce.server.logprobs import prompt_entries
 from lookonce.server.protocol import StreamOptions
 from lookonce.server.receipt import kv_transfer_params, reuse_receipt, usage
 from lookonce.server.responding import json_response
-from lookonce.server.responses import KVTransferParams, ReuseReceipt, StopReason, Usage
+from lookonce.server.responses import (
+    KVTransferParams,
+    PromptEntries,
+    ReuseReceipt,
+    StopReason,
+    Usage,
+)
 from lookonce.server.services import Services
 from lookonce.server.stream import PLAIN, EventStream, Group, Groups, Wire
 from lookonce.types.request import RenderedPrompt, TokenLogprob
@@ -104,11 +112,25 @@ class Exchange:
     def usage(self) -> Usage:
         return usage(self.generations)
 
-    def receipt(self) -> ReuseReceipt | msgspec.UnsetType:
-        return reuse_receipt(self.generations) if self.wants_receipt else msgspec.UNSET
+    def receipt(self) -> ReuseReceipt | UnsetType:
+        return reuse_receipt(self.generations) if self.wants_receipt else UNSET
 
-    def kv_transfer(self) -> KVTransferParams | msgspec.UnsetType:
-        return kv_transfer_params(self.generations) if self.wants_kv_transfer else msgspec.UNSET
+    def prompt_entries(self, number: int, wanted: int | None) -> PromptEntries | UnsetType | None:
+        """Log-probabilities of the prompt with that number; null where it was aborted before."""
+        if wanted is None:
+            return UNSET
+        generation = self.generations[number]
+        if generation.prompt_logprobs is None:
+            return None
+        return prompt_entries(
+            generation.rendered.token_ids,
+            generation.prompt_logprobs,
+            wanted,
+            self.services.renderer.token_bytes,
+        )
+
+    def kv_transfer(self) -> KVTransferParams | UnsetType:
+        return kv_transfer_params(self.generations) if self.wants_kv_transfer else UNSET
 
 
 @dataclass(slots=True)

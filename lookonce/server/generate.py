@@ -21,6 +21,7 @@ from lookonce.server.protocol import StreamOptions, TokenId
 from lookonce.server.responses import (
     ChatLogprobs,
     KVTransferParams,
+    PromptEntries,
     ReuseReceipt,
     StopReason,
     Usage,
@@ -69,6 +70,7 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     model: str
     choices: list[GenerateChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_logprobs: PromptEntries | UnsetType | None = UNSET
     reuse_receipt: ReuseReceipt | UnsetType = UNSET
     kv_transfer_params: KVTransferParams | UnsetType = UNSET
 
@@ -103,6 +105,10 @@ class TokensFormat:
         self._exchange = exchange
         self._body = body
         self._sampling = sampling_of(raw_bytes(body.sampling_params))
+        if body.stream and self._sampling.prompt_logprobs is not None:
+            raise BadRequestError(
+                "sampling_params: prompt_logprobs needs stream to be false", param="sampling_params"
+            )
         self._media = given_media(body.features)
 
     async def render(self) -> None:
@@ -121,6 +127,7 @@ class TokensFormat:
     def whole(self, samples: Sequence[Sample]) -> GenerateResponse:
         body = self._envelope([self._choice(i, sample) for i, sample in enumerate(samples)])
         body.usage = self._exchange.usage()
+        body.prompt_logprobs = self._exchange.prompt_entries(0, self._sampling.prompt_logprobs)
         return self._with_facts(body)
 
     def _choice(self, index: int, sample: Sample) -> GenerateChoice:

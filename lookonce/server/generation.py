@@ -17,7 +17,13 @@ from dataclasses import dataclass
 from lookonce.errors import RequestFailedError, error_from_wire
 from lookonce.server.responses import StopReason
 from lookonce.server.services import Detokenizer, Services, check_fits
-from lookonce.types.request import PrefillFacts, RenderedPrompt, TokenDelta, TokenLogprob
+from lookonce.types.request import (
+    PrefillFacts,
+    PromptLogprob,
+    RenderedPrompt,
+    TokenDelta,
+    TokenLogprob,
+)
 from lookonce.types.sampling import SamplingParams
 
 _PROCESS = secrets.token_hex(16)
@@ -54,6 +60,8 @@ class Generation:
         self.rendered = rendered
         self.sampling = sampling
         self.facts: PrefillFacts | None = None
+        self.prompt_logprobs: list[PromptLogprob | None] | None = None
+        """One per token of the prompt, where they were asked for; from its first tokens on."""
         self.completion_tokens = 0
         self.aborted = False
         """Before it is submitted: it will not be."""
@@ -147,6 +155,16 @@ class Generation:
         metrics.generation_tokens.inc(len(delta.token_ids))
         if delta.facts is not None:
             self.facts = delta.facts
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = _of_words(self.rendered, delta.prompt_logprobs)
+
+
+def _of_words(rendered: RenderedPrompt, scored: list[PromptLogprob]) -> list[PromptLogprob | None]:
+    """None for the first token, which follows nothing, and where media stands."""
+    entries: list[PromptLogprob | None] = [None, *scored]
+    for feature in rendered.features:
+        entries[feature.offset : feature.end] = [None] * feature.length
+    return entries
 
 
 def prepare(

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from lookonce.server.responses import ChatLogprobs, CompletionLogprobs, TokenEntry, TopLogprob
-from lookonce.types.request import TokenLogprob
+from lookonce.server.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptEntries,
+    PromptEntry,
+    TokenEntry,
+    TopLogprob,
+)
+from lookonce.types.request import PromptLogprob, TokenLogprob
 
 TokenBytes = Callable[[int], bytes]
 """A token's own bytes: not always whole characters."""
@@ -35,28 +42,60 @@ def _named(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
 class CompletionFormat:
     """Builds the parallel lists of `/v1/completions`, whose offsets count characters of text."""
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
+    def __init__(self, token_bytes: TokenBytes, wanted: int) -> None:
+        """`wanted`: how many of the likeliest to name beside each token."""
         self._token_bytes = token_bytes
+        self._wanted = wanted
         self._offset = 0
 
     def take(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob] | Sequence[PromptLogprob | None],
     ) -> CompletionLogprobs:
         """The entry of the next `token_ids`."""
         tokens = [_text(self._token_bytes(token)) for token in token_ids]
         return CompletionLogprobs(
             text_offset=[self._advance(token) for token in tokens],
-            token_logprobs=[max(entry.logprob, LOWEST) for entry in logprobs],
+            token_logprobs=[
+                None if entry is None else max(entry.logprob, LOWEST) for entry in logprobs
+            ],
             tokens=tokens,
-            top_logprobs=[self._top(entry) for entry in logprobs],
+            top_logprobs=[None if entry is None else self._top(entry) for entry in logprobs],
         )
 
     def _advance(self, token: str) -> int:
         offset, self._offset = self._offset, self._offset + len(token)
         return offset
 
-    def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        return {_text(self._token_bytes(token)): max(value, LOWEST) for token, value in entry.top}
+    def _top(self, entry: TokenLogprob | PromptLogprob) -> dict[str, float]:
+        return {
+            _text(self._token_bytes(token)): max(value, LOWEST)
+            for token, value in entry.top[: self._wanted]
+        }
+
+
+def prompt_entries(
+    token_ids: Sequence[int],
+    logprobs: Sequence[PromptLogprob | None],
+    wanted: int,
+    token_bytes: TokenBytes,
+) -> PromptEntries:
+    """vLLM's form: at each place of the prompt its token and the `wanted` likeliest."""
+
+    def entry(token: int, logprob: float, rank: int) -> PromptEntry:
+        return PromptEntry(max(logprob, LOWEST), rank, _text(token_bytes(token)))
+
+    entries: PromptEntries = []
+    for token, scored in zip(token_ids, logprobs, strict=True):
+        if scored is None:
+            entries.append(None)
+            continue
+        place = {str(token): entry(token, scored.logprob, scored.rank)}
+        for rank, (other, logprob) in enumerate(scored.top[:wanted], 1):
+            place.setdefault(str(other), entry(other, logprob, rank))
+        entries.append(place)
+    return entries
 
 
 def joined_chat(parts: Iterable[ChatLogprobs]) -> ChatLogprobs:

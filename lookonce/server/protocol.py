@@ -58,7 +58,13 @@ class Generate(Sampling, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class ChatRequest(Generate, kw_only=True):
+class ScoresPrompt(Generate, kw_only=True):
+    """What can tell the log-probabilities of its prompt."""
+
+    prompt_logprobs: int | None = None
+
+
+class ChatRequest(ScoresPrompt, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
@@ -88,7 +94,7 @@ class ChatRequest(Generate, kw_only=True):
     chat_template: Raw = NOTHING
 
 
-class CompletionRequest(Generate, kw_only=True):
+class CompletionRequest(ScoresPrompt, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from lookonce.server.auth import Principal
 from lookonce.server.chat import chat_options, chat_tools, check_chat
-from lookonce.server.completions import check_completion, named_prompts
+from lookonce.server.completions import named_prompts
 from lookonce.server.connection import while_connected
 from lookonce.server.exchange import check_body, request_id_of
 from lookonce.server.features import Features, MediaForm, features_of
@@ -91,7 +91,6 @@ async def render_completion(request: Request) -> Response:
     principal: Principal = request.state.principal
     services.require_model(body.model)
     check_body(body)
-    check_completion(body)
     sampling = completion_sampling(body, services.defaults)
     request_id = request_id_of(request, body.request_id)
     prompts = list(named_prompts(body.prompt).values())

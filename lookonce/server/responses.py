@@ -98,10 +98,24 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
+    """The first token of an echoed prompt, and media in it, have no log-probability."""
+
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptEntry(msgspec.Struct):
+    """vLLM's, of one token that could stand at a place of the prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptEntries = list[dict[str, PromptEntry] | None]
+"""By place in the prompt, then by token id: the token that stands there, and the likeliest."""
 
 
 # --- chat ---------------------------------------------------------------------------------------
@@ -143,6 +157,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: None = None
+    prompt_logprobs: PromptEntries | UnsetType | None = UNSET
     reuse_receipt: ReuseReceipt | UnsetType = UNSET
     kv_transfer_params: KVTransferParams | UnsetType = UNSET
 
@@ -197,6 +212,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: StopReason | UnsetType = UNSET
+    prompt_logprobs: PromptEntries | UnsetType | None = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from lookonce.errors import BadRequestError, ModelLoadError
-from lookonce.server.protocol import ChatRequest, CompletionRequest, Sampling
+from lookonce.server.protocol import ChatRequest, CompletionRequest, Sampling, ScoresPrompt
 from lookonce.server.structured import grammar_of
 from lookonce.types.sampling import SamplingParams
 
@@ -62,7 +62,8 @@ def chat_sampling(request: ChatRequest, defaults: SamplingDefaults) -> SamplingP
     if limit is None:
         limit = defaults.max_new_tokens
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _sampling(request, defaults, limit, logprobs, "top_logprobs")
+    sampling = _sampling(request, defaults, limit, logprobs, "top_logprobs")
+    return _scoring_prompt(sampling, request, request.prompt_logprobs)
 
 
 def completion_sampling(request: CompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
@@ -70,7 +71,20 @@ def completion_sampling(request: CompletionRequest, defaults: SamplingDefaults) 
     if request.best_of not in (None, request.n or 1):
         raise BadRequestError("best_of is not supported beyond n", param="best_of")
     limit = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    return _sampling(request, defaults, limit, request.logprobs, "logprobs")
+    sampling = _sampling(request, defaults, limit, request.logprobs, "logprobs")
+    asked = (request.prompt_logprobs, request.logprobs if request.echo else None)
+    wanted = max((count for count in asked if count is not None), default=None)
+    return _scoring_prompt(sampling, request, wanted)
+
+
+def _scoring_prompt(
+    sampling: SamplingParams, request: ScoresPrompt, wanted: int | None
+) -> SamplingParams:
+    if request.stream and request.prompt_logprobs is not None:
+        raise BadRequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
+    if wanted is None:
+        return sampling
+    return msgspec.structs.replace(sampling, prompt_logprobs=wanted)
 
 
 def response_sampling(

@@ -19,7 +19,6 @@ class Unbuilt(msgspec.Struct, kw_only=True):
     """Base of requests with fields that are refused. Those fields are the ones of type `Raw`."""
 
     use_beam_search: Raw = NOTHING
-    prompt_logprobs: Raw = NOTHING
     logits_processors: Raw = NOTHING
     allowed_token_ids: Raw = NOTHING
     bad_words: Raw = NOTHING

@@ -44,6 +44,16 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """(token id, logprob) pairs."""
 
 
+class PromptLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The same of a prompt's token, given those before it."""
+
+    logprob: float
+    """Minus infinity for a placeholder id that the vocabulary lacks."""
+    rank: int
+    """1 for the likeliest of the vocabulary; equals share the better rank."""
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class PrefillFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What was reused for a prompt, frozen at its first admission; sent with its first token."""
 
@@ -70,6 +80,9 @@ class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     logprobs: list[TokenLogprob] | None = None
     facts: PrefillFacts | None = None
     """With the first delta of sample 0."""
+    prompt_logprobs: list[PromptLogprob] | None = None
+    """Of the prompt's tokens from the second on, where asked for; with the first delta of sample 0.
+    """
     error: tuple[str, str, str | None] | None = None
     """`errors.error_to_wire` of what broke this request, with finish_reason "error"."""
 

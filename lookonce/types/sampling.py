@@ -14,7 +14,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     """Sampling controls of one request, in OpenAI's and vLLM's terms.
 
     `temperature` 0 is greedy. `top_k` 0 or -1 keeps all. `logprobs` is the number of alternatives
-    to report beside the sampled token (None: no logprobs at all). `max_tokens` None means up to the
+    to report beside the sampled token (None: no logprobs at all); `prompt_logprobs` asks the same
+    of the prompt's tokens, all of which are then computed. `max_tokens` None means up to the
     model's length. `seed` makes a request's draws independent of what else is in the batch; sample
     `i` of `n` uses `seed + i`. Raises `BadRequestError` naming the field.
     """
@@ -36,6 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     max_tokens: int | None = None
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
 
@@ -52,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         _between("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _between("min_tokens", self.min_tokens, 0, 2**31 - 1)
         _between("logprobs", self.logprobs, 0, 20)
+        _between("prompt_logprobs", self.prompt_logprobs, 0, 20)
         for token, bias in (self.logit_bias or {}).items():
             _between(f"logit_bias[{token}]", bias, -100.0, 100.0)
         if len(self.stop) > 16:

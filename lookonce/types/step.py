@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lookonce.errors import LookOnceError
 from lookonce.types.grammar import CompiledGrammar
 from lookonce.types.media import MediaFeature, ProcessedItem
-from lookonce.types.request import TokenLogprob
+from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
 
@@ -115,6 +115,8 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     """The sampled token of each `scheduled` entry with `sample`, in plan order; -1 where failed."""
     logprobs: tuple[TokenLogprob | None, ...] | None = None
     """Aligned with token_ids; None when no sequence asked."""
+    prompt_logprobs: dict[int, list[PromptLogprob]] = {}
+    """By sequence that asked: of the prompt's tokens that follow the positions computed."""
     failed_items: dict[bytes, LookOnceError] = {}
     """Encoder outputs that could not be computed; their sequences were not computed this step."""
     failed_sequences: dict[int, LookOnceError] = {}

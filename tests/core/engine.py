@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from lookonce.core.outbox import SchedulerOutput
-from lookonce.types.request import GenerateRequest, PrefillFacts, TokenDelta
+from lookonce.types.request import GenerateRequest, PrefillFacts, PromptLogprob, TokenDelta
 from lookonce.types.step import StepPlan
 from tests.core.builders import ROW_BYTES, Limits, items_for, make_scheduler
 from tests.core.fake_runner import FakeRunner
@@ -22,6 +22,8 @@ class Engine:
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.ended: dict[tuple[str, int], TokenDelta] = {}
         self.facts: dict[str, PrefillFacts] = {}
+        self.scored: dict[str, list[PromptLogprob]] = {}
+        """Log-probabilities of prompts."""
         self.accepted: list[str] = []
         self.needs: list[tuple[str, tuple[bytes, ...]]] = []
         self.released: list[str] = []
@@ -67,6 +69,10 @@ class Engine:
             if delta.facts is not None:
                 assert delta.request_id not in self.facts
                 self.facts[delta.request_id] = delta.facts
+            if delta.prompt_logprobs is not None:
+                assert delta.request_id not in self.scored
+                assert delta.facts is not None, "both come with the prompt's first token"
+                self.scored[delta.request_id] = delta.prompt_logprobs
             if delta.finish_reason is not None:
                 self.ended[name] = delta
 

@@ -16,7 +16,7 @@ import numpy as np
 from lookonce.core.features import Features
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.types.media import MediaFeature
-from lookonce.types.request import GenerateRequest
+from lookonce.types.request import GenerateRequest, PromptLogprob
 from lookonce.types.step import Extension, NewSequence, ScheduledSequence, StepPlan, StepResult
 from tests.core.builders import VOCAB, Limits
 
@@ -35,6 +35,8 @@ class _Known:
     tokens: list[int]
     features: Features
     sample_index: int
+    scored: range
+    """Positions after which the log-probability of the prompt's next token is asked for."""
     blocks: list[int] = field(default_factory=list)
     computed: int | None = None
     """None until its first chunk says how much the prefix cache covers."""
@@ -75,6 +77,7 @@ class FakeRunner:
         self._encode(plan, failed)
         self._check_budgets(plan)
         broken: dict[int, LookOnceError] = {}
+        prompt_logprobs = {chunk.seq_id: self._score(chunk) for chunk in plan.scheduled}
         tokens = [
             token
             for chunk in plan.scheduled
@@ -83,6 +86,7 @@ class FakeRunner:
         seconds = {e.key: 0.001 * e.item.expansion.num_embeds for e in plan.encode}
         return StepResult(
             token_ids=tuple(tokens),
+            prompt_logprobs={s: scored for s, scored in prompt_logprobs.items() if scored},
             failed_items=failed,
             failed_sequences=broken,
             lost_copies=tuple(lost_copies),
@@ -93,7 +97,9 @@ class FakeRunner:
         require(new.seq_id not in self.known, "a known sequence is not announced again")
         require(not new.token_ids.flags.writeable, "the runner cannot write the tokens")
         features = Features(new.features)
-        self.known[new.seq_id] = _Known(new.token_ids.tolist(), features, new.sample_index)
+        asked = new.sampling.prompt_logprobs is not None and new.sample_index == 0
+        scored = range(new.num_prompt_tokens - 1 if asked else 0)
+        self.known[new.seq_id] = _Known(new.token_ids.tolist(), features, new.sample_index, scored)
         require(len(self.known) <= self.limits.max_num_seqs, "no more sequences than max_num_seqs")
 
     def _extend(self, extension: Extension) -> None:
@@ -181,6 +187,12 @@ class FakeRunner:
         sequence.sampled = True
         return token
 
+    def _score(self, chunk: ScheduledSequence) -> list[PromptLogprob]:
+        """Each names its position and the token after it."""
+        sequence, end = self.known[chunk.seq_id], chunk.start + chunk.num_tokens
+        positions = sequence.scored[chunk.start : end]
+        return [PromptLogprob(-float(at), sequence.tokens[at + 1]) for at in positions]
+
     def _check_chunk(self, chunk: ScheduledSequence, sequence: _Known) -> None:
         end = chunk.start + chunk.num_tokens
         require(chunk.num_tokens > 0, "a chunk has at least one token")
@@ -251,6 +263,12 @@ def _row_in(feature: MediaFeature, at: int) -> tuple[bytes, int] | None:
     ranges = feature.is_embed or ((0, feature.length),)
     positions = [p for first, last in ranges for p in range(first, last)]
     return (feature.key, positions.index(at)) if at in positions else None
+
+
+def prompt_scores(request: GenerateRequest) -> list[PromptLogprob]:
+    """What a request that asked for its prompt's log-probabilities must get."""
+    tokens = np.frombuffer(request.prompt.data, dtype="<i4").tolist()
+    return [PromptLogprob(-float(at), token) for at, token in enumerate(tokens[1:])]
 
 
 def reference(request: GenerateRequest, num_tokens: int, sample_index: int = 0) -> list[int]:

@@ -27,7 +27,7 @@ from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.core.builders import Limits, feature, model_info, request, text
 from tests.core.engine import Engine
-from tests.core.fake_runner import reference
+from tests.core.fake_runner import prompt_scores, reference
 
 LASTING = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 Workload = Callable[[], None]
@@ -134,6 +134,19 @@ def a_crowd_with_one_whose_picture_is_not_here() -> None:
     assert engine.released[1:] == ["b", "a"]
 
 
+def a_prompt_scored_whose_beginning_is_cached() -> None:
+    asking = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, prompt_logprobs=1)
+    one = request("b", text(40), arrival=1.0, sampling=asking)
+    engine = serve(Limits(), [request("a", text(40)), one], one_by_one=True)
+    assert engine.scored["b"] == prompt_scores(one)
+    assert engine.facts["b"].prefix_cached_tokens == 0
+    engine.add(request("c", text(40), sampling=asking))
+    engine.step()
+    engine.scheduler.abort("c")
+    engine.run()
+    assert engine.scored.keys() == {"b"}
+
+
 def samples_of_one_long_prompt() -> None:
     sampling = SamplingParams(n=3, max_tokens=4, ignore_eos=True)
     engine = serve(Limits(), [request("a", text(80), sampling=sampling)])
@@ -224,6 +237,10 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     "at least one token is computed": (
         the_same_prompt_twice,
         [(Admission, "_max_cached", lambda _, num_tokens: num_tokens // 4)],
+    ),
+    "what is asked about a prompt is computed, not found": (
+        a_prompt_scored_whose_beginning_is_cached,
+        [(Admission, "_reusable", lambda self, s: self._max_cached(len(s.tokens)))],
     ),
     "the latest arrival is preempted": (
         three_that_outgrow_the_blocks,

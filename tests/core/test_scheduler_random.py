@@ -31,7 +31,7 @@ from tests.core.builders import (
     text,
 )
 from tests.core.engine import Engine
-from tests.core.fake_runner import reference
+from tests.core.fake_runner import prompt_scores, reference
 
 LENGTHS = {"a": 2, "b": 3, "c": 5, "d": 8, "gaps": 7}
 GAPS = ((0, 2), (3, 4), (6, 7))
@@ -113,6 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         lacking=st.sets(st.sampled_from(sorted(LENGTHS))),
         arrival=st.floats(0, 10),
         scope=st.sampled_from([b"1" * 32, b"1" * 32, b"2" * 32]),
+        prompt_logprobs=st.sampled_from([None, None, 1]),
     )
     def add(
         self,
@@ -122,8 +123,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         lacking: set[str],
         arrival: float,
         scope: bytes,
+        prompt_logprobs: int | None,
     ) -> None:
-        sampling = SamplingParams(n=samples, max_tokens=max_tokens, ignore_eos=True)
+        sampling = SamplingParams(
+            n=samples, max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=prompt_logprobs
+        )
         for tokens, features in batch:
             name = str(len(self.requests))
             new = request(name, tokens, features, sampling=sampling, arrival=arrival, scope=scope)
@@ -230,6 +234,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for name, one in self.requests.items():
             if name in self.sessions:
                 continue  # what came when is not known here: `test_sessions` checks the answers
+            if one.sampling.prompt_logprobs is not None and engine.tokens[name, 0]:
+                assert engine.scored[name] == prompt_scores(one)
+            else:
+                assert name not in engine.scored
             for index in range(one.sampling.n):
                 got = engine.tokens[name, index]
                 assert got == reference(one, len(got), index)

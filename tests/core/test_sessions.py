@@ -256,6 +256,9 @@ class TestRefusals:
     def test_a_session_has_one_sample_and_brings_its_items(self) -> None:
         engine = Engine()
         two = request("a", text(8), sampling=SamplingParams(n=2))
+        scored = request("b", text(8), sampling=SamplingParams(prompt_logprobs=1))
+        with pytest.raises(BadRequestError, match="computed once"):
+            engine.scheduler.add(scored, {}, live=True)
         with pytest.raises(BadRequestError, match="one sample"):
             engine.scheduler.add(two, {}, live=True)
         at = feature("x", 0, 2)

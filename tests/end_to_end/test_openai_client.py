@@ -77,6 +77,30 @@ def test_two_samples_with_a_seed_come_back_the_same(client):
     assert first[0] != first[1]
 
 
+def test_a_text_is_scored_as_evaluation_harnesses_do(client):
+    """`echo` with `logprobs`: what was said greedily is scored as it was when it was said."""
+    start = "<|im_start|>user\nSay apple.<|im_end|>\n<|im_start|>assistant\n"
+    asked = {"model": "nano", "temperature": 0, "logprobs": 1}
+    said = client.completions.create(prompt=start, max_tokens=4, **asked).choices[0]
+    assert said.text == "apple"
+    whole = start + said.text
+    for _ in range(2):  # the second time every block of it is cached
+        scored = client.completions.create(prompt=whole, max_tokens=1, echo=True, **asked)
+        choice = scored.choices[0]
+        assert choice.text.startswith(whole)
+        told = choice.logprobs
+        assert told.token_logprobs[0] is None
+        assert "".join(told.tokens[:-1]) == whole
+        assert told.text_offset[1] == len(told.tokens[0])
+        first = told.text_offset.index(len(start))
+        spoken = said.logprobs.token_logprobs[: len(told.tokens) - first - 1]
+        assert told.token_logprobs[first:-1] == pytest.approx(spoken, abs=1e-4)
+        assert all(max(top, key=top.get) == token for top, token in zip(
+            told.top_logprobs[first:-1], told.tokens[first:-1], strict=True
+        ))  # fmt: skip
+        assert scored.usage.prompt_tokens_details.cached_tokens == 0
+
+
 def test_logprobs_are_of_the_tokens_said(client):
     answer = client.chat.completions.create(
         model="nano", messages=ask(RED_CIRCLE, QUESTION), logprobs=True, top_logprobs=3

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.runner import Runner
 from lookonce.model.step_inputs import StepInputs
 from lookonce.types.model import ModelInfo
-from lookonce.types.request import GenerateRequest
+from lookonce.types.request import GenerateRequest, PromptLogprob
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import StepPlan, StepResult
 from tests.model.cases import Case, CaseMaker, array, picture, sound
@@ -56,6 +57,8 @@ class Subject:
 class Served:
     answers: list[Answer]
     stats: dict[str, float]
+    scored: dict[int, list[PromptLogprob]]
+    """By case: log-probabilities of its prompt, where they were asked for."""
 
 
 class CapturingRunner(Runner):
@@ -69,8 +72,10 @@ class CapturingRunner(Runner):
     def execute(self, plan: StepPlan) -> StepResult:
         return super().execute(self._edit(plan))
 
-    def logits(self, inputs: StepInputs, seq_ids: Sequence[int]) -> torch.Tensor:
-        logits = super().logits(inputs, seq_ids)
+    def logits(
+        self, inputs: StepInputs, seq_ids: Sequence[int], hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        logits = super().logits(inputs, seq_ids, hidden)
         for seq_id, row in zip(seq_ids, logits, strict=True):
             self.captured.setdefault(seq_id, []).append(row.clone())
         return logits
@@ -110,16 +115,34 @@ def sounds() -> list[np.ndarray]:
 
 def expected_answers(folder: Path, info: ModelInfo, cases: list[Case]) -> list[Answer]:
     """Greedy tokens and logits of plain Hugging Face `generate`, one prompt at a time, fp32."""
+    model = reference_model(folder, info)
+    return [_reference_answer(model, case) for case in cases]
+
+
+def reference_model(folder: Path, info: ModelInfo) -> Any:
+    """Plain Hugging Face's, fp32; it never stops by itself."""
     auto = AutoModelForMultimodalLM if info.modalities else AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    return [_reference_answer(model, case) for case in cases]
+    return model
+
+
+def reference_prompt_logits(model: Any, case: Case) -> torch.Tensor:
+    """[P, V] after each token of the prompt."""
+    _forget_prompt_before(model)
+    with torch.no_grad():
+        logits: torch.Tensor = model(**case.reference).logits[0].float()
+    return logits
+
+
+def _forget_prompt_before(model: Any) -> None:
+    if hasattr(model.base_model, "rope_deltas"):
+        model.base_model.rope_deltas = None
 
 
 def _reference_answer(model: Any, case: Case) -> Answer:
-    if hasattr(model.base_model, "rope_deltas"):
-        model.base_model.rope_deltas = None  # kept from the prompt before
+    _forget_prompt_before(model)
     with torch.no_grad():
         found = model.generate(
             **case.reference,
@@ -142,8 +165,11 @@ def serve(
     backend: AttentionBackend | None = None,
     info: ModelInfo | None = None,
     edit: PlanEdit = lambda plan: plan,
+    prompt_logprobs: Mapping[int, int] = MappingProxyType({}),
 ) -> Served:
     """Answers of an `EngineCore` to all cases; one arrives every step: prefills and decodes mix.
+
+    `prompt_logprobs`: by case, how many of the likeliest it asks for beside its prompt's tokens.
 
     `info` is what the scheduler believes of the model, `edit` changes plans on their way to the
     runner: both are for taking a piece of handling away.
@@ -167,27 +193,35 @@ def serve(
     )
     core = EngineCore(scheduler, runner)
     tokens: dict[str, list[int]] = {str(i): [] for i in range(len(cases))}
+    scored: dict[int, list[PromptLogprob]] = {}
     waiting = list(enumerate(cases))
     while waiting or core.has_work:
         if waiting:
             index, case = waiting.pop(0)
-            core.add(_request(index, case), case.items)
+            core.add(_request(index, case, prompt_logprobs.get(index)), case.items)
         output = core.step()
         for delta in output.deltas if output else ():
             assert delta.error is None, delta.error
             tokens[delta.request_id] += delta.token_ids
+            if delta.prompt_logprobs is not None:
+                scored[int(delta.request_id)] = delta.prompt_logprobs
     core.check_integrity()
     answers = [Answer(tokens[str(i)], torch.stack(runner.captured[i])) for i in range(len(cases))]
-    return Served(answers, core.stats())
+    return Served(answers, core.stats(), scored)
 
 
-def _request(index: int, case: Case) -> GenerateRequest:
+def _request(index: int, case: Case, prompt_logprobs: int | None) -> GenerateRequest:
     return GenerateRequest(
         request_id=str(index),
         scope=bytes(32),
         prompt=array(case.token_ids),
         features=case.features,
-        sampling=SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
+        sampling=SamplingParams(
+            temperature=0,
+            max_tokens=NUM_TOKENS,
+            ignore_eos=True,
+            prompt_logprobs=prompt_logprobs,
+        ),
         arrival=0.0,
     )
 

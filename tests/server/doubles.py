@@ -12,6 +12,7 @@ from lookonce.types.media import Expansion, feature_at
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import (
     PrefillFacts,
+    PromptLogprob,
     RenderedItem,
     RenderedPrompt,
     TokenDelta,
@@ -195,11 +196,20 @@ class RecitingEngine:
                     delta.logprobs = [TokenLogprob(-0.5, ((token, -0.5), (END_TOKEN, -2.0)))]
                 if position == 0 and index == 0:
                     delta.facts = self._facts(rendered)
+                    delta.prompt_logprobs = self._scores(rendered, sampling.prompt_logprobs)
                 if self.failure is not None and position == self.fail_after:
                     delta.error, delta.finish_reason = error_to_wire(self.failure), "error"
                 elif position == len(tokens) - 1:
                     delta.finish_reason = "stop" if token == END_TOKEN else "length"
                 yield delta
+
+    @staticmethod
+    def _scores(rendered: RenderedPrompt, wanted: int | None) -> list[PromptLogprob] | None:
+        """Each token is the second likeliest, after the end."""
+        if wanted is None:
+            return None
+        likeliest = lambda token: ((END_TOKEN, -0.5), (token, -1.5))[:wanted]  # noqa: E731
+        return [PromptLogprob(-1.5, 2, likeliest(token)) for token in rendered.token_ids[1:]]
 
     @staticmethod
     def _facts(rendered: RenderedPrompt) -> PrefillFacts:

@@ -125,6 +125,23 @@ def test_logprobs_name_token_bytes_and_alternatives(on_site):
     on_site(scenario)
 
 
+def test_prompt_logprobs_are_of_words_not_of_media(on_site):
+    async def scenario(site):
+        picture = {"type": "image_url", "image_url": {"url": "some picture"}}
+        content = [{"type": "text", "text": "ab"}, picture, {"type": "text", "text": "c"}]
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        answer = await site.client.post("/v1/chat/completions", json={**body, "prompt_logprobs": 0})
+        told = answer.json()["prompt_logprobs"]
+        assert [place and list(place) for place in told] == [
+            None, ["98"], None, None, None, None, ["99"],
+        ]  # fmt: skip
+        assert told[1]["98"] == {"logprob": -1.5, "rank": 2, "decoded_token": "b"}
+        silent = await site.client.post("/v1/chat/completions", json=body)
+        assert "prompt_logprobs" not in silent.json()
+
+    on_site(scenario)
+
+
 def test_logprobs_stay_with_the_text_that_is_held_back(on_site):
     async def scenario(site):
         response = await site.chat("hi", logprobs=True, stream=True, stop="circus")

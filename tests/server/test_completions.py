@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.server.test_chat import events
 
+END = "<|end|>"
 URL = "/v1/completions"
 
 
@@ -85,10 +86,69 @@ def test_logprobs_are_parallel_lists(on_site):
     on_site(scenario)
 
 
+def test_an_echoed_prompt_has_logprobs_from_its_second_token_on(on_site):
+    async def scenario(site):
+        fields = {"prompt": "hi!", "echo": True, "logprobs": 1, "max_tokens": 2}
+        body = (await site.client.post(URL, json=fields)).json()
+        (choice,) = body["choices"]
+        expected = {
+            "text_offset": [0, 1, 2, 3, 4],
+            "token_logprobs": [None, -1.5, -1.5, -0.5, -0.5],
+            "tokens": ["h", "i", "!", "a", " "],
+            "top_logprobs": [None, {END: -0.5}, {END: -0.5}, {"a": -0.5}, {" ": -0.5}],
+        }
+        assert choice["text"] == "hi!a "
+        assert choice["logprobs"] == expected
+        assert "prompt_logprobs" not in choice
+
+        streamed = await site.client.post(URL, json={**fields, "stream": True})
+        parts = [chunk["choices"][0] for chunk in events(streamed.text)]
+        assert [part["text"] for part in parts] == ["hi!a", " "]
+        for name, values in expected.items():
+            assert [value for part in parts for value in part["logprobs"][name]] == values
+
+    on_site(scenario)
+
+
+def test_every_sample_of_every_prompt_echoes_its_own(on_site):
+    async def scenario(site):
+        fields = {"prompt": ["ab", [99, 100, 101]], "echo": True, "logprobs": 0, "n": 2}
+        body = (await site.client.post(URL, json={**fields, "max_tokens": 1})).json()
+        tokens = [choice["logprobs"]["tokens"] for choice in body["choices"]]
+        assert tokens == [[*"aba"], [*"aba"], [*"cdea"], [*"cdea"]]
+        tops = body["choices"][0]["logprobs"]["top_logprobs"]
+        assert tops == [None, {}, {}]
+        assert [s.prompt_logprobs for s in site.engine.samplings] == [0, 0]
+
+    on_site(scenario)
+
+
+def test_prompt_logprobs_name_the_token_that_stands_there_and_the_likeliest(on_site):
+    async def scenario(site):
+        fields = {"prompt": "hi", "prompt_logprobs": 1, "max_tokens": 1}
+        (choice,) = (await site.client.post(URL, json=fields)).json()["choices"]
+        assert choice["prompt_logprobs"] == [
+            None,
+            {
+                str(ord("i")): {"logprob": -1.5, "rank": 2, "decoded_token": "i"},
+                "301": {"logprob": -0.5, "rank": 1, "decoded_token": END},
+            },
+        ]
+        assert choice["logprobs"] is None
+
+        both = {**fields, "echo": True, "logprobs": 2}
+        (choice,) = (await site.client.post(URL, json=both)).json()["choices"]
+        assert len(choice["prompt_logprobs"][1]) == 2
+        assert choice["logprobs"]["top_logprobs"][1] == {END: -0.5, "i": -1.5}
+        assert site.engine.samplings[-1].prompt_logprobs == 2
+
+    on_site(scenario)
+
+
 def test_what_is_not_built_is_refused(on_site):
     async def scenario(site):
         for field in (
-            {"echo": True, "logprobs": 1},
+            {"prompt_logprobs": 1, "stream": True},
             {"suffix": "end"},
             {"best_of": 3},
             {"prompt_embeds": "x"},

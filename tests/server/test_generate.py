@@ -167,3 +167,24 @@ def test_more_items_than_the_limit_are_refused(folder):
         assert "at most 3" in answer.json()["error"]["message"]
 
     on_rendered(folder, scenario, limit_mm_per_prompt="image=3")
+
+
+def test_the_prompt_is_scored_where_asked(folder):
+    async def scenario(node, body):
+        body["sampling_params"] = {"prompt_logprobs": 2, "max_tokens": 1, "temperature": 0}
+        told = (await node.ok(ROUTE, body))["prompt_logprobs"]
+        assert len(told) == len(body["token_ids"])
+        (first, second) = body["features"]["mm_placeholders"]["image"]
+        media = {
+            place
+            for part in (first, second)
+            for place in range(part["offset"], part["offset"] + part["length"])
+        }
+        assert {place for place, entry in enumerate(told) if entry is None} == {0, *media}
+        assert all(str(body["token_ids"][at]) in entry for at, entry in enumerate(told) if entry)
+
+        streamed = await node.post(ROUTE, {**body, "stream": True})
+        assert streamed.status_code == 400
+        assert streamed.json()["error"]["param"] == "sampling_params"
+
+    on_rendered(folder, scenario)

@@ -73,5 +73,5 @@ def test_the_exact_part_is_named(kind, body, param):
 
 def test_a_field_that_asks_for_nothing_is_no_reason_to_refuse():
     for nothing in ("null", "false", "[]", "{}", '""'):
-        body = f'{{"messages": [], "functions": {nothing}, "prompt_logprobs": {nothing}}}'
+        body = f'{{"messages": [], "functions": {nothing}, "echo": {nothing}}}'
         assert parse(body.encode(), ChatRequest).messages == []

@@ -79,6 +79,7 @@ class ResponsesRequest(Generate, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
 
+    prompt_logprobs: Raw = NOTHING
     previous_response_id: Raw = NOTHING
     conversation: Raw = NOTHING
     image: Raw = NOTHING
