@@ -86,9 +86,10 @@ class ChatFormat:
 
     async def render(self) -> None:
         exchange, body = self._exchange, self._body
+        messages, body.messages = body.messages, []  # pictures are not kept for the whole answer
         with exchange.services.metrics.render.time():
             rendered = await exchange.services.renderer.render_chat(
-                body.messages,
+                messages,
                 tenant=exchange.principal.tenant,
                 cache_salt=body.cache_salt,
                 options=chat_options(body, self._tools),

@@ -113,10 +113,11 @@ class TokensFormat:
 
     async def render(self) -> None:
         exchange, body = self._exchange, self._body
+        media, self._media, body.features = self._media, [], None  # not kept for the whole answer
         with exchange.services.metrics.render.time():
             rendered = await exchange.services.renderer.render_tokens(
                 body.token_ids,
-                self._media,
+                media,
                 tenant=exchange.principal.tenant,
                 cache_salt=body.cache_salt,
                 mm_processor_kwargs=body.mm_processor_kwargs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -131,5 +132,45 @@ def test_draining_refuses_new_requests_and_lets_running_ones_end(on_site):
         site.engine.gate.set()
         assert (await running).status_code == 200
         await idle
+
+    on_site(scenario)
+
+
+URL = "data:image/png;base64," + "A" * 1_000_003
+
+
+def kept_urls() -> int:
+    """Texts of just that length that something still refers to."""
+    gc.collect()
+    containers = gc.get_objects()
+    inside = gc.get_referents(*containers)
+    inside += gc.get_referents(*(one for one in inside if not gc.is_tracked(one)))
+    return sum(type(one) is str and len(one) == len(URL) for one in inside)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/responses"])
+def test_the_media_of_a_body_is_not_kept_while_the_answer_is_made(on_site, route, stream):
+    def content() -> bytes:
+        url = f"{URL[:22]}{URL[22:]}"  # one of its own
+        if route == "/v1/responses":
+            part: dict[str, object] = {"type": "input_image", "image_url": url}
+            body: dict[str, object] = {"input": [{"role": "user", "content": [part]}]}
+        else:
+            part = {"type": "image_url", "image_url": {"url": url}}
+            body = {"messages": [{"role": "user", "content": [part]}]}
+        return json.dumps({**body, "stream": stream}).encode()
+
+    async def scenario(site):
+        site.renderer.gate.clear()
+        asking = asyncio.create_task(site.client.post(route, content=content()))
+        await settled(lambda: site.renderer.rendering)
+        assert kept_urls() > 1
+        site.engine.gate.clear()
+        site.renderer.gate.set()
+        await settled(lambda: site.engine.running)
+        assert kept_urls() == 1
+        site.engine.gate.set()
+        assert (await asking).status_code == 200
 
     on_site(scenario)

@@ -91,7 +91,8 @@ class ResponseFormat:
 
     async def render(self) -> None:
         exchange, body, tools = self._exchange, self._body, self._tools
-        read = read_input(body.input, body.instructions)
+        given, body.input = body.input, ""  # pictures are not kept for the whole answer
+        read = read_input(given, body.instructions)
         options = {
             "chat_template_kwargs": body.chat_template_kwargs,
             "mm_processor_kwargs": body.mm_processor_kwargs,
