@@ -48,7 +48,6 @@ class Runner:
         """`threads`: None for as many as torch uses by itself."""
         self._threads = threads or Threads(1, 1)
         self._family = family = loaded.family
-        self._vocab_size = loaded.info.vocab_size
         self._kv_pages = KVPages(
             family.num_layers,
             num_blocks,
@@ -92,6 +91,7 @@ class Runner:
             self._learn(new)
         for extension in plan.extended:
             self._table.extend(extension)
+            self._sampler.extend(extension.seq_id, extension.start, extension.token_ids)
         report = self._encoder.execute(plan)
         for chunk in plan.scheduled:
             if chunk.new_block_ids:
@@ -110,10 +110,8 @@ class Runner:
         self._table.learn(new, mrope=self._family.position_axes > 1)
         self._prompt_scores.learn(new)
         prompt = new.token_ids[: new.num_prompt_tokens]
-        # Placeholder ids may lie outside the vocabulary, which penalties index.
-        known = prompt[prompt < self._vocab_size]
         output = new.token_ids[new.num_prompt_tokens :]
-        self._sampler.add(new.seq_id, new.sampling, new.sample_index, known, output, new.grammar)
+        self._sampler.add(new.seq_id, new.sampling, new.sample_index, prompt, output, new.grammar)
 
     def _computable(
         self,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lookonce.errors import BadRequestError, LookOnceError
@@ -42,6 +43,7 @@ class _SequenceState:
     params: SamplingParams
     seed: int
     num_prompt_tokens: int
+    """Of a live session: where what was given last ends."""
     blocked: list[int]
     """Ids masked until `min_tokens` are generated."""
     counts: TokenCounts | None
@@ -106,6 +108,13 @@ class Sampler:
         self._states[seq_id] = state
         if not state.is_plain_greedy():
             self._special.add(seq_id)
+
+    def extend(self, seq_id: int, start: int, token_ids: NDArray[np.int32]) -> None:
+        """What was appended at `start` is prompt; `min_tokens` counts from its end."""
+        state = self._states[seq_id]
+        state.num_prompt_tokens = start + len(token_ids)
+        if state.counts is not None and state.params.repetition_penalty != 1.0:
+            state.counts.add_prompt(token_ids[(token_ids >= 0) & (token_ids < self._vocab_size)])
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; one that is not known is no error."""

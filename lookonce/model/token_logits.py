@@ -68,14 +68,22 @@ class TokenCounts:
         prompt = prompt[(prompt >= 0) & (prompt < vocab_size)]
         return cls(prompt, np.asarray(output_ids, np.int64).tolist())
 
+    def add_prompt(self, token_ids: NDArray[np.int32]) -> None:
+        """Tokens that were given, not generated."""
+        for token in np.unique(token_ids).tolist():
+            self._count(token, 0.0)
+
     def add_output(self, token: int) -> None:
+        self._count(token, 1.0)
+
+    def _count(self, token: int, times: float) -> None:
         slot = self._slots.setdefault(token, len(self._slots))
         if slot == len(self._ids):
             room = max(16, slot)
             self._ids = np.concatenate([self._ids, np.zeros(room, np.int64)])
             self._counts = np.concatenate([self._counts, np.zeros(room, np.float32)])
         self._ids[slot] = token
-        self._counts[slot] += 1
+        self._counts[slot] += times
 
     @property
     def ids(self) -> NDArray[np.int64]:

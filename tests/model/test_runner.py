@@ -13,7 +13,7 @@ from lookonce.errors import RequestFailedError
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.loader import load_model
 from lookonce.model.runner import Runner
-from lookonce.types.media import Array, Expansion, ProcessedItem
+from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import (
     EmbedSlice,
@@ -228,7 +228,7 @@ def test_output_that_is_not_a_number_fails_its_sequence(llama, monkeypatch):
     runner = make_runner(llama)
     sound = runner.logits
 
-    def broken(inputs, seq_ids):
+    def broken(inputs, seq_ids, hidden):
         logits = sound(inputs, seq_ids)
         logits[0] = float("nan")
         return logits
@@ -250,3 +250,27 @@ def test_results_are_plain_python(llama):
     )
     assert [type(token) for token in result.token_ids] == [int]
     assert not torch.is_inference_mode_enabled()
+
+
+def test_min_tokens_hold_after_placeholder_ids_outside_the_vocabulary(llava):
+    """Such ids are prompt like any other; what the model would end with stays forbidden."""
+    size = llava.info.vocab_size
+    ids = np.array([11, 12, size + 5, size + 5, size + 5, size + 5, 13], np.int32)
+    feature = MediaFeature(bytes(32), "image", 2, 4, 4, None)
+    embeds = (EmbedSlice(bytes(32), 0, 4, 2),)
+    encode = (EncodeItem(bytes(32), item(0.5, rows=16)),)
+
+    def first(sampling: SamplingParams) -> int:
+        plan = StepPlan(
+            0,
+            new=(NewSequence(0, ids, len(ids), (feature,), sampling),),
+            encode=encode,
+            scheduled=(whole(0, ids, 0, embeds=embeds),),
+        )
+        return make_runner(llava).execute(plan).token_ids[0]
+
+    favourite = first(GREEDY)
+    stopping = SamplingParams(
+        temperature=0, min_tokens=4, max_tokens=9, stop_token_ids=(favourite,)
+    )
+    assert first(stopping) != favourite

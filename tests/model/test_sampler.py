@@ -249,6 +249,42 @@ def test_penalties_and_bias_follow_their_definitions(
     assert scores[token] == pytest.approx(scores.max(), abs=1e-4)
 
 
+@given(
+    seed=st.integers(0, 10**6),
+    prompt=st.lists(st.integers(0, VOCAB - 1), max_size=8),
+    appended=st.lists(st.integers(0, VOCAB + 5), min_size=1, max_size=20),
+    repetition=st.sampled_from([1.0, 1.3, 0.8]),
+    presence=st.sampled_from([0.0, 1.1]),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_a_session_is_given_counts_as_prompt(
+    seed: int, prompt: list[int], appended: list[int], repetition: float, presence: float
+) -> None:
+    """A token is drawn, more is given (ids outside the vocabulary too), and one is drawn again."""
+    params = SamplingParams(
+        temperature=0.0, repetition_penalty=repetition, presence_penalty=presence
+    )
+    sampler = Sampler(VOCAB, [EOS])
+    sampler.add(1, params, 0, prompt, [])
+    logits = logits_of(seed)
+    drawn = sampler.sample(logits, [1], [len(prompt)]).token_ids
+    sampler.extend(1, len(prompt) + 1, np.array(appended, np.int32))
+    again = sampler.sample(logits, [1], [len(prompt) + 1 + len(appended)]).token_ids[0]
+    known = [token for token in prompt + appended if token < VOCAB]
+    scores = penalised(logits[0].numpy(), params, known, drawn)
+    assert scores[again] == pytest.approx(scores.max(), abs=1e-4)
+
+
+def test_min_tokens_count_from_the_end_of_what_a_session_is_given() -> None:
+    sampler = Sampler(VOCAB, [EOS])
+    sampler.add(1, SamplingParams(temperature=0.0, min_tokens=2, max_tokens=9), 0, [5, 6], [])
+    logits = torch.zeros(1, VOCAB).index_fill_(1, torch.tensor([EOS]), 1.0)
+    ended = [sampler.sample(logits, [1], [at]).token_ids == [EOS] for at in (2, 3, 4)]
+    sampler.extend(1, 5, np.array([7, 8, 9], np.int32))
+    ended += [sampler.sample(logits, [1], [at]).token_ids == [EOS] for at in (8, 9, 10)]
+    assert ended == [False, False, True] * 2
+
+
 def test_generated_tokens_are_counted_as_they_come() -> None:
     """Greedy with a strong presence penalty walks down the ranking and never repeats."""
     sampler = Sampler(VOCAB, [EOS])
