@@ -128,3 +128,37 @@ def test_a_mistake_in_a_tier_is_said_before_any_model_loads(spec: str) -> None:
     assert done.returncode == 2
     assert "--kv-tier" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_block_that_is_lost_is_computed_again_or_refused_as_the_operator_said(
+    tmp_path: Path,
+) -> None:
+    """What the disk's file holds has changed under it; the next request is served again."""
+    disk = f"disk:{tmp_path}:1GB"
+    for policy, statuses in (("recompute", {200}), ("fail", {503})):
+        options = ("--kv-load", "always", "--kv-tier", disk, "--kv-load-failure-policy", policy)
+        with LiveServer(*options) as server:
+            look(server, scope=policy)
+            stored(server, "disk")
+            for file in tmp_path.rglob("*"):
+                if file.is_file():
+                    scribble(file)
+            server.post("/reset_prefix_cache")
+            body = {"model": "nano", "messages": ask(SHAPES, QUESTION), "cache_salt": policy}
+            answer = server.post("/v1/chat/completions", body)
+            assert {answer.status_code} == statuses, answer.text
+            if policy == "fail":
+                error = answer.json()["error"]
+                assert error["type"] == "service_unavailable_error"
+                assert "KV tier" in error["message"]
+            look(server, scope=policy)
+
+
+def scribble(file: Path) -> None:
+    """Change bytes all over a file, in place."""
+    with file.open("r+b") as opened:
+        for at in range(0, file.stat().st_size, 512):
+            opened.seek(at)
+            byte = opened.read(1)
+            opened.seek(at)
+            opened.write(bytes([byte[0] ^ 0x5A]))
