@@ -1,6 +1,7 @@
 """A small stand-in for the API process: starts, serves, drains and ends as `launch` expects.
 
-/ready   200          /pid   its process id          /slow   an answer that takes a while
+/ready   200                     /slow    an answer that takes a while
+/pid     its process id          /begun   how many of those have begun
 
 With a chat template named `refused` it refuses to start.
 """
@@ -19,13 +20,16 @@ from lookonce.engine.progress import Failed, ProgressPipe
 from lookonce.errors import ConfigError, error_to_wire
 
 SLOW_SECONDS = 0.5
+begun = 0
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    global begun
     path = (await reader.readline()).split()[1]
     if path == b"/slow":
+        begun += 1
         await asyncio.sleep(SLOW_SECONDS)
-    body = str(os.getpid()).encode()
+    body = str(begun if path == b"/begun" else os.getpid()).encode()
     writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body))
     writer.write(body)
     await writer.drain()

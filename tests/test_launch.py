@@ -148,7 +148,8 @@ def test_running_requests_finish_when_it_is_told_to_stop():
     async def scenario(server):
         async with httpx.AsyncClient() as client:
             slow = asyncio.create_task(client.get(await server.url() + "/slow"))
-            await asyncio.sleep(0.1)
+            while (await client.get(await server.url() + "/begun")).text == "0":
+                pass
             os.kill(os.getpid(), signal.SIGTERM)
             assert (await slow).status_code == 200
         await server.running
@@ -160,7 +161,8 @@ def test_told_twice_it_ends_at_once():
     async def scenario(server):
         async with httpx.AsyncClient() as client:
             slow = asyncio.create_task(client.get(await server.url() + "/slow"))
-            await asyncio.sleep(0.1)
+            while (await client.get(await server.url() + "/begun")).text == "0":
+                pass
             server.supervisor.ask_stop()
             await asyncio.sleep(0)
             server.supervisor.ask_stop()

@@ -55,7 +55,7 @@ def work(
 def test_a_real_valkey_paused_killed_and_restarted_while_requests_run(
     valkey: ValkeyServer,
 ) -> None:
-    tier = ValkeyTier(OBJECTS, TierSpec("valkey", path=valkey.socket), timeout=0.05)
+    tier = ValkeyTier(OBJECTS, TierSpec("valkey", path=valkey.socket), timeout=0.5)
 
     def disturb(number: int) -> None:
         match number:
@@ -68,7 +68,7 @@ def test_a_real_valkey_paused_killed_and_restarted_while_requests_run(
             case 50:
                 valkey.start()
 
-    with World(tier, limits=LIMITS, lookup_seconds=0.1, load_seconds=0.2) as world:
+    with World(tier, limits=LIMITS, lookup_seconds=1.0, load_seconds=2.0) as world:
         (guarded,) = world.chain.tiers
         guarded._breaker = Breaker(time.monotonic, first_cooldown=0.02)
         statuses = work(world, 60, between=disturb)

@@ -236,7 +236,7 @@ def test_a_folder_that_cannot_be_made_is_a_mistake_in_the_option(tmp_path: Path)
 
 @pytest.fixture
 def shared(valkey: ValkeyServer) -> Iterator[ValkeyTier]:
-    tier = ValkeyTier(OBJECTS, TierSpec("valkey", path=valkey.socket), timeout=0.3)
+    tier = ValkeyTier(OBJECTS, TierSpec("valkey", path=valkey.socket), timeout=1.0)
     yield tier
     tier.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from lookonce.errors import UnprocessableMediaError
 from lookonce.render.media import MediaSource, for_part
@@ -81,3 +81,9 @@ def remote(url: str, *, param: str = "messages[0].content[0]", **fields: str) ->
 
 def named(uuid: str, *, param: str = "messages[0].content[0]") -> MediaSource:
     return MediaSource("image", "nothing", "", param, uuid)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """For what nothing announces: it happens in other tasks, threads or processes."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from io import BytesIO
 from pathlib import Path
@@ -25,6 +25,7 @@ from lookonce.errors import (
 )
 from lookonce.render.pool import MediaPool
 from lookonce.render.processing import MediaJob, Processed, Processing, ProcessingSettings
+from tests.render.doubles import until
 
 FAKE = (sys.executable, "-m", "tests.render.fake_worker")
 
@@ -57,12 +58,6 @@ def job(data: bytes = b"some data") -> MediaJob:
 
 def worker_of(processed: Processed) -> int:
     return int.from_bytes(processed.item.arrays["pid"].data, "little")
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """For what happens in other threads and processes, which can set no asyncio.Event."""
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
 
 
 def has_begun(pool: MediaPool) -> bool:
@@ -152,7 +147,7 @@ def test_a_worker_that_died_idle_harms_no_job() -> None:
 
 def test_a_worker_that_hangs_is_given_up() -> None:
     async def scenario() -> None:
-        async with fake_pool(job_timeout=0.2) as pool:
+        async with fake_pool(job_timeout=1.0) as pool:
             with pytest.raises(UnprocessableMediaError, match="too long"):
                 await pool.run(job(b"hang"))
             await pool.run(job())

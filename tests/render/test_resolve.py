@@ -27,6 +27,7 @@ from tests.render.doubles import (
     named,
     processed_item,
     remote,
+    until,
 )
 
 SCOPE, OTHER_SCOPE = b"a" * 32, b"b" * 32
@@ -235,7 +236,7 @@ def test_a_hit_waits_for_no_miss():
         await site.send(inline(b"cat"))
         site.pool.gate.clear()
         misses = [asyncio.create_task(site.render(inline(bytes([n])))) for n in range(5)]
-        await asyncio.sleep(0.01)
+        await until(lambda: len(site.processed) == 6)
         hit = site.render(inline(b"cat"))
         with pytest.raises(StopIteration) as done:
             hit.send(None)  # it finishes without a single turn of the event loop
@@ -253,11 +254,11 @@ def test_parts_are_fetched_and_processed_side_by_side():
         site.loader.gate.clear()
         site.pool.gate.clear()
         request = asyncio.create_task(site.render(remote(CAT), remote(DOG), inline(b"x")))
-        await asyncio.sleep(0.01)
+        await until(lambda: len(site.loader.loaded) == 2 and site.processed)
         assert site.loader.loaded == [CAT, DOG]
         assert site.processed == [b"x"]
         site.loader.gate.set()
-        await asyncio.sleep(0.01)
+        await until(lambda: len(site.processed) == 3)
         assert site.processed == [b"x", b"cat", b"doggy"]
         site.pool.gate.set()
         assert [item.expansion.length for item in await request] == [3, 5, 1]
@@ -270,7 +271,9 @@ def test_a_prompt_with_many_new_parts_does_not_fill_the_pool():
         site.pool.gate.clear()
         parts = [inline(b"%d" % n) for n in range(500)]
         request = asyncio.create_task(site.render(*parts))
-        await asyncio.sleep(0.01)
+        await until(lambda: len(site.processed) == MAX_SIDE_BY_SIDE)
+        for _ in range(100):  # turns of the event loop in which no other begins
+            await asyncio.sleep(0)
         assert len(site.processed) == MAX_SIDE_BY_SIDE
         site.pool.gate.set()
         assert len(await request) == len(site.processed) == 500
