@@ -7,6 +7,7 @@ directories equal the store and nothing is held.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 
 import pytest
@@ -45,7 +46,6 @@ class Storm:
         return rendered(text(length, seed=self.random.randint(0, 3)), *parts, offsets=offsets)
 
     async def one(self, client, name):
-        await asyncio.sleep(self.random.random() * 0.3)
         fate = self.random.random()
         num_tokens = self.random.randint(1, 12)
         refused = fate < 0.1
@@ -75,10 +75,15 @@ class Storm:
         await asyncio.gather(reading, return_exceptions=True)
 
     async def request(self, client, name):
-        try:
-            await self.one(client, name)
-        except (EngineDeadError, NotReadyError):
-            assert self.restarts
+        """Asks again, as any client would, of the engine that comes after one that died."""
+        await asyncio.sleep(self.random.random() * 0.3)
+        for attempt in itertools.count():
+            try:
+                return await self.one(client, f"{name}-{attempt}")
+            except (EngineDeadError, NotReadyError):
+                assert self.restarts
+                await client.wait_ready()
+        raise AssertionError("it never ends")
 
     async def disturb(self, clients):
         """Resets, and restarts where they are asked for."""
