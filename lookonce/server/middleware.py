@@ -24,7 +24,7 @@ from lookonce.server.headers import header
 from lookonce.server.page import is_page
 from lookonce.server.responding import INTERNAL, error_response, json_response
 from lookonce.server.responses import ErrorBody, ErrorResponse
-from lookonce.server.services import Services
+from lookonce.server.services import Drain, Services
 
 logger = logging.getLogger("lookonce.server")
 
@@ -59,7 +59,7 @@ class Door:
         if scope["type"] != "http":
             await self._router(scope, receive, send)
             return
-        answer = _Answer(scope, send, last=self._services.drain.draining)
+        answer = _Answer(scope, send, self._services.drain)
         try:
             await self._serve(scope, receive, answer)
         except ClientLeftError:
@@ -93,18 +93,18 @@ class _Answer:
     """The `send` of one request, which sends its id back with the response.
 
     The id is the client's `X-Request-Id`, or one made here; it is kept in the request's state,
-    where a route may still change it. With `last` the connection closes after the response: its
+    where a route may still change it. While draining the connection closes after the response: its
     client opens another, which reaches a process that stays, instead of sending into the closing.
     """
 
-    def __init__(self, scope: Scope, send: Send, *, last: bool) -> None:
+    def __init__(self, scope: Scope, send: Send, drain: Drain) -> None:
         sent = header(scope, b"x-request-id")
         made = sent if sent and HEADER_REQUEST_ID.fullmatch(sent) else os.urandom(16).hex()
         self._scope = scope
         self._state = scope.setdefault("state", {})
         self._state["request_id"] = made
         self._send = send
-        self._last = last
+        self._drain = drain
         self._begun = False
 
     def __call__(self, message: Message) -> Awaitable[None]:
@@ -112,7 +112,7 @@ class _Answer:
             self._begun = True
             named = (b"x-request-id", self._state["request_id"].encode("ascii"))
             message["headers"] = [*message.get("headers", ()), named]
-            if self._last:
+            if self._drain.draining:
                 message["headers"].append((b"connection", b"close"))
         return self._send(message)
 

@@ -130,7 +130,8 @@ def test_draining_refuses_new_requests_and_lets_running_ones_end(on_site):
         assert not idle.done()
 
         site.engine.gate.set()
-        assert (await running).status_code == 200
+        served = await running
+        assert (served.status_code, served.headers["connection"]) == (200, "close")
         await idle
 
     on_site(scenario)
