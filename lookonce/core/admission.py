@@ -141,13 +141,13 @@ class Admission:
         return self._external.consider(sequence, cached, headroom)
 
     def _external_facts(self, request: Request, cached: list[int]) -> ExternalFacts | None:
-        if self._external is None or request.facts.admitted:
+        if self._external is None or request.facts.admitted or request.prompt_logprobs is not None:
             return None
         return self._external.admitted(request, cached)
 
     def _count_prefix(self, request: Request) -> None:
         """Counts a request once, at its first admission, so that totals equal the receipts."""
         self._counters.prompt_tokens += request.num_prompt_tokens
-        if self._prefix_caching:
+        if self._prefix_caching and request.prompt_logprobs is None:
             self._counters.prefix_cache_queries += request.num_prompt_tokens
             self._counters.prefix_cache_hits += request.facts.prefix_cached_tokens or 0

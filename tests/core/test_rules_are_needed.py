@@ -140,6 +140,9 @@ def a_prompt_scored_whose_beginning_is_cached() -> None:
     engine = serve(Limits(), [request("a", text(40)), one], one_by_one=True)
     assert engine.scored["b"] == prompt_scores(one)
     assert engine.facts["b"].prefix_cached_tokens == 0
+    counted = engine.scheduler.stats()
+    assert counted["prefix_cache_queries_total"] == 40, "nothing was looked up for the second"
+    assert counted["prompt_tokens_total"] == 80
     engine.add(request("c", text(40), sampling=asking))
     engine.step()
     engine.scheduler.abort("c")
