@@ -66,7 +66,11 @@ class Admission:
         return True
 
     def needed_keys(self, sequence: Sequence, computed: int) -> tuple[bytes, ...]:
-        """Missing items without which the positions from `computed` on cannot be computed."""
+        """Missing items without which the positions from `computed` on cannot be computed.
+
+        Where the device or the host has the output, the item may not be needed; should the output
+        leave before its chunk, it is asked for then.
+        """
         request = sequence.request
         if not request.missing:
             return ()
@@ -77,7 +81,7 @@ class Admission:
             features[i].key: None
             for i in window
             if features[i].key in request.missing
-            and (features[i].end > anew or features[i].key not in self._encoder_cache)
+            and (features[i].end > anew or not self._encoder_cache.has_anywhere(features[i].key))
         }
         return tuple(needed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.core.builders import Limits, feature, model_info, request, text
 from tests.core.engine import Engine
@@ -258,6 +259,50 @@ class TestMissingItems:
         engine.run()
         assert engine.tokens["a", 0] == reference(one, 8)
         assert engine.runner.encoded == [late.key, late.key]
+
+    HOST = Limits(
+        encoder_rows=8,
+        host_rows=8,
+        max_num_batched_tokens=8,
+        prefix_caching=False,
+        encoder_prefetch=False,
+    )
+    """One output on the device, one on the host, and the item is in the prompt's second chunk."""
+
+    def counting_on_the_host(self, engine: Engine) -> GenerateRequest:
+        """A request without its item, whose output left the device for the host."""
+        late = feature("late", 8, 8)
+        engine.add(request("seed", text(20, seed=7), [late]))
+        engine.run()
+        engine.add(request("other", text(20, seed=8), [feature("other", 8, 8)]))
+        engine.run()
+        assert list(engine.runner.copies) == [late.key]
+        assert late.key not in engine.runner.outputs
+        one = request("a", text(20), [late], arrival=1.0)
+        engine.add(one, missing=[late.key])
+        return one
+
+    def test_an_item_whose_output_is_on_the_host_is_not_asked_for(self) -> None:
+        engine = Engine(self.HOST)
+        one = self.counting_on_the_host(engine)
+        engine.run()
+        assert engine.needs == []
+        assert engine.tokens["a", 0] == reference(one, 8)
+        assert len(engine.runner.encoded) == 2
+        engine.assert_all_free()
+
+    def test_a_copy_that_leaves_between_admission_and_use_is_asked_for_after_all(self) -> None:
+        engine = Engine(self.HOST)
+        one = self.counting_on_the_host(engine)
+        assert engine.step().num_tokens == 8
+        engine.scheduler.reset_encoder_cache()
+        engine.run()
+        assert "a" not in engine.accepted
+        assert engine.needs == [("a", (one.features[0].key,))]
+        engine.supply(one)
+        engine.run()
+        assert engine.tokens["a", 0] == reference(one, 8)
+        engine.assert_all_free()
 
     @pytest.mark.parametrize("prefix_caching", [True, False])
     def test_what_further_samples_compute_again_is_asked_for_even_when_held(
