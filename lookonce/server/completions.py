@@ -17,7 +17,7 @@ from lookonce.server.logprobs import CompletionFormat as LogprobsFormat
 from lookonce.server.logprobs import joined_completion
 from lookonce.server.parsing import receive
 from lookonce.server.protocol import CompletionRequest
-from lookonce.server.responses import Completion, CompletionChoice, CompletionLogprobs
+from lookonce.server.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from lookonce.server.sampling import completion_sampling
 from lookonce.types.request import RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
@@ -60,7 +60,7 @@ def _naming(name: str) -> Iterator[None]:
         yield
     except RequestError as error:
         param = error.param or ""
-        if name == "prompt" or not param.startswith("prompt"):
+        if name == "prompt" or not (param == "prompt" or param.startswith("prompt[")):
             raise
         named = param.replace("prompt", name, 1)
         message = error.message.replace(param, named, 1)
@@ -76,8 +76,12 @@ class CompletionFormat:
         self._exchange = exchange
         self._body = body
         self._sampling = sampling
-        self._unsaid: dict[int, str] = {}
-        """By sample: the prompt that its text still has to begin with."""
+        self._prompts: list[str] = []
+        """By prompt: the text that its samples begin with."""
+        self._said: set[int] = set()
+        """Samples that have begun, where they are streamed."""
+        self._prompt_only = body.echo and body.max_tokens == 0
+        """What is generated nevertheless, for the prompt's sake, is left out."""
         self._logprob_formats: dict[int, LogprobsFormat] = {}
         self._id = f"cmpl-{exchange.request_id}"
 
@@ -99,20 +103,21 @@ class CompletionFormat:
         text = rendered.text
         if text is None:
             text = self._exchange.services.renderer.decode(rendered.token_ids)
-        for _ in range(self._sampling.n):
-            self._unsaid[len(self._unsaid)] = text
+        self._prompts.append(text)
 
     def whole(self, samples: Sequence[Sample]) -> Completion:
         body = self._envelope([self._choice(i, sample) for i, sample in enumerate(samples)])
-        body.usage = self._exchange.usage()
+        body.usage = self._usage()
         body.reuse_receipt = self._exchange.receipt()
         body.kv_transfer_params = self._exchange.kv_transfer()
         return body
 
     def _choice(self, index: int, sample: Sample) -> CompletionChoice:
+        if self._prompt_only:
+            sample = Sample(finish_reason="length")
         return CompletionChoice(
             index=index,
-            text=self._unsaid.get(index, "") + "".join(sample.text),
+            text=self._echoed(index) + "".join(sample.text),
             logprobs=self._logprobs(index, sample.token_ids, sample.logprobs),
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
@@ -121,9 +126,18 @@ class CompletionFormat:
             ),
         )
 
+    def _echoed(self, index: int) -> str:
+        """What a sample's text begins with before anything of its own."""
+        return self._prompts[index // self._sampling.n] if self._prompts else ""
+
     def chunks(self, piece: Piece) -> Iterator[Completion]:
+        if self._prompt_only:
+            piece = Piece(piece.index, "", [], finish_reason=piece.finish_reason and "length")
         logprobs = self._logprobs(piece.index, piece.token_ids, piece.logprobs)
-        text = self._unsaid.pop(piece.index, "") + piece.text
+        text = piece.text
+        if piece.index not in self._said:
+            self._said.add(piece.index)
+            text = self._echoed(piece.index) + text
         if text or logprobs is not None or piece.finish_reason is not None:
             choice = CompletionChoice(index=piece.index, text=text, logprobs=logprobs)
             chunk = self._envelope([choice])
@@ -136,6 +150,12 @@ class CompletionFormat:
 
     def usage_chunk(self) -> Completion:
         return self.whole([])
+
+    def _usage(self) -> Usage:
+        usage = self._exchange.usage()
+        if self._prompt_only:
+            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
+        return usage
 
     def _envelope(self, choices: list[CompletionChoice]) -> Completion:
         exchange = self._exchange
@@ -152,18 +172,22 @@ class CompletionFormat:
         self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
     ) -> CompletionLogprobs | None:
         """Of these tokens; an echoed prompt's come before a sample's first."""
-        wanted = self._sampling.logprobs
-        if wanted is None:
+        if self._sampling.logprobs is None:
             return None
         parts = []
         formats = self._logprob_formats.get(index)
         if formats is None:
-            token_bytes = self._exchange.services.renderer.token_bytes
-            formats = self._logprob_formats[index] = LogprobsFormat(token_bytes, wanted)
+            formats = self._logprob_formats[index] = self._logprobs_format(self._sampling.logprobs)
             generation = self._exchange.generations[index // self._sampling.n]
             if self._body.echo and generation.prompt_logprobs is not None:
                 prompt = generation.rendered.token_ids
-                parts.append(formats.take(prompt, generation.prompt_logprobs))
+                text = self._echoed(index)
+                parts.append(formats.echo(text, prompt, generation.prompt_logprobs))
         if logprobs:
             parts.append(formats.take(token_ids, logprobs))
         return joined_completion(parts) if parts else None
+
+    def _logprobs_format(self, wanted: int) -> LogprobsFormat:
+        renderer, skips = self._exchange.services.renderer, self._sampling.skip_special_tokens
+        unheard = frozenset(renderer.special_tokens.values()) if skips else frozenset[int]()
+        return LogprobsFormat(renderer.token_bytes, wanted, unheard)

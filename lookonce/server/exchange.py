@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -22,7 +23,7 @@ from lookonce.server.headers import header
 from lookonce.server.logprobs import prompt_entries
 from lookonce.server.protocol import StreamOptions
 from lookonce.server.receipt import kv_transfer_params, reuse_receipt, usage
-from lookonce.server.responding import json_response
+from lookonce.server.responding import encode
 from lookonce.server.responses import (
     KVTransferParams,
     PromptEntries,
@@ -34,6 +35,11 @@ from lookonce.server.services import Services
 from lookonce.server.stream import PLAIN, EventStream, Group, Groups, Wire
 from lookonce.types.request import RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
+
+MAX_SCORED = 400_000
+"""Log-probabilities of prompts in one answer: some 30 MB of JSON."""
+MANY_LOGPROBS = 2_000
+"""From so many on an answer is written beside the event loop."""
 
 KV_TRANSFER_KEY = "num_lmcache_extra_cached_tokens"
 """In `kv_transfer_params`, whatever its value: asks what external KV tiers did."""
@@ -70,6 +76,9 @@ class Exchange:
     created: int = field(default_factory=lambda: int(time.time()))
     generations: list[Generation] = field(default_factory=list)
     aborted: bool = False
+    num_scored: int = 0
+    """Log-probabilities of prompts that the answer will have."""
+    _entries: dict[int, PromptEntries] = field(default_factory=dict)
     _prompts: list[RenderedPrompt] = field(default_factory=list)
 
     def __enter__(self) -> None:
@@ -98,6 +107,20 @@ class Exchange:
         )
         generation.aborted = self.aborted
         self.generations.append(generation)
+        self._count_scored(rendered, sampling)
+
+    def _count_scored(self, rendered: RenderedPrompt, sampling: SamplingParams) -> None:
+        """Raises `BadRequestError` for more than an answer can hold: every sample repeats them."""
+        if sampling.prompt_logprobs is None:
+            return
+        each = len(rendered.token_ids) * (sampling.prompt_logprobs + 1)
+        self.num_scored += each * sampling.n
+        if self.num_scored > MAX_SCORED:
+            raise BadRequestError(
+                "the answer would have more log-probabilities of prompts (prompt_logprobs, or echo "
+                f"with logprobs, for each sample) than the {MAX_SCORED} that are allowed",
+                param="prompt_logprobs",
+            )
 
     async def abort(self) -> None:
         """End every sample with the finish reason "abort", those not begun yet too."""
@@ -122,12 +145,14 @@ class Exchange:
         generation = self.generations[number]
         if generation.prompt_logprobs is None:
             return None
-        return prompt_entries(
-            generation.rendered.token_ids,
-            generation.prompt_logprobs,
-            wanted,
-            self.services.renderer.token_bytes,
-        )
+        if number not in self._entries:  # all samples of a prompt show the same
+            self._entries[number] = prompt_entries(
+                generation.rendered.token_ids,
+                generation.prompt_logprobs,
+                wanted,
+                self.services.renderer.token_bytes,
+            )
+        return self._entries[number]
 
     def kv_transfer(self) -> KVTransferParams | UnsetType:
         return kv_transfer_params(self.generations) if self.wants_kv_transfer else UNSET
@@ -208,17 +233,31 @@ async def answer(
     """Render, generate, and answer whole or streamed."""
     if exchange.stream:
         return EventStream(_streamed(exchange, form), wire)
-    return json_response(await while_connected(request.receive, _collected(exchange, form)))
+    body = await while_connected(request.receive, _collected(exchange, form))
+    return Response(body, media_type="application/json")
 
 
-async def _collected(exchange: Exchange, form: Format) -> msgspec.Struct:
+async def _collected(exchange: Exchange, form: Format) -> bytes:
     with exchange:
         await form.render()
         samples = [Sample() for g in exchange.generations for _ in range(g.sampling.n)]
         async with aclosing(merged(exchange.generations)) as pieces:
             async for piece in pieces:
                 samples[piece.index].take(piece)
-    return form.whole(samples)
+
+    def written() -> bytes:
+        return encode(form.whole(samples))
+
+    many = exchange.num_scored + _num_logprobs(samples) >= MANY_LOGPROBS
+    return await asyncio.to_thread(written) if many else written()
+
+
+def _listed(form: Format, piece: Piece) -> list[msgspec.Struct]:
+    return list(form.chunks(piece))
+
+
+def _num_logprobs(samples: Sequence[Sample]) -> int:
+    return sum(1 + len(entry.top) for sample in samples for entry in sample.logprobs)
 
 
 async def _streamed(exchange: Exchange, form: Format) -> Groups:
@@ -227,7 +266,10 @@ async def _streamed(exchange: Exchange, form: Format) -> Groups:
         unfinished = sum(generation.sampling.n for generation in exchange.generations)
         async with aclosing(merged(exchange.generations)) as pieces:
             async for piece in pieces:
-                chunks = list(form.chunks(piece))
+                if exchange.num_scored >= MANY_LOGPROBS:
+                    chunks = await asyncio.to_thread(_listed, form, piece)
+                else:
+                    chunks = list(form.chunks(piece))
                 unfinished -= piece.finish_reason is not None
                 if not unfinished and exchange.include_usage:
                     chunks.append(form.usage_chunk())

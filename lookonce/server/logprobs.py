@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import codecs
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from lookonce.server.responses import (
     ChatLogprobs,
@@ -40,39 +41,70 @@ def _named(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
 
 
 class CompletionFormat:
-    """Builds the parallel lists of `/v1/completions`, whose offsets count characters of text."""
+    """Builds the parallel lists of `/v1/completions`, whose offsets count characters of text.
 
-    def __init__(self, token_bytes: TokenBytes, wanted: int) -> None:
-        """`wanted`: how many of the likeliest to name beside each token."""
+    A token that is part of a character stands where the character does; one that the text leaves
+    out, where the next does.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, wanted: int, unheard: Collection[int] = ()) -> None:
+        """`wanted`: how many of the likeliest to name beside each token; `unheard` tokens add
+        nothing to generated text."""
         self._token_bytes = token_bytes
         self._wanted = wanted
+        self._unheard = unheard
         self._offset = 0
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def echo(
+        self, text: str, token_ids: Sequence[int], logprobs: Sequence[PromptLogprob | None]
+    ) -> CompletionLogprobs:
+        """The entries of a prompt; what was added to its `text` (a first token) shows nowhere."""
+        characters = codecs.getincrementaldecoder("utf-8")("replace")
+        offsets = []
+        for token in token_ids:
+            offsets.append(self._offset)
+            shown = characters.decode(self._token_bytes(token))
+            if not text.startswith(shown, self._offset):
+                shown = shown.removeprefix(" ")  # one that a tokenizer puts before the first word
+            if text.startswith(shown, self._offset):
+                self._offset += len(shown)
+        self._offset = len(text)
+        return self._lists(token_ids, offsets, logprobs)
 
     def take(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprob] | Sequence[PromptLogprob | None],
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
     ) -> CompletionLogprobs:
-        """The entry of the next `token_ids`."""
-        tokens = [_text(self._token_bytes(token)) for token in token_ids]
-        return CompletionLogprobs(
-            text_offset=[self._advance(token) for token in tokens],
-            token_logprobs=[
-                None if entry is None else max(entry.logprob, LOWEST) for entry in logprobs
-            ],
-            tokens=tokens,
-            top_logprobs=[None if entry is None else self._top(entry) for entry in logprobs],
-        )
+        """The entries of the next generated tokens."""
+        return self._lists(token_ids, [self._advance(token) for token in token_ids], logprobs)
 
-    def _advance(self, token: str) -> int:
-        offset, self._offset = self._offset, self._offset + len(token)
+    def _advance(self, token: int) -> int:
+        offset = self._offset
+        if token not in self._unheard:
+            self._offset += len(self._characters.decode(self._token_bytes(token)))
         return offset
 
-    def _top(self, entry: TokenLogprob | PromptLogprob) -> dict[str, float]:
-        return {
-            _text(self._token_bytes(token)): max(value, LOWEST)
-            for token, value in entry.top[: self._wanted]
-        }
+    def _lists(
+        self,
+        token_ids: Sequence[int],
+        offsets: list[int],
+        logprobs: Sequence[TokenLogprob] | Sequence[PromptLogprob | None],
+    ) -> CompletionLogprobs:
+        tokens = [_text(self._token_bytes(token)) for token in token_ids]
+        values = [None if entry is None else max(entry.logprob, LOWEST) for entry in logprobs]
+        tops = [
+            None if entry is None else self._top(token, entry)
+            for token, entry in zip(tokens, logprobs, strict=True)
+        ]
+        return CompletionLogprobs(offsets, values, tokens, tops)
+
+    def _top(self, token: str, entry: TokenLogprob | PromptLogprob) -> dict[str, float]:
+        """The token that stands there and the likeliest; of those with one text the likelier."""
+        top = {token: max(entry.logprob, LOWEST)}
+        for other, value in entry.top[: self._wanted]:
+            text = _text(self._token_bytes(other))
+            top[text] = max(value, top.get(text, LOWEST))
+        return top
 
 
 def prompt_entries(

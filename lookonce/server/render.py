@@ -11,6 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lookonce.errors import BadRequestError
 from lookonce.server.auth import Principal
 from lookonce.server.chat import chat_options, chat_tools, check_chat
 from lookonce.server.completions import named_prompts
@@ -91,6 +92,10 @@ async def render_completion(request: Request) -> Response:
     principal: Principal = request.state.principal
     services.require_model(body.model)
     check_body(body)
+    if body.echo:
+        raise BadRequestError(
+            "echo is not supported here: tokens are what the engine will answer", param="echo"
+        )
     sampling = completion_sampling(body, services.defaults)
     request_id = request_id_of(request, body.request_id)
     prompts = list(named_prompts(body.prompt).values())

@@ -71,6 +71,8 @@ def completion_sampling(request: CompletionRequest, defaults: SamplingDefaults) 
     if request.best_of not in (None, request.n or 1):
         raise BadRequestError("best_of is not supported beyond n", param="best_of")
     limit = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    if request.echo and limit == 0:
+        limit = 1  # the prompt's last token needs a step to be computed
     sampling = _sampling(request, defaults, limit, request.logprobs, "logprobs")
     asked = (request.prompt_logprobs, request.logprobs if request.echo else None)
     wanted = max((count for count in asked if count is not None), default=None)

@@ -129,6 +129,10 @@ class Renderer(Protocol):
     @property
     def fingerprint(self) -> bytes: ...
 
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Text → id."""
+
     def release(self, prompt: RenderedPrompt) -> None:
         """Give back the pins of a prompt that was, or is, not sent. May be called again."""
 

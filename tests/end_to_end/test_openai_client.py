@@ -99,6 +99,11 @@ def test_a_text_is_scored_as_evaluation_harnesses_do(client):
             told.top_logprobs[first:-1], told.tokens[first:-1], strict=True
         ))  # fmt: skip
         assert scored.usage.prompt_tokens_details.cached_tokens == 0
+    alone = client.completions.create(prompt=whole, **{**asked, "max_tokens": 0}, echo=True)
+    assert alone.choices[0].text == whole
+    told = alone.choices[0].logprobs.token_logprobs
+    assert told[first:] == pytest.approx(spoken, abs=1e-4)
+    assert alone.usage.completion_tokens == 0
 
 
 def test_logprobs_are_of_the_tokens_said(client):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from lookonce.errors import BadRequestError, LookOnceError, error_to_wire
@@ -44,11 +46,12 @@ class ByteText:
         self._stop = sampling.stop
         self._keep = sampling.include_stop_str_in_output
         self._held = ""
+        self._characters = codecs.getincrementaldecoder("utf-8")()
         self.num_tokens = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
         self.num_tokens += len(token_ids)
-        self._held += bytes(token for token in token_ids if token < 256).decode()
+        self._held += self._characters.decode(bytes(t for t in token_ids if t < 256))
         for stop in self._stop:
             if stop in self._held:
                 self.stopped = stop
@@ -135,6 +138,8 @@ class ByteRenderer:
     ) -> ByteText:
         self.kept = tuple(keep)
         return ByteText(sampling)
+
+    special_tokens: Mapping[str, int] = MappingProxyType({"<|end|>": END_TOKEN})
 
     def token_text(self, token_id: int) -> str | None:
         return chr(token_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from tests.server.test_chat import events
 
 END = "<|end|>"
@@ -95,7 +97,13 @@ def test_an_echoed_prompt_has_logprobs_from_its_second_token_on(on_site):
             "text_offset": [0, 1, 2, 3, 4],
             "token_logprobs": [None, -1.5, -1.5, -0.5, -0.5],
             "tokens": ["h", "i", "!", "a", " "],
-            "top_logprobs": [None, {END: -0.5}, {END: -0.5}, {"a": -0.5}, {" ": -0.5}],
+            "top_logprobs": [
+                None,
+                {"i": -1.5, END: -0.5},
+                {"!": -1.5, END: -0.5},
+                {"a": -0.5},
+                {" ": -0.5},
+            ],
         }
         assert choice["text"] == "hi!a "
         assert choice["logprobs"] == expected
@@ -117,7 +125,7 @@ def test_every_sample_of_every_prompt_echoes_its_own(on_site):
         tokens = [choice["logprobs"]["tokens"] for choice in body["choices"]]
         assert tokens == [[*"aba"], [*"aba"], [*"cdea"], [*"cdea"]]
         tops = body["choices"][0]["logprobs"]["top_logprobs"]
-        assert tops == [None, {}, {}]
+        assert tops == [None, {"b": -1.5}, {"a": -0.5}]
         assert [s.prompt_logprobs for s in site.engine.samplings] == [0, 0]
 
     on_site(scenario)
@@ -141,6 +149,82 @@ def test_prompt_logprobs_name_the_token_that_stands_there_and_the_likeliest(on_s
         assert len(choice["prompt_logprobs"][1]) == 2
         assert choice["logprobs"]["top_logprobs"][1] == {END: -0.5, "i": -1.5}
         assert site.engine.samplings[-1].prompt_logprobs == 2
+
+    on_site(scenario)
+
+
+def test_a_prompt_is_echoed_and_scored_without_an_answer(on_site):
+    """`max_tokens` 0, as harnesses score a text."""
+
+    async def scenario(site):
+        fields = {"prompt": ["hi", "ab"], "echo": True, "logprobs": 0, "max_tokens": 0}
+        body = (await site.client.post(URL, json=fields)).json()
+        assert [choice["text"] for choice in body["choices"]] == ["hi", "ab"]
+        assert [choice["finish_reason"] for choice in body["choices"]] == ["length"] * 2
+        told = [choice["logprobs"]["token_logprobs"] for choice in body["choices"]]
+        assert told == [[None, -1.5]] * 2
+        assert body["usage"]["completion_tokens"] == 0
+        assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] == 4
+
+        streamed = await site.client.post(URL, json={**fields, "stream": True})
+        chunks = [chunk["choices"][0] for chunk in events(streamed.text)]
+        assert sorted(chunk["text"] for chunk in chunks) == ["ab", "hi"]
+        assert {chunk["finish_reason"] for chunk in chunks} == {"length"}
+        refused = await site.client.post(URL, json={"prompt": "hi", "max_tokens": 0})
+        assert refused.status_code == 400
+
+    on_site(scenario)
+
+
+def test_offsets_count_characters_of_the_text(on_site):
+    """Tokens here are bytes: each stands where its character does; the end shows nowhere."""
+
+    async def scenario(site):
+        site.engine.answer = "né!"
+        prompt = "日本 é"
+        fields = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 9}
+        (choice,) = (await site.client.post(URL, json=fields)).json()["choices"]
+        assert choice["text"] == prompt + "né!"
+        offsets = choice["logprobs"]["text_offset"]
+        assert offsets == [0, 0, 0, 1, 1, 1, 2, 3, 3, 4, 5, 5, 6, 7]
+        tokens = choice["logprobs"]["tokens"]
+        assert choice["text"][offsets[tokens.index("n")]] == "n"
+        assert choice["text"][offsets[tokens.index("!")]] == "!"
+
+    on_site(scenario)
+
+
+def test_an_answer_that_would_burst_is_refused_before_anything_is_computed(on_site):
+    async def scenario(site):
+        prompt = [97] * 150
+        for fields in ({"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}):
+            body = {"prompt": [prompt] * 2, "n": 128, **fields}
+            refused = await site.client.post(URL, json=body)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "prompt_logprobs"
+        assert site.engine.tokens_made == {}
+
+    on_site(scenario)
+
+
+def test_a_long_answer_is_written_beside_the_event_loop(on_site):
+    async def scenario(site):
+        writers = set()
+        plain = site.renderer.token_bytes
+
+        def token_bytes(token_id):
+            writers.add(threading.get_ident())
+            return plain(token_id)
+
+        site.renderer.token_bytes = token_bytes
+        fields = {"prompt": [97] * 150, "prompt_logprobs": 20, "max_tokens": 1}
+        (choice,) = (await site.client.post(URL, json=fields)).json()["choices"]
+        assert len(choice["prompt_logprobs"]) == 150
+        assert threading.get_ident() not in writers
+        assert len(writers) == 1
+        stream = {**fields, "prompt_logprobs": None, "echo": True, "logprobs": 20, "stream": True}
+        assert (await site.client.post(URL, json=stream)).status_code == 200
+        assert threading.get_ident() not in writers
 
     on_site(scenario)
 

@@ -163,14 +163,15 @@ def test_the_media_of_a_body_is_not_kept_while_the_answer_is_made(on_site, route
         return json.dumps({**body, "stream": stream}).encode()
 
     async def scenario(site):
+        before = kept_urls()
         site.renderer.gate.clear()
         asking = asyncio.create_task(site.client.post(route, content=content()))
         await settled(lambda: site.renderer.rendering)
-        assert kept_urls() > 1
+        assert kept_urls() > before
         site.engine.gate.clear()
         site.renderer.gate.set()
         await settled(lambda: site.engine.running)
-        assert kept_urls() == 1
+        assert kept_urls() == before
         site.engine.gate.set()
         assert (await asking).status_code == 200
 

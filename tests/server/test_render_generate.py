@@ -155,3 +155,18 @@ def test_plain_prompts_go_the_same_way(folder):
             assert bodies[0]["request_id"] != bodies[1]["request_id"]
 
     run(scenario())
+
+
+def test_what_tokens_cannot_answer_is_refused_where_they_are_rendered(folder):
+    async def whole():
+        async with engine_node(folder("llava")) as node:
+            asked = {"prompt": "Hi there", "max_tokens": 3}
+            refused = await node.post("/v1/completions/render", {**asked, "echo": True})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "echo"
+            body = await node.ok("/v1/completions/render", {**asked, "prompt_logprobs": 1})
+            answer = await node.ok("/inference/v1/generate", body)
+            direct = await node.ok("/v1/completions", {**asked, "prompt_logprobs": 1})
+            assert answer["prompt_logprobs"] == direct["choices"][0]["prompt_logprobs"]
+
+    run(whole())
