@@ -60,8 +60,8 @@ class Sender:
         self.directory = Directory(capacity_bytes)
         self.uuids = uuids if uuids is not None else UuidBindings()
         self.resends = 0
-        """Items the engine asked for although it should have held them: it restarted, or a hint
-        was stale."""
+        """Items the engine asked for although it should have held them: it restarted, was reset,
+        or a hint was stale. They change neither queries, hits nor receipts."""
         self.asks = 0
         """Items the engine asked for whose references were sent ahead of them, knowingly."""
         self._capacity_bytes = capacity_bytes

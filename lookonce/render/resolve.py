@@ -308,9 +308,10 @@ class MediaResolver:
     def _recovery(
         self, part: Identified, item: weakref.ref[RenderedItem]
     ) -> Callable[[], Coroutine[Any, Any, ProcessedItem]]:
-        """Makes the item again from its bytes, and lets the receipt say so.
+        """Makes the item again from its bytes, and lets the receipt say so, unless the part has
+        been counted: the receipt says what was counted, and a resend counts nothing.
 
-        The prompt keeps it until it is sent: nobody else need make it meanwhile.
+        The prompt keeps the item until it is sent: nobody else need make it meanwhile.
         """
 
         async def recover() -> ProcessedItem:
@@ -323,13 +324,19 @@ class MediaResolver:
             rendered = item()
             if rendered is not None:
                 rendered.item = made.item
-                rendered.outcome = "hit" if joined else self._outcome_of(made.item)
                 if not joined:
-                    rendered.decode_ms, rendered.process_ms = made.decode_ms, made.process_ms
                     self._live[part.key] = rendered
+                if rendered.uncounted:
+                    self._made_after_all(rendered, made, joined=joined)
             return made.item
 
         return recover
+
+    def _made_after_all(self, rendered: RenderedItem, made: Processed, *, joined: bool) -> None:
+        """A part that went ahead was needed: it will be counted as what that took."""
+        rendered.outcome = "hit" if joined else self._outcome_of(made.item)
+        if not joined:
+            rendered.decode_ms, rendered.process_ms = made.decode_ms, made.process_ms
 
     def _outcome_of(self, item: ProcessedItem) -> ProcessorOutcome:
         return "miss" if item.nbytes <= self.directory.capacity_bytes else "bypass"

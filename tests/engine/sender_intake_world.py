@@ -91,7 +91,9 @@ class Api:
         self.outbox: deque[object] = deque([self.sender.hello()])
         self.requests: dict[str, Request] = {}
         self.resets = 0
-        self.processed = self.counted = 0
+        self.processed = 0
+        self.counted: list[RenderedItem] = []
+        """Every part whose rendering resolved; the receipts speak of these."""
 
     # --- rendering ----------------------------------------------------------------------------
 
@@ -139,7 +141,7 @@ class Api:
             part.rendered.uncounted = part.rendered.outcome == "not_needed"
             if not part.rendered.uncounted:
                 self.sender.directory.count(part.rendered.outcome)
-            self.counted += 1
+            self.counted.append(part.rendered)
         request.state = "rendered"
 
     def cancel(self, request: Request) -> None:
@@ -267,13 +269,17 @@ class Api:
             self.outbox.append(Abort(self.sender.epoch, (request.id,)))
             return
         for part in todo:
-            if part.outcome == "not_needed":  # whatever else is made again counts nothing
-                part.outcome = "miss"
-                self.processed += 1
+            self.made_again(part)
         numbers = {part.rendered.key: part.number for part in request.parts}
         recovered = {part.key: make_item(numbers[part.key]) for part in todo}
         message = self.sender.supply(request.id, request.prompt, keys, recovered)
         self.outbox.append(message)
+
+    def made_again(self, part: RenderedItem) -> None:
+        """What went ahead was needed after all; whatever else is made again counts nothing."""
+        if part.uncounted:
+            part.outcome = "miss"
+            self.processed += 1
 
     # --- looking ------------------------------------------------------------------------------
 
@@ -495,6 +501,8 @@ class World:
     def _check_counters(self, api: Api) -> None:
         directory = api.sender.directory
         on = directory.capacity_bytes > 0
-        assert directory.queries == (api.counted if on else 0), "queries miscounted"
+        assert directory.queries == (len(api.counted) if on else 0), "queries miscounted"
         misses = directory.queries - directory.hits
         assert misses == (api.processed if on else 0), "hits miscounted"
+        told = sum(part.outcome == "miss" for part in api.counted)
+        assert misses == (told if on else 0), "receipts say other than the counters"

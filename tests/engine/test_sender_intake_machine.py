@@ -285,6 +285,17 @@ def test_never_counting_what_was_asked_for_is_found():
         assert_found("miscounted")
 
 
+def test_telling_a_resend_in_the_receipt_is_found():
+    """A part was counted as a hit; its receipt calls it a miss because it was made again."""
+
+    def made_again(self, part):
+        self.processed += part.uncounted
+        part.outcome = "miss"
+
+    with patch.object(Api, "made_again", made_again):
+        assert_found("receipts say other")
+
+
 def test_keeping_the_pins_of_a_cancelled_prompt_is_found():
     with patch.object(Api, "cancel", lambda self, request: self.end(request, "cancelled")):
         assert_found("pins leaked")

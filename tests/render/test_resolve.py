@@ -363,11 +363,28 @@ def test_what_was_made_good_for_one_prompt_is_not_made_again_for_another():
     play(scenario)
 
 
-def test_a_hit_can_be_made_good_too():
+def test_a_hit_can_be_made_good_too_and_stays_what_it_was_counted_as():
     async def scenario(site):
         await site.send(inline(b"cat"))
         [hit] = await site.send(inline(b"cat"))
         assert await hit.recover() == CAT_ITEM
+        assert (hit.outcome, hit.decode_ms, hit.process_ms) == ("hit", 0.0, 0.0)
+        assert site.counted == (2, 1)
+
+    play(scenario)
+
+
+def test_what_was_accepted_without_its_item_stays_what_it_was_counted_as():
+    """The prefix covered it; the engine asks only later, for want of memory."""
+
+    async def scenario(site):
+        [first] = await site.send(inline(b"cat"))
+        site.directory.unlist(first.key)
+        [ahead] = await site.render(inline(b"cat"))
+        site.resolver.release([ahead])  # counts it, as the sender does once it is accepted
+        assert await ahead.recover() == CAT_ITEM
+        assert (ahead.outcome, ahead.process_ms) == ("not_needed", 0.0)
+        assert site.counted == (2, 1)
 
     play(scenario)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from lookonce.ipc.messages import ResendMedia
+from lookonce.types.sampling import SamplingParams
 from tests.end_to_end.drawing import audio_part, image_part, text_part
 from tests.model.cases import picture, sound
 from tests.nodes import Node, engine_node, run
@@ -158,3 +159,25 @@ async def check(node: Node, web: Origin, seen: Seen) -> None:
 
 def total(seen: Seen, name: str) -> int:
     return sum(receipt[name] for receipt in seen.receipts)
+
+
+def test_a_receipt_says_what_was_counted_also_after_a_resend(folder):
+    """A picture is counted as held; a reset takes it before its request is sent."""
+
+    async def whole():
+        async with engine_node(folder(KIND)) as node:
+            body = chat(INLINE[0], text_part("question"))
+            await node.ok("/v1/chat/completions", body)
+            await node.engine.reset_cache("encoder")
+            await node.engine.reset_cache("prefix")
+            queries, hits = node.counts
+            prompt = await node.services.renderer.render_chat(body["messages"])
+            await node.engine.reset_cache("mm")
+            generation = await node.engine.generate(prompt, SamplingParams(max_tokens=1), "r")
+            async for _ in generation:
+                pass
+            assert node.engine.sender.resends == 1
+            assert node.counts == (queries + 1, hits + 1)
+            assert [(item.outcome, item.decode_ms) for item in prompt.items] == [("hit", 0.0)]
+
+    run(whole())
