@@ -11,6 +11,7 @@ from lookonce.core.blocks import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.features import Features
 from lookonce.core.request import Request
+from lookonce.core.session import Appendix
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
@@ -47,31 +48,30 @@ class Door:
         """Tokens one sequence may have, given and generated; the last one needs no K/V."""
         return min(self._model.max_model_len, self._kv_tokens + 1)
 
-    def check_extension(
+    def build_extension(
         self,
         token_ids: NDArray[np.int32],
         features: tuple[MediaFeature, ...],
         items: Mapping[bytes, ProcessedItem],
-    ) -> Features:
+    ) -> Appendix:
         """What is appended to a live session, offsets counting from its first token.
 
-        Raises `BadRequestError` or `TooLargeError` as for a request.
+        Copies `token_ids`. Raises `BadRequestError` or `TooLargeError` as for a request.
         """
-        if not len(token_ids):
-            raise BadRequestError("an extension has at least one token", param="prompt")
-        checked = Features(features)
-        if checked.end > len(token_ids):
+        tokens, checked, brought = _own_tokens(token_ids), Features(features), dict(items)
+        if checked.end > len(tokens):
             raise BadRequestError(
-                f"an item ends at position {checked.end} of {len(token_ids)} tokens",
+                f"an item ends at position {checked.end} of {len(tokens)} tokens",
                 param="features",
             )
-        absent = [index for index, key in enumerate(checked.keys) if key not in items]
+        absent = [index for index, key in enumerate(checked.keys) if key not in brought]
         if absent:
             raise BadRequestError(f"item {absent[0]} does not come along", param="features")
+        check_places(checked, brought)
         self._check_items(checked)
-        self._check_token_ids(token_ids, checked)
-        check_rows(checked, dict(items))
-        return checked
+        self._check_token_ids(tokens, checked)
+        check_rows(checked, brought)
+        return Appendix(tokens, checked, brought)
 
     def token_limit(self, request: Request) -> int:
         """Prompt plus generated tokens at which a sequence of the request ends or pauses."""
@@ -136,6 +136,32 @@ class Door:
                 f"of {self._model.vocab_size}",
                 param="prompt",
             )
+
+
+def _own_tokens(token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The tokens of an extension in an array that nobody else writes."""
+    given = np.asarray(token_ids)
+    if given.dtype != np.int32 or given.ndim != 1 or not len(given):
+        raise BadRequestError(
+            f"the tokens of an extension are {given.dtype} of shape {given.shape}; they are int32 "
+            "with one dimension and at least one token",
+            param="prompt",
+        )
+    return given.copy()
+
+
+def check_places(features: Features, items: Mapping[bytes, ProcessedItem]) -> None:
+    """A live session lets an item go once its place is computed: there is a place for each.
+
+    Raises `BadRequestError` for items without one.
+    """
+    num_homeless = len(items.keys() - set(features.keys))
+    if num_homeless:
+        raise BadRequestError(
+            f"{num_homeless} of the {len(items)} items that came along have no place among the "
+            "tokens",
+            param="features",
+        )
 
 
 def check_rows(features: Features, items: dict[bytes, ProcessedItem]) -> list[ProcessedItem] | None:

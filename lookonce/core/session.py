@@ -18,6 +18,7 @@ class Appendix:
     """What one `extend` brings; offsets count from its first token."""
 
     token_ids: NDArray[np.int32]
+    """Of its own, so that whoever gave them may use the memory again."""
     features: Features
     items: Mapping[bytes, ProcessedItem]
 
@@ -33,14 +34,23 @@ class Session:
     block_size: int = 1
     """Positions that are hashed together, with the items among them, once all are computed."""
     inbox: deque[Appendix] = field(default_factory=deque)
+    num_coming: int = 0
+    """Tokens in the inbox."""
     num_passed: int = 0
     """Leading features whose K/V are computed."""
     unpassed: Counter[bytes] = field(default_factory=Counter)
     """Of each key, how many of the other features have it."""
 
-    @property
-    def num_coming(self) -> int:
-        return sum(len(appendix.token_ids) for appendix in self.inbox)
+    def put(self, appendix: Appendix) -> None:
+        """Into the inbox."""
+        self.inbox.append(appendix)
+        self.num_coming += len(appendix.token_ids)
+
+    def take(self) -> Appendix:
+        """The oldest in the inbox. Raises `IndexError` where there is none."""
+        appendix = self.inbox.popleft()
+        self.num_coming -= len(appendix.token_ids)
+        return appendix
 
     def turn_limit(self, num_tokens: int) -> int:
         """Where generation pauses that begins with `num_tokens` tokens."""

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lookonce.core.door import Door
+from lookonce.core.door import Door, check_places
 from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.outbox import Outbox
 from lookonce.core.preemption import Preemption
@@ -66,6 +66,7 @@ class Sessions:
             )
         if request.missing:
             raise BadRequestError("a live session brings its items along", param="features")
+        check_places(request.features, request.items)
         request.in_order = None
         request.session = Session(
             limit=self._door.longest_sequence,
@@ -85,14 +86,15 @@ class Sessions:
         session = request.session
         if session is None:
             raise BadRequestError(f"{request.request_id!r} is no live session", param="request_id")
-        checked = self._door.check_extension(token_ids, features, items)
-        total = len(request.sequences[0].tokens) + session.num_coming + len(token_ids)
+        appendix = self._door.build_extension(token_ids, features, items)
+        coming = session.num_coming + len(appendix.token_ids)
+        total = len(request.sequences[0].tokens) + coming
         if total >= session.limit:
             raise TooLargeError(
                 f"the session would have {total} tokens; the limit is {session.limit - 1}",
                 param="prompt",
             )
-        session.inbox.append(Appendix(token_ids, checked, items))
+        session.put(appendix)
         self._given[request.request_id] = request
 
     def deliver(self) -> None:
@@ -113,7 +115,7 @@ class Sessions:
             self._lifecycle.end(request, "length")  # what it generated meanwhile took the room
             return
         while session.inbox:
-            self._append(request, session, sequence, session.inbox.popleft())
+            self._append(request, session, sequence, session.take())
         sequence.token_limit = session.turn_limit(len(sequence.tokens))
         if sequence.state is not State.PREFILLING:
             self._lifecycle.resume_prefill(sequence)

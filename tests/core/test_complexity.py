@@ -10,10 +10,12 @@ from __future__ import annotations
 import sys
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import lookonce
@@ -28,6 +30,7 @@ from tests.core.builders import (
     items_for,
     make_scheduler,
     model_info,
+    prompt_with,
     request,
     text,
 )
@@ -169,6 +172,20 @@ def test_a_blocked_queue_costs_the_same_with_32_times_the_items() -> None:
         counts[num_items] = count_operations(long.step)
         assert long.scheduler.num_waiting == 1
     assert counts[LARGE] <= 1.05 * counts[SMALL]
+
+
+def test_extending_a_session_that_waits_costs_the_same_with_32_times_the_extensions() -> None:
+    counts = {}
+    for num_extensions in (100, 3_200):
+        scheduler = make_scheduler(Limits(model=model_info(max_model_len=10**6), num_blocks=10**5))
+        scheduler.add(request("live", text(4)), {}, live=True)
+        coming = feature("x", 0, 2, modality="audio")
+        tokens = np.array(prompt_with(text(3), [coming]), np.int32)
+        give = partial(scheduler.extend, "live", tokens, (coming,), items_for([coming]))
+        for _ in range(num_extensions):
+            give()
+        counts[num_extensions] = count_operations(give)
+    assert counts[3_200] == counts[100]
 
 
 def test_finding_a_window_takes_a_logarithm_of_comparisons() -> None:

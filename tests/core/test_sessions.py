@@ -21,7 +21,7 @@ from tests.core.builders import (
     text,
 )
 from tests.core.engine import Engine
-from tests.core.fake_runner import advance, row_at, sample
+from tests.core.fake_runner import advance, reference, row_at, sample
 
 ONE_A_TURN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 THREE_A_TURN = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
@@ -118,6 +118,34 @@ def test_what_comes_while_it_computes_or_waits_is_kept_for_it() -> None:
     engine.run()
     assert len(live.got) == 2, "what comes together is answered together"
     assert len(engine.runner.encoded) == 5
+
+
+def test_what_was_given_may_be_used_again_by_the_giver() -> None:
+    """Before it is delivered, too: the memory of the tokens, and the mapping of the items."""
+    engine = Engine(Limits(max_num_batched_tokens=4))
+    live = Live(engine)
+    at = feature("live x", 1, 2, modality="audio")
+    tokens, items = np.array(prompt_with(text(6), [at]), np.int32), items_for([at])
+    engine.step()
+    engine.scheduler.extend("live", tokens, (at,), items)
+    live.given.append((tokens.tolist(), [at]))
+    tokens[:] = 7
+    items.clear()
+    engine.run()
+    first, second = live.given
+    whole = request("whole", first[0] + second[0], [*first[1], feature("live x", 9, 2)])
+    assert live.got == reference(whole, 1)
+
+
+def test_tokens_may_have_gaps_between_them_in_memory() -> None:
+    engine = Engine()
+    live = Live(engine)
+    engine.run()
+    spread = np.array([5, 900, 6, 900, 7, 900], np.int32)[::2]
+    engine.scheduler.extend("live", spread, (), {})
+    live.given.append(([5, 6, 7], []))
+    engine.run()
+    assert live.got == live.expected()
 
 
 def test_the_first_token_carries_the_receipt_even_when_extended_before_it() -> None:
@@ -230,7 +258,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("tokens", "features", "message"),
         [
-            ([], [], "at least one token"),
             ([5], [feature("x", 0, 2)], "ends at position 2 of 1"),
             ([5] * 5, [feature("x", 0, 2), feature("y", 1, 2)], "items 0 and 1 overlap"),
             ([5000], [], "outside the vocabulary"),
@@ -246,6 +273,39 @@ class TestRefusals:
     def test_an_item_must_come_along(self, live: Live) -> None:
         with pytest.raises(BadRequestError, match="item 0 does not come along"):
             self.extend(live, [5] * 4, [feature("x", 0, 2)], other=None)
+
+    def test_every_item_has_a_place(self, live: Live) -> None:
+        """One without would be kept for as long as the session lives."""
+        at, homeless = feature("x", 0, 2), feature("y", 2, 2)
+        with pytest.raises(BadRequestError, match=r"1 of the 2 items .* no place") as refused:
+            live.engine.scheduler.extend(
+                live.name, np.array([5] * 4, np.int32), (at,), items_for([at, homeless])
+            )
+        assert refused.value.param == "features"
+        assert not live.engine.scheduler.has_work
+        opened = request("b", text(8), [at])
+        with pytest.raises(BadRequestError, match="no place"):
+            live.engine.scheduler.add(opened, items_for([at, homeless]), live=True)
+
+    @pytest.mark.parametrize(
+        "tokens",
+        [
+            np.array([5, 6, 7], np.int64),
+            np.array([5, 6, 7], ">i4"),
+            np.array([5, 6, 7], np.uint32),
+            np.array([5.0, 6.0], np.float32),
+            np.array([[5, 6], [7, 8]], np.int32),
+            np.array(5, np.int32),
+            np.array([], np.int32),
+        ],
+        ids=str,
+    )
+    def test_tokens_are_int32_in_one_dimension(self, live: Live, tokens: np.ndarray) -> None:
+        """Others would be read as other tokens, and more of them."""
+        with pytest.raises(BadRequestError, match="they are int32 with one dim") as refused:
+            live.engine.scheduler.extend(live.name, tokens, (), {})
+        assert refused.value.param == "prompt"
+        assert not live.engine.scheduler.has_work
 
     def test_only_a_live_request_is_extended(self) -> None:
         engine = Engine()
