@@ -29,7 +29,14 @@ from lookonce.server.responses import (
 from lookonce.server.sampling import chat_sampling
 from lookonce.server.services import Services
 from lookonce.server.tools.asked import read_tools
-from lookonce.server.tools.calls import CallReader, UsableTools, shown_reason, usable_tools
+from lookonce.server.tools.calls import (
+    CallReader,
+    UsableTools,
+    calls_of,
+    shown_reason,
+    usable_tools,
+    words_of,
+)
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -132,7 +139,8 @@ class ChatFormat:
             return text, []
         if index not in self._readers:
             self._readers[index] = self._tools.reader()
-        return self._readers[index].push(text, last=last)
+        told = self._readers[index].push(text, last=last)
+        return words_of(told), calls_of(told)
 
     def _called(self, index: int) -> bool:
         return index in self._readers and bool(self._readers[index].calls)

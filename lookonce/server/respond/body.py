@@ -80,6 +80,15 @@ class ResponsesRequest(Generate, kw_only=True):
     mm_processor_kwargs: dict[str, Any] | None = None
 
     prompt_logprobs: Raw = NOTHING
+    max_completion_tokens: Raw = NOTHING
+    chat_template: Raw = NOTHING
+    documents: Raw = NOTHING
+    reasoning_effort: Raw = NOTHING
+    verbosity: Raw = NOTHING
+    functions: Raw = NOTHING
+    function_call: Raw = NOTHING
+    modalities: Raw = NOTHING
+    echo: Raw = NOTHING
     previous_response_id: Raw = NOTHING
     conversation: Raw = NOTHING
     image: Raw = NOTHING

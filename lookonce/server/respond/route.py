@@ -37,7 +37,8 @@ from lookonce.server.respond.writing import ResponseWriter
 from lookonce.server.responding import encode, error_body
 from lookonce.server.responses import TokenEntry, ToolCallDelta
 from lookonce.server.sampling import SamplingDefaults, response_sampling
-from lookonce.server.tools.calls import CallReader, UsableTools, usable_tools
+from lookonce.server.tools.calls import CallReader, Told, UsableTools, usable_tools
+from lookonce.server.tools.deltas import Words
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -150,11 +151,16 @@ class ResponseFormat:
         self, text: str, logprobs: list[TokenEntry], finish_reason: str | None
     ) -> Iterator[Event]:
         writer = self._writer
-        calls: list[ToolCallDelta] = []
+        writer.note(logprobs)
+        told: list[Told] = [Words(text)]
         if self._reader is not None:
-            text, calls = self._reader.push(text, last=finish_reason is not None)
-        yield from writer.words(text, logprobs)
-        yield from writer.calls(calls)
+            told = self._reader.push(text, last=finish_reason is not None)
+        for each in told:
+            match each:
+                case Words(more):
+                    yield from writer.words(more)
+                case ToolCallDelta():
+                    yield from writer.call(each)
         if finish_reason is not None:
             yield from writer.finish(finish_reason)
 

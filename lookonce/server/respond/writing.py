@@ -52,8 +52,11 @@ class ResponseWriter:
         yield self._response_event("response.created")
         yield self._response_event("response.in_progress")
 
-    def words(self, text: str, logprobs: Sequence[TokenEntry] = ()) -> Iterator[Event]:
+    def note(self, logprobs: Sequence[TokenEntry]) -> None:
+        """They are told with the next words."""
         self._untold += logprobs
+
+    def words(self, text: str) -> Iterator[Event]:
         if not text:
             return
         if not isinstance(self._open, Message):
@@ -69,22 +72,21 @@ class ResponseWriter:
             TextDelta(item_id=message.id, output_index=self._index, delta=text, logprobs=told)
         )
 
-    def calls(self, deltas: Sequence[ToolCallDelta]) -> Iterator[Event]:
-        for delta in deltas:
-            function = delta.function
-            if isinstance(delta.id, str) and isinstance(function.name, str):
-                yield from self._close("completed")
-                self._open = Call(id=_id("fc"), call_id=delta.id, name=function.name)
-                yield self._add_item(self._open)
-            if function.arguments and isinstance(self._open, Call):
-                self._open.arguments += function.arguments
-                yield self._numbered(
-                    ArgumentsDelta(
-                        item_id=self._open.id,
-                        output_index=self._index,
-                        delta=function.arguments,
-                    )
+    def call(self, delta: ToolCallDelta) -> Iterator[Event]:
+        function = delta.function
+        if isinstance(delta.id, str) and isinstance(function.name, str):
+            yield from self._close("completed")
+            self._open = Call(id=_id("fc"), call_id=delta.id, name=function.name)
+            yield self._add_item(self._open)
+        if function.arguments and isinstance(self._open, Call):
+            self._open.arguments += function.arguments
+            yield self._numbered(
+                ArgumentsDelta(
+                    item_id=self._open.id,
+                    output_index=self._index,
+                    delta=function.arguments,
                 )
+            )
 
     def finish(self, reason: str) -> Iterator[Event]:
         """All but the response's own last event. An answer without a word is an empty message."""

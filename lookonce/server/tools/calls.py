@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
 from lookonce.errors import BadRequestError
 from lookonce.server.responses import FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
 from lookonce.server.tools.asked import AskedTools
-from lookonce.server.tools.deltas import Arguments, CallStart, Delta, Words
+from lookonce.server.tools.deltas import Arguments, CallStart, Words, joined
 from lookonce.server.tools.forced import calls_grammar
 from lookonce.server.tools.formats import ToolDialect
 from lookonce.types.sampling import SamplingParams
@@ -55,6 +56,9 @@ def usable_tools(asked: AskedTools | None, dialect: ToolDialect | None) -> Usabl
     return UsableTools(asked, dialect)
 
 
+Told: TypeAlias = Words | ToolCallDelta
+
+
 class CallReader:
     """One sample's text, told as words and calls; with ids, and no more calls than may come."""
 
@@ -65,31 +69,47 @@ class CallReader:
         self.calls: list[ToolCall] = []
         """Complete as far as the text goes."""
 
-    def push(self, text: str, *, last: bool) -> tuple[str, list[ToolCallDelta]]:
-        """New words, and what is new of the calls; `last`: no more text comes."""
+    def push(self, text: str, *, last: bool) -> list[Told]:
+        """What is new, in the order it was written; `last`: no more text comes."""
         deltas = self._parser.push(text) if text else []
         if last:
-            deltas += self._parser.finish()
-        words, changes = "", dict[int, ToolCallDelta]()
+            deltas = joined(deltas + self._parser.finish())
+        told: list[Told] = []
         for delta in deltas:
-            if isinstance(delta, Words):
-                words += delta.text
-            elif self._most is None or delta.index < self._most:
-                self._note(delta, changes)
-        return words, list(changes.values())
+            match delta:
+                case CallStart(index, name) if self._may_come(index):
+                    told.append(self._begin(index, name))
+                case Arguments(index, more) if self._may_come(index):
+                    self._add_arguments(told, index, more)
+                case Words():
+                    told.append(delta)
+        return told
 
-    def _note(self, delta: Delta, changes: dict[int, ToolCallDelta]) -> None:
-        match delta:
-            case CallStart(index, name):
-                call = ToolCall(id=self._format.call_id(), function=FunctionCall(name, ""))
-                self.calls.append(call)
-                changes[index] = ToolCallDelta(
-                    index=index, id=call.id, type="function", function=FunctionDelta("", name)
-                )
-            case Arguments(index, text):
-                self.calls[index].function.arguments += text
-                change = changes.setdefault(index, ToolCallDelta(index, FunctionDelta("")))
-                change.function.arguments += text
+    def _may_come(self, index: int) -> bool:
+        return self._most is None or index < self._most
+
+    def _begin(self, index: int, name: str) -> ToolCallDelta:
+        call = ToolCall(id=self._format.call_id(), function=FunctionCall(name, ""))
+        self.calls.append(call)
+        function = FunctionDelta("", name)
+        return ToolCallDelta(index=index, id=call.id, type="function", function=function)
+
+    def _add_arguments(self, told: list[Told], index: int, text: str) -> None:
+        """To what was just told of the call, if that is so: a call has one change at a time."""
+        self.calls[index].function.arguments += text
+        last = told[-1] if told else None
+        if not isinstance(last, ToolCallDelta):
+            last = ToolCallDelta(index, FunctionDelta(""))
+            told.append(last)
+        last.function.arguments += text
+
+
+def words_of(told: Sequence[Told]) -> str:
+    return "".join(each.text for each in told if isinstance(each, Words))
+
+
+def calls_of(told: Sequence[Told]) -> list[ToolCallDelta]:
+    return [each for each in told if isinstance(each, ToolCallDelta)]
 
 
 Reason = TypeVar("Reason", str, str | None)

@@ -17,10 +17,12 @@ class HermesParser(Scanner):
     def __init__(self) -> None:
         super().__init__(self.text)
         self._open = MarkerSearch(OPEN)
-        self._close = MarkerSearch(CLOSE)
+        self._end = MarkerSearch(CLOSE, OPEN)
+        self._loose = ""
+        """What came after a call: nothing for the reader if its end marker follows, else text."""
 
     def unfinished(self) -> str:
-        return self._open.held
+        return self._loose + self._end.held + self._open.held
 
     def text(self, character: str) -> None:
         passed, found = self._open.take(character)
@@ -31,7 +33,14 @@ class HermesParser(Scanner):
             self.state = self.begin_object
 
     def after_call(self, character: str) -> None:
-        """Whatever stands before the end marker is nothing for the reader."""
-        _, found = self._close.take(character)
-        if found:
-            self.state = self.text
+        """Models forget the end marker: the next call may begin without it."""
+        passed, found = self._end.take(character)
+        self._loose += passed
+        if not found:
+            return
+        loose, self._loose = self._loose, ""
+        self.state = self.text
+        if found == OPEN:
+            self.say(loose)
+            self.consumed = found
+            self.state = self.begin_object

@@ -77,6 +77,27 @@ def test_the_events_tell_what_the_response_holds(on_site, answer):
     on_site(scenario)
 
 
+@pytest.mark.parametrize("template", ["<tool_call>", "[TOOL_CALLS]"])
+@pytest.mark.parametrize("held", [1, 3, 9, 16, 23])
+def test_words_and_calls_of_one_piece_are_told_in_their_order(on_site, template, held):
+    """What may become a stop string is held back, so the answer's end comes as one piece."""
+
+    async def scenario(site):
+        call = CALL if "<" in template else '[TOOL_CALLS]get_weather[ARGS]{"city": "Bern"}'
+        with_tools(site, f"Hm. {call}. Done.", "{{ tools }}" + template)
+        body = {"input": "hi", "tools": [WEATHER], "max_output_tokens": 195, "stop": "#" * held}
+        whole = (await site.client.post(URL, json=body)).json()
+        found = events((await site.client.post(URL, json={**body, "stream": True})).text)
+        assert rebuilt(found) == found[-1][1]["response"]["output"]
+        assert nameless(found[-1][1]["response"]["output"]) == nameless(whole["output"])
+        before, called, after = whole["output"]
+        assert before["content"][0]["text"].strip() == "Hm."
+        assert called["arguments"] == '{"city": "Bern"}'
+        assert after["content"][0]["text"] == ". Done."
+
+    on_site(scenario)
+
+
 def nameless(items):
     return [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in items]
 

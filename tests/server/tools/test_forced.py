@@ -11,7 +11,7 @@ from lookonce.config import NANO_FOLDER
 from lookonce.engine.grammar import GrammarCompiler
 from lookonce.render.tokenizer import Tokenizer
 from lookonce.server.tools.asked import Function, Tool, read_tools
-from lookonce.server.tools.calls import UsableTools
+from lookonce.server.tools.calls import UsableTools, words_of
 from lookonce.server.tools.formats import choose_dialect
 from lookonce.types.sampling import SamplingParams
 from tests.engine.test_grammar import EOS, VOCAB, walk
@@ -49,7 +49,7 @@ def usable(name, choice, *, parallel=None):
 
 
 def calls_in(tools, text):
-    words, _ = (reader := tools.reader()).push(text, last=True)
+    words = words_of((reader := tools.reader()).push(text, last=True))
     for call in reader.calls:
         arguments = json.loads(call.function.arguments)
         assert (call.function.name, arguments) in [

@@ -73,6 +73,13 @@ SAYS = [
     ),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": [1', ("", [("add", '{"a": [1')])),
     ("hermes", 'x <tool_call>{"name": "ad', ('x <tool_call>{"name": "ad', [])),
+    # Models forget the end marker: neither the next call nor words may vanish for it.
+    ("hermes", f"<tool_call>{WEATHER}\n<tool_call>{ADD}</tool_call>",
+     ("", [("get_weather", CITY), ("add", '{"a":1}')])),
+    ("hermes", f"<tool_call>{ADD}\nSo it is <tool", ("\nSo it is <tool", [("add", '{"a":1}')])),
+    ("hermes", f"<tool_call>{ADD}}}\n</tool_call>", ("", [("add", '{"a":1}')])),
+    ("hermes", f"<tool_call>{ADD} so\n<tool_call>no",
+     (" so\n<tool_call>no", [("add", '{"a":1}')])),
     ("hermes", "ends with <tool_c", ("ends with <tool_c", [])),
     ("llama3", "It is 5 degrees; {no call}.", ("It is 5 degrees; {no call}.", [])),
     ("llama3", WEATHER.replace("arguments", "parameters"), ("", [("get_weather", CITY)])),
