@@ -6,6 +6,7 @@ LookOnce: none (the Hugging Face libraries read their own).
 
 from __future__ import annotations
 
+import re
 import secrets
 import tempfile
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from lookonce.types.kv import (
     parse_tier_spec,
 )
 from lookonce.types.media import MODALITIES
+from lookonce.types.ranges import OPTION_RANGES
 
 NANO = "nano"
 NANO_FOLDER = Path(__file__).parent / "models" / "nano"
@@ -167,6 +169,7 @@ class Options:
     encoder_cache_host_gb: float = 0.0
     encoder_prefetch: bool = True
     mm_processor_cache_gb: float = 4.0
+    mm_processor_cache_type: str = "lru"
     mm_hash_algorithm: str = "blake3"
     limit_mm_per_prompt: str = "image=8,audio=2"
     allowed_media_domains: tuple[str, ...] = ()
@@ -184,19 +187,7 @@ def resolve(options: Options) -> Config:
     """Check every option and build the configuration. Raises `ConfigError` naming the option."""
     folder = str(NANO_FOLDER) if options.model == NANO else options.model
     device = _device(options.device)
-    if options.api_processes < 1:
-        raise ConfigError("--api-processes must be at least 1")
-    if options.block_size is not None and options.block_size < 1:
-        raise ConfigError("--block-size must be at least 1")
-    _positive("--max-num-seqs", options.max_num_seqs)
-    _positive("--max-num-batched-tokens", options.max_num_batched_tokens)
-    _positive("--kv-cache-gb", options.kv_cache_gb)
-    _positive("--encoder-cache-gb", options.encoder_cache_gb)
-    _positive("--max-queue", options.max_queue)
-    if options.encoder_cache_host_gb < 0:
-        raise ConfigError("--encoder-cache-host-gb must not be negative (0: no host tier)")
-    if options.mm_processor_cache_gb < 0:
-        raise ConfigError("--mm-processor-cache-gb must not be negative (0 turns it off)")
+    _check_numbers(options)
     return Config(
         model=ModelConfig(
             folder=folder,
@@ -277,19 +268,28 @@ def _media(options: Options) -> MediaConfig:
         allowed_domains=tuple(d.lower() for d in options.allowed_media_domains),
         allow_private=options.allow_private_media,
         local_path=None if local is None else str(Path(local).resolve()),
-        timeout=_positive("--media-timeout", options.media_timeout),
-        max_bytes=int(_positive("--max-media-bytes", options.max_media_bytes)),
-        max_image_pixels=int(_positive("--max-image-pixels", options.max_image_pixels)),
-        max_audio_seconds=_positive("--max-audio-seconds", options.max_audio_seconds),
+        timeout=options.media_timeout,
+        max_bytes=int(options.max_media_bytes),
+        max_image_pixels=int(options.max_image_pixels),
+        max_audio_seconds=options.max_audio_seconds,
         hash_algorithm="sha256" if options.mm_hash_algorithm == "sha256" else "blake3",
-        processor_cache_bytes=int(options.mm_processor_cache_gb * GIB),
+        processor_cache_bytes=_processor_cache_bytes(options),
     )
 
 
-def _positive(name: str, value: float) -> float:
-    if not value > 0:
-        raise ConfigError(f"{name} must be above 0, got {value}")
-    return value
+def _processor_cache_bytes(options: Options) -> int:
+    kind = _one_of("--mm-processor-cache-type", options.mm_processor_cache_type, ("lru", "shm"))
+    if kind == "shm":
+        raise ConfigError("--mm-processor-cache-type: shm is not built yet, lru is")
+    return int(options.mm_processor_cache_gb * GIB)
+
+
+def _check_numbers(options: Options) -> None:
+    for name, allowed in OPTION_RANGES.items():
+        value = getattr(options, name)
+        if value is not None and value not in allowed:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} must be {allowed}, got {value}")
 
 
 def _device(device: str) -> str:
@@ -307,11 +307,14 @@ def _dtype(dtype: str | None, device: str) -> str:
     return known
 
 
+_COUNT_IN_DIGITS = re.compile("[0-9]{1,9}")
+
+
 def _limits(text: str) -> dict[str, int]:
     limits = {"image": 8, "audio": 2}
     for part in filter(None, text.split(",")):
         name, _, count = part.partition("=")
-        if name not in MODALITIES or not count.isdigit():
+        if name not in MODALITIES or not _COUNT_IN_DIGITS.fullmatch(count):
             raise ConfigError(
                 f"--limit-mm-per-prompt: {part!r} is not MODALITY=COUNT with a modality of "
                 f"{', '.join(MODALITIES)}"

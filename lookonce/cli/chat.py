@@ -14,7 +14,7 @@ from rich.console import Console
 
 from lookonce.cli.progress import LoadingBar
 from lookonce.config import Options
-from lookonce.errors import ConfigError
+from lookonce.errors import BadRequestError, ConfigError
 from lookonce.llm import LLM
 from lookonce.types.sampling import SamplingParams
 
@@ -31,7 +31,9 @@ class Question:
 
 
 def run_chat(question: Question, options: Options) -> None:
-    """Raises `ConfigError` for a file that cannot be read, before the model loads."""
+    """Raises `ConfigError` for a file that cannot be read, or a number that says nothing, before
+    the model loads."""
+    _check_sampling(question)
     messages = [{"role": "user", "content": _content(question)}]
     typed = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
     bar = LoadingBar(Console(stderr=True), options.model)
@@ -43,9 +45,20 @@ def run_chat(question: Question, options: Options) -> None:
     print()
 
 
-def _sampling(question: Question, llm: LLM) -> SamplingParams:
+def _check_sampling(question: Question) -> None:
+    try:
+        SamplingParams(**_asked_sampling(question))
+    except BadRequestError as error:
+        raise ConfigError(f"--{(error.param or '').replace('_', '-')}: {error.message}") from None
+
+
+def _asked_sampling(question: Question) -> dict[str, Any]:
     asked = {"max_tokens": question.max_tokens, "temperature": question.temperature}
-    return llm.default_sampling_params(**{k: v for k, v in asked.items() if v is not None})
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _sampling(question: Question, llm: LLM) -> SamplingParams:
+    return llm.default_sampling_params(**_asked_sampling(question))
 
 
 def _content(question: Question) -> list[dict[str, Any]]:

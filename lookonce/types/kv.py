@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +20,10 @@ TierKind = Literal["host", "disk", "valkey", "lmcache"]
 LMCACHE_MISSING = "--kv-tier lmcache://… needs the optional extra: pip install 'lookonce[lmcache]'"
 
 _UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_DIGITS = re.compile("[0-9]{1,9}")
+MAX_CAPACITY = 1 << 50
+MAX_PORT = 65_535
+MAX_DATABASE = 999_999_999
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +100,11 @@ def _valkey(text: str, rest: str) -> TierSpec:
     username, _, password = credentials.partition(":")
     address, _, database = address.partition("/")
     host, port = _address(text, address, default_port=6379)
-    if database and not database.isdigit():
-        raise _malformed(text)
     return TierSpec(
         "valkey",
         host=host,
         port=port,
-        database=int(database or 0),
+        database=_whole(text, database or "0", MAX_DATABASE),
         username=username or None,
         password=password or None,
     )
@@ -112,9 +115,15 @@ def _address(text: str, address: str, *, default_port: int) -> tuple[str, int]:
     if not colon or port.endswith("]"):  # an IPv6 address alone
         host, port = address, str(default_port)
     bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
-    if not host or not port.isdigit() or "/" in host or bare:
+    if not host or "/" in host or bare:
         raise _malformed(text)
-    return host.strip("[]"), int(port)
+    return host.strip("[]"), _whole(text, port, MAX_PORT)
+
+
+def _whole(text: str, digits: str, most: int) -> int:
+    if not _DIGITS.fullmatch(digits) or int(digits) > most:
+        raise _malformed(text)
+    return int(digits)
 
 
 def _capacity(text: str, size: str) -> int:
@@ -123,7 +132,7 @@ def _capacity(text: str, size: str) -> int:
         capacity = int(float(number) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError):
         raise _malformed(text) from None
-    if capacity <= 0:
+    if not 0 < capacity <= MAX_CAPACITY:
         raise _malformed(text)
     return capacity
 

@@ -10,9 +10,11 @@ from importlib import import_module
 import pytest
 
 from lookonce.cli.bench import BENCHMARKS, run_benchmark
+from lookonce.cli.main import main
 from lookonce.cli.options import HELP, options_from
-from lookonce.config import Options
+from lookonce.config import Options, resolve
 from lookonce.errors import ConfigError
+from lookonce.types.ranges import OPTION_RANGES
 from tests.end_to_end.drawing import encoded, picture
 
 
@@ -74,6 +76,60 @@ def test_a_mistake_is_one_line_and_status_2(arguments, named):
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert named in line
+
+
+NUMBERS = [f.name for f in dataclasses.fields(Options) if f.type in ("int", "int | None", "float")]
+SLIPS = ["nan", "inf", "-inf", "-1", "1e300", str(10**30)]
+
+
+def refused(monkeypatch, capsys, *arguments: str) -> str:
+    """The one line that `lookonce` ends with, status 2, in this process."""
+    monkeypatch.setattr("sys.argv", ["lookonce", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    assert (ended.value.code, told.out) == (2, "")
+    (line,) = told.err.splitlines()
+    return line
+
+
+def test_every_option_that_is_a_number_has_a_range():
+    assert set(OPTION_RANGES) == set(NUMBERS)
+    for name, allowed in OPTION_RANGES.items():
+        default = getattr(Options(), name)
+        assert default is None or default in allowed
+
+
+@pytest.mark.parametrize("value", SLIPS)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_says_nothing_is_refused_by_the_option_s_name(
+    monkeypatch, capsys, name, value
+):
+    flag = "--" + name.replace("_", "-")
+    assert flag in refused(monkeypatch, capsys, "serve", "/nowhere", flag, value)
+
+
+@pytest.mark.parametrize("value", SLIPS)
+@pytest.mark.parametrize("flag", ["--temperature", "--max-tokens"])
+def test_so_is_one_of_a_chat_before_the_model_is_looked_for(monkeypatch, capsys, flag, value):
+    assert flag in refused(monkeypatch, capsys, "chat", "/nowhere", "Hello", flag, value)
+
+
+@pytest.mark.parametrize("count", ["nan", "-1", "²", "1e3", str(10**30), "9" * 5000])
+def test_so_is_a_count_of_media(monkeypatch, capsys, count):
+    given = ["serve", "/nowhere", "--limit-mm-per-prompt", f"image={count}"]
+    assert "--limit-mm-per-prompt" in refused(monkeypatch, capsys, *given)
+
+
+@pytest.mark.parametrize(("kind", "said"), [("shm", "not built yet"), ("fifo", "lru or shm")])
+def test_a_processor_cache_of_another_kind_is_refused(monkeypatch, capsys, kind, said):
+    line = refused(monkeypatch, capsys, "serve", "/nowhere", "--mm-processor-cache-type", kind)
+    assert "--mm-processor-cache-type" in line
+    assert said in line
+
+
+def test_the_processor_cache_that_is_built_may_be_named():
+    assert resolve(Options(mm_processor_cache_type="lru")).media == resolve(Options()).media
 
 
 def test_a_model_that_is_not_there_is_said_so(tmp_path):

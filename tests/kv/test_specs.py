@@ -38,7 +38,9 @@ def test_every_kind_of_tier_has_a_spelling(text: str, spec: TierSpec) -> None:
         "", "host", "host:", "host:4", "host:-1GB", "host:0GB", "host:nanGB", "host:infGB",
         "disk:relative:1GB", "disk:/path", "disk::1GB", "valkey://", "valkey:cache",
         "valkey://cache:port", "valkey://cache/x", "valkey://cache:1:2/", "lmcache://",
-        "lmcache:host:1", "lmcache://host:1/2", "memcached://host",
+        "lmcache:host:1", "lmcache://host:1/2", "memcached://host", "host:1e300GB",
+        "host:99999999TB", "valkey://cache:65536", "valkey://cache:²", "valkey://cache:-1",
+        "valkey://cache:1/²", f"valkey://cache/{'9' * 5000}", f"lmcache://host:{'9' * 5000}",
     ],
 )  # fmt: skip
 def test_a_mistake_is_answered_with_what_is_allowed(text: str) -> None:
