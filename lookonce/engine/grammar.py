@@ -34,6 +34,10 @@ MAX_MESSAGE = 400
 """Characters of the library's explanation that a client is shown."""
 
 
+NOTHING_CONFORMS = "NoExtensionBias"
+"""The library's word for a grammar without a single answer."""
+
+
 class State:
     """Where one sequence stands in its grammar; implements `types.ports.GrammarState`."""
 
@@ -90,6 +94,14 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> Compiled:
         try:
+            return self._compile_whole(grammar)
+        except BadRequestError:
+            for part in grammar.parts:
+                self._compile_whole(part)
+            raise
+
+    def _compile_whole(self, grammar: Grammar) -> Compiled:
+        try:
             matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0)
         except ValueError as error:
             raise _refusal(grammar, str(error)) from None
@@ -135,7 +147,13 @@ def _lark_of(grammar: Grammar) -> str:
 
 
 def _refusal(grammar: Grammar, reason: str) -> BadRequestError:
-    """The library explains over several lines, where it may show all of a long grammar."""
+    """The library explains over several lines, where it may show all of a long grammar, and its
+    own state."""
+    if reason.startswith(NOTHING_CONFORMS):
+        reason = "nothing can conform to it"
+    reason, _, _ = reason.partition("<state>")
+    if grammar.kind == "lark":
+        reason, _, _ = reason.partition("\n")  # below it: what the client never wrote
     words = " ".join(reason.split())
     if len(words) > MAX_MESSAGE:
         half = MAX_MESSAGE // 2

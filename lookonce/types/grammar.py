@@ -22,6 +22,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     A "grammar" is a client's, in Lark or GBNF; "lark" is ours."""
     param: str = "grammar"
     """The request's field it came from, which an error names."""
+    parts: tuple[Grammar, ...] = ()
+    """What "lark" was made of: where the whole cannot be, the part at fault is named."""
 
 
 class GrammarState(Protocol):

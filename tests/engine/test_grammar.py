@@ -104,6 +104,8 @@ BAD = [
     ("grammar", "", "root"),
     ("grammar", "root ::= [a", "end of input"),
     ("grammar", "start: x" + " " * 100_000, "at most"),
+    ("grammar", "start: A\nA: /a/ & /b/", "nothing can conform to it"),
+    ("regex", r"[^\s\S]", "nothing can conform to it"),
     ("lark", "begin: x", "start"),
     ("lark", "start: x", "x"),
 ]
@@ -116,6 +118,7 @@ def test_what_cannot_be_is_refused_naming_the_field(compiler, kind, source, word
     assert caught.value.param == "param.of.it"
     assert caught.value.message.startswith("param.of.it: ")
     assert words in caught.value.message
+    assert "<state>" not in caught.value.message
     assert len(caught.value.message) < 500
 
 

@@ -134,10 +134,25 @@ def test_a_call_that_must_come_is_a_grammar_s_business(on_site, choice):
         with_tools(site)
         await site.chat(tools=[WEATHER, CLOCK], tool_choice=choice, max_tokens=150)
         grammar = site.engine.samplings[-1].grammar
-        assert grammar.source.startswith('start: "<tool_call>"')
-        assert '"now"' in grammar.source
+        assert grammar.source.startswith('call: "<tool_call>"')
+        assert "now" in grammar.source
         assert ("get_weather" in grammar.source) == (choice == "required")
         assert site.renderer.options["tools"] == [WEATHER, CLOCK]
+
+    on_site(scenario)
+
+
+def test_a_form_holds_for_an_answer_that_calls_nothing(on_site):
+    async def scenario(site):
+        with_tools(site)
+        form = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}
+        for choice, held in (("auto", True), ("required", False)):
+            body = {"tools": [CLOCK], "tool_choice": choice, "response_format": form}
+            assert (await site.chat(**body, max_tokens=150)).status_code == 200
+            grammar = site.engine.samplings[-1].grammar
+            assert ("integer" in grammar.source) == held
+            params = [part.param for part in grammar.parts]
+            assert params == ["response_format.json_schema.schema"] * held
 
     on_site(scenario)
 
@@ -155,7 +170,7 @@ REFUSED = [
      "tool_choice"),
     ({"tools": [CLOCK], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"tools": [CLOCK], "response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [CLOCK], "guided_regex": "[0-9]+"}, "guided_regex"),
     ({"tools": [CLOCK], "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
     ({"functions": [{"name": "now"}]}, "functions"),
     ({"function_call": "auto"}, "function_call"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -153,11 +154,15 @@ def _unwrapped(
 ) -> AskedTools | None:
     """Errors name the parts as they are here."""
     try:
-        return read_tools(tools, choice, parallel)
+        asked = read_tools(tools, choice, parallel)
     except BadRequestError as error:
         param = (error.param or "").replace(".function", "")
         message = error.message.replace(error.param or param, param, 1)
         raise BadRequestError(message, param=param, code=error.code) from None
+    if asked is None:
+        return None
+    params = tuple(param.replace(".function", "") for param in asked.params)
+    return dataclasses.replace(asked, params=params)
 
 
 def _tool(tool: ResponseTool) -> Tool:

@@ -45,6 +45,8 @@ class AskedTools:
 
     functions: tuple[Function, ...]
     """Those that may be called."""
+    params: tuple[str, ...]
+    """What the request calls the parameters of each of them."""
     declared: tuple[Function, ...]
     """Those the model is told of."""
     forced: bool
@@ -81,8 +83,10 @@ def read_tools(
             f"tool_choice: {choice[:50]!r} is none of none, auto, required or a function",
             param="tool_choice",
         )
+    functions = _named(declared, choice) if isinstance(choice, NamedChoice) else declared
     return AskedTools(
-        functions=_named(declared, choice) if isinstance(choice, NamedChoice) else declared,
+        functions=functions,
+        params=tuple(f"tools[{declared.index(f)}].function.parameters" for f in functions),
         declared=declared,
         forced=choice == "required" or isinstance(choice, NamedChoice),
         parallel=parallel is not False and not isinstance(choice, NamedChoice),

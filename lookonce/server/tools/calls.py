@@ -29,13 +29,9 @@ class UsableTools:
         return self.dialect.format.markers
 
     def constrain(self, sampling: SamplingParams) -> SamplingParams:
-        """With the grammar of the calls that must come, or be right. Raises `BadRequestError`."""
-        if sampling.grammar is not None:
-            param = sampling.grammar.param
-            raise BadRequestError(
-                f"{param} cannot be used with tools, unless tool_choice is none", param=param
-            )
-        grammar = calls_grammar(self.asked, self.dialect)
+        """With the grammar of the calls that must come, or be right; an answer without calls keeps
+        the form that was asked for. Raises `BadRequestError`."""
+        grammar = calls_grammar(self.asked, self.dialect, sampling.grammar)
         return sampling if grammar is None else msgspec.structs.replace(sampling, grammar=grammar)
 
     def reader(self) -> CallReader:

@@ -1,5 +1,10 @@
 """Grammars of calls, in the format the model speaks: for calls that must come, or be right.
 
+    start   what the answer is: calls, or words and perhaps calls, or calls or the form asked for
+    calls   one or more of `call`
+    call    markers, a function's name, and its parameters' schema, which stands by itself: what
+            its `$ref`s point to is found from its own root
+
 Lark with JSON schemas inside. Markers that are special tokens are named by their ids.
 """
 
@@ -15,23 +20,35 @@ from lookonce.server.tools.asked import AskedTools, Function
 from lookonce.server.tools.formats import ToolDialect
 from lookonce.types.grammar import JSON_SPACES, Grammar
 
-SHARED_DEFINITIONS = ("$defs", "definitions")
-"""What a schema's `$ref`s point to from its root: it stays at the root."""
-NOT_AN_OBJECT = r"/[^{<\s](.|\n)*/"
+NO_OBJECT = r"/[^{<\s](.|\n)*/"
+Json = dict[str, Any]
 
 
-def calls_grammar(tools: AskedTools, dialect: ToolDialect) -> Grammar | None:
-    """What the answer must look like; None where it may be anything. Raises `BadRequestError`."""
-    if not (tools.forced or tools.strict):
+def calls_grammar(tools: AskedTools, dialect: ToolDialect, form: Grammar | None) -> Grammar | None:
+    """What the answer must look like; None where it may be anything. Raises `BadRequestError`.
+
+    `form`: what an answer without calls must look like.
+    """
+    if form is None and not (tools.forced or tools.strict):
         return None
-    calls = _calls(tools, dialect)
+    rules = _calls(tools, dialect)
     if tools.forced:
-        lark = f"start: {calls}"
+        rules["start"] = "calls"
+    elif form is not None:
+        rules["start"] = f"calls | {_form(form, dialect)}"
     elif dialect.format.name == "llama3":
-        lark = f"start: TEXT | {calls}\nTEXT: {NOT_AN_OBJECT}"
+        rules |= {"start": "TEXT | calls", "TEXT": NO_OBJECT}
     else:
-        lark = f"start: TEXT* ({calls})?\nTEXT: {_free_text(dialect)}"
-    return Grammar(kind="lark", source=lark, param="tools")
+        rules |= {"start": "TEXT* calls?", "TEXT": _free_text(dialect)}
+    lark = "\n".join(f"{name}: {rule}" for name, rule in rules.items())
+    parts = [
+        Grammar(kind="json_schema", source=json.dumps(function.parameters), param=param)
+        for function, param in zip(tools.functions, tools.params, strict=True)
+        if function.parameters is not None
+    ]
+    if form is not None and not tools.forced:
+        parts.append(form)
+    return Grammar(kind="lark", source=lark, param="tools", parts=tuple(parts))
 
 
 def _free_text(dialect: ToolDialect) -> str:
@@ -47,56 +64,42 @@ def _free_text(dialect: ToolDialect) -> str:
     return f"/[^{first}]+|{first}{beginning}/"
 
 
-def _calls(tools: AskedTools, dialect: ToolDialect) -> str:
+def _calls(tools: AskedTools, dialect: ToolDialect) -> dict[str, str]:
+    objects = " | ".join(_object(f, dialect.format.arguments_key) for f in tools.functions)
     match dialect.format.name:
         case "hermes":
-            opening = _marker(hermes.OPEN, dialect)
-            closing = _marker(hermes.CLOSE, dialect)
-            call = f'{opening} "\\n" {_any_object(tools, dialect)} "\\n" {closing}'
-            return _repeated(call, '"\\n"', tools)
+            opening, closing = _marker(hermes.OPEN, dialect), _marker(hermes.CLOSE, dialect)
+            call = f'{opening} "\\n" ({objects}) "\\n" {closing}'
+            return {"call": call, "calls": _repeated('"\\n"', tools)}
         case "mistral" if dialect.writes_args:
             marker, args = _marker(mistral.MARKER, dialect), _marker(mistral.ARGS, dialect)
-            each = [
-                f"{json.dumps(function.name)} {args} {_json(_parameters(function))}"
-                for function in tools.functions
-            ]
-            return _repeated(f"{marker} ({' | '.join(each)})", "", tools)
+            named = [f"{_text(f.name)} {args} {_parameters(f)}" for f in tools.functions]
+            return {"call": f"{marker} ({' | '.join(named)})", "calls": _repeated("", tools)}
         case "mistral":
-            calls = _repeated(_any_object(tools, dialect), '", "', tools)
-            return f'{_marker(mistral.MARKER, dialect)} "[" {calls} "]"'
+            calls = f'{_marker(mistral.MARKER, dialect)} "[" {_repeated(_text(", "), tools)} "]"'
+            return {"call": objects, "calls": calls}
         case _:
-            return _repeated(_any_object(tools, dialect), '"; "', tools)
+            return {"call": objects, "calls": _repeated('"; "', tools)}
 
 
-def _repeated(call: str, separator: str, tools: AskedTools) -> str:
-    return f"{call} ({separator} {call})*" if tools.parallel else call
+def _repeated(separator: str, tools: AskedTools) -> str:
+    return f"call ({separator} call)*" if tools.parallel else "call"
 
 
-def _any_object(tools: AskedTools, dialect: ToolDialect) -> str:
-    key = dialect.format.arguments_key
-    return "(" + " | ".join(_json(_call_schema(f, key)) for f in tools.functions) + ")"
+def _object(function: Function, arguments_key: str) -> str:
+    """As the chat templates write calls."""
+    name = json.dumps(function.name, ensure_ascii=False)
+    before = f'{{"name": {name}, "{arguments_key}": '
+    return f"{_text(before)} {_parameters(function)} {_text('}')}"
 
 
-def _call_schema(function: Function, arguments_key: str) -> dict[str, Any]:
-    parameters = _parameters(function)
-    shared = {name: parameters[name] for name in SHARED_DEFINITIONS if name in parameters}
-    own = {name: value for name, value in parameters.items() if name not in shared}
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function.name}, arguments_key: own},
-        "required": ["name", arguments_key],
-        "additionalProperties": False,
-        **shared,
-    }
-
-
-def _parameters(function: Function) -> dict[str, Any]:
+def _parameters(function: Function) -> str:
     if function.parameters is None:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    return {"type": "object", **function.parameters}
+        return _json({"type": "object", "properties": {}, "additionalProperties": False})
+    return _json({"type": "object", **function.parameters})
 
 
-def _json(schema: dict[str, Any]) -> str:
+def _json(schema: Json) -> str:
     guided = {**schema, "x-guidance": {"whitespace_pattern": JSON_SPACES}}
     try:
         return f"%json {json.dumps(guided)}"
@@ -104,5 +107,21 @@ def _json(schema: dict[str, Any]) -> str:
         raise BadRequestError("tools: a schema is nested too deeply", param="tools") from None
 
 
+def _form(form: Grammar, dialect: ToolDialect) -> str:
+    match form.kind:
+        case "json_schema" if dialect.format.name != "llama3":
+            return _json(json.loads(form.source))
+        case "choice" if dialect.format.name != "llama3":
+            return " | ".join(map(_text, json.loads(form.source)))
+    # A grammar of the client's has rules of its own, and a call of llama3 begins as a form may.
+    raise BadRequestError(
+        f"{form.param} cannot be used with tools here, unless tool_choice is none", param=form.param
+    )
+
+
+def _text(text: str) -> str:
+    return json.dumps(text)
+
+
 def _marker(text: str, dialect: ToolDialect) -> str:
-    return f"<[{dialect.special[text]}]>" if text in dialect.special else json.dumps(text)
+    return f"<[{dialect.special[text]}]>" if text in dialect.special else _text(text)

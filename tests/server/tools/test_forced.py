@@ -9,10 +9,12 @@ import pytest
 
 from lookonce.config import NANO_FOLDER
 from lookonce.engine.grammar import GrammarCompiler
+from lookonce.errors import BadRequestError
 from lookonce.render.tokenizer import Tokenizer
 from lookonce.server.tools.asked import Function, Tool, read_tools
-from lookonce.server.tools.calls import UsableTools, words_of
+from lookonce.server.tools.calls import UsableTools, calls_of, words_of
 from lookonce.server.tools.formats import choose_dialect
+from lookonce.types.grammar import Grammar
 from lookonce.types.sampling import SamplingParams
 from tests.engine.test_grammar import EOS, VOCAB, walk
 
@@ -99,6 +101,74 @@ def takes(compiled, tokenizer, text):
     for token in [*tokenizer.encode(text), EOS]:
         state.accept(token)
     return state.error is None
+
+
+RECURSIVE = {
+    "type": "object",
+    "properties": {
+        "v": {"type": "integer", "minimum": 1, "maximum": 9},
+        "$ref": {"$ref": "#/properties/v"},
+        "of": {"const": {"$ref": "#"}},
+        "next": {"$ref": "#"},
+    },
+    "required": ["v"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_references_are_followed_from_the_parameters_own_root(compiler, tokenizer, name):
+    function = Function(name='gr"ün', parameters=RECURSIVE)
+    asked = read_tools([Tool(type="function", function=function)], "required", False)
+    tools = UsableTools(asked, choose_dialect(name.replace("newer", "mistral"), FORMATS[name], {}))
+    compiled = compiler.compile(tools.constrain(SamplingParams()).grammar)
+    call = {
+        "hermes": '<tool_call>\n{"name": "gr\\"ün", "arguments": %s}\n</tool_call>',
+        "llama3": '{"name": "gr\\"ün", "parameters": %s}',
+        "mistral": '[TOOL_CALLS][{"name": "gr\\"ün", "arguments": %s}]',
+        "newer": '[TOOL_CALLS]gr"ün[ARGS]%s',
+    }[name]
+    for right in (
+        {"v": 1}, {"v": 1, "next": {"v": 2, "next": {"v": 3}}}, {"v": 1, "$ref": 2},
+        {"v": 1, "of": {"$ref": "#"}},
+    ):  # fmt: skip
+        text = call % json.dumps(right)
+        assert takes(compiled, tokenizer, text), text
+        (read,) = calls_of((reader := tools.reader()).push(text, last=True))
+        assert json.loads(reader.calls[0].function.arguments) == right
+        assert read.function.name == 'gr"ün'
+    for wrong in ({"v": 1, "next": {}}, {"v": 1, "$ref": 10}, {"v": 1, "next": {"name": "x"}}):
+        assert not takes(compiled, tokenizer, call % json.dumps(wrong)), wrong
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "newer"])
+def test_an_answer_is_calls_or_the_form_asked_for(compiler, tokenizer, name):
+    tools = usable(name, "auto")
+    schema = '{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"]}'
+    for form, right in (
+        (Grammar(kind="json_schema", source=schema), '{"n": 5}'),
+        (Grammar(kind="choice", source='["yes", "n\\"o"]'), 'n"o'),
+    ):
+        compiled = compiler.compile(tools.constrain(SamplingParams(grammar=form)).grammar)
+        assert takes(compiled, tokenizer, STRICT[name][1])
+        assert takes(compiled, tokenizer, right)
+        assert not takes(compiled, tokenizer, "a" + right)
+        assert not takes(compiled, tokenizer, STRICT[name][1] + right)
+
+
+@pytest.mark.parametrize("form", [None, Grammar(kind="json_schema", source='{"type":"nothing"}')])
+def test_the_schema_at_fault_is_named(compiler, form):
+    wrong = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+    function = Function(name="wrong", parameters=CITY if form else wrong)
+    choice = "auto" if form else "required"
+    asked = read_tools([*TOOLS, Tool(type="function", function=function)], choice, None)
+    tools = UsableTools(asked, choose_dialect("hermes", "tools", {}))
+    with pytest.raises(BadRequestError) as caught:
+        compiler.compile(tools.constrain(SamplingParams(grammar=form)).grammar)
+    param = "grammar" if form else "tools[2].function.parameters"
+    assert caught.value.param == param
+    assert caught.value.message.startswith(f"{param}: ")
+    assert "tool_call" not in caught.value.message
 
 
 def test_free_tools_need_no_grammar():
