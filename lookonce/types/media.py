@@ -18,6 +18,14 @@ ITEM_SIZE: dict[str, int] = {
 }  # fmt: skip
 """dtype name → bytes of one element; the only dtypes an `Array` may have."""
 
+RAW_FORMATS = ("B", "b", "c")
+"""What a buffer without a type says of its elements: bytes, of whatever dtype."""
+NATIVE_FORMATS = {
+    "float64": "d", "int64": "lq", "float32": "f", "int32": "il", "float16": "e", "int16": "h",
+    "bool": "?",
+}  # fmt: skip
+"""dtype name → what a buffer of such elements in this machine's order says of them."""
+
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
@@ -25,7 +33,8 @@ class Array:
     """An n-dimensional, C-contiguous, little-endian array: dtype name, shape and one flat buffer.
 
     `data` may be read-only and may be a view into a received message or a shared region; nobody
-    writes it. Raises `ValueError` when dtype, shape and the buffer's size do not agree.
+    writes it. Raises `ValueError` when dtype, shape and the buffer's size do not agree, and when
+    the buffer is neither of plain bytes nor of that dtype.
     """
 
     __slots__ = ("data", "dtype", "shape")
@@ -44,6 +53,10 @@ class Array:
         if view.nbytes != size:
             raise ValueError(
                 f"{dtype} array of shape {shape} needs {size} bytes, got {view.nbytes}"
+            )
+        if view.format not in RAW_FORMATS and not _has_elements(view, dtype):
+            raise ValueError(
+                f"{dtype} array of shape {shape} got a buffer of elements {view.format!r}"
             )
         self.dtype = dtype
         self.shape = shape
@@ -64,6 +77,12 @@ class Array:
 
     def __repr__(self) -> str:
         return f"Array({self.dtype}, {self.shape})"
+
+
+def _has_elements(view: memoryview, dtype: str) -> bool:
+    """In the machine's own byte order: another order is part of the format, as in ">f"."""
+    native = view.itemsize == ITEM_SIZE[dtype]
+    return native and view.format.removeprefix("@") in NATIVE_FORMATS.get(dtype, "")
 
 
 class Expansion(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -102,3 +102,43 @@ def test_memory_with_gaps_is_no_array():
     strided = np.zeros((4, 8), np.float32)[:, ::2]
     with pytest.raises(ValueError, match="not contiguous"):
         Array("float32", (4, 4), strided.data)
+
+
+NATIVE = [name for name in ITEM_SIZE if name != "bfloat16"]
+
+
+@pytest.mark.parametrize("dtype", NATIVE)
+def test_memory_of_its_own_dtype_is_taken_as_it_is(dtype):
+    values = np.arange(6).reshape(3, 2).astype(dtype)
+    assert to_tensor(Array(dtype, (3, 2), values.data)).tolist() == values.tolist()
+
+
+def test_read_only_memory_stays_read_only():
+    values = np.arange(4, dtype=np.float32)
+    values.flags.writeable = False
+    array = Array("float32", (4,), values.data)
+    assert array.data.readonly
+    assert to_tensor(array).tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert address(array) == values.ctypes.data
+
+
+@pytest.mark.parametrize("raw", ["B", "b", "c"])
+def test_bytes_are_taken_for_any_dtype(raw):
+    memory = np.arange(4, dtype=np.float32).view(np.uint8).data.cast(raw)
+    assert to_tensor(Array("float32", (4,), memory)).tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("dtype", [name for name in NATIVE if ITEM_SIZE[name] > 1])
+def test_memory_in_the_other_byte_order_is_refused(dtype):
+    swapped = np.arange(4).astype(np.dtype(dtype).newbyteorder(">"))
+    with pytest.raises(ValueError, match=f"{dtype} array of shape .* elements '>"):
+        Array(dtype, (4,), swapped.data)
+
+
+@pytest.mark.parametrize("dtype", ITEM_SIZE)
+@pytest.mark.parametrize("other", [name for name in NATIVE if name not in ("uint8", "int8")])
+def test_memory_of_another_dtype_is_refused_though_its_size_fits(dtype, other):
+    values = np.zeros(8 // ITEM_SIZE[other], other)
+    if dtype != other:
+        with pytest.raises(ValueError, match="got a buffer of elements"):
+            Array(dtype, (8 // ITEM_SIZE[dtype],), values.data)
