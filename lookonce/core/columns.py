@@ -16,6 +16,8 @@ import numpy as np
 from lookonce.types.media import Expansion, MediaFeature, Modality, ProcessedItem
 
 KEY_BYTES = 32
+MAX_NUMBER = 2**62 - 1
+"""The greatest offset and length, far beyond any prompt: their sum is a 64-bit integer still."""
 
 Plain: TypeAlias = "tuple[list[bytes], bytes, bytes, int, set[Modality]]"
 """Keys, offsets and ends (int64), the greatest length, and the modalities there are."""
@@ -28,12 +30,14 @@ def plain_columns_in_python(features: tuple[MediaFeature, ...], start: int) -> P
     """
     keys = [feature.key for feature in features]
     rows = [feature.length for feature in features]
-    offsets = np.array([feature.offset for feature in features], dtype=np.int64)
+    places = [feature.offset for feature in features]
+    if min(places) < 0 or max(max(places), max(rows)) > MAX_NUMBER or min(rows) < 1:
+        return None  # before NumPy is given what no 64 bits hold
+    offsets = np.array(places, dtype=np.int64)
     lengths = np.array(rows, dtype=np.int64)
     ends = offsets + lengths
     if (
         offsets[0] < start
-        or lengths.min() < 1
         or bool((offsets[1:] < ends[:-1]).any())
         or [feature.num_embeds for feature in features] != rows
         or set(map(len, keys)) != {KEY_BYTES}

@@ -19,7 +19,7 @@ from itertools import repeat
 import numpy as np
 from numpy.typing import NDArray
 
-from lookonce.core.columns import KEY_BYTES, one_run_items, plain_columns
+from lookonce.core.columns import KEY_BYTES, MAX_NUMBER, one_run_items, plain_columns
 from lookonce.errors import BadRequestError
 from lookonce.types.media import MediaFeature, Modality, ProcessedItem
 from lookonce.types.step import EmbedSlice
@@ -316,10 +316,10 @@ def _check_shape(feature: MediaFeature, index: int) -> None:
             f"item {index} has a key of {len(feature.key)} bytes; keys have {KEY_BYTES}",
             param="features",
         )
-    if feature.offset < 0 or feature.length < 1:
+    if not (0 <= feature.offset <= MAX_NUMBER and 1 <= feature.length <= MAX_NUMBER):
         raise BadRequestError(
             f"item {index} has offset {feature.offset} and length {feature.length}; "
-            "offsets are not negative and lengths at least 1",
+            f"offsets are not negative, lengths at least 1, and neither is above {MAX_NUMBER}",
             param="features",
         )
     rows, at = 0, 0

@@ -33,8 +33,8 @@ odd_features = st.builds(
     MediaFeature,
     key=st.sampled_from([key("x"), key("y"), b"short", b""]),
     modality=st.sampled_from(["image", "audio"]),
-    offset=st.integers(-1, 12),
-    length=st.integers(-1, 3),
+    offset=st.one_of(st.integers(-1, 12), st.integers(2**62 - 2, 2**64)),
+    length=st.one_of(st.integers(-1, 3), st.integers(2**62 - 2, 2**64)),
     num_embeds=st.integers(-1, 3),
     is_embed=st.sampled_from([None, None, ((0, 1),)]),
 )
@@ -60,6 +60,11 @@ class TestPlainColumns:
             MediaFeature(b"short", "image", 13, 1, 1),
             MediaFeature(key("x"), "image", 13, 2, 1),
             MediaFeature(key("x"), "image", 13, 0, 0),
+            feature("x", 2**62, 1),
+            feature("x", 2**63 - 1, 5),
+            feature("x", 2**64, 5),
+            feature("x", -(2**64), 5),
+            feature("x", 13, 2**62),
         ],
     )
     def test_an_odd_one_among_them_is_noticed(

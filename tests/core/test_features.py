@@ -154,6 +154,24 @@ class TestChecks:
         with pytest.raises(BadRequestError, match="item 0"):
             Features([wrong])
 
+    @pytest.mark.parametrize("before", [0, 1, 40])
+    @pytest.mark.parametrize(
+        ("offset", "length"),
+        [(2**62, 1), (2**63 - 1, 5), (2**63, 5), (2**64, 5), (1_000, 2**62), (1_000, 2**64)],
+    )
+    def test_what_no_64_bits_hold_is_refused_and_named(
+        self, before: int, offset: int, length: int
+    ) -> None:
+        """One by one, and column by column where they are many."""
+        far = feature("far", offset, length)
+        features = [feature(str(index), 2 * index, 2) for index in range(before)]
+        with pytest.raises(BadRequestError, match=f"item {before} has offset {offset}"):
+            Features([*features, far])
+
+    def test_an_item_at_the_last_position_there_can_be_is_found(self) -> None:
+        last = 2**62 - 1
+        assert list(Features([feature("x", last, last)]).overlapping(last, last + 1)) == [0]
+
 
 class TestAppend:
     def test_appended_features_are_found(self) -> None:
