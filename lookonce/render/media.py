@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import unquote
 
 import pybase64
 
@@ -52,17 +53,28 @@ class MediaSource:
         if (len(self.value) - self.start) // 4 * 3 > max_bytes + 2:
             raise too_large(self.param, max_bytes)
         text = self.value[self.start :] if self.start else self.value
-        try:
-            data: bytes = pybase64.b64decode(text, validate=True)
-        except ValueError:
-            raise BadRequestError(
-                f"{self.param}: the data is not valid base64", param=self.param
-            ) from None
+        data = _decoded(text)
+        if data is None:
+            raise BadRequestError(f"{self.param}: the data is not valid base64", param=self.param)
         if not data:
             raise BadRequestError(f"{self.param}: the data is empty", param=self.param)
         if len(data) > max_bytes:
             raise too_large(self.param, max_bytes)
         return data
+
+
+def _decoded(text: str) -> bytes | None:
+    """The bytes of base64, of which programs write several kinds: percent-encoded in a data URL,
+    in lines, without padding. None for anything else."""
+    try:
+        data: bytes = pybase64.b64decode(text, validate=True)
+    except ValueError:
+        joined = "".join(unquote(text).split()).rstrip("=")
+        try:
+            data = pybase64.b64decode(joined + "=" * (-len(joined) % 4), validate=True)
+        except ValueError:
+            return None
+    return data
 
 
 def media_source(part: Mapping[str, object], param: str) -> MediaSource:
@@ -78,7 +90,9 @@ def media_source(part: Mapping[str, object], param: str) -> MediaSource:
     if body is None and uuid is not None:
         return MediaSource(modality, "nothing", "", param, uuid)
     if kind == "input_audio":
-        return MediaSource(modality, "inline", _audio_data(body, param), param, uuid)
+        data = _audio_data(body, param)
+        start = _data_url_start(data, param) if data[:5].lower() == "data:" else 0
+        return MediaSource(modality, "inline", data, param, uuid, start)
     return source_of_url(_url(body, str(kind), param), modality, param, uuid)
 
 

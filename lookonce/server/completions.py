@@ -80,7 +80,7 @@ class CompletionFormat:
         """By prompt: the text that its samples begin with."""
         self._said: set[int] = set()
         """Samples that have begun, where they are streamed."""
-        self._prompt_only = body.echo and body.max_tokens == 0
+        self._prompt_only = bool(body.echo) and body.max_tokens == 0
         """What is generated nevertheless, for the prompt's sake, is left out."""
         self._logprob_formats: dict[int, LogprobsFormat] = {}
         self._id = f"cmpl-{exchange.request_id}"

@@ -53,6 +53,15 @@ class SamplingExtras(Structured, kw_only=True):
     """Of vLLM's sampling parameters those that are refused, and those that make a grammar."""
 
 
+OF_OTHER_ENGINES = frozenset(
+    {"detokenize", "output_kind", "spaces_between_special_tokens", "skip_clone", "flat_logprobs"}
+)
+"""What frontends made for vLLM send along; nothing about the tokens depends on it."""
+KNOWN_PARAMS = OF_OTHER_ENGINES.union(
+    SamplingParams.__struct_fields__, SamplingExtras.__struct_fields__
+)
+
+
 class GenerateChoice(msgspec.Struct, kw_only=True):
     index: int
     token_ids: list[int]
@@ -86,9 +95,17 @@ def sampling_of(raw: bytes) -> SamplingParams:
     """`sampling_params` as it stands: no default of the model's. Raises `BadRequestError`."""
     if raw in (b"", b"null"):
         return SamplingParams()
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, Any])
+    except msgspec.ValidationError as error:
+        raise BadRequestError(f"sampling_params: {error}", param="sampling_params") from None
     grammar = grammar_of(parse(raw, SamplingExtras))
-    fields = msgspec.json.decode(raw, type=dict[str, Any])
     given = {name: value for name, value in fields.items() if value is not None}
+    unknown = next((name for name in given if name not in KNOWN_PARAMS), None)
+    if unknown is not None:
+        raise BadRequestError(
+            f"sampling_params: {unknown[:60]!r} is no sampling parameter", param="sampling_params"
+        )
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     try:

@@ -126,5 +126,6 @@ def _no_such_route(scope: Scope, error: HTTPException) -> Response:
     """Starlette's own 404 and 405, in the shape every other error has."""
     wrong = "no such route" if error.status_code == 404 else error.detail
     message = f"{scope['method']} {scope['path']}: {wrong}"
-    body = ErrorBody(message, "invalid_request_error", None, "not_found")
+    code = "not_found" if error.status_code == 404 else "method_not_allowed"
+    body = ErrorBody(message, "invalid_request_error", None, code)
     return json_response(ErrorResponse(body), error.status_code, dict(error.headers or {}))

@@ -34,7 +34,7 @@ from lookonce.server.responses import (
     Prompt,
     Tokens,
 )
-from lookonce.server.unbuilt import Unbuilt
+from lookonce.server.unbuilt import Refusing
 
 Json = dict[str, Any]
 Struct = type[msgspec.Struct]
@@ -141,7 +141,7 @@ def _components(structs: list[Struct]) -> Json:
     structs = sorted(structs, key=lambda struct: struct.__name__)
     _, components = msgspec.json.schema_components(structs, ref_template=REF)
     for struct in structs:
-        if issubclass(struct, Unbuilt):
+        if issubclass(struct, Refusing):
             for name in struct.unbuilt_fields():
                 del components[struct.__name__]["properties"][name]
     return components

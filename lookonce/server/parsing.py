@@ -6,6 +6,7 @@ only then, the body is walked once more to find the exact part (`messages[1].con
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from functools import cache
@@ -19,9 +20,11 @@ from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.server.connection import ClientLeftError
 from lookonce.server.headers import header
 from lookonce.server.services import Services
-from lookonce.server.unbuilt import NOTHING, Unbuilt, raw_bytes
+from lookonce.server.unbuilt import NOTHING, Refusing, raw_bytes
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+MISSING_FIELD = re.compile("missing required field `(.+)`")
 
 BASE_BODY_BYTES = 16 * 1024 * 1024
 LARGEST_MEDIA_PER_BODY = 4
@@ -66,12 +69,12 @@ def parse(body: bytes, kind: type[T]) -> T:
         request: T = _decoder(kind).decode(body)
     except (ValueError, RecursionError) as error:  # ValueError: JSON, UTF-8 or types
         raise _explain(body, kind, error) from None
-    if isinstance(request, Unbuilt):
+    if isinstance(request, Refusing):
         refuse_unbuilt(request)
     return request
 
 
-def refuse_unbuilt(request: Unbuilt) -> None:
+def refuse_unbuilt(request: Refusing) -> None:
     """Refuse fields that would change the answer and that this version does not serve."""
     for name in type(request).unbuilt_fields():
         value = getattr(request, name)
@@ -95,6 +98,9 @@ def _explain(body: bytes, kind: type, error: Exception) -> BadRequestError:
         return BadRequestError(f"the body is not valid JSON: {broken}", code="invalid_json")
     path, message = _locate(value, kind, "", _strip_path(str(error)))
     where = f"{path}: " if path else ""
+    missing = MISSING_FIELD.search(message)
+    if missing is not None:
+        path = f"{path}.{missing[1]}" if path else missing[1]
     return BadRequestError(f"{where}{message}", param=path or None, code="invalid_value")
 
 

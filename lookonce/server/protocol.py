@@ -13,7 +13,7 @@ import msgspec
 
 from lookonce.server.structured import Structured
 from lookonce.server.tools.asked import Tool, ToolChoice
-from lookonce.server.unbuilt import NOTHING, Raw
+from lookonce.server.unbuilt import NOTHING, Raw, Refusing
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
@@ -82,6 +82,10 @@ class ChatRequest(ScoresPrompt, kw_only=True):
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
 
+    best_of: Raw = NOTHING
+    suffix: Raw = NOTHING
+    add_special_tokens: Raw = NOTHING
+    max_output_tokens: Raw = NOTHING
     functions: Raw = NOTHING
     function_call: Raw = NOTHING
     echo: Raw = NOTHING
@@ -102,13 +106,19 @@ class CompletionRequest(ScoresPrompt, kw_only=True):
     best_of: int | None = None
     logprobs: int | None = None
     add_special_tokens: bool = True
-    echo: bool = False
+    echo: bool | None = None
 
+    max_completion_tokens: Raw = NOTHING
+    max_output_tokens: Raw = NOTHING
+    top_logprobs: Raw = NOTHING
+    tools: Raw = NOTHING
+    tool_choice: Raw = NOTHING
+    mm_processor_kwargs: Raw = NOTHING
     suffix: Raw = NOTHING
     prompt_embeds: Raw = NOTHING
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True):
+class TokenizeRequest(Refusing, kw_only=True):
     """`POST /tokenize`: `prompt` or `messages`, as vLLM's."""
 
     model: str | None = None
@@ -122,6 +132,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     mm_processor_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None
     return_token_strs: bool = False
+
+    chat_template: Raw = NOTHING
+    documents: Raw = NOTHING
+    truncate_prompt_tokens: Raw = NOTHING
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

@@ -15,8 +15,17 @@ def raw_bytes(raw: Raw) -> bytes:
     return b"" if raw is NOTHING else bytes(raw)
 
 
-class Unbuilt(msgspec.Struct, kw_only=True):
-    """Base of requests with fields that are refused. Those fields are the ones of type `Raw`."""
+class Refusing(msgspec.Struct, kw_only=True):
+    """Base of bodies with fields that are refused. Those fields are the ones of type `Raw`."""
+
+    @classmethod
+    @cache
+    def unbuilt_fields(cls) -> tuple[str, ...]:
+        return tuple(f.name for f in msgspec.structs.fields(cls) if f.type == Raw)
+
+
+class Unbuilt(Refusing, kw_only=True):
+    """What no route that generates serves, by the names of vLLM and of Hugging Face."""
 
     use_beam_search: Raw = NOTHING
     logits_processors: Raw = NOTHING
@@ -26,8 +35,7 @@ class Unbuilt(msgspec.Struct, kw_only=True):
     return_token_ids: Raw = NOTHING
     return_tokens_as_token_ids: Raw = NOTHING
     vllm_xargs: Raw = NOTHING
-
-    @classmethod
-    @cache
-    def unbuilt_fields(cls) -> tuple[str, ...]:
-        return tuple(f.name for f in msgspec.structs.fields(cls) if f.type == Raw)
+    thinking_token_budget: Raw = NOTHING
+    guided_whitespace_pattern: Raw = NOTHING
+    media_io_kwargs: Raw = NOTHING
+    max_new_tokens: Raw = NOTHING

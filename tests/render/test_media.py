@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -113,12 +114,23 @@ class TestParts:
 
 class TestInline:
     @pytest.mark.parametrize(
-        "text", ["QUJ", "QUJD=", "QU JD", "QUJD\n", "QUJ%", "QUJ_", "=QUJ", "QUJD,", "é", "Q==="]
+        "text", ["QUJDR", "QUJ%", "QUJ_", "=QUJ", "QUJD,", "é", "Q===", "QU=JD", "QUJD\0"]
     )
-    def test_base64_is_read_strictly(self, text: str) -> None:
+    def test_what_is_no_base64_is_refused(self, text: str) -> None:
         with pytest.raises(BadRequestError, match="base64") as raised:
             load(source_of(type="image_url", image_url=f"data:image/png;base64,{text}"))
         assert raised.value.param == PARAM
+
+    @pytest.mark.parametrize(
+        "text", [ENCODED, quote(ENCODED), ENCODED.rstrip("="), "\n".join(ENCODED) + "\n"]
+    )
+    def test_base64_comes_in_lines_percent_encoded_and_without_padding(self, text: str) -> None:
+        url = f"data:audio/wav;base64,{text}"
+        assert load(source_of(type="image_url", image_url=url)) == DATA
+        assert load(source_of(type="audio_url", audio_url=url)) == DATA
+        for data in (text, url):
+            audio = {"data": data, "format": "wav"}
+            assert load(source_of(type="input_audio", input_audio=audio)) == DATA
 
     def test_nothing_is_no_media(self) -> None:
         with pytest.raises(BadRequestError, match="empty"):

@@ -240,7 +240,13 @@ def test_what_is_not_built_is_refused(on_site):
             response = await site.client.post(URL, json={"prompt": "hi", **field})
             assert response.status_code == 400
             assert response.json()["error"]["param"] == next(iter(field))
-        for field in ({"echo": False}, {"echo": True}, {"suffix": None}, {"best_of": 1}):
+        for field in (
+            {"echo": False},
+            {"echo": None},
+            {"echo": True},
+            {"suffix": None},
+            {"best_of": 1},
+        ):
             response = await site.client.post(URL, json={"prompt": "hi", **field})
             assert response.status_code == 200
 

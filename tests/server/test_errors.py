@@ -22,7 +22,12 @@ MALFORMED = [
     (b'{"messages": "\xff"}', None, "invalid_json"),
     (b"[" * 100_000, None, "invalid_json"),
     (b"[]", None, "invalid_value"),
-    (b"{}", None, "invalid_value"),
+    (b"{}", "messages", "invalid_value"),
+    (
+        b'{"messages": [], "response_format": {"type": "json_schema", "json_schema": 3}}',
+        "response_format.json_schema",
+        "invalid_value",
+    ),
     (b'{"messages": "hi"}', "messages", "invalid_value"),
     (b'{"messages": [{"role": "user"}, 3]}', "messages[1]", "invalid_value"),
 ]

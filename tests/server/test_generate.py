@@ -188,3 +188,26 @@ def test_the_prompt_is_scored_where_asked(folder):
         assert streamed.json()["error"]["param"] == "sampling_params"
 
     on_rendered(folder, scenario)
+
+
+@pytest.mark.parametrize("wrong", [[], "hot", {"max_new_tokens": 3}, {"stpo": "x"}])
+def test_sampling_params_that_mean_nothing_here_are_refused(folder, wrong):
+    async def scenario(node, body):
+        answer = await node.post(ROUTE, {**body, "sampling_params": wrong})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"].split(".")[0] in (
+            "sampling_params",
+            "max_new_tokens",
+        )
+
+    on_rendered(folder, scenario)
+
+
+def test_what_a_frontend_of_another_engine_sends_along_is_taken(folder):
+    async def scenario(node, body):
+        extras = {"detokenize": True, "output_kind": 2, "bad_words": [], "logits_processors": None}
+        plain = await node.ok(ROUTE, body)
+        body["sampling_params"] |= extras
+        assert (await node.ok(ROUTE, body))["choices"] == plain["choices"]
+
+    on_rendered(folder, scenario)

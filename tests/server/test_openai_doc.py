@@ -63,3 +63,33 @@ def test_what_is_accepted_changes_nothing(on_site, route):
         assert first == second
 
     on_site(scenario)
+
+
+OTHERS = {
+    "/v1/chat/completions": (
+        "max_output_tokens", "max_new_tokens", "best_of", "suffix", "add_special_tokens",
+        "media_io_kwargs", "thinking_token_budget", "guided_whitespace_pattern", "bad_words",
+    ),
+    "/v1/completions": (
+        "max_completion_tokens", "max_output_tokens", "top_logprobs", "tools", "tool_choice",
+        "mm_processor_kwargs",
+    ),
+    "/v1/responses": (
+        "max_completion_tokens", "chat_template", "documents", "reasoning_effort", "verbosity",
+        "functions", "function_call", "modalities", "echo", "prompt_logprobs",
+    ),
+    "/tokenize": ("chat_template", "documents", "truncate_prompt_tokens"),
+}  # fmt: skip
+"""What a route of OpenAI's or vLLM's knows by this name and another route does not serve."""
+
+
+@pytest.mark.parametrize("route", OTHERS)
+def test_what_another_route_knows_is_refused_not_passed_over(on_site, route):
+    async def scenario(site):
+        plain = ROUTES[route][0] if route in ROUTES else {"prompt": "hi"}
+        for name in OTHERS[route]:
+            response = await site.client.post(route, json={**plain, name: "something"})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+            assert (await site.client.post(route, json={**plain, name: None})).status_code == 200
+
+    on_site(scenario)
