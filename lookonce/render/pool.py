@@ -4,27 +4,31 @@
                                      blocks on its socket       decode + process
 
 Threads only carry messages; the work itself holds no lock of this process. A worker that dies or
-hangs fails its job alone and is replaced at the next one.
+hangs fails its job alone and is replaced at the next one. Where none can be started (descriptors,
+processes or memory are short) the job ends with 503, and the next one tries again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from lookonce.errors import (
     DrainingError,
     LookOnceError,
     ModelLoadError,
     QueueFullError,
+    UnavailableError,
     UnprocessableMediaError,
     error_from_wire,
 )
@@ -43,6 +47,8 @@ from lookonce.render.worker_link import (
 )
 from lookonce.types.media import Modality
 
+MAX_QUEUE = 256
+"""Media items waiting for a worker beyond which more are refused with 429."""
 START_TIMEOUT = 120.0
 JOB_TIMEOUT = 60.0
 """Seconds after which a worker counts as hung; the limits on media keep honest jobs far below."""
@@ -54,6 +60,10 @@ ENVIRONMENT = {
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
 }
 
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
 
 class MediaPool:
     """`await run(job)`, from one event loop. Start it before use, close it after."""
@@ -63,7 +73,7 @@ class MediaPool:
         settings: ProcessingSettings,
         *,
         num_workers: int | None = None,
-        max_queue: int = 256,
+        max_queue: int = MAX_QUEUE,
         job_timeout: float = JOB_TIMEOUT,
         command: Sequence[str] = WORKER_COMMAND,
     ) -> None:
@@ -89,11 +99,14 @@ class MediaPool:
 
     async def start(self) -> None:
         """Start the first worker and warm it; others start when work waits. `ModelLoadError`."""
-        await asyncio.get_running_loop().run_in_executor(self._threads, self._crew.prepare)
+        await self._outcome(self._threads.submit(self._crew.prepare))
 
-    async def run(self, job: MediaJob) -> Processed:
-        """Decode and process. Raises `QueueFullError`, `UnprocessableMediaError`,
-        `TooLargeError`; none of them names a request part (see `media.for_part`).
+    def run(self, job: MediaJob) -> Coroutine[Any, Any, Processed]:
+        """Take a place in the queue, now; what is awaited decodes and processes.
+
+        Raises `QueueFullError` or `UnavailableError` at once; when awaited `UnavailableError`,
+        `UnprocessableMediaError` or `TooLargeError`. None names a request part (see
+        `media.for_part`).
 
         A cancelled call gives its place in the queue back; work that has begun is not interrupted.
         """
@@ -101,10 +114,16 @@ class MediaPool:
             raise _draining()
         if self._pending >= self._max_pending:
             raise QueueFullError("too many media items are waiting to be processed")
+        try:
+            future = self._threads.submit(self._crew.work, job)
+        except RuntimeError:  # no more threads; those there are may still do it, for nobody
+            raise _short_of_workers() from None
         self._pending += 1
-        future = self._threads.submit(self._crew.work, job)
         loop = asyncio.get_running_loop()
         future.add_done_callback(lambda done: _call_soon(loop, self._finish, job.modality, done))
+        return self._outcome(future)
+
+    async def _outcome(self, future: Future[T]) -> T:
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -140,8 +159,11 @@ class _Crew:
         return self._closed
 
     def join(self) -> None:
-        """A new thread's first act. A failure is told to those who need the worker."""
-        with contextlib.suppress(LookOnceError):
+        """A new thread's first act. A failure is told to those who need the worker.
+
+        Whatever it is: an executor whose initializer raises takes no job ever again.
+        """
+        with contextlib.suppress(Exception):
             self._worker()
 
     def prepare(self) -> None:
@@ -149,7 +171,7 @@ class _Crew:
         self._worker()
 
     def work(self, job: MediaJob) -> Processed:
-        worker = self._worker()
+        worker = self._ready()
         try:
             return worker.call(job)
         except LookOnceError:
@@ -159,6 +181,10 @@ class _Crew:
             if self.is_closed():
                 raise _draining() from None
             raise _casualty(job, hung=isinstance(error, TimeoutError)) from None
+        except OSError as error:
+            self._dismiss(worker)
+            logger.warning("a media item cannot be handed over: %s", error)
+            raise _short_of_workers() from None
         except BaseException:
             self._dismiss(worker)
             raise
@@ -177,19 +203,41 @@ class _Crew:
             worker.stop()
         self._workers.clear()
 
+    def _ready(self) -> _Worker:
+        """This thread's worker, for a job. Raises `UnavailableError`; the next job tries again."""
+        try:
+            return self._worker()
+        except UnavailableError:
+            raise
+        except Exception as error:
+            if self.is_closed():
+                raise _draining() from None
+            logger.warning("no media worker can be started: %s", error)
+            raise _short_of_workers() from error
+
     def _worker(self) -> _Worker:
+        """This thread's worker, started if need be."""
         mine: _Worker | None = getattr(self._mine, "worker", None)
         if mine is not None and mine.alive:
             return mine
         if mine is not None:
             self._dismiss(mine)
-        self._mine.worker = worker = self._hire()
+        worker = self._hire()
+        try:
+            self._enrol(worker)
+            worker.configure()
+        except BaseException:
+            self._dismiss(worker)
+            raise
+        self._mine.worker = worker
+        return worker
+
+    def _enrol(self, worker: _Worker) -> None:
+        """From here on `close` kills it, also while it starts."""
         with self._lock:
-            if not self._closed:
-                self._workers.add(worker)
-                return worker
-        worker.stop()
-        raise _draining()
+            if self._closed:
+                raise _draining()
+            self._workers.add(worker)
 
     def _dismiss(self, worker: _Worker) -> None:
         self._mine.worker = None
@@ -199,31 +247,30 @@ class _Crew:
 
 
 class _Worker:
-    """One worker process, used by one thread. Starting it blocks for a second or two."""
+    """One worker process, used by one thread."""
 
     def __init__(
         self, command: Sequence[str], settings: ProcessingSettings, job_timeout: float
     ) -> None:
-        """Raises `ModelLoadError` when it cannot serve the model."""
-        self._link, theirs = socket.socketpair()
+        """Raises `ModelLoadError` when no process can be started. `configure` it before use."""
+        self._settings = settings
+        self._job_timeout = job_timeout
         try:
-            self._process = _start(command, theirs)
+            self._link, self._process = _start(command)
         except OSError:
-            self._link.close()
             raise ModelLoadError("a media worker process cannot be started") from None
-        finally:
-            theirs.close()
+
+    def configure(self) -> None:
+        """Blocks for a second or two. Raises `ModelLoadError` when it cannot serve the model."""
+        self._link.settimeout(START_TIMEOUT)
         try:
-            self._link.settimeout(START_TIMEOUT)
-            send(self._link, Configure(settings))
+            send(self._link, Configure(self._settings))
             reply, _ = receive(self._link, REPLIES)
-        except (LinkClosedError, TimeoutError):
-            self.stop()
+        except (LinkClosedError, OSError):
             raise ModelLoadError("a media worker process did not start") from None
         if isinstance(reply, Failed):
-            self.stop()
             raise error_from_wire(*reply.error)
-        self._link.settimeout(job_timeout)
+        self._link.settimeout(self._job_timeout)
 
     @property
     def alive(self) -> bool:
@@ -249,25 +296,41 @@ class _Worker:
         self._process.kill()
 
     def stop(self) -> None:
-        """End the process and free everything."""
+        """End the process and free everything. A process that the kernel does not let go yet is
+        not waited for: Python collects it when it starts another.
+        """
         self._process.kill()
-        self._process.wait(STOP_TIMEOUT)
         self._link.close()
+        try:
+            self._process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            logger.warning("media worker %d was killed but has not ended", self._process.pid)
 
 
-def _start(command: Sequence[str], link: socket.socket) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [*command, str(link.fileno())],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        pass_fds=[link.fileno()],
-        env={**os.environ, **ENVIRONMENT},
-    )
+def _start(command: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """A process and our end of its socket."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            return ours, subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **ENVIRONMENT},
+            )
+        except BaseException:
+            ours.close()
+            raise
 
 
 def _casualty(job: MediaJob, *, hung: bool) -> UnprocessableMediaError:
     what = "takes too long to decode" if hung else "cannot be decoded: its decoder crashed"
     return UnprocessableMediaError(f"the {job.modality} {what}")
+
+
+def _short_of_workers() -> UnavailableError:
+    return UnavailableError("media cannot be processed now: the server is short of resources")
 
 
 def _draining() -> DrainingError:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Coroutine, Mapping
+from typing import Any, Protocol
 
 from lookonce.render.families.base import Options
 from lookonce.render.media import MediaSource
@@ -34,7 +34,8 @@ class Loader(Protocol):
 class Pool(Protocol):
     """Decodes and processes off the event loop; `pool.MediaPool` is the real one."""
 
-    async def run(self, job: MediaJob) -> Processed: ...
+    def run(self, job: MediaJob) -> Coroutine[Any, Any, Processed]:
+        """Raises at once what refuses the job; the rest when awaited."""
 
 
 class RendererDirectory(ItemDirectory, Protocol):

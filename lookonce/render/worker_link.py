@@ -8,6 +8,7 @@ name that could leak, and the kernel frees it with its last mapping, whoever die
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import mmap
 import os
@@ -84,7 +85,7 @@ REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 class LinkClosedError(Exception):
-    """The other side is gone."""
+    """The other side is gone, or has lost its mind: what it sent is no message."""
 
 
 def send(link: socket.socket, message: Request | Reply, memory: int | None = None) -> None:
@@ -101,15 +102,20 @@ def send(link: socket.socket, message: Request | Reply, memory: int | None = Non
 
 def receive(link: socket.socket, messages: msgspec.msgpack.Decoder[M]) -> tuple[M, int | None]:
     """The next message and the descriptor that came with it. Raises `LinkClosedError`."""
+    fds: list[int] = []
     try:
         head, fds, _, _ = socket.recv_fds(link, HEADER_BYTES, 1)
-        head += _read(link, HEADER_BYTES - len(head)) if head else b""
-    except ConnectionError:
-        raise LinkClosedError from None
-    if not head:
-        raise LinkClosedError
-    body = _read(link, int.from_bytes(head, "little"))
-    return messages.decode(body), fds[0] if fds else None
+        if not head:
+            raise LinkClosedError
+        head += _read(link, HEADER_BYTES - len(head))
+        message = messages.decode(_read(link, int.from_bytes(head, "little")))
+    except BaseException as error:
+        for fd in fds:
+            os.close(fd)
+        if isinstance(error, ConnectionError | msgspec.DecodeError):
+            raise LinkClosedError from None
+        raise
+    return message, fds[0] if fds else None
 
 
 def _read(link: socket.socket, size: int) -> bytes:
@@ -138,10 +144,17 @@ def new_memory(pieces: Iterable[tuple[int, Buffer]]) -> int:
 
 
 def map_memory(fd: int | None, num_bytes: int) -> memoryview:
-    """The memory, read-only; it lives as long as the view. Closes the descriptor."""
-    if fd is None or num_bytes == 0:
+    """The memory, read-only; it lives as long as the view. Closes the descriptor.
+
+    Raises `OSError` when it did not arrive: the kernel drops it where this process has too many.
+    """
+    if fd is None:
+        if num_bytes:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return memoryview(b"")
     with contextlib.closing(os.fdopen(fd, "rb")) as file:
+        if num_bytes == 0:
+            return memoryview(b"")
         return memoryview(mmap.mmap(file.fileno(), num_bytes, prot=mmap.PROT_READ))
 
 

@@ -1,4 +1,4 @@
-"""A worker that does what its job's bytes say: `crash`, `hang`, or answer who it is."""
+"""A worker that does what its job's bytes say: `crash`, `hang`, `nonsense`, or answer who it is."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.render.processing import Processed
 from lookonce.render.worker_link import (
+    HEADER_BYTES,
     REQUESTS,
     Configure,
     LinkClosedError,
@@ -24,12 +25,18 @@ from lookonce.render.worker_link import (
 )
 from lookonce.types.media import Array, Expansion, ProcessedItem
 
+NONSENSE = (1).to_bytes(HEADER_BYTES, "little") + b"\xc1"
+"""A frame that holds no msgpack."""
+
 
 def work(link: socket.socket, job: Work, data: bytes) -> None:
     if data == b"crash":
         os.kill(os.getpid(), signal.SIGSEGV)
     if data == b"hang":
         time.sleep(1000)
+    if data == b"nonsense":
+        link.sendall(NONSENSE)
+        return
     if data == b"refuse":
         send_error(link, UnprocessableMediaError("refused"))
         return
@@ -56,6 +63,10 @@ def main() -> None:
                 return
             if configure.settings.folder == "dead":
                 return
+            if configure.settings.folder == "nonsense":
+                link.sendall(NONSENSE)
+            if configure.settings.folder == "mute":
+                time.sleep(1000)
             send(link, Ready())
             while True:
                 job, fd = receive(link, REQUESTS)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import socket
+import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from io import BytesIO
@@ -21,10 +25,14 @@ from lookonce.errors import (
     ModelLoadError,
     QueueFullError,
     TooLargeError,
+    UnavailableError,
     UnprocessableMediaError,
+    http_status,
 )
+from lookonce.render import pool as pool_module
 from lookonce.render.pool import MediaPool
 from lookonce.render.processing import MediaJob, Processed, Processing, ProcessingSettings
+from lookonce.render.worker_link import map_memory, new_memory
 from tests.render.doubles import until
 
 FAKE = (sys.executable, "-m", "tests.render.fake_worker")
@@ -221,7 +229,10 @@ def test_jobs_run_side_by_side(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("folder", "words"), [("bad", "bad folder"), ("dead", "did not start")])
+@pytest.mark.parametrize(
+    ("folder", "words"),
+    [("bad", "bad folder"), ("dead", "did not start"), ("nonsense", "did not start")],
+)
 def test_a_worker_that_cannot_start_is_an_error_at_the_start(folder: str, words: str) -> None:
     async def scenario() -> None:
         with pytest.raises(ModelLoadError, match=words):
@@ -239,6 +250,152 @@ def test_a_command_that_does_not_exist_is_an_error_at_the_start() -> None:
         await pool.aclose()
 
     asyncio.run(scenario())
+
+
+def test_a_start_that_fails_leaves_nothing_open() -> None:
+    async def scenario(folder: str) -> None:
+        pool = MediaPool(settings(folder), num_workers=1, command=FAKE)
+        with pytest.raises(ModelLoadError):
+            await pool.start()
+        await pool.aclose()
+
+    for folder in ("dead", "nonsense", "bad"):
+        before = len(os.listdir("/proc/self/fd"))
+        asyncio.run(scenario(folder))
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("shortage", [OSError(errno.EMFILE, "too many files"), ValueError("?")])
+def test_a_worker_that_cannot_be_started_now_is_started_later(
+    shortage: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second worker is first needed while something is short, or broken."""
+
+    def short() -> None:
+        raise shortage
+
+    async def scenario() -> None:
+        async with fake_pool(2) as pool:
+            gate = tmp_path / "gate"
+            busy = asyncio.create_task(pool.run(job(b"wait " + bytes(gate))))
+            await until(lambda: has_begun(pool))
+            with monkeypatch.context() as patch:
+                patch.setattr(socket, "socketpair", short)
+                for _ in range(2):
+                    with pytest.raises(UnavailableError) as refused:
+                        await pool.run(job())
+                    assert http_status(refused.value) == 503
+            await pool.run(job())
+            gate.touch()
+            await busy
+
+    asyncio.run(scenario())
+
+
+def test_a_thread_that_cannot_be_started_leaves_no_place_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def scenario() -> None:
+        async with fake_pool(2) as pool:
+            gate = tmp_path / "gate"
+            busy = asyncio.create_task(pool.run(job(b"wait " + bytes(gate))))
+            await until(lambda: has_begun(pool))
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", short)
+                with pytest.raises(UnavailableError):
+                    await pool.run(job())
+            assert pool.num_pending == 1
+            await pool.run(job())
+            gate.touch()
+            await busy
+
+    asyncio.run(scenario())
+
+
+def test_a_job_that_cannot_be_handed_over_is_unavailable_and_the_next_one_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For want of descriptors there is no memory to send it in, or the answer's is dropped."""
+
+    def no_memory(pieces: object) -> int:
+        raise OSError(errno.EMFILE, "too many files")
+
+    def lost_on_the_way(link: socket.socket, size: int, limit: int) -> tuple[object, ...]:
+        data, fds, *rest = receive_fds(link, size, limit)
+        for fd in fds:
+            os.close(fd)
+        return data, [], *rest
+
+    receive_fds = socket.recv_fds
+
+    async def scenario() -> None:
+        async with fake_pool() as pool:
+            for where, name, broken in (
+                (pool_module, "new_memory", no_memory),
+                (socket, "recv_fds", lost_on_the_way),
+            ):
+                with monkeypatch.context() as patch:
+                    patch.setattr(where, name, broken)
+                    with pytest.raises(UnavailableError, match="short of resources"):
+                        await pool.run(job())
+                assert bytes((await pool.run(job())).item.arrays["data"].data) == b"some data"
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_talks_nonsense_is_replaced() -> None:
+    async def scenario() -> None:
+        async with fake_pool() as pool:
+            before = worker_of(await pool.run(job()))
+            with pytest.raises(UnprocessableMediaError, match="crashed"):
+                await pool.run(job(b"nonsense"))
+            assert worker_of(await pool.run(job())) != before
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_does_not_end_when_killed_is_replaced_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It hangs in the kernel, say on a disk that is gone."""
+    stuck: list[subprocess.Popen[bytes]] = []
+
+    def still_there(process: subprocess.Popen[bytes], timeout: float) -> None:
+        stuck.append(process)
+        raise subprocess.TimeoutExpired("worker", timeout)
+
+    async def scenario() -> None:
+        async with fake_pool() as pool:
+            with monkeypatch.context() as patch:
+                patch.setattr(subprocess.Popen, "wait", still_there)
+                with pytest.raises(UnprocessableMediaError, match="crashed"):
+                    await pool.run(job(b"crash"))
+            await pool.run(job())
+        assert [process.wait() for process in stuck] == [-signal.SIGSEGV]
+
+    asyncio.run(scenario())
+
+
+def test_closing_ends_a_worker_that_is_still_starting() -> None:
+    async def scenario() -> None:
+        pool = MediaPool(settings("mute"), num_workers=1, command=FAKE)
+        starting = asyncio.create_task(pool.start())
+        await until(lambda: pool._crew._workers)
+        await pool.aclose()
+        with pytest.raises(DrainingError):
+            await starting
+
+    asyncio.run(scenario())
+
+
+def test_memory_of_no_bytes_is_closed_too() -> None:
+    fd = new_memory([])
+    assert map_memory(fd, 0) == b""
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(fd)
 
 
 def test_closing_ends_the_workers_and_fails_what_they_were_doing(tmp_path: Path) -> None:
@@ -269,7 +426,10 @@ class TestRealWorkers:
         asyncio.run(pool.aclose())
 
     def run(self, pool: MediaPool, modality: str, data: bytes, **options: object) -> Processed:
-        return asyncio.run(pool.run(MediaJob(modality, data, options)))  # type: ignore[arg-type]
+        async def scenario() -> Processed:
+            return await pool.run(MediaJob(modality, data, options))  # type: ignore[arg-type]
+
+        return asyncio.run(scenario())
 
     def png(self, *size: int) -> bytes:
         buffer = BytesIO()
