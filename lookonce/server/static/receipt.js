@@ -37,7 +37,8 @@ const worked = (text, why) => ({ reused: false, text, why });
 
 function cell({ reused, text, why }) {
   return element(
-    "td", {}, element("span", { class: reused ? "mark reused" : "mark done", title: why }, text),
+    "td", {}, element("span", { class: reused ? "mark reused" : "mark done" }, text),
+    element("span", { class: "why" }, why),
   );
 }
 
