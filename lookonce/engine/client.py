@@ -358,8 +358,10 @@ def _int32(token_ids: list[int]) -> Array:
 
 
 def _check_encodable(request: GenerateRequest) -> None:
-    """Raises `BadRequestError` for numbers that no message can carry."""
+    """Raises `BadRequestError` for numbers and strings that no message can carry."""
     try:
         msgspec.msgpack.encode((request.sampling, request.features))
     except OverflowError:
         raise BadRequestError("a number in the request is out of range") from None
+    except UnicodeError:
+        raise BadRequestError("a string in the request is not Unicode text") from None

@@ -150,6 +150,14 @@ class Intake:
         peer.bindings.clear()
         return Hints(items, bindings) if items or bindings else None
 
+    def counters(self) -> dict[str, float]:
+        store = self.store
+        return {
+            "mm_store_bytes": float(store.nbytes),
+            "mm_store_listed_bytes": float(sum(map(store.share_nbytes, store.senders))),
+            "mm_store_requests": float(len(store.requests)),
+        }
+
     # --- inside -------------------------------------------------------------------------------
 
     def _accepts(self, sender: str, epoch: int) -> bool:

@@ -14,10 +14,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from lookonce.core.request import Request
-from lookonce.engine.intake import Intake
+from lookonce.engine.debts import Debts
+from lookonce.engine.intake import Held, Intake
 from lookonce.engine.judge import Judge
 from lookonce.engine.postbox import Unreachable
 from lookonce.engine.step_loop import (
@@ -41,7 +41,7 @@ from lookonce.errors import (
     RequestFailedError,
     error_to_wire,
 )
-from lookonce.ipc.channel import EngineChannel
+from lookonce.ipc.channel import EngineChannel, Unreadable
 from lookonce.ipc.messages import (
     Abort,
     Accepted,
@@ -71,14 +71,6 @@ MAX_LOST = 64
 """Senders out of reach that are remembered; one that comes back later starts as a stranger."""
 
 
-@dataclass(slots=True)
-class _Asked:
-    """What a request's sender owes: items, in answers that are still to come."""
-
-    keys: set[bytes] = field(default_factory=set)
-    num_answers: int = 0
-
-
 class Reception:
     """One object for the input thread; only `stop` and `exchange` are touched by others."""
 
@@ -98,9 +90,9 @@ class Reception:
         """Request → its sender, from judging to release."""
         self._unaccepted: set[str] = set()
         """Requests whose sender still keeps the sources."""
-        self._asked: dict[str, _Asked] = {}
-        self._lost: dict[str, list[str]] = {}
-        """Senders that could not be reached, and the requests that ended with that."""
+        self._debts = Debts()
+        self._lost: dict[str, set[str]] = {}
+        """Senders that could not be reached, and the requests of whose end they must be told."""
         self._workshop = Workshop(channel.wake)
         """Requests whose grammar is being compiled: the step thread has not heard of them."""
         self._num_clears = 0
@@ -141,7 +133,7 @@ class Reception:
         self._broadcast(Heartbeat(self._intake.epoch, self._judge is not None, stalled))
         on_beat(stalled)
 
-    def _receive(self, sender: str, message: ClientMessage) -> None:
+    def _receive(self, sender: str, message: ClientMessage | Unreadable) -> None:
         if sender in self._lost and not isinstance(message, Hello):
             self._take_back(sender)
         if not isinstance(message, Hello) and sender not in self._senders:
@@ -166,6 +158,8 @@ class Reception:
                 self.exchange.command(AskStats(sender, nonce))
             case Hello():
                 self._hello(sender, message)
+            case Unreadable(request_id):
+                self._misread(sender, request_id)
 
     # --- senders ------------------------------------------------------------------------------
 
@@ -192,7 +186,7 @@ class Reception:
     def _goodbye(self, sender: str) -> None:
         logger.warning("API process disconnected")
         self._senders.discard(sender)
-        self._lost[sender] = self._end_requests(sender)
+        self._lost[sender] = set(self._end_requests(sender))
         if len(self._lost) > MAX_LOST:
             del self._lost[next(iter(self._lost))]
         self._intake.goodbye(sender)
@@ -209,6 +203,15 @@ class Reception:
             self._num_clears += 1
             self._send(sender, ClearCache(self._num_clears))
 
+    def _misread(self, sender: str, request_id: str | None) -> None:
+        """What the message changed in the sender's directory is lost, so both sides start over."""
+        self._discarded(sender, self._intake.epoch)
+        if request_id is not None:
+            error = RequestFailedError("the engine cannot read this request")
+            self._reject(sender, request_id, error)
+            if self._owners.get(request_id) == sender:
+                self._end(request_id)
+
     def _end_requests(self, sender: str) -> list[str]:
         ended = [r for r, owner in self._owners.items() if owner == sender]
         if ended:
@@ -222,15 +225,9 @@ class Reception:
     def _submit(self, sender: str, message: Submit) -> None:
         request_id = message.request.request_id
         try:
-            held = self._intake.submit(sender, message)
+            held = self._take_in(sender, message)
         except LookOnceError as error:
             self._reject(sender, request_id, error)
-            return
-        finally:
-            self._received(sender, message.seq)
-        if held is None:
-            self._discarded(sender, message.epoch)
-            self._reject(sender, request_id, _out_of_touch())
             return
         try:
             built = self._check(message.request, held.items)
@@ -247,6 +244,20 @@ class Reception:
             compile_grammar = self._judge.compile_grammar
             self._workshop.begin(built, grammar, compile_grammar, complete=not held.missing)
 
+    def _take_in(self, sender: str, message: Submit) -> Held:
+        """What the request holds now. Raises, with nothing held, what stands in its way."""
+        try:
+            held = self._intake.submit(sender, message)
+        finally:
+            self._received(sender, message.seq)
+        if held is None:
+            self._discarded(sender, message.epoch)
+            raise _out_of_touch()
+        if sender not in self._senders:  # saying so has found that out
+            self._intake.release(message.request.request_id)
+            raise _out_of_touch()
+        return held
+
     def _compiled(self, finished: Finished) -> None:
         request_id = finished.request.request_id
         if finished.error is None:
@@ -261,6 +272,9 @@ class Reception:
         sender = self._owners[request_id]
         if complete:
             self._accept(request_id)
+        if sender not in self._senders:  # saying so has found that out, and ended what it owned
+            self._release(request_id)
+            return
         self.exchange.command(Add(request, sender, accepted=complete))
 
     def _check(self, request: GenerateRequest, items: dict[bytes, ProcessedItem]) -> Request:
@@ -281,6 +295,8 @@ class Reception:
 
     def _reject(self, sender: str, request_id: str, error: LookOnceError) -> None:
         self._send(sender, Rejected(request_id, error_to_wire(error)))
+        if sender in self._lost:
+            self._lost[sender].add(request_id)
 
     def _supply(self, sender: str, message: SupplyMedia) -> None:
         """What is still missing then may not be needed: if it is, the step thread asks."""
@@ -291,7 +307,7 @@ class Reception:
             self._discarded(sender, message.epoch)
         elif self._owners.get(request_id) != sender:
             return  # it has ended meanwhile
-        elif self._owes(request_id, held.items):
+        elif self._debts.unpaid_after(request_id, held.items.keys()):
             self._reject(sender, request_id, MediaNotCachedError("referenced media did not come"))
             self.exchange.command(AbortRequest(request_id))
         else:
@@ -300,22 +316,13 @@ class Reception:
                 self._accept(request_id)
             self.exchange.command(Supply(request_id, held.items, accepted=complete))
 
-    def _owes(self, request_id: str, came: dict[bytes, ProcessedItem]) -> bool:
-        """Whether items that were asked for are in none of the answers."""
-        asked = self._asked.get(request_id, _Asked())
-        asked.keys -= came.keys()
-        asked.num_answers -= 1
-        return bool(asked.keys) and asked.num_answers <= 0
-
     def _accept(self, request_id: str) -> None:
         if request_id in self._unaccepted:
             self._unaccepted.discard(request_id)
             self._send(self._owners[request_id], Accepted(request_id))
 
     def _ask(self, request_id: str, keys: tuple[bytes, ...]) -> None:
-        asked = self._asked.setdefault(request_id, _Asked())
-        asked.keys.update(keys)
-        asked.num_answers += 1
+        self._debts.ask(request_id, keys)
         self._send(self._owners[request_id], ResendMedia(request_id, keys))
 
     def _abort(self, sender: str, request_ids: tuple[str, ...], index: int | None) -> None:
@@ -341,7 +348,7 @@ class Reception:
 
     def _take_note(self, outcome: Outcome) -> None:
         if isinstance(outcome, StatsAnswer):
-            counters = outcome.counters | self._own_counters()
+            counters = outcome.counters | self._intake.counters()
             self._send(outcome.sender, Stats(outcome.nonce, counters))
         elif isinstance(outcome, Unreachable):
             self._end_cut_off(outcome)
@@ -363,16 +370,8 @@ class Reception:
     def _release(self, request_id: str) -> None:
         self._owners.pop(request_id, None)
         self._unaccepted.discard(request_id)
-        self._asked.pop(request_id, None)
+        self._debts.forget(request_id)
         self._intake.release(request_id)
-
-    def _own_counters(self) -> dict[str, float]:
-        store = self._intake.store
-        return {
-            "mm_store_bytes": float(store.nbytes),
-            "mm_store_listed_bytes": float(sum(map(store.share_nbytes, store.senders))),
-            "mm_store_requests": float(len(store.requests)),
-        }
 
     # --- sending ------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from lookonce.errors import EngineDeadError, ProtocolError
@@ -19,6 +20,7 @@ from lookonce.ipc.codec import (
     client_message_decoder,
     engine_message_decoder,
     frames_nbytes,
+    request_id_of,
 )
 from lookonce.ipc.credits import Credits
 from lookonce.ipc.links import ClientLink, EngineLink
@@ -140,6 +142,14 @@ class Outlet:
         return self._link.send(sender, self._encoder.encode(message))
 
 
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A message came that cannot be decoded: what it changed in the sender's directory is lost."""
+
+    request_id: str | None
+    """The request it was about, where that much can be read."""
+
+
 class EngineChannel:
     """The engine process's end, owned by one thread; others may `wake` it, or have an outlet."""
 
@@ -148,18 +158,20 @@ class EngineChannel:
         self._outlet = Outlet(link)
         self._decoder = client_message_decoder()
 
-    def poll(self, timeout: float) -> list[tuple[str, ClientMessage]]:
+    def poll(self, timeout: float) -> list[tuple[str, ClientMessage | Unreadable]]:
         """`(sender, message)` in the order they came; waits up to `timeout` seconds.
 
-        A malformed message is logged and dropped: it harms nobody but its sender.
+        A malformed message is logged and stands in its place as `Unreadable`: it harms nobody but
+        its sender.
         """
-        received = []
-        for sender, frames in self._link.poll(timeout):
-            try:
-                received.append((sender, self._decoder.decode(frames)))
-            except ProtocolError as error:
-                logger.error("dropped a message from sender %.40r: %s", sender, error.message)
-        return received
+        return [(sender, self._read(sender, frames)) for sender, frames in self._link.poll(timeout)]
+
+    def _read(self, sender: str, frames: Sequence[Buffer]) -> ClientMessage | Unreadable:
+        try:
+            return self._decoder.decode(frames)
+        except ProtocolError as error:
+            logger.error("cannot read a message from sender %.40r: %s", sender, error.message)
+            return Unreadable(request_id_of(frames))
 
     def send(self, sender: str, message: EngineMessage) -> bool:
         """Enqueue for one sender; False when it is no longer connected."""

@@ -45,6 +45,42 @@ class Encoder:
         return value.dtype, value.shape, len(self._frames) - 1
 
 
+class _Named(msgspec.Struct, array_like=True):
+    """The first field of `GenerateRequest`; whatever follows is not looked at."""
+
+    request_id: str
+
+
+class _Submission(msgspec.Struct, tag="submit", array_like=True):
+    """As much of a `Submit` as it takes to know whose it is."""
+
+    epoch: int
+    seq: int
+    ops: msgspec.Raw
+    request: _Named
+
+
+class _Supply(msgspec.Struct, tag="supply", array_like=True):
+    """As much of a `SupplyMedia`."""
+
+    epoch: int
+    seq: int
+    ops: msgspec.Raw
+    request_id: str
+
+
+_ENVELOPES = msgspec.msgpack.Decoder(_Submission | _Supply)
+
+
+def request_id_of(frames: Sequence[Buffer]) -> str | None:
+    """Which request a message that cannot be decoded was about, if that much can be read."""
+    try:
+        envelope = _ENVELOPES.decode(frames[0])
+    except (msgspec.MsgspecError, IndexError, ValueError, RecursionError):
+        return None
+    return envelope.request.request_id if isinstance(envelope, _Submission) else envelope.request_id
+
+
 class Decoder(Generic[Message]):
     """Turns frames into messages of one union. Not for use by two threads at once."""
 

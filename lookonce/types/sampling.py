@@ -3,11 +3,42 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from lookonce.errors import BadRequestError
 from lookonce.types.grammar import Grammar
+
+_WHOLE = {int: "a whole number"}
+_NUMBER = {int: "a number", float: "a number"}
+_TEXT = {str: "a string"}
+_FLAG = {bool: "true or false"}
+_NOTHING = {type(None): "none"}
+_TYPES: dict[str, dict[Any, str]] = {
+    "n": _WHOLE,
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "top_k": _WHOLE,
+    "min_p": _NUMBER,
+    "presence_penalty": _NUMBER,
+    "frequency_penalty": _NUMBER,
+    "repetition_penalty": _NUMBER,
+    "logit_bias": {dict: "a mapping"} | _NOTHING,
+    "seed": _WHOLE | _NOTHING,
+    "stop": _TEXT | {tuple: "a list of strings", list: "a list of strings"},
+    "stop_token_ids": {tuple: "a list of whole numbers", list: "a list of whole numbers"},
+    "include_stop_str_in_output": _FLAG,
+    "ignore_eos": _FLAG,
+    "max_tokens": _WHOLE | _NOTHING,
+    "min_tokens": _WHOLE,
+    "logprobs": _WHOLE | _NOTHING,
+    "prompt_logprobs": _WHOLE | _NOTHING,
+    "skip_special_tokens": _FLAG,
+    "grammar": {Grammar: "a Grammar"} | _NOTHING,
+}
+"""What each field takes: exact type → its name for people."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -17,7 +48,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     to report beside the sampled token (None: no logprobs at all); `prompt_logprobs` asks the same
     of the prompt's tokens, all of which are then computed. `max_tokens` None means up to the
     model's length. `seed` makes a request's draws independent of what else is in the batch; sample
-    `i` of `n` uses `seed + i`. Raises `BadRequestError` naming the field.
+    `i` of `n` uses `seed + i`. `stop` and `stop_token_ids` take a list too, and `stop` one string.
+    Raises `BadRequestError` naming the field, also for a value of another type than the field's:
+    the engine could not read it.
     """
 
     n: int = 1
@@ -42,6 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         _between("n", self.n, 1, 128)
         _between("temperature", self.temperature, 0.0, 100.0)
         _between("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -56,6 +90,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         _between("logprobs", self.logprobs, 0, 20)
         _between("prompt_logprobs", self.prompt_logprobs, 0, 20)
         for token, bias in (self.logit_bias or {}).items():
+            if type(token) not in _WHOLE or type(bias) not in _NUMBER:
+                raise _wrong("logit_bias", "whole numbers (token ids) to numbers", {token: bias})
             _between(f"logit_bias[{token}]", bias, -100.0, 100.0)
         if len(self.stop) > 16:
             raise BadRequestError("stop takes at most 16 strings", param="stop")
@@ -66,6 +102,21 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         if self.grammar is not None:
             self._check_grammar(self.grammar)
 
+    def _check_types(self) -> None:
+        """Exact types, for a bool is no number here and a float no count."""
+        for name, types in _TYPES.items():
+            if type(getattr(self, name)) not in types:
+                raise _wrong(name, " or ".join(dict.fromkeys(types.values())), getattr(self, name))
+        stop: object = self.stop
+        if not isinstance(stop, tuple):
+            force_setattr(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
+        if type(self.stop_token_ids) is not tuple:
+            force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not all(type(text) is str for text in self.stop):
+            raise _wrong("stop", "strings alone", self.stop)
+        if not all(type(token) is int for token in self.stop_token_ids):
+            raise _wrong("stop_token_ids", "whole numbers alone", self.stop_token_ids)
+
     def _check_grammar(self, grammar: Grammar) -> None:
         """A grammar decides when a sample ends, and nothing else may."""
         for name, asked in {"ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens}.items():
@@ -75,6 +126,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
+
+
+def _wrong(name: str, wanted: str, value: object) -> BadRequestError:
+    return BadRequestError(f"{name} must be {wanted}, got {value!r:.40}", param=name)
 
 
 def _between(

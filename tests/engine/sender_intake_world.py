@@ -7,7 +7,8 @@ any order. The world itself checks what must hold at every moment:
 * where no message is under way, share and directory list the same keys and bytes;
 * what was looked up stays listed until sent, unless a restart or a reset took it;
 * the engine asks again only for what nothing guaranteed;
-* a request fails only with a documented error, and only for its documented cause.
+* a request fails only with a documented error, and only for its documented cause;
+* after a message that the engine could not read, both sides start over.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from lookonce.engine.intake import Intake
 from lookonce.engine.sender import Sender
 from lookonce.errors import MediaNotCachedError
+from lookonce.ipc.channel import Unreadable
 from lookonce.ipc.messages import (
     Abort,
     Accepted,
@@ -78,6 +80,8 @@ class Request:
     """Keys that listing, adding or sending loose guarantees once sent."""
     asked: deque[tuple[bytes, ...]] = field(default_factory=deque)
     num_asks: int = 0
+    may_fail: bool = False
+    """A message of its, or one before, was spoiled: nothing is guaranteed."""
 
 
 class Api:
@@ -91,6 +95,8 @@ class Api:
         self.outbox: deque[object] = deque([self.sender.hello()])
         self.requests: dict[str, Request] = {}
         self.resets = 0
+        self.num_spoiled = 0
+        """Messages whose changes the engine will never make, or has yet to ask us to undo."""
         self.processed = 0
         self.counted: list[RenderedItem] = []
         """Every part whose rendering resolved; the receipts speak of these."""
@@ -158,6 +164,7 @@ class Api:
             part.rendered.pinned for part in request.parts
         )
         message = self.commit(request)
+        request.may_fail = self.num_spoiled > 0
         assert self.sender.directory.num_pins == pinned_by, "a pin was not given back"
         listings = self.sender.directory.listings()
         request.guaranteed = {k for k, listing in listings.items() if not listing.adopted}
@@ -195,6 +202,21 @@ class Api:
         self.outbox.append(Abort(self.sender.epoch, (request.id,)))
         self.end(request, "cancelled")
 
+    def spoil(self, which: int) -> None:
+        """Some encoding mistake: the engine will not be able to read one of our messages."""
+        kinds = Submit | SupplyMedia | UpdateCache
+        places = [at for at, message in enumerate(self.outbox) if isinstance(message, kinds)]
+        if not places:
+            return
+        at = places[which % len(places)]
+        for message in list(self.outbox)[at:]:
+            request = self.requests.get(_request_id(message) or "")
+            if request is not None:
+                request.may_fail = True
+        self.outbox[at] = Unreadable(_request_id(self.outbox[at]))
+        self.num_spoiled += 1
+        self.world.expectations_may_break = True
+
     def inject(self, numbers: list[int]) -> None:
         self.outbox.append(
             self.sender.update([KeyedItem(key(number), make_item(number)) for number in numbers])
@@ -216,6 +238,7 @@ class Api:
             self._welcome(message)
         elif isinstance(message, ClearCache):
             self.resets += 1
+            self.num_spoiled -= message.number in self.world.misread
             self.outbox.append(self.sender.clear(message))
         elif isinstance(message, Hints):
             self.sender.hint(message)
@@ -241,13 +264,15 @@ class Api:
             self.end(request, "done")
         elif isinstance(message, Rejected):
             kind = message.error[0]
-            assert kind == "EngineDeadError" or request.fate == "reject", kind
+            known = kind == "EngineDeadError" or request.fate == "reject" or request.may_fail
+            assert known, kind
             self.end(request, "unavailable" if kind == "EngineDeadError" else "rejected")
         elif isinstance(message, ResendMedia):
             self._asked_again(request, message)
 
     def _asked_again(self, request: Request, message: ResendMedia) -> None:
-        assert not request.guaranteed & set(message.keys), "asked for what was guaranteed"
+        guaranteed = set() if request.may_fail else request.guaranteed
+        assert not guaranteed & set(message.keys), "asked for what was guaranteed"
         before = self.sender.resends
         self.sender.asked(request.prompt, message.keys)
         if not self.world.expectations_may_break:
@@ -268,6 +293,7 @@ class Api:
             self.end(request, "not cached")
             self.outbox.append(Abort(self.sender.epoch, (request.id,)))
             return
+        request.may_fail |= self.num_spoiled > 0
         for part in todo:
             self.made_again(part)
         numbers = {part.rendered.key: part.number for part in request.parts}
@@ -293,14 +319,14 @@ class Api:
 class Engine:
     """The engine process: an intake, a judge, and requests that run until they finish."""
 
-    def __init__(self, world: World, epoch: int) -> None:
+    def __init__(self, world: World, epoch: int, num_clears: int = 0) -> None:
         self.world = world
         self.intake = world.make_intake(epoch)
         self.running: dict[str, str] = {}
         """Accepted request → sender."""
         self.waiting: dict[str, tuple[str, tuple[bytes, ...]]] = {}
         """Request that waits for items → (sender, keys)."""
-        self.num_clears = 0
+        self.num_clears = num_clears
 
     def receive(self, api: Api) -> None:
         message = api.outbox.popleft()
@@ -313,6 +339,8 @@ class Engine:
             self._supply(api, message)
         elif isinstance(message, UpdateCache):
             self._heal(api, self.intake.update(api.name, message), message.epoch)
+        elif isinstance(message, Unreadable):
+            self._misread(api, message.request_id)
         elif isinstance(message, Abort):
             for request_id in message.request_ids:
                 self.end(request_id)
@@ -339,9 +367,22 @@ class Engine:
         _, keys = self.waiting.get(message.request_id, ("", ()))
         if held is None or not keys:
             return
-        assert set(keys) <= held.items.keys(), "a resend did not bring what was asked for"
+        if not set(keys) <= held.items.keys():
+            may_fail = api.requests[message.request_id].may_fail
+            assert may_fail, "a resend did not bring what was asked for"
+            self.end(message.request_id)
+            self._reject(api, message.request_id, "MediaNotCachedError")
+            return
         del self.waiting[message.request_id]
         self._accept(api, message.request_id)
+
+    def _misread(self, api: Api, request_id: str | None) -> None:
+        """Whatever it was, it changed the directory and not the share."""
+        self._heal(api, False, self.intake.epoch)
+        self.world.misread.add(self.num_clears)
+        if request_id is not None:
+            self.end(request_id)
+            self._reject(api, request_id, "RequestFailedError")
 
     def _accept(self, api: Api, request_id: str) -> None:
         self.running[request_id] = api.name
@@ -390,6 +431,12 @@ class Engine:
                     api.inbox.append(hints)
 
 
+def _request_id(message: object) -> str | None:
+    if isinstance(message, Submit):
+        return message.request.request_id
+    return message.request_id if isinstance(message, SupplyMedia) else None
+
+
 class World:
     """All of it, and what must hold."""
 
@@ -404,6 +451,8 @@ class World:
         self.num_senders = num_senders
         self.expectations_may_break = num_senders > 1
         """Hints, restarts and resets do that; nothing else may."""
+        self.misread: set[int] = set()
+        """Numbers of `ClearCache` that answer messages which could not be read."""
         self.make_intake = make_intake
         self._num_requests = 0
         self.engine = Engine(self, 1)
@@ -428,7 +477,7 @@ class World:
         """The engine dies with all it held; what is under way to it still arrives, at the new."""
         self.expectations_may_break = True
         epoch = self.engine.intake.epoch + 1
-        self.engine = Engine(self, epoch)
+        self.engine = Engine(self, epoch, self.engine.num_clears)
         for api in self.apis.values():
             api.inbox.append(Heartbeat(epoch, True, 0.0))
 
@@ -436,10 +485,11 @@ class World:
 
     def check(self) -> None:
         self.engine.intake.check_integrity()
-        assert self.engine.intake.store.mismatches == 0, "an operation contradicted a share"
+        mismatches = self.engine.intake.store.mismatches
+        assert not mismatches or self.misread, "an operation contradicted a share"
         for api in self.apis.values():
             api.sender.directory.check_integrity()
-            if not api.outbox and self._connected(api):
+            if not api.outbox and not api.num_spoiled and self._connected(api):
                 self._check_equal(api)
 
     def _connected(self, api: Api) -> bool:
@@ -492,6 +542,7 @@ class World:
             states = {request.id: request.state for request in api.requests.values()}
             assert set(states.values()) <= set(ENDED), states
             assert api.sender.directory.num_pins == 0, "pins leaked"
+            assert not api.num_spoiled, "what could not be read was never made good"
             self._check_counters(api)
             if self._connected(api):
                 listed |= api.sender.directory.sizes().keys()

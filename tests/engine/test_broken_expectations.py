@@ -11,9 +11,13 @@ from lookonce.ipc.messages import (
     NO_OPS,
     Accepted,
     ClearCache,
+    Deltas,
+    GetStats,
+    Heartbeat,
     Hello,
     Rejected,
     ResendMedia,
+    Stats,
     SupplyMedia,
     UpdateCache,
     Welcome,
@@ -100,6 +104,64 @@ def test_who_missed_a_step_hears_that_it_failed_and_never_a_gap(world):
         deltas = [d for m in await client.deltas_until_finished() for d in m.deltas]
         assert {delta.request_id for delta in deltas} == {"new"}
         await until(lambda: not world.engine.intake.store.requests)
+
+    play(world, scenario)
+
+
+@pytest.mark.parametrize("missed", [b"received", b"accepted"])
+def test_a_sender_found_lost_while_its_submission_is_answered_leaves_nothing(world, missed):
+    """And hears of the request's end when it comes back."""
+
+    async def scenario(client):
+        reach = world.hub.to_client
+
+        def miss_one(sender, frames):
+            if missed not in bytes(frames[0]):
+                return reach(sender, frames)
+            world.hub.to_client = reach
+            return False
+
+        world.hub.to_client = miss_one
+        ops = NO_OPS if missed == b"received" else added("cat")
+        client.submit(request("r", text(20), [CAT]), ops=ops)
+        await until(lambda: not world.engine.intake.knows(client.name))
+        await until(lambda: not world.engine.intake.store.requests)
+        client.channel.send_now(GetStats(1))
+        rejected = await client.next(Rejected)
+        assert (rejected.request_id, rejected.error[0]) == ("r", "EngineDeadError")
+        stats = await client.next(Stats)
+        assert stats.counters["num_requests_running"] == 0
+        assert stats.counters["num_requests_waiting"] == 0
+
+    play(world, scenario)
+
+
+def test_an_answer_that_cannot_be_read_ends_its_request_and_both_start_over(world):
+    async def scenario(client):
+        client.submit(request("r", text(20), [CAT]))
+        await client.next(ResendMedia)
+        bad = SupplyMedia(client.epoch, client.seq(), added("cat"), "r", loose=(5,))
+        client.channel.send_now(bad)
+        clear = await client.next(ClearCache)
+        rejected = await client.next(Rejected)
+        assert (rejected.request_id, rejected.error[0]) == ("r", "RequestFailedError")
+        client.channel.send_now(
+            UpdateCache(client.epoch, client.seq(), NO_OPS, cleared=clear.number)
+        )
+        await until(lambda: client.channel.bytes_in_flight == 0)
+        await until(lambda: not world.engine.intake.store.requests)
+        assert world.engine.intake.store.share(client.name) == {}
+
+    play(world, scenario)
+
+
+def test_even_what_nobody_can_tell_the_use_of_lets_both_start_over(world):
+    async def scenario(client):
+        client.submit(request("r", text(20), [CAT]), ops=added("cat"))
+        await client.next(Accepted)
+        client.channel._link.send([b"\xc1 nonsense", bytes(5000)])
+        while not isinstance(message := await client.messages.get(), ClearCache):
+            assert isinstance(message, Deltas | Heartbeat)
 
     play(world, scenario)
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 
 import pytest
+from msgspec.structs import force_setattr
 
 from lookonce.errors import (
     BadRequestError,
@@ -29,6 +30,37 @@ async def all_of(generation):
 @pytest.fixture
 def world():
     return World()
+
+
+# --- what the engine cannot read --------------------------------------------------------------
+
+
+def unreadable() -> SamplingParams:
+    """Something that no check foresaw."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    force_setattr(sampling, "max_tokens", 8.0)
+    return sampling
+
+
+def test_a_request_that_the_engine_cannot_read_fails_alone_and_both_sides_stay_equal(world):
+    """`World.run` compares them at the end."""
+
+    async def scenario(client):
+        running = client.generate(rendered(text(9)), ENDLESS, "running")
+        await anext(running)
+        prompt = rendered(text(20), part("cat"), offsets=(3,))
+        with pytest.raises(RequestFailedError, match="cannot read"):
+            await all_of(client.generate(prompt, unreadable(), "bad"))
+        for name in ("cat", "dog"):
+            prompt = rendered(text(20), part(name, held=name == "cat"), offsets=(3,))
+            tokens = tokens_of(await all_of(client.generate(prompt, GREEDY, name)))
+            assert tokens == expected(prompt, 8)
+        await anext(running)
+        await running.aclose()
+        await until(lambda: client._channel.bytes_in_flight == 0)
+        assert len(client.directory.sizes()) == 2
+
+    world.run(scenario)
 
 
 # --- leaving ----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from lookonce.cache.lru import ByteLRU, Evicted
 from lookonce.engine.intake import Intake
 from lookonce.engine.sender import Sender, _Change
 from lookonce.ipc.messages import NO_OPS
-from tests.engine.sender_intake_world import Api, World
+from tests.engine.sender_intake_world import Api, Engine, World
 
 PICK = st.integers(0, 11)
 NUMBERS = st.lists(st.integers(0, 11), min_size=1, max_size=5)
@@ -108,6 +108,11 @@ def build_machine(**world_parts):
         @rule(who=PICK, numbers=NUMBERS)
         def inject(self, who, numbers):
             self.api(who).inject(numbers)
+
+        @rule(who=PICK, which=PICK, really=SELDOM)
+        def spoil_a_message(self, who, which, really):
+            if really:
+                self.api(who).spoil(which)
 
         @rule(who=PICK, what=st.sampled_from(["reset", "restart", "forget"] + [None] * 6))
         def disturb(self, who, what):
@@ -203,7 +208,7 @@ def test_judging_before_applying_is_found():
         return init
 
     with patch.object(World, "__init__", judging_first(World.__init__)):
-        assert_found("the two sides differ|contradicted", make_intake=JudgesFirst)
+        assert_found("the two sides differ|contradicted|did not bring", make_intake=JudgesFirst)
 
 
 def test_evicting_a_pinned_entry_is_found():
@@ -228,7 +233,7 @@ def test_a_lookup_that_does_not_pin_is_found():
             part.pinned = False
 
     with patch.object(Directory, "lookup", Directory.peek), patch.object(Sender, "cancel", cancel):
-        assert_found("a pinned entry was evicted")
+        assert_found("a pinned entry was evicted|a pin was not given back|differ")
 
 
 def test_not_protecting_a_messages_own_keys_is_found():
@@ -307,6 +312,11 @@ def test_forgetting_to_release_is_found():
             pass
 
     assert_found("still held", make_intake=Hoarder)
+
+
+def test_ignoring_what_could_not_be_read_is_found():
+    with patch.object(Engine, "_misread", lambda self, api, request_id: None):
+        assert_found("never made good|never reach an end|'sent'")
 
 
 def test_a_settled_world_has_its_items_on_both_sides():
