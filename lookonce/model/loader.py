@@ -22,6 +22,9 @@ from lookonce.model.families.base import Model, ModelFamily
 from lookonce.model.families.registry import family_for
 from lookonce.model.fusion import fuse_norms
 from lookonce.model.inputs import DTYPES
+from lookonce.model.quantized import unpacking
+from lookonce.model.rope import longest_sequence
+from lookonce.model.stops import stop_token_ids
 from lookonce.model.towers import lean_towers
 from lookonce.types.model import ModelInfo
 
@@ -44,12 +47,13 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> LoadedM
     """Load weights and bind them to their family.
 
     Raises `ModelLoadError` that says what is wrong: no such folder, a broken config, a type that
-    is not supported (with those that are), no safetensors, missing weights, a bad length.
+    or a quantization that is not supported (with those that are), no safetensors, missing or
+    unknown weights, a bad length.
     """
     raw_config = _read_config(config)
     family_class = family_for(str(raw_config.get("model_type")))
     dtype, device = DTYPES[config.dtype], torch.device(config.device)
-    model = _read_weights(config, family_class, dtype, progress)
+    model = _read_weights(config, family_class, dtype, unpacking(raw_config), progress)
     digest = _weights_digest(model, raw_config)
     family = family_class(model.to(device))
     return LoadedModel(model, family, _model_info(config, family, digest), dtype, device)
@@ -61,7 +65,7 @@ def _model_info(config: ModelConfig, family: ModelFamily, digest: str) -> ModelI
         model_type=family.config.model_type,
         vocab_size=family.vocab_size,
         max_model_len=_max_model_len(config, family),
-        eos_token_ids=_eos_token_ids(family),
+        eos_token_ids=_eos_token_ids(config, family),
         modalities=family.modalities,
         dtype=config.dtype,
         encoder_row_bytes=family.row_width * DTYPES[config.dtype].itemsize,
@@ -89,6 +93,7 @@ def _read_weights(
     config: ModelConfig,
     family: type[ModelFamily],
     dtype: torch.dtype,
+    unpacked: Json,
     progress: Progress | None,
 ) -> Model:
     """On the CPU, in `dtype`: attention of the text model through our pages, of towers on SDPA."""
@@ -99,20 +104,30 @@ def _read_weights(
                 dtype=dtype,
                 use_safetensors=True,
                 output_loading_info=True,
+                **unpacked,
             )
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"the weights of {config.folder} do not load: {error}") from error
-    if loading["missing_keys"]:
-        names = ", ".join(sorted(loading["missing_keys"])[:3])
-        raise ModelLoadError(
-            f"{config.folder} lacks {len(loading['missing_keys'])} weights, among them {names}"
-        )
+    _check_names(config.folder, family, loading)
     composite = model.config.get_text_config(decoder=True) is not model.config
     model.set_attn_implementation({"text_config": ATTENTION_NAME} if composite else ATTENTION_NAME)
     model.eval().requires_grad_(False)
     fuse_norms(model)
     lean_towers(model)
     return model
+
+
+def _check_names(folder: str, family: type[ModelFamily], loading: Json) -> None:
+    """transformers makes missing weights up and leaves unknown ones out, scales among them."""
+    if missing := sorted(loading["missing_keys"]):
+        raise ModelLoadError(
+            f"{folder} lacks {len(missing)} weights, among them {', '.join(missing[:3])}"
+        )
+    if unknown := sorted(filter(family.misses, loading["unexpected_keys"])):
+        raise ModelLoadError(
+            f"{folder} has {len(unknown)} weights that a model of its config has no place for, "
+            f"among them {', '.join(unknown[:3])}"
+        )
 
 
 @contextlib.contextmanager
@@ -140,21 +155,19 @@ def _counted(items: Any, progress: Progress) -> Iterator[Any]:
 
 
 def _max_model_len(config: ModelConfig, family: ModelFamily) -> int:
-    limit = int(family.text_config.max_position_embeddings)
+    limit = longest_sequence(family.text_config)
     wanted = config.max_model_len
     if wanted is not None and not 1 <= wanted <= limit:
         raise ModelLoadError(f"--max-model-len is 1 to {limit} for this model, got {wanted}")
     return limit if wanted is None else wanted
 
 
-def _eos_token_ids(family: ModelFamily) -> tuple[int, ...]:
-    """What ends an answer: the generation config's word counts before the model config's."""
-    sources = (family.model.generation_config, family.config, family.text_config)
-    for source in sources:
-        found = getattr(source, "eos_token_id", None)
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (int(found),)
-    return ()
+def _eos_token_ids(config: ModelConfig, family: ModelFamily) -> tuple[int, ...]:
+    """The generation config's word counts before the model config's. None lies beyond the logits,
+    as an end that only the tokenizer knows might."""
+    configs = [family.model.generation_config, family.config, family.text_config]
+    found = stop_token_ids(config.folder, configs)
+    return tuple(token for token in found if token < family.vocab_size)
 
 
 def _weights_digest(model: Model, raw_config: Json) -> str:

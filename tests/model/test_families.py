@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-
 import pytest
 import torch
 
@@ -136,20 +133,3 @@ def test_both_floors_serve_the_types_that_are_promised_with_the_same_media():
     model = {name: family.modalities for name, family in FAMILIES.items()}
     assert model == SUPPORTED
     assert render == {name: modalities for name, modalities in SUPPORTED.items() if modalities}
-
-
-def test_rope_that_changes_with_the_longest_of_a_batch_is_refused(folder, tmp_path):
-    shutil.copytree(folder("llama"), tmp_path, dirs_exist_ok=True)
-    config = json.loads((tmp_path / "config.json").read_text())
-    factors = [1.0] * 8
-    config["rope_parameters"] = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 1024,
-        "short_factor": factors,
-        "long_factor": factors,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelLoadError, match="longrope"):
-        load_model(ModelConfig(folder=str(tmp_path), served_name="m"))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from lookonce.config import ModelConfig
 from lookonce.errors import ModelLoadError
 from lookonce.model.attention.hook import ATTENTION_NAME
 from lookonce.model.loader import load_model
+from tests.model.copies import copied, edit
 
 
 def load(folder: Path, progress=None, **options):
@@ -24,7 +22,7 @@ def load(folder: Path, progress=None, **options):
 @pytest.fixture
 def broken(folder, tmp_path) -> Path:
     """A copy of the llama folder, to be broken."""
-    return Path(shutil.copytree(folder("llama"), tmp_path / "broken"))
+    return copied(folder("llama"), tmp_path)
 
 
 def test_nano_says_what_it_is(folder):
@@ -88,7 +86,7 @@ def test_a_config_that_is_not_json_is_refused(broken):
 
 
 def test_an_unsupported_type_is_refused_with_what_is_supported(broken):
-    edit_config(broken, model_type="bert")
+    edit(broken / "config.json", model_type="bert")
     with pytest.raises(ModelLoadError, match=r"'bert' are not supported.*gemma3.*qwen2_5_vl"):
         load(broken)
 
@@ -116,15 +114,41 @@ def test_a_missing_weight_is_named_rather_than_made_up(broken):
         load(broken)
 
 
-@pytest.mark.skipif(find_spec("gptqmodel") is not None, reason="gptqmodel is installed")
-def test_weights_that_need_a_library_to_unpack_name_it(broken):
-    edit_config(broken, quantization_config={"quant_method": "awq", "bits": 4})
-    with pytest.raises(ModelLoadError, match="gptqmodel"):
+def test_a_weight_the_model_has_no_place_for_is_named_rather_than_left_out(broken):
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.0.self_attn.q_proj.bias"] = torch.ones(64)
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"has 1 weights .*layers\.0\.self_attn\.q_proj\.bias"):
         load(broken)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.mtp_layers.0.mlp.up_proj.weight",
+        "vision_tower.vision_model.head.probe",
+    ],
+)
+def test_published_weights_that_no_family_uses_are_left_out(folder, tmp_path, name):
+    kind = "llava" if name.startswith("vision") else "llama"
+    copy = copied(folder(kind), tmp_path)
+    weights = load_file(copy / "model.safetensors") | {name: torch.ones(8)}
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    assert load(copy).info.model_type == kind
+
+
+def test_an_output_head_beside_tied_embeddings_is_known(folder, tmp_path):
+    copy = copied(folder("gemma3_text"), tmp_path)
+    weights = load_file(copy / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    assert load(copy).info.model_type == "gemma3_text"
+
+
 def test_weights_of_another_shape_are_refused(broken):
-    edit_config(broken, intermediate_size=96)
+    edit(broken / "config.json", intermediate_size=96)
     with pytest.raises(ModelLoadError, match="do not load"):
         load(broken)
 
@@ -137,8 +161,3 @@ def test_a_length_the_model_was_not_made_for_is_refused(folder, length):
 
 def test_a_shorter_length_may_be_asked_for(folder):
     assert load(folder("llama"), max_model_len=100).info.max_model_len == 100
-
-
-def edit_config(folder: Path, **changes) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 from importlib import import_module
 from typing import Any, ClassVar, Literal
@@ -9,8 +10,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from lookonce.errors import ModelLoadError
 from lookonce.model.attention.backend import AttentionFeatures
+from lookonce.model.rope import refuse_changing_rope
 from lookonce.types.media import Modality
 
 Tensors = dict[str, Tensor]
@@ -36,6 +37,14 @@ class ModelFamily:
     unsplittable: ClassVar[tuple[Modality, ...]] = ()
     """Modalities whose items attend to themselves in both directions."""
     position_axes: ClassVar[PositionAxes] = 1
+    dropped_weights: ClassVar[tuple[str, ...]] = (
+        r"(^|\.)rotary_emb\.",
+        r"(^|\.)(inv_freq|position_ids)$",
+        r"(^|\.)mtp(_layers)?\.",
+        r"(^|\.)vision_(tower|model)\.(vision_model\.)?head\.",
+    )
+    """Patterns of published weights that nothing here uses: what a config determines anyway, heads
+    that draft tokens, and those that sum a picture up. transformers itself drops Omni's talker."""
 
     def __init__(self, model: Model) -> None:
         """Raises `ModelLoadError` for a model whose parts depend on what else is in a batch."""
@@ -45,13 +54,18 @@ class ModelFamily:
         self.decoder: nn.Module = model.get_decoder()
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.lm_head: nn.Linear = model.get_output_embeddings()
-        _refuse_changing_rope(self.text_config)
+        refuse_changing_rope(self.text_config)
 
     @classmethod
     def transformers_class(cls) -> Any:
         """What reads the weights, by its `from_pretrained`."""
         name = "AutoModelForMultimodalLM" if cls.modalities else "AutoModelForCausalLM"
         return getattr(import_module("transformers"), name)
+
+    @classmethod
+    def misses(cls, name: str) -> bool:
+        """Whether a weight that was not loaded is one that the model should have had."""
+        return not any(re.search(pattern, name) for pattern in cls.dropped_weights)
 
     @property
     def hidden_size(self) -> int:
@@ -121,15 +135,6 @@ class ModelFamily:
         """
         embeds.index_copy_(0, at, rows)
         return {}
-
-
-def _refuse_changing_rope(text_config: Any) -> None:
-    """transformers turns all sequences of a batch by the longest one's `longrope` factors, so a
-    prompt's keys would depend on its neighbours, and held ones would be wrong for the next."""
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    if any(kind.get("rope_type") == "longrope" for kind in kinds):
-        raise ModelLoadError("models with rope_type 'longrope' are not supported")
 
 
 class TextFamily(ModelFamily):

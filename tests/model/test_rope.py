@@ -1,0 +1,96 @@
+"""Ropes that reach further than the config says do so here; those of a whole batch are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lookonce.errors import ModelLoadError
+from tests.model.copies import copied, load
+from tests.model.serving import compare, make_subject, serve
+
+YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
+LLAMA3 = {
+    "type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+FACTORS = [1.0] * 8
+LONGROPE = {
+    "type": "longrope",
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+    "short_factor": FACTORS,
+    "long_factor": FACTORS,
+}
+
+
+@pytest.fixture
+def scaled(folder, tmp_path):
+    """A copy of a folder with `rope_scaling`, as people write it into a published config."""
+
+    def get(kind: str, scaling: dict[str, Any], **changes: Any) -> Path:
+        copy = copied(folder(kind), tmp_path)
+        config = json.loads((copy / "config.json").read_text())
+        text = config.get("text_config", config)
+        del text["rope_parameters"]
+        text |= {"rope_scaling": scaling, **changes}
+        (copy / "config.json").write_text(json.dumps(config))
+        return copy
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("scaling", "stated", "limit"),
+    [
+        (YARN, 512, 4096),
+        (YARN, 640, 4096),  # Qwen3 states 40960, of which 32768 were trained
+        (YARN, 4096, 4096),  # gpt-oss states what it reaches
+        ({"type": "yarn", "factor": 8.0}, 512, 4096),
+        ({"type": "linear", "factor": 2.5}, 512, 1280),
+        (LLAMA3, 2048, 2048),
+    ],
+)
+def test_how_far_a_rope_reaches(scaled, scaling, stated, limit):
+    folder = scaled("llama", scaling, max_position_embeddings=stated)
+    assert load(folder).info.max_model_len == limit
+    assert load(folder, max_model_len=limit).info.max_model_len == limit
+    with pytest.raises(ModelLoadError, match=f"1 to {limit}"):
+        load(folder, max_model_len=limit + 1)
+
+
+def test_gemma3_states_what_its_stretched_layers_reach(scaled):
+    linear = {"rope_type": "linear", "factor": 8.0}
+    loaded = load(scaled("gemma3_text", linear, max_position_embeddings=2048))
+    assert loaded.family.text_config.rope_parameters["full_attention"]["factor"] == 8.0
+    assert loaded.info.max_model_len == 2048
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["linear", "yarn"])
+def test_beyond_the_original_length_answers_are_hugging_face_s(scaled, kind, name):
+    scaling = {"type": name, "factor": 64.0}
+    if name == "yarn":
+        scaling["original_max_position_embeddings"] = 8
+    if kind == "qwen2_5_vl":
+        scaling["mrope_section"] = [2, 3, 3]
+    folder = scaled(kind, scaling, max_position_embeddings=8)
+    subject = make_subject(folder)
+    assert subject.loaded.family.text_config.rope_parameters["rope_type"] == name
+    assert max(len(case.token_ids) for case in subject.cases) > 8
+    served = serve(subject.loaded, subject.cases, budget=23)
+    difference = compare(served.answers, subject.expected)
+    assert difference.wrong == 0
+    assert difference.max_logit_error < 1e-4
+
+
+@pytest.mark.parametrize("scaling", [LONGROPE, {"type": "dynamic", "factor": 4.0}])
+def test_rope_that_changes_with_the_longest_of_a_batch_is_refused(scaled, scaling):
+    with pytest.raises(ModelLoadError, match=scaling["type"]):
+        load(scaled("llama", scaling))
