@@ -186,6 +186,18 @@ class TestFamilies:
         with pytest.raises(ModelLoadError, match=r"has no config\.json"):
             load_family(tmp_path, "float32")
 
+    @pytest.mark.parametrize("setting", [{"do_pan_and_scan": True}, {"do_resize": False}])
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_settings_of_gemma3_that_are_not_offered_are_refused(
+        self, folder: FolderMaker, tmp_path: Path, setting: dict[str, bool], nested: bool
+    ) -> None:
+        (tmp_path / "config.json").write_bytes((folder("gemma3") / "config.json").read_bytes())
+        config = json.loads((folder("gemma3") / "preprocessor_config.json").read_text()) | setting
+        name = "processor_config.json" if nested else "preprocessor_config.json"
+        (tmp_path / name).write_text(json.dumps({"image_processor": config} if nested else config))
+        with pytest.raises(ModelLoadError, match=r"do_pan_and_scan|does not resize"):
+            load_family(tmp_path, "float32")
+
     @pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json"])
     def test_a_file_that_is_no_json_is_named(
         self, folder: FolderMaker, tmp_path: Path, name: str

@@ -7,6 +7,7 @@ from typing import Any
 
 from PIL import Image
 
+from lookonce.errors import ModelLoadError
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
 from lookonce.render.families.folder import FolderFiles
 from lookonce.render.families.given import Arrays, check_arrays
@@ -16,13 +17,18 @@ from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 
 class Gemma3Processing(ProcessorFamily):
-    """Pan and scan, off by default in the processor too, is not offered."""
+    """Pan and scan, off by default in the processor too, is not offered: a folder that asks for it
+    is refused."""
 
     model_types = ("gemma3",)
     modalities = ("image",)
 
     def __init__(self, files: FolderFiles, dtype: str) -> None:
         super().__init__(files, dtype)
+        if files.image_processor.get("do_pan_and_scan"):
+            raise ModelLoadError("an image processor with do_pan_and_scan is not supported")
+        if not files.image_processor.get("do_resize", True):
+            raise ModelLoadError("an image processor that does not resize is not supported")
         config = files.config
         self._begin = token_id(config, "boi_token_id", "boi_token_index")
         self._end = token_id(config, "eoi_token_id", "eoi_token_index")
