@@ -15,6 +15,8 @@ from lookonce.types.supported import SUPPORTED, unsupported
 Json = dict[str, Any]
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 WEIGHTS = ["*.safetensors"]
+SECOND_COPIES = ["original/*", "*consolidated*.safetensors"]
+"""The same weights once more, as Llama's, Mistral's and gpt-oss's makers have them: never read."""
 
 
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
@@ -36,7 +38,8 @@ def local_folder(model: str, *, weights: bool = True) -> str:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return str(snapshot_download(model, allow_patterns=SMALL_FILES + WEIGHTS * weights))
+        patterns = SMALL_FILES + WEIGHTS * weights
+        return str(snapshot_download(model, allow_patterns=patterns, ignore_patterns=SECOND_COPIES))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError):
         raise ConfigError(
             f"MODEL {model!r} is neither a local folder nor a model the hub gives out"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 from lookonce.config import Options, resolve
 from lookonce.errors import ConfigError
@@ -25,6 +26,37 @@ def test_a_hub_id_becomes_the_folder_of_its_files_and_keeps_its_name(tmp_path, m
     config = hub.with_local_model(resolve(Options(model="org/model")))
     assert config.model.folder == str(tmp_path)
     assert config.model.served_name == "org/model"
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_weights_are_fetched_once_and_only_where_they_are_wanted(tmp_path, monkeypatch, weights):
+    small = ["config.json", "model.safetensors.index.json", "tokenizer.json", "chat_template.jinja"]
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    copies = [
+        "original/config.json",
+        "original/model-00001-of-00001.safetensors",
+        "original/consolidated.00.pth",
+        "consolidated.safetensors",
+        "consolidated-00001-of-00001.safetensors",
+        "pytorch_model.bin",
+    ]
+    fetched: list[str] = []
+
+    def hub_of_copies(
+        repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
+        fetched.extend(
+            filter_repo_objects(
+                small + shards + copies,
+                allow_patterns=allow_patterns,
+                ignore_patterns=ignore_patterns,
+            )
+        )
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub_of_copies)
+    hub.local_folder("org/model", weights=weights)
+    assert fetched == small + shards * weights
 
 
 @pytest.mark.parametrize("model", ["org/model", "/no/such/folder", "a b c", ""])
