@@ -124,9 +124,7 @@ class Fetcher:
             self.counts.reused += 1
             return held.data
         async with self._request(url, held) as response:
-            headers = {
-                k.decode("latin-1").lower(): v.decode("latin-1") for k, v in response.headers
-            }
+            headers = _header_map(response)
             if response.status in REDIRECTS:
                 return _redirect(url, headers)
             if response.status == 304 and held is not None:
@@ -213,6 +211,9 @@ def _redirect(url: httpx.URL, headers: Mapping[str, str]) -> httpx.URL:
 
 
 def _header_map(response: httpcore.Response) -> dict[str, str]:
-    """Lower-case name → value, the last of each name."""
-    pairs = response.headers
-    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in pairs}
+    """Lower-case name → value; the lines of a repeated field are one list."""
+    joined: dict[str, str] = {}
+    for raw_name, raw_value in response.headers:
+        name, value = raw_name.decode("latin-1").lower(), raw_value.decode("latin-1")
+        joined[name] = f"{joined[name]}, {value}" if name in joined else value
+    return joined

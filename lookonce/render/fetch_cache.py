@@ -6,13 +6,15 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lookonce.types.ports import Clock
 
 MAX_FRESH_SECONDS = 24 * 3600.0
 ENTRY_OVERHEAD = 1024
-"""Bytes charged per entry beside its body."""
+"""Bytes charged per entry beside its body, URL and headers."""
+MEANINGFUL = ("age", "cache-control", "etag", "last-modified", "vary")
+"""Header fields that say whether a body may be kept, for how long, and how to ask about it."""
 
 CacheKey = tuple[bytes, str]
 """Scope and URL: what one tenant fetched is not shown to another, not even by its speed."""
@@ -23,18 +25,18 @@ class CachedBody:
     """A body, how to ask whether it still holds, and until when that need not be asked."""
 
     data: bytes
-    etag: str | None
-    last_modified: str | None
+    headers: Mapping[str, str]
+    """The `MEANINGFUL` ones."""
     fresh_until: float
 
-    def conditional_headers(self) -> list[tuple[str, str]]:
+    def conditional_headers(self) -> list[tuple[str, bytes]]:
         """Headers that make the origin answer 304 when the body still holds."""
-        headers = []
-        if self.etag is not None:
-            headers.append(("If-None-Match", self.etag))
-        if self.last_modified is not None:
-            headers.append(("If-Modified-Since", self.last_modified))
-        return headers
+        asks = {"If-None-Match": "etag", "If-Modified-Since": "last-modified"}
+        return [
+            (ask, self.headers[name].encode("latin-1"))
+            for ask, name in asks.items()
+            if name in self.headers
+        ]
 
 
 class FetchCache:
@@ -66,49 +68,76 @@ class FetchCache:
     def store(self, key: CacheKey, data: bytes, headers: Mapping[str, str]) -> None:
         """Keep a 200 answer if its headers allow it and make it reusable; else forget the key."""
         self.remove(key)
-        directives = _directives(headers)
-        etag, modified = headers.get("etag"), headers.get("last-modified")
-        seconds = _fresh_seconds(directives, headers)
-        reusable = seconds > 0 or etag is not None or modified is not None
-        forbidden = "no-store" in directives or headers.get("vary", "").strip() == "*"
-        cost = len(data) + ENTRY_OVERHEAD
-        if forbidden or not reusable or cost > self._capacity:
+        kept = {name: headers[name] for name in MEANINGFUL if name in headers}
+        seconds = _fresh_seconds(kept)
+        reusable = seconds > 0 or "etag" in kept or "last-modified" in kept
+        if not reusable or _is_forbidden(kept):
             return
-        self._entries[key] = CachedBody(data, etag, modified, self._clock() + seconds)
-        self._bytes += cost
+        entry = CachedBody(data, kept, self._clock() + seconds)
+        if _cost(key, entry) > self._capacity:
+            return
+        self._entries[key] = entry
+        self._bytes += _cost(key, entry)
         while self._bytes > self._capacity:
             self.remove(next(iter(self._entries)))
 
     def refresh(self, key: CacheKey, headers: Mapping[str, str]) -> None:
-        """A 304 confirmed the entry: its freshness starts again."""
+        """A 304 confirmed the entry: its freshness starts again.
+
+        What the 304 says counts from now on, what it does not mention stays (RFC 9111, 4.3.4). One
+        that speaks of other content than ours says nothing about ours, which is not kept.
+        """
         entry = self._entries.get(key)
-        if entry is not None:
-            seconds = _fresh_seconds(_directives(headers), headers)
-            self._entries[key] = replace(entry, fresh_until=self._clock() + seconds)
+        if entry is None:
+            return
+        old, new = (fields.get("etag") for fields in (entry.headers, headers))
+        if None not in (old, new) and _opaque(old) != _opaque(new):
+            self.remove(key)
+            return
+        without_age = {name: value for name, value in entry.headers.items() if name != "age"}
+        self.store(key, entry.data, {**without_age, **headers})
 
     def remove(self, key: CacheKey) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
-            self._bytes -= len(entry.data) + ENTRY_OVERHEAD
+            self._bytes -= _cost(key, entry)
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` when the byte account is off."""
-        held = sum(len(entry.data) + ENTRY_OVERHEAD for entry in self._entries.values())
+        held = sum(_cost(key, entry) for key, entry in self._entries.items())
         if held != self._bytes or held > self._capacity:
             raise AssertionError(f"{held} bytes held, {self._bytes} accounted")
 
 
+def _cost(key: CacheKey, entry: CachedBody) -> int:
+    """Bytes. Whoever asks chooses the URL, and its origin the headers: they may be long."""
+    _, url = key
+    return len(entry.data) + len(url) + sum(map(len, entry.headers.values())) + ENTRY_OVERHEAD
+
+
+def _is_forbidden(headers: Mapping[str, str]) -> bool:
+    varies = (name.strip() for name in headers.get("vary", "").split(","))
+    return "no-store" in _directives(headers) or "*" in varies
+
+
+def _opaque(etag: str | None) -> str | None:
+    """The tag without its mark of weakness: a 304 may weaken it."""
+    return None if etag is None else etag.strip().removeprefix("W/")
+
+
 def _directives(headers: Mapping[str, str]) -> dict[str, str]:
+    """Of a directive that is repeated the first counts."""
     parts = (part.strip().lower() for part in headers.get("cache-control", "").split(","))
-    pairs = (part.partition("=") for part in parts if part)
-    return {name: value.strip('"') for name, _, value in pairs}
+    pairs = [part.partition("=") for part in parts if part]
+    return {name: value.strip('"') for name, _, value in reversed(pairs)}
 
 
-def _fresh_seconds(directives: Mapping[str, str], headers: Mapping[str, str]) -> float:
+def _fresh_seconds(headers: Mapping[str, str]) -> float:
     """`max-age` less `Age`; without a stated lifetime every use asks the origin again."""
+    directives = _directives(headers)
     if "no-cache" in directives:
         return 0.0
-    age = _seconds(headers.get("age", "0"))
+    age = _seconds(headers.get("age", "0").partition(",")[0])
     return min(max(_seconds(directives.get("max-age", "0")) - age, 0.0), MAX_FRESH_SECONDS)
 
 

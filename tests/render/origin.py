@@ -19,6 +19,8 @@ class Answer:
     body: bytes = b""
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
+    more_headers: tuple[tuple[str, str], ...] = ()
+    """Lines beside those of `headers`, of equal names too."""
     declare_length: bool = True
     """Off: the body ends with the connection."""
     hold: asyncio.Event | None = None
@@ -63,7 +65,8 @@ class Origin:
         headers = {"Connection": "close", **answer.headers}
         if answer.declare_length:
             headers.setdefault("Content-Length", str(len(answer.body)))
-        lines = [f"HTTP/1.1 {answer.status} X", *(f"{k}: {v}" for k, v in headers.items())]
+        fields = [*headers.items(), *answer.more_headers]
+        lines = [f"HTTP/1.1 {answer.status} X", *(f"{k}: {v}" for k, v in fields)]
         writer.write("\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + answer.body)
         await writer.drain()
 

@@ -305,6 +305,36 @@ class TestHeldBodies:
         counts = self.run(answer).counts
         assert (counts.fetched.total(), counts.confirmed, counts.reused) == (1, 1, 0)
 
+    @pytest.mark.parametrize(
+        ("name", "values"),
+        [("Cache-Control", ("no-store", "max-age=60")), ("Vary", ("*", "Accept"))],
+    )
+    def test_what_one_of_two_header_lines_forbids_is_not_kept(
+        self, name: str, values: tuple[str, str]
+    ) -> None:
+        for first, second in (values, values[::-1]):
+            lines = (("Cache-Control", "max-age=60"), (name, first), (name, second))
+            assert self.run(Answer(BODY, more_headers=lines)).counts.fetched.total() == 2
+
+    def test_a_validator_need_not_be_ascii(self) -> None:
+        def answer(request: Request) -> Answer:
+            if request.headers.get("if-none-match") == '"caf\xe9"':
+                return Answer(status=304)
+            return Answer(BODY, headers={"ETag": '"caf\xe9"'})
+
+        assert self.run(answer).counts.confirmed == 1
+
+    def test_a_confirmation_that_says_nothing_of_age_renews_it(self) -> None:
+        def answer(request: Request) -> Answer:
+            if "if-none-match" in request.headers:
+                return Answer(status=304)
+            return Answer(
+                BODY, headers={"ETag": '"v1"', "Cache-Control": "max-age=60", "Age": "60"}
+            )
+
+        counts = self.run(answer, scopes=(b"", b"", b"")).counts
+        assert (counts.fetched.total(), counts.confirmed, counts.reused) == (1, 1, 1)
+
     def test_last_modified_is_a_validator_too(self) -> None:
         date = "Wed, 21 Oct 2015 07:28:00 GMT"
 
