@@ -1,8 +1,11 @@
 """What a live session keeps of an item once its K/V are computed, in bytes.
 
-Everything that can be reached from the scheduler is counted, so that nothing of an item escapes and
-nothing else disturbs. Beside it stands how much the process grew, as the system sees it: a process
-of its own, since memory that an earlier measurement left behind would be used again.
+Everything that can be reached from the scheduler, and from what the runner knows of its sequences,
+is counted, so that nothing of an item escapes and nothing else disturbs. Each item has a grid, as
+pictures have whose positions are numbered on three axes: of no other is more remembered.
+
+Beside it stands how much the process grew, as the system sees it: a process of its own, since
+memory that an earlier measurement left behind would be used again.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ def memory_report(sizes: Sequence[int]) -> Report:
     for size, kept, resident in json.loads(child.stdout):
         report.add(size, kept, resident / 1024, resident / size)
     report.notes += [
-        "bytes/item: what the scheduler keeps, growth over the second half of the items (4 KiB of "
-        "raw data came with each)",
+        "bytes/item: what scheduler and runner keep, growth over the second half of the items "
+        "(4 KiB of raw data came with each)",
         "process: growth of resident memory since the session began, with all that allocators "
         "keep for later",
     ]
@@ -73,7 +76,7 @@ def resident_growth(sizes: Sequence[int]) -> dict[int, int]:
 
 
 def kept_bytes(sizes: Sequence[int]) -> dict[int, float]:
-    """Bytes that the scheduler keeps when a session has so many items."""
+    """Bytes that scheduler and runner keep when a session has so many items."""
     session = _warm_session(max(sizes))
     done, kept = 0, {}
     for size in sizes:
@@ -81,13 +84,13 @@ def kept_bytes(sizes: Sequence[int]) -> dict[int, float]:
         done, readings = size, []
         for _ in range(READINGS):
             session.run(1)
-            readings.append(deep_size(session.scheduler))
+            readings.append(deep_size(session.kept))
         kept[size] = mean(readings)
     return kept
 
 
 def _warm_session(num_items: int) -> LiveSession:
-    session = LiveSession(num_items, rows_cached=ROWS_CACHED, gather=False)
+    session = LiveSession(num_items, rows_cached=ROWS_CACHED, gather=False, grid=(1, 1, 1))
     _run(session, min(WARM_UP, num_items))
     session.restart()
     return session

@@ -83,6 +83,7 @@ class World:
         longest_item: int,
         rows_on_host: int = 0,
         gather: bool = True,
+        position_axes: int = 1,
     ) -> None:
         """Without `gather` a step computes nothing from its embeddings: quicker."""
         row_bytes = ROW_WIDTH * 4
@@ -98,10 +99,11 @@ class World:
             ),
             prefix_caching=True,
         )
-        self._table = SequenceTable(max_num_seqs=1, max_model_len=max_tokens, block_size=BLOCK_SIZE)
+        self._position_axes = position_axes
+        self.table = SequenceTable(max_num_seqs=1, max_model_len=max_tokens, block_size=BLOCK_SIZE)
         self._inputs = StepInputBuilder(
-            self._table,
-            position_axes=1,
+            self.table,
+            position_axes=position_axes,
             max_num_seqs=1,
             max_num_tokens=chunk,
             block_size=BLOCK_SIZE,
@@ -130,11 +132,11 @@ class World:
     def _execute(self, plan: StepPlan) -> tuple[StepResult, float]:
         """As the runner does, but for the model; and the milliseconds of all but encoding."""
         started = _now()
-        self._table.forget(plan.finished)
+        self.table.forget(plan.finished)
         for new in plan.new:
-            self._table.learn(new, mrope=False)
+            self.table.learn(new, mrope=self._position_axes > 1)
         for extension in plan.extended:
-            self._table.extend(extension)
+            self.table.extend(extension)
         learnt = _now()
         report = self._encoder.execute(plan)
         encoded = _now()
@@ -152,21 +154,28 @@ class World:
 
     def _gather(self, plan: StepPlan) -> None:
         for chunk in plan.scheduled:
-            self._table.append_blocks(self._table.row_of(chunk.seq_id), chunk.new_block_ids)
-        if self._gathers:
-            inputs = self._inputs.build(plan.scheduled)
-            if inputs.embed_at is not None:
-                self._embeds.index_copy_(0, inputs.embed_at, self._encoder.rows(inputs.embeds))
+            self.table.append_blocks(self.table.row_of(chunk.seq_id), chunk.new_block_ids)
+        inputs = self._inputs.build(plan.scheduled)
+        if self._gathers and inputs.embed_at is not None:
+            self._embeds.index_copy_(0, inputs.embed_at, self._encoder.rows(inputs.embeds))
         sampled = [chunk for chunk in plan.scheduled if chunk.sample]
         for chunk in sampled:
-            self._table.write_tokens([chunk.seq_id], [chunk.start + chunk.num_tokens], [7])
+            self.table.write_tokens([chunk.seq_id], [chunk.start + chunk.num_tokens], [7])
 
 
 class LiveSession:
     """A session that is given one item of one row in each step, and says one token to it."""
 
-    def __init__(self, num_items: int, *, rows_cached: int = 512, gather: bool = True) -> None:
-        self._keys = _keys()
+    def __init__(
+        self,
+        num_items: int,
+        *,
+        rows_cached: int = 512,
+        gather: bool = True,
+        grid: tuple[int, int, int] | None = None,
+    ) -> None:
+        """`grid`: of each item, for a model that numbers positions on three axes."""
+        self._keys, self._grid = _keys(), grid
         self._placeholder = np.array([PLACEHOLDER], np.int32)
         self._world = World(
             max_tokens=2 * num_items + 4096,
@@ -174,6 +183,7 @@ class LiveSession:
             rows_cached=rows_cached,
             longest_item=1,
             gather=gather,
+            position_axes=1 if grid is None else 3,
         )
         self._open()
 
@@ -193,7 +203,7 @@ class LiveSession:
         times = Times()
         for _ in range(num_items):
             key = next(self._keys)
-            feature = MediaFeature(key, "audio", 0, 1, 1)
+            feature = MediaFeature(key, "audio", 0, 1, 1, grid=self._grid)
             item = _item(1)
             started = _now()
             self._world.scheduler.extend("live", self._placeholder, (feature,), {key: item})
@@ -202,8 +212,9 @@ class LiveSession:
         return times
 
     @property
-    def scheduler(self) -> Scheduler:
-        return self._world.scheduler
+    def kept(self) -> tuple[object, ...]:
+        """All that remembers something of the session."""
+        return self._world.scheduler, self._world.table
 
     def stats(self) -> dict[str, float]:
         return self._world.scheduler.stats()

@@ -20,11 +20,14 @@ from numpy.typing import NDArray
 
 from lookonce.types.media import MediaFeature
 
+SPARE_ITEMS = 16
+"""Passed items that are kept at least, so that forgetting them is not worth a look each step."""
+
 
 class MropePositions:
     """Positions of one sequence on three axes; append-only, O(window + log items) per window."""
 
-    __slots__ = ("_deltas", "_ends", "_grids", "_starts")
+    __slots__ = ("_deltas", "_ends", "_forgotten_end", "_grids", "_starts")
 
     def __init__(self, features: Iterable[MediaFeature] = ()) -> None:
         self._starts: list[int] = []
@@ -32,6 +35,8 @@ class MropePositions:
         self._grids: list[tuple[int, int, int]] = []
         self._deltas: list[int] = [0]
         """`_deltas[i]` holds for text before item i and after item i - 1."""
+        self._forgotten_end = 0
+        """Where the last item ended that is not stored any more."""
         for feature in features:
             self.append(feature)
 
@@ -54,8 +59,24 @@ class MropePositions:
     def tail_delta(self) -> int:
         return self._deltas[-1]
 
+    def forget_before(self, index: int) -> None:
+        """Nobody will ask any more for positions before `index`.
+
+        O(1) on average: items go once they are as many as those that stay. The last one stays.
+        """
+        if len(self._ends) <= SPARE_ITEMS:
+            return
+        num_passed = bisect_right(self._ends, index, hi=len(self._ends) - 1)
+        if num_passed < SPARE_ITEMS or 2 * num_passed < len(self._ends):
+            return
+        self._forgotten_end = self._ends[num_passed - 1]
+        del self._starts[:num_passed], self._ends[:num_passed]
+        del self._grids[:num_passed], self._deltas[:num_passed]
+
     def fill(self, start: int, out: NDArray[np.int64]) -> None:
         """Write the positions of `[start, start + n)` to `out` [3, n]."""
+        if start < self._forgotten_end:
+            raise RuntimeError(f"the positions before {self._forgotten_end} are forgotten")
         end = start + out.shape[1]
         out[:] = np.arange(start, end)
         item, text = bisect_right(self._ends, start), start

@@ -83,7 +83,12 @@ class SequenceTable:
             self.tokens[self._rows[seq_id], index] = token
 
     def fill_mrope(self, row: int, start: int, out: NDArray[np.int64]) -> None:
-        """Positions of `[start, start + n)` on three axes into `out` [3, n]."""
+        """Positions of `[start, start + n)` on three axes into `out` [3, n].
+
+        Those before are computed, and so never asked for again: a live session may have had any
+        number of items there.
+        """
         positions = self._positions[row]
         if positions is not None:
+            positions.forget_before(start)
             positions.fill(start, out)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
+from lookonce.model import positions as positions_module
 from lookonce.model.positions import MropePositions
 from lookonce.types.media import MediaFeature
 
@@ -105,6 +106,36 @@ def test_decode_positions_go_on_after_the_largest_one(parts):
     np.testing.assert_array_equal(out[:, len(ids) :], largest + np.arange(1, 6) + np.zeros((3, 1)))
     assert positions.tail_start <= len(ids)
     assert positions.tail_delta == largest + 1 - len(ids)
+
+
+@given(parts=PARTS, data=st.data())
+def test_what_lies_before_is_forgotten_and_changes_nothing_after(parts, data):
+    ids, features, _, _ = layout(parts, TOKENS, sounds=True)
+    expected = np.empty((3, len(ids) + 9), np.int64)
+    MropePositions([*features, _feature("image", len(ids) + 1, 6, (1, 2, 3))]).fill(0, expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(positions_module, "SPARE_ITEMS", 1)
+        positions, at = MropePositions(features), 0
+        while at < len(ids):
+            positions.forget_before(at)
+            window = np.empty((3, data.draw(st.integers(1, len(ids) - at))), np.int64)
+            positions.fill(at, window)
+            np.testing.assert_array_equal(window, expected[:, at : at + window.shape[1]])
+            at += window.shape[1]
+        positions.forget_before(at)
+        positions.append(_feature("image", len(ids) + 1, 6, (1, 2, 3)))
+        window = np.empty((3, 9), np.int64)
+        positions.fill(at, window)
+        np.testing.assert_array_equal(window, expected[:, at:])
+
+
+def test_what_is_forgotten_is_not_answered_wrongly():
+    positions = MropePositions([_feature("image", 4 * n, 4, (1, 2, 2)) for n in range(40)])
+    positions.forget_before(121)
+    out = np.empty((3, 1), np.int64)
+    positions.fill(121, out)
+    with pytest.raises(RuntimeError, match="before 120 are forgotten"):
+        positions.fill(119, out)
 
 
 def test_items_appended_later_change_no_earlier_position():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lookonce.bench.items_memory import deep_size
 from lookonce.model.sequences import SequenceTable
 from lookonce.types.media import MediaFeature
 from lookonce.types.sampling import SamplingParams
@@ -59,6 +60,26 @@ def test_what_is_appended_goes_on_where_the_sequence_ends(table):
     row = table.row_of(1)
     assert table.tokens[row, :9].tolist() == [5, 6, 7, *range(10, 16)]
     assert (table.tail_starts[row], table.tail_deltas[row]) == (9, -3)
+
+
+def test_a_session_remembers_few_of_the_pictures_it_was_shown():
+    table = SequenceTable(max_num_seqs=1, max_model_len=20_000, block_size=4)
+    table.learn(new(1, 5), mrope=True)
+    row, out = table.row_of(1), np.empty((3, 4), np.int64)
+    sizes = set()
+    for number in range(4_000):
+        start = 1 + 4 * number
+        picture = MediaFeature(bytes(32), "image", start, 4, 4, None, (1, 2, 2))
+        table.extend(Extension(1, start, np.zeros(4, np.int32), (picture,)))
+        table.fill_mrope(row, start, out)
+        base = 1 + 2 * number
+        assert out.tolist() == [
+            [base, base, base, base],
+            [base, base, base + 1, base + 1],
+            [base, base + 1, base, base + 1],
+        ]
+        sizes.add(deep_size(table._positions[row]))
+    assert max(sizes) < 10_000
 
 
 def test_the_last_sample_of_a_full_sequence_has_room(table):
