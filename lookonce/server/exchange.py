@@ -31,6 +31,7 @@ from lookonce.server.responses import (
     StopReason,
     Usage,
 )
+from lookonce.server.sampling import names_limit
 from lookonce.server.services import Services
 from lookonce.server.stream import PLAIN, EventStream, Group, Groups, Wire
 from lookonce.types.request import RenderedPrompt, TokenLogprob
@@ -71,6 +72,8 @@ class Exchange:
     include_usage: bool
     wants_receipt: bool
     wants_kv_transfer: bool
+    limit_asked: bool
+    """Whether the client said how much to generate at most."""
     cache_salt: str | None
     arrival: float
     created: int = field(default_factory=lambda: int(time.time()))
@@ -104,6 +107,7 @@ class Exchange:
             arrival=self.arrival,
             index_base=len(self.generations) * sampling.n,
             keep=keep,
+            limit_asked=self.limit_asked,
         )
         generation.aborted = self.aborted
         self.generations.append(generation)
@@ -204,6 +208,7 @@ def open_exchange(request: Request, body: Asked, arrival: float) -> Exchange:
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         wants_kv_transfer=KV_TRANSFER_KEY in (body.kv_transfer_params or ()),
         wants_receipt=body.reuse_receipt or header(request.scope, b"x-reuse-receipt") == "1",
+        limit_asked=names_limit(body),
         cache_salt=body.cache_salt,
         arrival=arrival,
     )

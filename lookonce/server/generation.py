@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from lookonce.errors import RequestFailedError, error_from_wire
 from lookonce.server.responses import StopReason
-from lookonce.server.services import Detokenizer, Services, check_fits
+from lookonce.server.services import Detokenizer, Services, check_fits, shortened
 from lookonce.types.request import (
     PrefillFacts,
     PromptLogprob,
@@ -175,13 +175,17 @@ def prepare(
     arrival: float | None = None,
     index_base: int = 0,
     keep: Collection[str] = (),
+    limit_asked: bool = True,
 ) -> Generation:
     """A generation ready to start; the prompt's pins stay with the caller.
 
     The engine gets a request id of our own making, for clients may repeat theirs. Raises
     `BadRequestError` where the model cannot take the prompt.
     """
-    check_fits(rendered, sampling, services.engine.model)
+    model = services.engine.model
+    if not limit_asked:
+        sampling = shortened(rendered, sampling, model.max_model_len)
+    check_fits(rendered, sampling, model)
     return Generation(
         services,
         rendered,
@@ -202,7 +206,9 @@ def prepared(
     Raises `BadRequestError` where the model cannot take the prompt.
     """
     try:
-        yield prepare(services, rendered, sampling)
+        # From Python the model's recommendation comes as a number like any other.
+        asked = sampling.max_tokens != services.defaults.max_new_tokens
+        yield prepare(services, rendered, sampling, limit_asked=asked)
     finally:
         services.renderer.release(rendered)
 

@@ -26,8 +26,8 @@ from lookonce.server.protocol import (
     StreamOptions,
 )
 from lookonce.server.responding import encode, json_response
-from lookonce.server.sampling import chat_sampling, completion_sampling
-from lookonce.server.services import Services
+from lookonce.server.sampling import chat_sampling, completion_sampling, names_limit
+from lookonce.server.services import Services, shortened
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
@@ -127,6 +127,9 @@ def _body(
     rendered: RenderedPrompt,
     sampling: SamplingParams,
 ) -> RenderedBody:
+    limit = services.max_model_len()
+    if limit is not None and not names_limit(body):
+        sampling = shortened(rendered, sampling, limit)
     return RenderedBody(
         request_id=request_id,
         model=services.require_model(body.model),

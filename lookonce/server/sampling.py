@@ -13,6 +13,7 @@ from lookonce.types.sampling import SamplingParams
 
 COMPLETION_MAX_TOKENS = 16
 """What `/v1/completions` generates when the client names no limit (OpenAI's default)."""
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
@@ -45,6 +46,14 @@ def read_defaults(folder: str) -> SamplingDefaults:
         return msgspec.json.decode(file.read_bytes(), type=SamplingDefaults, strict=False)
     except msgspec.DecodeError as error:
         raise ModelLoadError(f"generation_config.json: {error}") from None
+
+
+def names_limit(body: object) -> bool:
+    """Whether the client said how much to generate at most: kept to, or refused where the context
+    is too short. One that the server chose is shortened to what the context leaves."""
+    if not isinstance(body, Sampling):
+        return True  # the body of `/generate`, which has no defaults
+    return any(isinstance(getattr(body, name, None), int) for name in LIMITS)
 
 
 def default_sampling(defaults: SamplingDefaults) -> SamplingParams:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self
 
+import msgspec
 from prometheus_client.core import Metric
 
 from lookonce.config import Config
@@ -253,6 +254,14 @@ class Services:
                 f"the model {name[:200]!r} is not served here; {served!r} is", param="model"
             )
         return served
+
+
+def shortened(rendered: RenderedPrompt, sampling: SamplingParams, limit: int) -> SamplingParams:
+    """With a `max_tokens` that nobody asked for no larger than a context of `limit` leaves room."""
+    room = limit - len(rendered.token_ids)
+    if sampling.max_tokens is None or not 0 < room < sampling.max_tokens:
+        return sampling
+    return msgspec.structs.replace(sampling, max_tokens=room)
 
 
 def check_fits(rendered: RenderedPrompt, sampling: SamplingParams, model: ModelInfo) -> None:
