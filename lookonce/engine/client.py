@@ -145,8 +145,8 @@ class EngineClient:
     ) -> Generation:
         """Submit a prompt; see `Generation` for how to await and iterate.
 
-        The prompt's pins are given back in every case. Once the engine has accepted, the items'
-        arrays are let go (`RenderedItem.item` becomes None where `recover` can make it again).
+        The prompt's pins are given back in every case. Once the engine holds all its items, arrays
+        and sources are let go: the prompt cannot be submitted again.
         Raises there: `UnavailableError`, what the engine rejects with, and what it failed with.
         """
         request = PendingRequest(request_id, rendered, sampling.n)
@@ -236,9 +236,9 @@ class EngineClient:
                     if request is not None:
                         request.push(delta)
                         self._settle(request)
-            case Accepted(request_id):
+            case Accepted(request_id, complete):
                 if request_id in self._requests:
-                    self._requests[request_id].accept()
+                    self._requests[request_id].accept(complete=complete)
                     self.sender.settle(self._requests[request_id].rendered)
             case Rejected(request_id, error):
                 if request_id in self._requests:

@@ -27,6 +27,8 @@ class PendingRequest:
         self.rendered = rendered
         self.submitted = False
         self.accepted = False
+        self.complete = False
+        """The engine holds all its items: it asks for none any more."""
         self.error: LookOnceError | None = None
         self._unfinished = set(range(num_samples))
         self._deltas: deque[TokenDelta] = deque()
@@ -42,11 +44,14 @@ class PendingRequest:
     def num_unfinished(self) -> int:
         return len(self._unfinished)
 
-    def accept(self) -> None:
-        """The engine holds all it needs: arrays that can be made again are let go."""
+    def accept(self, *, complete: bool) -> None:
+        """Arrays that can be made again are let go; their sources too, if nobody will ask."""
         self.accepted = True
+        self.complete = complete
         for part in self.rendered.items:
-            if part.recover is not None:
+            if complete:
+                part.item = part.recover = part.encoded = None
+            elif part.recover is not None:
                 part.item = None
         if self._acceptance_awaited:
             self._wake()

@@ -1,8 +1,8 @@
 """What steps have to say to the senders, sent by the step thread itself: no other thread is woken.
 
 The input thread accepts and rejects, asks for media, and answers; all that steps produce goes out
-here, on the same connection. So a request is accepted before its first tokens: either by the input
-thread before it hands the request over, or here.
+here, on the same connection. So a request is accepted before its first tokens: by the input thread
+before it hands the request over, if all its items are there, or here once it does without.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Postbox:
         for request_id in output.accepted:
             if request_id in self._unaccepted:
                 self._unaccepted.discard(request_id)
-                self._send(self._senders.get(request_id), Accepted(request_id), lost)
+                accepted = Accepted(request_id, complete=False)
+                self._send(self._senders.get(request_id), accepted, lost)
         for sender, deltas in self._by_sender(output.deltas).items():
             self._send(sender, Deltas(deltas), lost)
         unreachable = [self.cut_off(sender) for sender in lost]

@@ -71,6 +71,8 @@ class Resender:
             rest = [key for key in keys if key not in recovered]
             return self._sender.to_recover(request.rendered, rest)
 
+        if request.complete:
+            return True
         parts = lacking()
         made = await asyncio.gather(*(part.recover() for part in parts if part.recover))
         recovered.update((part.key, item) for part, item in zip(parts, made, strict=True))

@@ -120,9 +120,12 @@ class Received(msgspec.Struct, frozen=True, tag="received", array_like=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted", array_like=True):
-    """The engine holds all the request needs; the client may forget its sources."""
+    """Nothing more is needed to compute the request."""
 
     request_id: str
+    complete: bool = True
+    """The engine holds all its items until it ends: the client may forget its sources. Else those
+    it lacks are covered by what was computed before, and asked for if that is lost."""
 
 
 class ResendMedia(msgspec.Struct, frozen=True, tag="resend", array_like=True):

@@ -95,6 +95,29 @@ def test_arrays_are_let_go_once_accepted(world):
     world.run(scenario)
 
 
+def test_sources_are_let_go_too_once_the_engine_holds_every_item(world):
+    async def scenario(client):
+        known = part("cat")
+        known.encoded = b"png"
+        async with await client.generate(rendered(text(20), known, offsets=(3,)), GREEDY, "a"):
+            assert (known.item, known.recover, known.encoded) == (None, None, None)
+
+    world.run(scenario)
+
+
+def test_sources_are_kept_where_a_prefix_stands_for_an_item_the_engine_lacks(world):
+    async def scenario(client):
+        await all_of(client.generate(rendered(text(40), part("cat"), offsets=(3,)), GREEDY, "a"))
+        await client.reset_cache("mm")
+        ahead = part("cat", held=True)
+        ahead.encoded = b"png"
+        async with await client.generate(rendered(text(40), ahead, offsets=(3,)), GREEDY, "b"):
+            assert ahead.recover is not None
+            assert ahead.encoded == b"png"
+
+    world.run(scenario)
+
+
 def test_known_pictures_do_not_wait_until_there_is_room_for_new_ones(world):
     async def scenario(client):
         await all_of(client.generate(rendered(text(20), part("cat"), offsets=(3,)), GREEDY, "a"))

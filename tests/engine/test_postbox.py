@@ -57,7 +57,7 @@ def test_one_message_a_step_carries_all_deltas_of_a_sender(postbox, outlet):
 
 def test_acceptance_is_told_before_tokens_and_once(postbox, outlet):
     postbox.send(SchedulerOutput([token("b1")], accepted=["a1", "b1"]))
-    assert outlet.take() == [("b", Accepted("b1")), ("b", Deltas([token("b1")]))]
+    assert outlet.take() == [("b", Accepted("b1", complete=False)), ("b", Deltas([token("b1")]))]
     postbox.send(SchedulerOutput(accepted=["b1"]))
     assert outlet.take() == []
 
