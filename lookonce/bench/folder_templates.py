@@ -49,12 +49,34 @@ GEMMA2 = """\
 """
 
 GPT_OSS = """\
+{{- '<|start|>system<|message|># Valid channels: analysis, commentary, final.<|end|>' }}
+{%- if tools %}
+    {{- '<|start|>developer<|message|># Tools\\n\\nnamespace functions {\\n' }}
+    {%- for tool in tools %}
+        {{- '// ' + tool.function.description + '\\ntype ' + tool.function.name + ' = (_: ' }}
+        {{- (tool.function.parameters or {}) | tojson + ') => any;\\n' }}
+    {%- endfor %}
+    {{- '}<|end|>' }}
+{%- endif %}
+{%- set last = namespace(called='') %}
 {%- for message in messages %}
-    {{- '<|start|>' + message['role'] }}
-    {%- if message['role'] == 'assistant' %}
-        {{- '<|channel|>final' }}
+    {%- if message.role == 'assistant' and message.tool_calls %}
+        {%- if message.content %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.content + '<|end|>' }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {%- set last.called = call.name %}
+        {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json' }}
+        {{- '<|message|>' + call.arguments | tojson + '<|call|>' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|start|>functions.' + last.called + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- message.content | tojson + '<|end|>' }}
+    {%- else %}
+        {%- set role = 'developer' if message.role == 'system' else message.role %}
+        {{- '<|start|>' + role + '<|message|>' + message.content + '<|end|>' }}
     {%- endif %}
-    {{- '<|message|>' + message['content'] + '<|end|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|start|>assistant' }}

@@ -133,8 +133,10 @@ TEXT_KINDS: dict[str, FolderKind] = {
             "<|return|>",
             "<|start|>",
             "<|channel|>",
+            "<|constrain|>",
             "<|message|>",
             "<|end|>",
+            "<|call|>",
         ),
         roles={
             "pad_token": "<|endoftext|>",

@@ -24,19 +24,21 @@ from lookonce.server.responses import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
-    ToolCallDelta,
 )
 from lookonce.server.sampling import chat_sampling
 from lookonce.server.services import Services
 from lookonce.server.tools.asked import read_tools
 from lookonce.server.tools.calls import (
     CallReader,
+    Told,
     UsableTools,
     calls_of,
     shown_reason,
+    thoughts_of,
     usable_tools,
     words_of,
 )
+from lookonce.server.tools.deltas import Words
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -119,11 +121,12 @@ class ChatFormat:
         )
 
     def _choice(self, index: int, sample: Sample) -> ChatChoice:
-        words, _ = self._read(index, "".join(sample.text), last=True)
+        told = self._read(index, "".join(sample.text), last=True)
         called = self._called(index)
-        message = ChatMessage(content=words)
+        message = ChatMessage(content=words_of(told))
+        message.reasoning_content = thoughts_of(told) or UNSET
         if called:
-            message.content = words or None
+            message.content = message.content or None
             message.tool_calls = self._readers[index].calls
         return ChatChoice(
             index=index,
@@ -133,29 +136,26 @@ class ChatFormat:
             stop_reason=sample.stop_reason,
         )
 
-    def _read(self, index: int, text: str, *, last: bool) -> tuple[str, list[ToolCallDelta]]:
-        """The words and the calls in a sample's text."""
+    def _read(self, index: int, text: str, *, last: bool) -> list[Told]:
+        """What a sample's text says."""
         if self._tools is None:
-            return text, []
+            return [Words(text)] if text else []
         if index not in self._readers:
             self._readers[index] = self._tools.reader()
-        told = self._readers[index].push(text, last=last)
-        return words_of(told), calls_of(told)
+        return self._readers[index].push(text, last=last)
 
     def _called(self, index: int) -> bool:
         return index in self._readers and bool(self._readers[index].calls)
 
     def chunks(self, piece: Piece) -> Iterator[ChatChunk]:
-        """The role first, then words and calls as they come, then why it ended."""
+        """The role first, then thoughts, words and calls as they come, then why it ended."""
         if piece.index not in self._greeted:
             self._greeted.add(piece.index)
             yield self._chunk(piece.index, ChatDelta(role="assistant", content=""))
         logprobs = self._logprobs(piece.token_ids, piece.logprobs)
-        words, calls = self._read(piece.index, piece.text, last=piece.finish_reason is not None)
-        if words or calls or logprobs is not None:
-            delta = ChatDelta(content=words if words or not calls else UNSET)
-            delta.tool_calls = calls or UNSET
-            yield self._chunk(piece.index, delta, logprobs)
+        told = self._read(piece.index, piece.text, last=piece.finish_reason is not None)
+        if told or logprobs is not None:
+            yield self._chunk(piece.index, _delta(told), logprobs)
         if piece.finish_reason is not None:
             yield self._finish_chunk(piece)
 
@@ -198,3 +198,13 @@ class ChatFormat:
         if self._sampling.logprobs is None or not logprobs:
             return None
         return chat_logprobs(token_ids, logprobs, self._exchange.services.renderer.token_bytes)
+
+
+def _delta(told: Sequence[Told]) -> ChatDelta:
+    """Log-probabilities alone come with empty words."""
+    words = words_of(told)
+    return ChatDelta(
+        content=words if words or not told else UNSET,
+        reasoning_content=thoughts_of(told) or UNSET,
+        tool_calls=calls_of(told) or UNSET,
+    )

@@ -137,6 +137,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    """What the model thought first, where its format tells that apart."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -179,6 +181,7 @@ class ToolCallDelta(msgspec.Struct):
 class ChatDelta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 

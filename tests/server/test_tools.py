@@ -197,11 +197,25 @@ def test_a_template_without_a_place_for_tools_refuses_them(on_site):
     on_site(scenario)
 
 
+def test_a_format_nobody_knows_refuses_tools_and_says_what_can_be_told(on_site):
+    async def scenario(site):
+        with_tools(site, template="{{ tools }} something new")
+        assert (await site.chat()).status_code == 200
+        assert (await site.chat(tools=[CLOCK], tool_choice="none")).status_code == 200
+        error = (await site.chat(tools=[CLOCK])).json()["error"]
+        assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
+        assert "--tool-call-parser" in error["message"]
+
+    on_site(scenario)
+
+
 @pytest.mark.parametrize(
     ("template", "name"),
     [
         (QWEN, "hermes"),
-        ("{{ tools }} something new", "hermes"),
+        ("{{ tools }} something new", "unknown"),
+        (QWEN + "{name}\\n<arg_key>", "unknown"),
+        ("{{ tools }} <|start|>assistant<|channel|>final<|message|>", "harmony"),
         ("{{ tools }} [TOOL_CALLS]", "mistral"),
         ('{{ tools }} "parameters": ipython', "llama3"),
     ],

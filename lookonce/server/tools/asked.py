@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from lookonce.errors import BadRequestError
 
@@ -62,9 +64,20 @@ class AskedTools:
         """Arguments must conform whenever a call comes."""
         return any(function.strict for function in self.functions)
 
-    def for_template(self) -> list[dict[str, Any]]:
+    def described(self) -> AskedTools:
+        """With a description, if an empty one, for every function."""
+        declared = tuple(replace(f, description=f.description or "") for f in self.declared)
+        return dataclasses.replace(self, declared=declared)
+
+    def for_template(self) -> list[dict[str, Any]] | None:
         """In OpenAI's form, which templates expect; without what was not given."""
+        if not self.declared:
+            return None
         return [{"type": "function", "function": _described(f)} for f in self.declared]
+
+
+NO_TOOLS = AskedTools((), (), (), forced=False, parallel=True)
+"""For formats that answers are written in with or without tools."""
 
 
 def read_tools(

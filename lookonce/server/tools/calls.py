@@ -10,16 +10,16 @@ import msgspec
 
 from lookonce.errors import BadRequestError
 from lookonce.server.responses import FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
-from lookonce.server.tools.asked import AskedTools
-from lookonce.server.tools.deltas import Arguments, CallStart, Words, joined
+from lookonce.server.tools.asked import NO_TOOLS, AskedTools
+from lookonce.server.tools.deltas import Arguments, CallStart, Thought, Words, joined
 from lookonce.server.tools.forced import calls_grammar
-from lookonce.server.tools.formats import ToolDialect
+from lookonce.server.tools.formats import NO_PLACE, ToolDialect
 from lookonce.types.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class UsableTools:
-    """A request's tools, and how the served model calls them."""
+    """A request's tools, if it has any, and how the served model answers with calls."""
 
     asked: AskedTools
     dialect: ToolDialect
@@ -32,31 +32,39 @@ class UsableTools:
         """With the grammar of the calls that must come, or be right; an answer without calls keeps
         the form that was asked for. Raises `BadRequestError`."""
         grammar = calls_grammar(self.asked, self.dialect, sampling.grammar)
-        return sampling if grammar is None else msgspec.structs.replace(sampling, grammar=grammar)
+        ends = () if sampling.ignore_eos else self.dialect.ends
+        return msgspec.structs.replace(
+            sampling,
+            grammar=grammar or sampling.grammar,
+            stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ends))),
+        )
 
     def reader(self) -> CallReader:
         return CallReader(self)
 
 
 def usable_tools(asked: AskedTools | None, dialect: ToolDialect | None) -> UsableTools | None:
-    """Raises `BadRequestError` where the served model takes no tools."""
+    """None where answers are text alone. Raises `BadRequestError` where the served model takes no
+    tools."""
     if asked is None:
-        return None
-    if dialect is None:
+        if dialect is None or not dialect.format.always:
+            return None
+        return UsableTools(NO_TOOLS, dialect)
+    if dialect is None or dialect.refusal:
         raise BadRequestError(
-            "the model's chat template has no place for tools; the server's option "
-            "--chat-template can give it one",
+            NO_PLACE if dialect is None else dialect.refusal,
             param="tools",
             code="unsupported_parameter",
         )
-    return UsableTools(asked, dialect)
+    return UsableTools(asked.described() if dialect.format.describes else asked, dialect)
 
 
-Told: TypeAlias = Words | ToolCallDelta
+Told: TypeAlias = Words | Thought | ToolCallDelta
 
 
 class CallReader:
-    """One sample's text, told as words and calls; with ids, and no more calls than may come."""
+    """One sample's text, told as words, thoughts and calls; with ids, and no more calls than may
+    come."""
 
     def __init__(self, tools: UsableTools) -> None:
         self._format = tools.dialect.format
@@ -77,7 +85,7 @@ class CallReader:
                     told.append(self._begin(index, name))
                 case Arguments(index, more) if self._may_come(index):
                     self._add_arguments(told, index, more)
-                case Words():
+                case Words() | Thought():
                     told.append(delta)
         return told
 
@@ -102,6 +110,10 @@ class CallReader:
 
 def words_of(told: Sequence[Told]) -> str:
     return "".join(each.text for each in told if isinstance(each, Words))
+
+
+def thoughts_of(told: Sequence[Told]) -> str:
+    return "".join(each.text for each in told if isinstance(each, Thought))
 
 
 def calls_of(told: Sequence[Told]) -> list[ToolCallDelta]:

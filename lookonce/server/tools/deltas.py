@@ -15,6 +15,13 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """What the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallStart:
     """Call number `index` of the answer begins."""
 
@@ -30,7 +37,7 @@ class Arguments:
     text: str
 
 
-Delta: TypeAlias = Words | CallStart | Arguments
+Delta: TypeAlias = Words | Thought | CallStart | Arguments
 
 
 class ToolParser(Protocol):
@@ -50,10 +57,12 @@ def joined(deltas: Iterable[Delta]) -> list[Delta]:
         match last, delta:
             case Words(before), Words(text):
                 result[-1] = Words(before + text)
+            case Thought(before), Thought(text):
+                result[-1] = Thought(before + text)
             case Arguments(index, before), Arguments(same, text) if index == same:
                 result[-1] = Arguments(index, before + text)
             case _, CallStart():
                 result.append(delta)
-            case _, (Words(text) | Arguments(_, text)) if text:
+            case _, (Words(text) | Thought(text) | Arguments(_, text)) if text:
                 result.append(delta)
     return result

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from lookonce.errors import BadRequestError
-from lookonce.server.tools import hermes, mistral
+from lookonce.server.tools import harmony, hermes, mistral
 from lookonce.server.tools.asked import AskedTools, Function
 from lookonce.server.tools.formats import ToolDialect
 from lookonce.types.grammar import JSON_SPACES, Grammar
 
 NO_OBJECT = r"/[^{<\s](.|\n)*/"
+CLIENTS_OWN = ("regex", "grammar", "lark")
 Json = dict[str, Any]
 
 
@@ -31,6 +33,8 @@ def calls_grammar(tools: AskedTools, dialect: ToolDialect, form: Grammar | None)
     """
     if form is None and not (tools.forced or tools.strict):
         return None
+    if dialect.format.name == "harmony":
+        return _harmony_grammar(tools, dialect, form)
     rules = _calls(tools, dialect)
     if tools.forced:
         rules["start"] = "calls"
@@ -40,6 +44,10 @@ def calls_grammar(tools: AskedTools, dialect: ToolDialect, form: Grammar | None)
         rules |= {"start": "TEXT | calls", "TEXT": NO_OBJECT}
     else:
         rules |= {"start": "TEXT* calls?", "TEXT": _free_text(dialect)}
+    return _grammar(rules, tools, form)
+
+
+def _grammar(rules: Mapping[str, str], tools: AskedTools, form: Grammar | None) -> Grammar:
     lark = "\n".join(f"{name}: {rule}" for name, rule in rules.items())
     parts = [
         Grammar(kind="json_schema", source=json.dumps(function.parameters), param=param)
@@ -48,7 +56,36 @@ def calls_grammar(tools: AskedTools, dialect: ToolDialect, form: Grammar | None)
     ]
     if form is not None and not tools.forced:
         parts.append(form)
-    return Grammar(kind="lark", source=lark, param="tools", parts=tuple(parts))
+    param = "tools" if tools.functions or form is None else form.param
+    return Grammar(kind="lark", source=lark, param=param, parts=tuple(parts))
+
+
+def _harmony_grammar(
+    tools: AskedTools, dialect: ToolDialect, form: Grammar | None
+) -> Grammar | None:
+    """Thoughts, and then one call or the answer."""
+    if form is not None and form.kind in CLIENTS_OWN and not tools.functions:
+        return None  # holds for all that is written, without channels
+    channel, message = _marker(harmony.CHANNEL, dialect), _marker(harmony.MESSAGE, dialect)
+    before = f'{channel} ("analysis" | "commentary")'
+    end, start = _marker(harmony.END, dialect), _marker(harmony.START, dialect)
+    constrain = _marker(harmony.CONSTRAIN, dialect)
+    calls = [
+        f"{channel} {_text(f'commentary to={harmony.FUNCTIONS}{f.name} ')} {constrain} "
+        f'"json" {message} {_parameters(f)}'
+        for f in tools.functions
+    ]
+    last = calls
+    if not tools.forced:
+        said = "TEXT?" if form is None else f"({_form(form, dialect)})"
+        last = [*calls, f'{channel} "final" {message} {said}']
+    rules = {
+        "start": "thought* last",
+        "thought": f'{before} {message} TEXT? {end} {start} "assistant"',
+        "last": " | ".join(last),
+        "TEXT": r"/(.|\n)+/" if harmony.CHANNEL in dialect.special else r"/([^<]|<[^|])+/",
+    }
+    return _grammar(rules, tools, form)
 
 
 def _free_text(dialect: ToolDialect) -> str:
@@ -65,6 +102,7 @@ def _free_text(dialect: ToolDialect) -> str:
 
 
 def _calls(tools: AskedTools, dialect: ToolDialect) -> dict[str, str]:
+    """Of all formats but harmony."""
     objects = " | ".join(_object(f, dialect.format.arguments_key) for f in tools.functions)
     match dialect.format.name:
         case "hermes":
@@ -113,7 +151,7 @@ def _form(form: Grammar, dialect: ToolDialect) -> str:
             return _json(json.loads(form.source))
         case "choice" if dialect.format.name != "llama3":
             return " | ".join(map(_text, json.loads(form.source)))
-    # A grammar of the client's has rules of its own, and a call of llama3 begins as a form may.
+    # A client's own may begin as calls do, and so may any form where calls have no markers.
     raise BadRequestError(
         f"{form.param} cannot be used with tools here, unless tool_choice is none", param=form.param
     )

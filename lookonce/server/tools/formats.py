@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from lookonce.server.tools import hermes, llama3, mistral
+from lookonce.server.tools import harmony, hermes, llama3, mistral
 from lookonce.server.tools.deltas import ToolParser
 
 ALPHABET = string.ascii_letters + string.digits
@@ -26,6 +26,12 @@ class ToolFormat:
     parser: Callable[[Collection[str]], ToolParser]
     """From the names of the declared functions."""
     arguments_key: str
+    always: bool = False
+    """Answers are written in it with or without tools."""
+    ends: tuple[str, ...] = ()
+    """Markers that end an answer."""
+    describes: bool = False
+    """The models' templates take it that every function has a description."""
     id_prefix: str = "call_"
     id_length: int = 24
 
@@ -33,7 +39,24 @@ class ToolFormat:
         return self.id_prefix + "".join(secrets.choice(ALPHABET) for _ in range(self.id_length))
 
 
+NO_PLACE = (
+    "the model's chat template has no place for tools; the server's option --chat-template can "
+    "give it one"
+)
+UNKNOWN_FORMAT = (
+    "how the model writes tool calls cannot be read off its chat template; the server's option "
+    "--tool-call-parser can tell"
+)
+NOT_HERMES = ("<function=", "<arg_key>", "<tool_sep>")
+"""Other formats with the same marker around calls: Qwen3-Coder's, GLM's, Hunyuan's."""
+
 FORMATS = {
+    "unknown": ToolFormat(
+        name="unknown",
+        markers=(),
+        parser=lambda names: hermes.HermesParser(),  # no request gets as far as that
+        arguments_key="",
+    ),
     "hermes": ToolFormat(
         name="hermes",
         markers=(hermes.OPEN, hermes.CLOSE),
@@ -54,6 +77,15 @@ FORMATS = {
         id_prefix="",
         id_length=9,
     ),
+    "harmony": ToolFormat(
+        name="harmony",
+        markers=harmony.MARKERS,
+        parser=lambda names: harmony.HarmonyParser(calls=bool(names)),
+        arguments_key="",
+        always=True,
+        ends=(harmony.RETURN, harmony.CALL),
+        describes=True,
+    ),
 }
 
 
@@ -65,27 +97,41 @@ class ToolDialect:
     special: Mapping[str, int]
     writes_args: bool = False
     """Mistral's newer way: name and arguments apart."""
+    refusal: str = ""
+    """Why no tools can be used."""
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens that end an answer, whether or not the model's configuration says so."""
+        return tuple(self.special[text] for text in self.format.ends if text in self.special)
 
 
 def choose_dialect(
     option: str, template: str | None, special_tokens: Mapping[str, int]
 ) -> ToolDialect | None:
-    """For `--tool-call-parser`; None where the chat template has no place for tools.
+    """For `--tool-call-parser`; None where answers are text and the chat template has no place for
+    tools.
 
     `special_tokens` is text → id of all of the tokenizer's special tokens.
     """
-    if template is None or "tools" not in template:
-        return None
+    template = template or ""
     chosen = FORMATS[_written_in(template) if option == "auto" else option]
+    refusal = UNKNOWN_FORMAT if chosen.name == "unknown" else ""
+    if "tools" not in template:
+        if not chosen.always:
+            return None
+        refusal = NO_PLACE
     special = {text: special_tokens[text] for text in chosen.markers if text in special_tokens}
-    return ToolDialect(chosen, special, writes_args=mistral.ARGS in template)
+    return ToolDialect(chosen, special, mistral.ARGS in template, refusal)
 
 
 def _written_in(template: str) -> str:
     """The template writes earlier calls as the model writes its own."""
+    if harmony.CHANNEL in template and harmony.MESSAGE in template:
+        return "harmony"
     if mistral.MARKER in template:
         return "mistral"
     if hermes.OPEN in template:
-        return "hermes"
+        return "unknown" if any(other in template for other in NOT_HERMES) else "hermes"
     llama = llama3.TAG in template or "ipython" in template or '"parameters"' in template
-    return "llama3" if llama else "hermes"
+    return "llama3" if llama else "unknown"

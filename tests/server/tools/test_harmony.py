@@ -1,0 +1,245 @@
+"""Harmony: which channel is what, however the text is cut, and whatever the grammars allow."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookonce.engine.grammar import GrammarCompiler
+from lookonce.render.detokenize import Detokenizer
+from lookonce.render.tokenizer import Tokenizer
+from lookonce.server.tools.asked import NO_TOOLS, Function, Tool, read_tools
+from lookonce.server.tools.calls import UsableTools, thoughts_of, usable_tools, words_of
+from lookonce.server.tools.deltas import CallStart, Words, joined
+from lookonce.server.tools.formats import choose_dialect
+from lookonce.server.tools.harmony import MARKERS, HarmonyParser
+from lookonce.types.grammar import Grammar
+from lookonce.types.sampling import SamplingParams
+from tests.server.test_chat import events
+from tests.server.test_tools import CLOCK, with_tools
+
+TEMPLATE = "{{ tools }}<|start|><|channel|><|message|>"
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>Hello!"
+CALL = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>"
+
+
+def parse(text, cuts=(), *, calls=True):
+    parser = HarmonyParser(calls=calls)
+    deltas, start = [], 0
+    for end in [*sorted(cuts), len(text)]:
+        deltas += parser.push(text[start:end])
+        start = end
+    return joined(deltas + parser.finish())
+
+
+def read(text, *, tools=True):
+    """`(thoughts, words, calls)` of an answer."""
+    dialect = choose_dialect("auto", TEMPLATE, {})
+    asked = read_tools([Tool(type="function", function=Function(name="now"))], "auto", None)
+    told = (reader := usable_tools(asked if tools else None, dialect).reader()).push(
+        text, last=True
+    )
+    calls = [(call.function.name, call.function.arguments) for call in reader.calls]
+    return thoughts_of(told), words_of(told), calls
+
+
+SAYS = [
+    (THOUGHT + FINAL + "<|return|>", ("Hm.", "Hello!", [])),
+    (FINAL + "<|end|>", ("", "Hello!", [])),
+    (THOUGHT + FINAL + " <|retu", ("Hm.", "Hello! <|retu", [])),
+    (THOUGHT + CALL + '{"a": 1}<|call|>', ("Hm.", "", [("now", '{"a": 1}')])),
+    (THOUGHT + CALL + '{"a": 1', ("Hm.", "", [("now", '{"a": 1')])),
+    (CALL + "<|call|>", ("", "", [("now", "{}")])),
+    (" to=functions.now<|channel|>commentary json<|message|>{}<|call|>", ("", "", [("now", "{}")])),
+    (CALL.replace(" <|con", "<|con") + "{}", ("", "", [("now", "{}")])),
+    (CALL.replace("commentary", "analysis") + "{}<|call|>", ("", "", [("now", "{}")])),
+    ("<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + CALL + "{}<|call|>",
+     ("", "I look.", [("now", "{}")])),
+    (CALL + "{}<|call|><|start|>assistant" + CALL + "[]", ("", "", [("now", "{}"), ("now", "[]")])),
+    (CALL + "{}<|start|>assistant" + FINAL, ("", "Hello!", [("now", "{}")])),
+    (THOUGHT + THOUGHT + FINAL, ("Hm.\nHm.", "Hello!", [])),
+    (FINAL + "<|end|>" + FINAL, ("", "Hello!\nHello!", [])),
+    ("<|channel|>commentary to=python<|message|>1 + 1", ("", "1 + 1", [])),
+    ("<|channel|>analysis to=python<|message|>1 + 1", ("1 + 1", "", [])),
+    ("<|message|>Hello!<|return|>", ("", "Hello!", [])),
+    ("Hello <|world|> <|", ("", "Hello <|world|> <|", [])),
+    ("to be", ("", "to be", [])),
+    (" to", ("", " to", [])),
+    ("to=" + "o" * 600, ("", "to=" + "o" * 600, [])),
+    ("<|channel|>analy", ("", "", [])),
+    ("", ("", "", [])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "meaning"), SAYS)
+def test_what_is_thought_said_and_called(text, meaning):
+    assert read(text) == meaning
+
+
+def test_without_tools_what_is_addressed_to_a_function_is_said():
+    assert read(THOUGHT + CALL + "{}<|call|>", tools=False) == ("Hm.", "{}", [])
+
+
+FRAGMENTS = st.sampled_from(
+    [*MARKERS, THOUGHT, FINAL, CALL, "assistant", " to=functions.now", "to=", " ", "\n", "final",
+     "analysis", '{"a": 1}', "words", "ü😀", "<|", "<|chan", "|>"]
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(fragments=st.lists(FRAGMENTS, max_size=9), calls=st.booleans(), data=st.data())
+def test_it_never_matters_how_the_text_is_cut(fragments, calls, data):
+    text = "".join(fragments)
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    whole = parse(text, calls=calls)
+    assert parse(text, cuts, calls=calls) == whole
+    assert parse(text, range(len(text)), calls=calls) == whole
+    if not calls:
+        assert not any(isinstance(delta, CallStart) for delta in whole)
+    if text.strip() and not any(marker in text for marker in MARKERS):
+        assert whole == [Words(text)]
+
+
+# --- over the tokens of a folder of gpt-oss' kind ---------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return Tokenizer.load(folder("gpt_oss"))
+
+
+@pytest.fixture(scope="module")
+def compiler(folder, tokenizer):
+    end = tokenizer.special_texts["<|return|>"]
+    return GrammarCompiler(str(folder("gpt_oss")), tokenizer.vocab_size, [end])
+
+
+def usable(tokenizer, choice, *, strict=None):
+    city = {"type": "object", "properties": {"city": {"enum": ["Bern"]}}, "required": ["city"]}
+    functions = [Function(name="get", parameters=city, strict=strict), Function(name="now")]
+    asked = read_tools([Tool(type="function", function=f) for f in functions], choice, None)
+    return usable_tools(asked, choose_dialect("auto", TEMPLATE, tokenizer.special_texts))
+
+
+def test_special_tokens_are_read_and_end_the_answer(tokenizer):
+    tools = usable_tools(None, choose_dialect("auto", TEMPLATE, tokenizer.special_texts))
+    ids = tokenizer.encode(THOUGHT + FINAL + "<|return|>", add_special_tokens=False)
+    text = Detokenizer(tokenizer, skipped=tokenizer.specials_but(tools.markers)).push(ids)
+    told = tools.reader().push(text, last=True)
+    assert (thoughts_of(told), words_of(told)) == ("Hm.", "Hello!")
+    ends = {tokenizer.special_texts[text] for text in ("<|return|>", "<|call|>")}
+    assert set(tools.constrain(SamplingParams()).stop_token_ids) == ends
+    assert tools.constrain(SamplingParams(ignore_eos=True)).stop_token_ids == ()
+
+
+def takes(compiled, tokenizer, text):
+    state = compiled.start()
+    for token in tokenizer.encode(text + "<|return|>", add_special_tokens=False):
+        state.accept(token)
+    return state.error is None
+
+
+GET = THOUGHT + CALL.replace("now", "get")
+JUDGED = {
+    "required": ({GET + '{"city": "Bern"}', CALL + "{}"},
+                 {FINAL, GET + '{"city": "Rom"}', CALL.replace("now", "later") + "{}", "Hello"}),
+    "strict": ({GET + '{"city": "Bern"}', CALL + "{}", THOUGHT + FINAL, FINAL},
+               {GET + '{"city": "Rom"}', CALL + "1", "Hello"}),
+    "form": ({THOUGHT + "<|channel|>final<|message|>5", "<|channel|>final<|message|>5"},
+             {FINAL, "5", CALL + "{}"}),
+    "tools and form": ({GET + '{"city": "Bern"}', "<|channel|>final<|message|>5"},
+                       {FINAL, "5", GET + "{}"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", JUDGED)
+def test_calls_and_forms_are_held_to_within_the_channels(compiler, tokenizer, kind):
+    form = Grammar(kind="json_schema", source='{"type":"integer"}') if "form" in kind else None
+    tools = usable(tokenizer, "required" if kind == "required" else "auto", strict=kind == "strict")
+    if kind == "form":
+        tools = UsableTools(NO_TOOLS, tools.dialect)
+    compiled = compiler.compile(tools.constrain(SamplingParams(grammar=form)).grammar)
+    right, wrong = JUDGED[kind]
+    for text in right:
+        assert takes(compiled, tokenizer, text), text
+    for text in wrong:
+        assert not takes(compiled, tokenizer, text), text
+
+
+def test_a_call_that_must_come_can_be_drawn_and_is_read(compiler, tokenizer):
+    rng, tools = np.random.default_rng(5), usable(tokenizer, "required")
+    state = compiler.compile(tools.constrain(SamplingParams()).grammar).start()
+    bits = np.zeros(-(-tokenizer.vocab_size // 32) * 4, np.uint8)
+    tokens = []
+    for _ in range(600):
+        state.fill(bits)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        ends = [
+            t for t in allowed if tokenizer.added_tokens.get(int(t)) in ("<|end|>", "<|return|>")
+        ]
+        tokens.append(int(rng.choice(ends if ends and len(tokens) > 20 else allowed)))
+        if tokenizer.added_tokens.get(tokens[-1]) == "<|return|>":
+            break
+        state.accept(tokens[-1])
+        assert state.error is None
+    text = tokenizer.decode(tokens, skip_special_tokens=False)
+    (reader := tools.reader()).push(text, last=True)
+    assert [call.function.name in ("get", "now") for call in reader.calls] == [True]
+    json.loads(reader.calls[0].function.arguments)
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+def test_a_chat_has_its_thoughts_beside_what_is_said(on_site):
+    async def scenario(site):
+        with_tools(site, THOUGHT + FINAL, TEMPLATE)
+        message = (await site.chat(max_tokens=150)).json()["choices"][0]["message"]
+        assert (message["content"], message["reasoning_content"]) == ("Hello!", "Hm.")
+        assert "<|channel|>" in site.renderer.kept
+        chunks = events((await site.chat(stream=True, max_tokens=150)).text)
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+        for field, whole in (("content", "Hello!"), ("reasoning_content", "Hm.")):
+            parts = [delta.get(field, "") for delta in deltas]
+            assert "".join(parts) == whole
+            assert sum(map(bool, parts)) > 1
+
+    on_site(scenario)
+
+
+def test_a_call_on_its_channel_is_a_tool_call(on_site):
+    async def scenario(site):
+        with_tools(site, THOUGHT + CALL + "{}", TEMPLATE)
+        choice = (await site.chat(tools=[CLOCK], max_tokens=190)).json()["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
+        assert choice["message"]["content"] is None
+        assert site.renderer.options["tools"][0]["function"]["description"] == ""
+
+    on_site(scenario)
+
+
+def test_a_response_says_only_what_is_said(on_site):
+    async def scenario(site):
+        with_tools(site, THOUGHT + FINAL, TEMPLATE)
+        body = {"input": "hi", "max_output_tokens": 150}
+        (item,) = (await site.client.post("/v1/responses", json=body)).json()["output"]
+        assert item["content"][0]["text"] == "Hello!"
+
+    on_site(scenario)
+
+
+def test_channels_are_read_where_the_template_has_no_place_for_tools(on_site):
+    async def scenario(site):
+        with_tools(site, THOUGHT + FINAL, "<|channel|><|message|>")
+        message = (await site.chat(max_tokens=150)).json()["choices"][0]["message"]
+        assert message["content"] == "Hello!"
+        error = (await site.chat(tools=[CLOCK])).json()["error"]
+        assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
+
+    on_site(scenario)
