@@ -10,17 +10,20 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self, TypeVar, cast
 
 import msgspec
 
 from lookonce.cache.identity import media_hash
-from lookonce.config import NANO, Config, Options, resolve
+from lookonce.config import NANO, Config, MediaConfig, Options, SchedulerConfig, resolve
 from lookonce.engine.settings import engine_settings
 from lookonce.engine.supervise import EngineSupervisor, OnLoading, socket_folder
+from lookonce.render.pool import MAX_QUEUE
+from lookonce.render.resolve import MAX_SIDE_BY_SIDE
 from lookonce.server.exchange import Sample
 from lookonce.server.generation import Generation, Piece, prepared
 from lookonce.server.hub import with_local_model
@@ -41,6 +44,7 @@ from lookonce.types.sampling import SamplingParams
 
 Message = dict[str, Any]
 Prompt = str | Sequence[int]
+Render = Callable[[], Coroutine[Any, Any, RenderedPrompt]]
 T = TypeVar("T")
 
 
@@ -87,7 +91,10 @@ class LLM:
     def __init__(
         self, model: str = NANO, *, on_loading: OnLoading | None = None, **options: Any
     ) -> None:
-        config = with_local_model(resolve(Options(model=model, **options)))
+        config = _with_room(with_local_model(resolve(Options(model=model, **options))))
+        # Of all calls together, whatever thread they come from.
+        self._answering = asyncio.Semaphore(_most_answered(config.scheduler))
+        self._rendering = asyncio.Semaphore(_most_rendered(config.media))
         self._loop = _LoopThread()
         self._stack = AsyncExitStack()
         self._end = weakref.finalize(self, _end_all, self._stack, self._loop)
@@ -105,7 +112,7 @@ class LLM:
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Answers to one conversation, or to each of several; messages are OpenAI's."""
-        renders = [self._render_chat(c, cache_salt) for c in _conversations(messages)]
+        renders = [partial(self._render_chat, c, cache_salt) for c in _conversations(messages)]
         return self._loop.run(self._answer_all(renders, self._sampling(sampling_params)))
 
     def generate(
@@ -116,14 +123,14 @@ class LLM:
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Continuations of one prompt, or of each of several, as text or token ids."""
-        renders = [self._render_prompt(prompt, cache_salt) for prompt in _prompts(prompts)]
+        renders = [partial(self._render_prompt, p, cache_salt) for p in _prompts(prompts)]
         return self._loop.run(self._answer_all(renders, self._sampling(sampling_params)))
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Iterator[str]:
         """The first sample's text as it comes; leaving the iterator aborts."""
-        render = self._render_chat(list(messages), None)
+        render = partial(self._render_chat, list(messages), None)
         pieces = self._stream(render, self._sampling(sampling_params))
         try:
             while (piece := self._loop.run(_next(pieces))) is not None:
@@ -200,18 +207,18 @@ class LLM:
     def _sampling(self, asked: SamplingParams | None) -> SamplingParams:
         return default_sampling(self._services.defaults) if asked is None else asked
 
-    def _render_chat(
-        self, messages: list[Message], cache_salt: str | None
-    ) -> Coroutine[Any, Any, RenderedPrompt]:
-        return self._services.renderer.render_chat(messages, tenant="", cache_salt=cache_salt)
+    async def _render_chat(self, messages: list[Message], cache_salt: str | None) -> RenderedPrompt:
+        async with self._rendering:
+            return await self._services.renderer.render_chat(messages, cache_salt=cache_salt)
 
-    def _render_prompt(
+    async def _render_prompt(
         self, prompt: str | list[int], cache_salt: str | None
-    ) -> Coroutine[Any, Any, RenderedPrompt]:
-        return self._services.renderer.render_completion(prompt, tenant="", cache_salt=cache_salt)
+    ) -> RenderedPrompt:
+        async with self._rendering:
+            return await self._services.renderer.render_completion(prompt, cache_salt=cache_salt)
 
     async def _answer_all(
-        self, renders: list[Coroutine[Any, Any, RenderedPrompt]], sampling: SamplingParams
+        self, renders: Sequence[Render], sampling: SamplingParams
     ) -> list[RequestOutput]:
         """All answers, in order; the first failure ends the others and is raised."""
         try:
@@ -221,20 +228,19 @@ class LLM:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _answer(
-        self, render: Coroutine[Any, Any, RenderedPrompt], sampling: SamplingParams
-    ) -> RequestOutput:
-        with prepared(self._services, await render, sampling) as generation:
-            samples = [Sample() for _ in range(sampling.n)]
-            async with aclosing(generation.pieces()) as pieces:
-                async for piece in pieces:
-                    samples[piece.index].take(piece)
-            return _request_output(generation, samples)
+    async def _answer(self, render: Render, sampling: SamplingParams) -> RequestOutput:
+        async with self._answering:
+            with prepared(self._services, await render(), sampling) as generation:
+                samples = [Sample() for _ in range(sampling.n)]
+                async with aclosing(generation.pieces()) as pieces:
+                    async for piece in pieces:
+                        samples[piece.index].take(piece)
+                return _request_output(generation, samples)
 
     async def _stream(
-        self, render: Coroutine[Any, Any, RenderedPrompt], sampling: SamplingParams
+        self, render: Render, sampling: SamplingParams
     ) -> AsyncGenerator[Piece, None]:
-        with prepared(self._services, await render, sampling) as generation:
+        with prepared(self._services, await render(), sampling) as generation:
             async with aclosing(generation.pieces()) as pieces:
                 async for piece in pieces:
                     if piece.index == 0:
@@ -276,6 +282,28 @@ def _end_all(stack: AsyncExitStack, loop: _LoopThread) -> None:
 async def _end_engine(supervisor: EngineSupervisor, running: asyncio.Task[None]) -> None:
     await supervisor.stop()
     await asyncio.gather(running, return_exceptions=True)
+
+
+def _most_answered(scheduler: SchedulerConfig) -> int:
+    """Prompts side by side: as many again as are computed, so that the batch stays full."""
+    return 2 * scheduler.max_num_seqs
+
+
+def _with_room(config: Config) -> Config:
+    """A queue for what is answered side by side: whoever calls waits, and is not to be refused.
+
+    The engine estimates how many wait, and those a failed call left behind may still count.
+    """
+    needed = 4 * _most_answered(config.scheduler)
+    scheduler = replace(config.scheduler, max_queue=max(config.scheduler.max_queue, needed))
+    return replace(config, scheduler=scheduler)
+
+
+def _most_rendered(media: MediaConfig) -> int:
+    """Prompts rendered side by side: their media fill half of the pool's queue, since the engine
+    may ask for some a second time."""
+    per_prompt = min(MAX_SIDE_BY_SIDE, sum(media.limit_per_prompt.values()))
+    return MAX_QUEUE // 2 // max(1, per_prompt)
 
 
 async def _next(pieces: AsyncGenerator[Piece, None]) -> Piece | None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from lookonce import LLM, SamplingParams, media_hash
-from lookonce.errors import BadRequestError, ConfigError
+from lookonce.errors import BadRequestError, ConfigError, UnavailableError
 from lookonce.render.processing import MediaJob, Processing, ProcessingSettings
 from tests.end_to_end.drawing import ask, encoded, picture
+from tests.end_to_end.live import until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
+ENDLESS = SamplingParams(ignore_eos=True, max_tokens=3000)
 RED_SQUARE = picture(("red", "square"))
 
 
@@ -101,6 +105,47 @@ def test_one_bad_request_fails_its_call_alone(llm):
     with pytest.raises(BadRequestError, match="context"):
         llm.generate(["fine", "x " * 9000], GREEDY)
     assert llm.chat(ask("Say river."), GREEDY)[0].text == "river"
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[LLM]:
+    """Two are computed side by side, and the queue asked for is too short for any call."""
+    with LLM("nano", max_num_seqs=2, max_queue=1) as llm:
+        yield llm
+
+
+def test_more_prompts_than_may_wait_are_all_answered_in_order(narrow):
+    words = ["apple", "river"] * 50
+    prompts = [f"<|im_start|>user\nSay {w}.<|im_end|>\n<|im_start|>assistant\n" for w in words]
+    assert [output.text for output in narrow.generate(prompts, GREEDY)] == words
+
+
+def test_more_new_pictures_than_may_wait_for_a_worker_are_all_answered(narrow):
+    asked = [ask(Image.new("RGB", (28, 28), (n % 256, n // 256, 7)), "Look.") for n in range(300)]
+    outputs = narrow.chat(asked, SamplingParams(max_tokens=1))
+    assert [output.reuse_receipt.items[0].processor for output in outputs] == ["miss"] * 300
+    assert len({output.reuse_receipt.items[0].hash for output in outputs}) == 300
+
+
+def test_the_first_failure_ends_all_prompts_also_those_not_begun(narrow):
+    with pytest.raises(BadRequestError, match="context"):
+        narrow.generate(["Once", "x " * 9000, *["Once"] * 100], ENDLESS)
+    until(lambda: _busy(narrow) == 0, 60, lambda: str(narrow.stats()))
+
+
+def test_many_prompts_take_every_place_in_the_batch():
+    with ThreadPoolExecutor(1) as pool, LLM("nano", max_num_seqs=4) as llm:
+        call = pool.submit(llm.generate, ["Once"] * 12, ENDLESS)
+        until(lambda: call.done() or llm.stats()["num_requests_running"] == 4, 60, str)
+        assert not call.done(), call.exception()
+        llm.close()  # ends the call: all would take a minute
+        with pytest.raises(UnavailableError):
+            call.result()
+
+
+def _busy(llm: LLM) -> float:
+    stats = llm.stats()
+    return stats["num_requests_running"] + stats["num_requests_waiting"]
 
 
 def test_wrong_options_are_refused_before_anything_starts():
