@@ -16,18 +16,18 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lookonce.model.attention.backend import (
-    AttentionBackend,
-    AttentionBuffers,
-    AttentionCall,
-    AttentionMetadata,
-)
+from lookonce.model.attention.backend import AttentionBackend, AttentionCall, AttentionMetadata
 from lookonce.model.attention.hook import paged_forward_context
+from lookonce.model.attention.probe import (
+    PROBE_TOKENS,
+    probe_metadata,
+    probe_pages,
+    probe_positions,
+)
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.families.base import ModelFamily
 from lookonce.model.kv_pages import KVPages, LayerPages
@@ -270,9 +270,6 @@ def choose_decoder(family: ModelFamily, dtype: torch.dtype, device: torch.device
     return lean
 
 
-PROBE_TOKENS = 6
-
-
 class _RecordingBackend(ReferenceBackend):
     """Remembers what each layer asks: the lean decoder then asks the same, whatever its class."""
 
@@ -300,13 +297,12 @@ def _probe(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Hidden states [PROBE_TOKENS, H] of a random prompt, float32."""
-    pages = KVPages(family.num_layers, 1, 16, family.num_kv_heads, family.head_dim, dtype, device)
-    metadata = prompt_metadata(PROBE_TOKENS, device)
+    """Hidden states [T, H] of a small random step, float32."""
+    pages = probe_pages(family.num_layers, family.num_kv_heads, family.head_dim, dtype, device)
     generator = torch.Generator().manual_seed(0)
     embeds = torch.randn(PROBE_TOKENS, family.hidden_size, generator=generator)
-    positions = plain_positions(PROBE_TOKENS, family.position_axes).to(device)
-    step = Step(metadata, backend, pages)
+    positions = probe_positions(family.position_axes).to(device)
+    step = Step(probe_metadata(device), backend, pages)
     return decoder(embeds.to(device, dtype), positions, step, {}).float()
 
 
@@ -314,11 +310,3 @@ def plain_positions(count: int, axes: int) -> Tensor:
     """The position ids of a text: [1, count], or [axes, 1, count] with multi-axis rope."""
     positions = torch.arange(count).unsqueeze(0)
     return positions if axes == 1 else positions.expand(axes, 1, -1)
-
-
-def prompt_metadata(count: int, device: torch.device | str = "cpu") -> AttentionMetadata:
-    """Of a step that computes one prompt of up to 16 tokens, in block 0."""
-    buffers = AttentionBuffers(
-        max_num_seqs=1, max_num_tokens=count, max_blocks_per_seq=1, block_size=16, device=device
-    )
-    return buffers.fill([count], [count], np.zeros((1, 1), np.int32))

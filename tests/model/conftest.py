@@ -1,11 +1,13 @@
-"""Folders loaded once per session, with cases and Hugging Face's answers to them."""
+"""Folders loaded once per session, with cases and Hugging Face's answers to them; builds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 
+from tests.model.builds import OTHER_CPUS, Build, build_for, in_use
 from tests.model.serving import Subject, make_subject
 
 
@@ -19,6 +21,24 @@ def subjects(folder) -> Callable[[str], Subject]:
         return made[kind]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def other_build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Build]:
+    root = tmp_path_factory.mktemp("builds")
+    return cache(lambda machine: build_for(machine, root))
+
+
+@pytest.fixture(scope="module", params=("this CPU", *OTHER_CPUS))
+def each_build(
+    request: pytest.FixtureRequest, other_build: Callable[[str], Build]
+) -> Iterator[None]:
+    """A module's tests with compiled code as it is on one CPU after the other."""
+    if request.param == "this CPU":
+        yield
+        return
+    with in_use(other_build(request.param)):
+        yield
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

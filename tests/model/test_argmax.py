@@ -19,6 +19,9 @@ SCORES = st.one_of(
 )
 
 
+pytestmark = pytest.mark.usefixtures("each_build")
+
+
 @pytest.mark.skipif(token_logits.native_argmax is None, reason="argmax is not compiled here")
 @given(arrays(np.float32, array_shapes(min_dims=2, max_dims=2, max_side=70), elements=SCORES))
 def test_both_ways_agree(scores: np.ndarray) -> None:

@@ -15,6 +15,7 @@ from lookonce.model.attention.cpu import KernelBackend, kernel_available
 from lookonce.model.attention.reference import ReferenceBackend
 from tests.model.attention_world import Problem, build, dense_answer, problems
 
+pytestmark = pytest.mark.usefixtures("each_build")
 needs_kernel = pytest.mark.skipif(not kernel_available(), reason="the C++ kernel is not built")
 BACKENDS = [
     pytest.param(KernelBackend(), id="kernel", marks=needs_kernel),
@@ -49,6 +50,19 @@ def test_bf16_pages_equal_dense_attention_of_the_same_values(
     output = scene.run(backend)
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.float(), dense_answer(scene), atol=4e-2, rtol=4e-2)
+
+
+@needs_kernel
+@pytest.mark.parametrize("head_dim", [8, 17, 33, 40, 64, 96, 128])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)], ids=["fp32", "bf16"]
+)
+def test_heads_of_any_size(dtype: torch.dtype, tolerance: float, head_dim: int) -> None:
+    """Direct and packed rows, with tails of heads, of keys and of rows."""
+    problem = Problem([(1, 100), (7, 30), (9, 0), (33, 5), (101, 40)], head_dim=head_dim)
+    scene = build(replace(problem, dtype=dtype, sliding_window=70, group=1))
+    output = scene.run(KernelBackend()).float()
+    torch.testing.assert_close(output, dense_answer(scene), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

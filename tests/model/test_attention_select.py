@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lookonce.errors import ConfigError
 from lookonce.model.attention import cpu
@@ -40,6 +43,34 @@ def test_without_the_kernel_torch_serves_and_one_line_says_so(
     assert [record.getMessage() for record in caplog.records] == [
         "attention runs in plain torch, several times slower: "
         "the C++ kernel is missing (no compiler)"
+    ]
+
+
+@pytest.mark.skipif(not cpu.kernel_available(), reason="the C++ kernel is not built")
+@pytest.mark.parametrize("features", [PLAIN, HALF, EVERYTHING], ids=["fp32", "bf16", "everything"])
+@pytest.mark.parametrize(
+    "is_wrong", [lambda new: new <= 16, lambda new: new > 16], ids=["few", "many"]
+)
+def test_a_kernel_that_is_wrong_for_few_or_for_many_rows_is_not_used(
+    features: AttentionFeatures,
+    is_wrong: Callable[[int], bool],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    forward = KernelBackend.forward
+
+    def broken(backend: KernelBackend, *arguments: Any) -> Tensor:
+        output, metadata = forward(backend, *arguments), arguments[4]
+        for rows, new in zip(output.split(metadata.query_lens), metadata.query_lens, strict=True):
+            if is_wrong(new):
+                rows += torch.nan
+        return output
+
+    monkeypatch.setattr(KernelBackend, "forward", broken)
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(select_backend("cpu", features), ReferenceBackend)
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention runs in plain torch, several times slower: the C++ kernel differs from it by nan"
     ]
 
 

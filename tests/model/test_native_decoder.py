@@ -17,6 +17,7 @@ from lookonce.bench.folders import make_folder, randomise
 from lookonce.config import ModelConfig
 from lookonce.model.attention.backend import AttentionBuffers, AttentionMetadata
 from lookonce.model.attention.cpu import KernelBackend
+from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.decoders import LeanDecoder, Step, choose_decoder, plain_positions
 from lookonce.model.families.base import ModelFamily, TextFamily
 from lookonce.model.kv_pages import KVPages
@@ -26,7 +27,10 @@ from lookonce.model.native.decoder import DecodeInputs, NativeDecoder, native_de
 from lookonce.model.step_inputs import StepInputs
 from lookonce.model.text_model import TextModel
 
-pytestmark = pytest.mark.skipif(native._native is None, reason="the decoder is not compiled here")
+pytestmark = [
+    pytest.mark.skipif(native._native is None, reason="the decoder is not compiled here"),
+    pytest.mark.usefixtures("each_build"),
+]
 
 Folder = Callable[..., Path]
 PLAIN = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen2_5_omni", "llava")
@@ -111,7 +115,7 @@ def lean_logits(subject: Subject, inputs: DecodeInputs) -> torch.Tensor:
     embeds = inputs.embeds
     if embeds is None:
         embeds = subject.family.embed_tokens(inputs.token_ids)
-    step = Step(inputs.metadata, KernelBackend(), subject.pages)
+    step = Step(inputs.metadata, ReferenceBackend(), subject.pages)
     hidden = subject.lean(embeds, inputs.position_ids, step, {})
     if inputs.sample_rows is not None:
         hidden = hidden[inputs.sample_rows]
@@ -159,6 +163,24 @@ def test_bf16_of_sizes_that_no_vector_divides(make: Callable[[], ModelFamily]) -
     subject = subject_of(family, torch.bfloat16)
     for count in (1, 2, 3, 8):
         agree(subject, decode_inputs(subject, [5] * count), tolerance=3e-2)
+
+
+@pytest.mark.parametrize("make", [odd_llama, tied_qwen3])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_a_chunk_beside_decodes(
+    make: Callable[[], ModelFamily], dtype: torch.dtype, tolerance: float
+) -> None:
+    family = make()
+    family.model.to(dtype)
+    subject = subject_of(family, dtype)
+    ids = torch.arange(43) % family.vocab_size
+    positions = torch.cat((torch.tensor([8, 80]), torch.arange(50, 91))).unsqueeze(0)
+    tables = np.arange(BLOCKS, dtype=np.int32)[:18].reshape(3, 6)
+    buffers = AttentionBuffers(
+        max_num_seqs=3, max_num_tokens=43, max_blocks_per_seq=6, block_size=BLOCK
+    )
+    metadata = buffers.fill([1, 1, 41], [9, 81, 91], tables, num_decodes=2)
+    agree(subject, DecodeInputs(ids, None, positions, None, metadata), tolerance)
 
 
 def test_bf16_numbers_are_read_as_such_and_give_the_same_logits(
@@ -275,6 +297,29 @@ def test_what_is_not_a_number_stays_so_and_stays_where_it_is(folder: Folder) -> 
     assert logits is not None
     assert logits[0].isnan().all()
     assert logits[1].isfinite().all()
+
+
+@pytest.mark.parametrize("wrong", [slice(0, 1), slice(1, None)], ids=["decode", "prompt"])
+def test_compiled_code_wrong_for_some_rows_alone_is_noticed(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, wrong: slice
+) -> None:
+    loaded = load_model(ModelConfig(folder=str(folder("llama")), served_name="test"))
+    family = loaded.family
+    lean = choose_decoder(family, loaded.dtype, loaded.device)
+    assert isinstance(lean, LeanDecoder)
+    pages = KVPages(family.num_layers, 1, 16, family.num_kv_heads, family.head_dim, loaded.dtype)
+    compute, sizes = NativeDecoder.logits, []
+
+    def logits(decoder: NativeDecoder, inputs: DecodeInputs) -> torch.Tensor | None:
+        found = compute(decoder, inputs)
+        assert found is not None
+        found[wrong] *= 1.01
+        sizes.extend(inputs.metadata.query_lens)
+        return found
+
+    monkeypatch.setattr(NativeDecoder, "logits", logits)
+    assert native_decoder(lean, family, loaded.dtype, pages) is None
+    assert sizes == [1, 21]
 
 
 def test_a_model_that_computes_something_else_is_noticed(

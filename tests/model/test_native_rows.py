@@ -14,6 +14,7 @@ from torch.nn import functional
 from lookonce.model.native import rows
 from lookonce.model.native.rows import rms_norm, silu_gate
 
+pytestmark = pytest.mark.usefixtures("each_build")
 DTYPES = ((torch.float32, 1e-5), (torch.bfloat16, 8e-3))
 
 

@@ -33,6 +33,7 @@ inline Vec lane_products(const float* query, const T* key, int64_t dim) {
 // The same of a query that is elements like the key, multiplied in units; whole vectors of them.
 template <int VECS, typename T>
 inline Vec unit_products(const float* query, const T* key, int64_t dim) {
+    static_assert(LIES_IN_UNITS<T>);
     using U = typename Arithmetic<T>::U;
     constexpr int STEP = LANES * U::PER_UNIT;
     const T* elements = reinterpret_cast<const T*>(query);
@@ -52,8 +53,10 @@ void direct_scores(const float* query, int rows, int64_t dim, int64_t depth,
         for (int i = 0; i < LANES; ++i) {
             const T* key = chunk.keys[std::min(start + i, chunk.count - 1)];
             for (int r = 0; r < rows; ++r)
-                products[r][i] = IN_UNITS ? unit_products<VECS>(query + r * depth, key, dim)
-                                          : lane_products<VECS>(query + r * depth, key, dim);
+                if constexpr (IN_UNITS)
+                    products[r][i] = unit_products<VECS>(query + r * depth, key, dim);
+                else
+                    products[r][i] = lane_products<VECS>(query + r * depth, key, dim);
         }
         for (int r = 0; r < rows; ++r)
             store(scores + r * CHUNK + start, transpose_sum(products[r]));
@@ -142,6 +145,7 @@ inline Vec load_within(const T* row, int64_t column, int64_t dim) {
 // Units [column, column + LANES) of a row that has `count` of them, zero past its end.
 template <typename T>
 inline Vec load_units_within(const T* row, int64_t column, int64_t count) {
+    static_assert(LIES_IN_UNITS<T>);
     constexpr int PER_UNIT = Arithmetic<T>::U::PER_UNIT;
     Vec units = {};
     const int64_t size = std::min<int64_t>(LANES, count - column) * sizeof(float);

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from lookonce.model.attention.backend import AttentionCall, AttentionFeatures, AttentionMetadata
+from lookonce.model.attention.probe import PROBE_TOKENS, probe_metadata, probe_pages
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.kv_pages import LayerPages
 
 logger = logging.getLogger(__name__)
 
-KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Largest difference to torch's answer to a probe, relative to its largest value, for each type
+that the kernel computes."""
 
 
 def _load_kernel() -> tuple[Callable[..., None] | None, str]:
@@ -46,7 +49,7 @@ class KernelBackend:
     block_size_multiple = 1
 
     def supports(self, features: AttentionFeatures) -> bool:
-        return features.dtype in KERNEL_DTYPES
+        return features.dtype in TOLERANCE
 
     def forward(
         self,
@@ -103,15 +106,42 @@ class KernelBackend:
         return output
 
 
-def cpu_backend() -> KernelBackend | ReferenceBackend:
-    """The kernel where it was built; otherwise torch, said once."""
-    if kernel_available():
-        return KernelBackend()
-    logger.warning(
-        "attention runs in plain torch, several times slower: the C++ kernel is missing (%s)",
-        _why_missing,
-    )
+def cpu_backend(features: AttentionFeatures) -> KernelBackend | ReferenceBackend:
+    """The kernel where it was built and says what torch says; otherwise torch, said once."""
+    kernel = KernelBackend()
+    if not kernel.supports(features):
+        return ReferenceBackend()
+    fault = f"is missing ({_why_missing})" if _kernel is None else _find_fault(kernel, features)
+    if fault is None:
+        return kernel
+    logger.warning("attention runs in plain torch, several times slower: the C++ kernel %s", fault)
     return ReferenceBackend()
+
+
+@torch.inference_mode()
+def _find_fault(kernel: KernelBackend, features: AttentionFeatures) -> str | None:
+    """Compilers and CPUs differ: what is wrong on this one must be noticed here."""
+    found, expected = (_probe(backend, features) for backend in (kernel, ReferenceBackend()))
+    difference, largest = (found - expected).abs().max(), expected.abs().max()
+    if difference <= TOLERANCE[features.dtype] * largest:
+        return None
+    return f"differs from it by {difference:g}"
+
+
+def _probe(backend: KernelBackend | ReferenceBackend, features: AttentionFeatures) -> Tensor:
+    """Random heads [T, 4, D] attend over two KV heads; the same at every call, in float32."""
+    dtype, head_dim = features.dtype, features.head_dim
+    generator = torch.Generator().manual_seed(1)
+    heads = torch.randn(PROBE_TOKENS, 8, head_dim, generator=generator).to(dtype)
+    query, key, value = heads[:, :4], heads[:, 4:6], heads[:, 6:]
+    layer = probe_pages(1, 2, head_dim, dtype).layers[0]
+    call = AttentionCall(
+        head_dim**-0.5,
+        sliding_window=5 if features.sliding_window else None,
+        softcap=2.0 if features.softcap else None,
+        sinks=torch.linspace(-1, 1, 4) if features.sinks else None,
+    )
+    return backend.forward(layer, query, key, value, probe_metadata(), call).float()
 
 
 def _check(

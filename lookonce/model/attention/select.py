@@ -12,7 +12,9 @@ from lookonce.model.attention.reference import ReferenceBackend
 
 def select_backend(device: torch.device | str, features: AttentionFeatures) -> AttentionBackend:
     """The fastest backend on `device` that has every feature the model needs."""
-    fast = cpu_backend() if torch.device(device).type == "cpu" else _cuda_backend()
+    if torch.device(device).type == "cpu":
+        return cpu_backend(features)
+    fast = _cuda_backend()
     return fast if fast.supports(features) else ReferenceBackend()
 
 

@@ -43,7 +43,7 @@ class Attention {
             score(chunk);
             for (int r = 0; r < rows; ++r) soften_row(chunk, r);
             // Zero times NaN or infinity would reach every row of a packed product.
-            if (in_units && packed && pack_values(chunk, p.head_dim, depth, s.values))
+            if (packed && pack_values(chunk, p.head_dim, depth, s.values))
                 add_packed_values(chunk);
             else
                 add_direct_values(chunk);
@@ -64,8 +64,9 @@ class Attention {
     const int64_t depth, start;  // start: the task's first row of the query tensor
     int64_t lowest, highest;     // keys that any row sees
 
-    // Packed always, as odd dimensions are padded; straight from pages in whole vectors of units.
+    // Queries with keys: packed in whole units, straight from pages in whole vectors of them.
     bool multiplied_in_units() const {
+        if (!LIES_IN_UNITS<T>) return false;
         if (packed) return p.head_dim % PER_UNIT == 0;
         return PER_UNIT > 1 && p.head_dim % (LANES * PER_UNIT) == 0;
     }
@@ -117,26 +118,27 @@ class Attention {
     }
 
     void packed_scores(const KeyChunk<T>& chunk) {
+        if constexpr (LIES_IN_UNITS<T>)
+            if (in_units) return packed_unit_scores(chunk);
         const int64_t dim = p.head_dim, columns = pad(chunk.count, LANES);
-        if (in_units) {
-            const int64_t units = dim / PER_UNIT;
-            pack_keys(chunk, units, s.keys,
-                      [=](const T* key, int64_t at) { return load_units_within(key, at, units); });
-            product<U>(rows, columns, units, s.query, depth, s.keys, CHUNK, s.scores, CHUNK, false);
-        } else {
-            pack_keys(chunk, dim, s.keys,
-                      [=](const T* key, int64_t at) { return load_within(key, at, dim); });
-            product<Whole>(rows, columns, dim, s.query, depth, s.keys, CHUNK, s.scores, CHUNK,
-                           false);
-        }
+        pack_keys(chunk, dim, s.keys,
+                  [=](const T* key, int64_t at) { return load_within(key, at, dim); });
+        product<Whole>(rows, columns, dim, s.query, depth, s.keys, CHUNK, s.scores, CHUNK, false);
+    }
+
+    void packed_unit_scores(const KeyChunk<T>& chunk) {
+        const int64_t units = p.head_dim / PER_UNIT, columns = pad(chunk.count, LANES);
+        pack_keys(chunk, units, s.keys,
+                  [=](const T* key, int64_t at) { return load_units_within(key, at, units); });
+        product<U>(rows, columns, units, s.query, depth, s.keys, CHUNK, s.scores, CHUNK, false);
     }
 
     template <int VECS>
     void direct(const KeyChunk<T>& chunk) {
-        if (in_units)
-            direct_scores<VECS, true>(s.query, rows, p.head_dim, depth, chunk, s.scores);
-        else
-            direct_scores<VECS, false>(s.query, rows, p.head_dim, depth, chunk, s.scores);
+        if constexpr (LIES_IN_UNITS<T> && PER_UNIT > 1)
+            if (in_units)
+                return direct_scores<VECS, true>(s.query, rows, p.head_dim, depth, chunk, s.scores);
+        direct_scores<VECS, false>(s.query, rows, p.head_dim, depth, chunk, s.scores);
     }
 
     // The keys of the chunk that row r sees: [begin, end), empty where begin >= end.

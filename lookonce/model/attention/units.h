@@ -6,6 +6,8 @@
 #include <immintrin.h>
 #endif
 
+#include <type_traits>
+
 #include "vectors.h"
 
 namespace paged {
@@ -87,6 +89,10 @@ struct Arithmetic<BFloat16> {
     using U = Pair;
 };
 #endif
+
+// Whether rows of a type are rows of its units as they lie in memory; others must be widened first.
+template <typename T>
+constexpr bool LIES_IN_UNITS = std::is_same_v<typename Arithmetic<T>::U::Element, T>;
 
 // Keeps the compiler from loading a value again for each of its uses.
 template <typename V>

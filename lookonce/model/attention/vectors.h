@@ -62,6 +62,15 @@ inline void narrow(float value, BFloat16* to) {  // round to nearest even, NaN s
     to->bits = value != value ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+inline void store(BFloat16* to, Vec v) {  // the same of whole vectors
+    IntVec bits;
+    std::memcpy(&bits, &v, sizeof bits);
+    bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    bits = v != v ? IntVec{} + 0x7fc0 : bits;
+    const HalfVec half = __builtin_convertvector(bits, HalfVec);
+    std::memcpy(to, &half, sizeof half);
+}
+
 template <typename T>
 inline Vec load_part(const T* from, int count) {
     float lanes[LANES] = {};

@@ -61,7 +61,7 @@ inline void store_as(BFloat16* to, Vec v) {
 #ifdef __AVX512BF16__
     Pair::store_units(to, v);
 #else
-    for (int i = 0; i < LANES; ++i) narrow(v[i], to + i);
+    store(to, v);
 #endif
 }
 

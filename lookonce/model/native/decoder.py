@@ -15,16 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from lookonce.model.attention.backend import AttentionMetadata
-from lookonce.model.attention.cpu import KernelBackend
-from lookonce.model.decoders import (
-    LeanDecoder,
-    LeanLayer,
-    Linear,
-    Norm,
-    Step,
-    plain_positions,
-    prompt_metadata,
+from lookonce.model.attention.probe import (
+    PROBE_TOKENS,
+    probe_metadata,
+    probe_pages,
+    probe_positions,
 )
+from lookonce.model.attention.reference import ReferenceBackend
+from lookonce.model.decoders import LeanDecoder, LeanLayer, Linear, Norm, Step, plain_positions
 from lookonce.model.families.base import ModelFamily
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.native.compiled import _native
@@ -195,16 +193,16 @@ class NativeDecoder:
 def native_decoder(
     lean: LeanDecoder, family: ModelFamily, dtype: torch.dtype, kv_pages: KVPages
 ) -> NativeDecoder | None:
-    """The native decoder where it computes what the lean one does on a random prompt."""
-    probe = KVPages(family.num_layers, 1, 16, family.num_kv_heads, family.head_dim, dtype)
+    """The native decoder where it computes what the lean one does with attention in torch."""
+    pages = probe_pages(family.num_layers, family.num_kv_heads, family.head_dim, dtype)
     try:
         decoder = NativeDecoder(lean, family)
-        decoder.bind(probe)
+        decoder.bind(pages)
         found = _probe_native(decoder)
     except ValueError as error:
         logger.info("decode steps run in torch: %s", error)
         return None
-    expected = _probe_lean(lean, family, probe)
+    expected = _probe_lean(lean, family, pages)
     difference, largest = (found - expected).abs().max(), expected.abs().max()
     if not difference <= TOLERANCE[dtype] * largest:
         logger.warning("decode steps run in torch: compiled ones differ by %g", difference)
@@ -213,26 +211,25 @@ def native_decoder(
     return decoder
 
 
-PROBE_IDS = (5, 3, 11, 2, 7, 5)
+def _probe_ids() -> Tensor:
+    """[T], few different ones: vocabularies can be small."""
+    return torch.arange(PROBE_TOKENS) % 12
 
 
 def _probe_native(decoder: NativeDecoder) -> Tensor:
-    """Logits [P, V] of a prompt of P tokens."""
-    ids = torch.tensor(PROBE_IDS)
-    positions = plain_positions(len(ids), decoder.position_axes)
-    logits = decoder.logits(
-        DecodeInputs(ids, None, positions, None, prompt_metadata(len(PROBE_IDS)))
-    )
+    """Logits [T, V] of a small step."""
+    positions = probe_positions(decoder.position_axes)
+    logits = decoder.logits(DecodeInputs(_probe_ids(), None, positions, None, probe_metadata()))
     if logits is None:
-        raise ValueError("a plain prompt is not computed")
+        raise ValueError("a plain step is not computed")
     return logits
 
 
 def _probe_lean(lean: LeanDecoder, family: ModelFamily, pages: KVPages) -> Tensor:
-    ids = torch.tensor(PROBE_IDS)
-    positions = plain_positions(len(ids), family.position_axes)
-    step = Step(prompt_metadata(len(PROBE_IDS)), KernelBackend(), pages)
-    logits: Tensor = family.lm_head(lean(family.embed_tokens(ids), positions, step, {}))
+    """The same of the lean decoder: it writes the pages' new keys and values once more."""
+    step = Step(probe_metadata(), ReferenceBackend(), pages)
+    embeds, positions = family.embed_tokens(_probe_ids()), probe_positions(family.position_axes)
+    logits: Tensor = family.lm_head(lean(embeds, positions, step, {}))
     return logits.float()
 
 

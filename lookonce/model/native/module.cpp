@@ -193,6 +193,12 @@ PyObject* argmax(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return best;
 }
 
+// Windows are kept in units, so only of types whose rows are units.
+template <typename T>
+void run_windows(const Windows& windows) {
+    if constexpr (LIES_IN_UNITS<T>) WindowAttention<typename Arithmetic<T>::U>(windows).run();
+}
+
 // attend_windows(numbers...) → None
 PyObject* attend_windows(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!has_count(count, 12)) return nullptr;
@@ -211,11 +217,12 @@ PyObject* attend_windows(PyObject*, PyObject* const* args, Py_ssize_t count) {
         PyErr_SetString(PyExc_ValueError, "windows do not cover the rows");
         return nullptr;
     }
+    if (half && !LIES_IN_UNITS<BFloat16>) {
+        PyErr_SetString(PyExc_ValueError, "windows of bf16 are not compiled for this CPU");
+        return nullptr;
+    }
     Py_BEGIN_ALLOW_THREADS;
-#ifdef __AVX512BF16__
-    if (half) WindowAttention<Pair>(w).run();
-#endif
-    if (!half) WindowAttention<Whole>(w).run();
+    half ? run_windows<BFloat16>(w) : run_windows<float>(w);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
@@ -288,10 +295,6 @@ PyMODINIT_FUNC PyInit__native() {
         return nullptr;
     }
     PyObject* made = PyModule_Create(&module);
-#ifdef __AVX512BF16__
-    PyModule_AddIntConstant(made, "multiplies_bf16", 1);
-#else
-    PyModule_AddIntConstant(made, "multiplies_bf16", 0);
-#endif
+    if (made) PyModule_AddIntConstant(made, "multiplies_bf16", LIES_IN_UNITS<BFloat16>);
     return made;
 }
