@@ -29,7 +29,7 @@ NANO = "nano"
 NANO_FOLDER = Path(__file__).parent / "models" / "nano"
 GIB = 1 << 30
 Word = TypeVar("Word", bound=str)
-TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral", "harmony")
+TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral", "qwen3_coder", "harmony")
 DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -24,8 +24,8 @@ HELP: dict[str, str] = {
     "api_processes": "API processes that share one engine.",
     "api_key": "KEY, TENANT:KEY, TENANT:KEY:inject or TENANT:KEY:admin; repeatable.",
     "allow_injection": "Let clients of a server without keys inject processed media.",
-    "tool_call_parser": "How the model writes tool calls: hermes (Qwen too), llama3, mistral or "
-    "harmony (gpt-oss); auto reads it off the chat template.",
+    "tool_call_parser": "How the model writes tool calls: hermes (Qwen too), llama3, mistral, "
+    "qwen3_coder or harmony (gpt-oss); auto reads it off the chat template.",
     "chat_template": "A Jinja file to use instead of the model's own chat template.",
     "device": "cpu, cuda or cuda:N.",
     "dtype": "float32, bfloat16 or float16; float32 on CPU and bfloat16 on CUDA by default.",

@@ -68,7 +68,7 @@ class CallReader:
 
     def __init__(self, tools: UsableTools) -> None:
         self._format = tools.dialect.format
-        self._parser = self._format.parser(tools.asked.names)
+        self._parser = self._format.parser(tools.asked)
         self._most = None if tools.asked.parallel else 1
         self.calls: list[ToolCall] = []
         """Complete as far as the text goes."""

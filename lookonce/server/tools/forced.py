@@ -105,7 +105,7 @@ def _calls(tools: AskedTools, dialect: ToolDialect) -> dict[str, str]:
     """Of all formats but harmony."""
     objects = " | ".join(_object(f, dialect.format.arguments_key) for f in tools.functions)
     match dialect.format.name:
-        case "hermes":
+        case "hermes" | "qwen3_coder":
             opening, closing = _marker(hermes.OPEN, dialect), _marker(hermes.CLOSE, dialect)
             call = f'{opening} "\\n" ({objects}) "\\n" {closing}'
             return {"call": call, "calls": _repeated('"\\n"', tools)}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lookonce.server.tools import harmony, hermes, llama3, mistral
+from lookonce.server.tools import harmony, hermes, llama3, mistral, qwen3_coder
+from lookonce.server.tools.asked import AskedTools
 from lookonce.server.tools.deltas import ToolParser
 
 ALPHABET = string.ascii_letters + string.digits
@@ -23,8 +24,7 @@ class ToolFormat:
 
     name: str
     markers: tuple[str, ...]
-    parser: Callable[[Collection[str]], ToolParser]
-    """From the names of the declared functions."""
+    parser: Callable[[AskedTools], ToolParser]
     arguments_key: str
     always: bool = False
     """Answers are written in it with or without tools."""
@@ -47,32 +47,38 @@ UNKNOWN_FORMAT = (
     "how the model writes tool calls cannot be read off its chat template; the server's option "
     "--tool-call-parser can tell"
 )
-NOT_HERMES = ("<function=", "<arg_key>", "<tool_sep>")
-"""Other formats with the same marker around calls: Qwen3-Coder's, GLM's, Hunyuan's."""
+NOT_HERMES = ("<arg_key>", "<tool_sep>")
+"""Other formats with the same marker around calls: GLM's, Hunyuan's."""
 
 FORMATS = {
     "unknown": ToolFormat(
         name="unknown",
         markers=(),
-        parser=lambda names: hermes.HermesParser(),  # no request gets as far as that
+        parser=lambda asked: hermes.HermesParser(),  # no request gets as far as that
         arguments_key="",
     ),
     "hermes": ToolFormat(
         name="hermes",
         markers=(hermes.OPEN, hermes.CLOSE),
-        parser=lambda names: hermes.HermesParser(),
+        parser=lambda asked: hermes.HermesParser(),
         arguments_key="arguments",
     ),
     "llama3": ToolFormat(
         name="llama3",
         markers=(llama3.TAG,),
-        parser=lambda names: llama3.Llama3Parser(names.__contains__),
+        parser=lambda asked: llama3.Llama3Parser(asked.names.__contains__),
         arguments_key="parameters",
+    ),
+    "qwen3_coder": ToolFormat(
+        name="qwen3_coder",
+        markers=(hermes.OPEN, hermes.CLOSE),
+        parser=qwen3_coder.Qwen3CoderParser,
+        arguments_key="arguments",
     ),
     "mistral": ToolFormat(
         name="mistral",
         markers=(mistral.MARKER, mistral.CALL_ID, mistral.ARGS),
-        parser=lambda names: mistral.MistralParser(),
+        parser=lambda asked: mistral.MistralParser(),
         arguments_key="arguments",
         id_prefix="",
         id_length=9,
@@ -80,7 +86,7 @@ FORMATS = {
     "harmony": ToolFormat(
         name="harmony",
         markers=harmony.MARKERS,
-        parser=lambda names: harmony.HarmonyParser(calls=bool(names)),
+        parser=lambda asked: harmony.HarmonyParser(calls=bool(asked.functions)),
         arguments_key="",
         always=True,
         ends=(harmony.RETURN, harmony.CALL),
@@ -131,6 +137,8 @@ def _written_in(template: str) -> str:
         return "harmony"
     if mistral.MARKER in template:
         return "mistral"
+    if qwen3_coder.FUNCTION in template:
+        return "qwen3_coder"
     if hermes.OPEN in template:
         return "unknown" if any(other in template for other in NOT_HERMES) else "hermes"
     llama = llama3.TAG in template or "ipython" in template or '"parameters"' in template

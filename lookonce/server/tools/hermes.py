@@ -14,10 +14,11 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(Scanner):
-    def __init__(self) -> None:
+    def __init__(self, *openings: str) -> None:
+        """`openings`: what else a call may begin with."""
         super().__init__(self.text)
-        self._open = MarkerSearch(OPEN)
-        self._end = MarkerSearch(CLOSE, OPEN)
+        self._open = MarkerSearch(OPEN, *openings)
+        self._end = MarkerSearch(CLOSE, OPEN, *openings)
         self._loose = ""
         """What came after a call: nothing for the reader if its end marker follows, else text."""
 
@@ -29,8 +30,7 @@ class HermesParser(Scanner):
         if passed:
             self.say(passed)
         if found:
-            self.consumed = found
-            self.state = self.begin_object
+            self.open(found)
 
     def after_call(self, character: str) -> None:
         """Models forget the end marker: the next call may begin without it."""
@@ -40,7 +40,10 @@ class HermesParser(Scanner):
             return
         loose, self._loose = self._loose, ""
         self.state = self.text
-        if found == OPEN:
+        if found != CLOSE:
             self.say(loose)
-            self.consumed = found
-            self.state = self.begin_object
+            self.open(found)
+
+    def open(self, marker: str) -> None:
+        self.consumed = marker
+        self.state = self.begin_object

@@ -1,0 +1,137 @@
+"""Qwen3-Coder's calls: values without quotes become what the schema says, however they are cut."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookonce.server.tools.asked import Function, Tool, read_tools
+from lookonce.server.tools.calls import usable_tools, words_of
+from lookonce.server.tools.deltas import Arguments, CallStart, joined
+from lookonce.server.tools.formats import choose_dialect
+from lookonce.server.tools.qwen3_coder import Qwen3CoderParser
+from lookonce.types.sampling import SamplingParams
+
+PROPERTIES = {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "flag": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+    "list": {"$ref": "#/$defs/L"},
+    "maybe": {"type": ["string", "null"]},
+    "loop": {"$ref": "#/properties/loop"},
+    "kind": {"enum": ["a", "b"]},
+}
+SCHEMA = {"type": "object", "properties": PROPERTIES, "$defs": {"L": {"type": "array"}}}
+ASKED = read_tools(
+    [Tool(type="function", function=Function(name=name, parameters=SCHEMA)) for name in ("f", "g")],
+    None,
+    None,
+)
+
+
+def call(**values):
+    lines = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()]
+    return f"<tool_call>\n<function=f>\n{''.join(lines)}</function>\n</tool_call>"
+
+
+def parse(text, cuts=()):
+    parser = Qwen3CoderParser(ASKED)
+    deltas, start = [], 0
+    for end in [*sorted(cuts), len(text)]:
+        deltas += parser.push(text[start:end])
+        start = end
+    return joined(deltas + parser.finish())
+
+
+def read(text):
+    told = (reader := usable().reader()).push(text, last=True)
+    return words_of(told), [(each.function.name, each.function.arguments) for each in reader.calls]
+
+
+def usable(choice=None):
+    asked = read_tools(
+        [Tool(type="function", function=Function(name="f", parameters=SCHEMA))], choice, None
+    )
+    return usable_tools(asked, choose_dialect("auto", "tools <tool_call><function=name>", {}))
+
+
+VALUES = [
+    ({"text": "Bern"}, {"text": "Bern"}),
+    ({"text": "5"}, {"text": "5"}),
+    ({"text": '\n  "a"\n<b>\\ \n'}, {"text": '\n  "a"\n<b>\\ \n'}),
+    ({"text": ""}, {"text": ""}),
+    ({"text": "x", "count": "5"}, {"text": "x", "count": 5}),
+    ({"count": "many"}, {"count": "many"}),
+    ({"flag": "True"}, {"flag": True}),
+    ({"flag": "null"}, {"flag": None}),
+    ({"list": '[1, {"a": "</b>"}]'}, {"list": [1, {"a": "</b>"}]}),
+    ({"maybe": "null"}, {"maybe": None}),
+    ({"maybe": "5"}, {"maybe": "5"}),
+    ({"kind": "a"}, {"kind": "a"}),
+    ({"loop": "NaN"}, {"loop": "NaN"}),
+    ({"other": "{}"}, {"other": "{}"}),
+    ({}, {}),
+]
+
+
+@pytest.mark.parametrize(("values", "meaning"), VALUES)
+def test_values_become_what_the_schema_says(values, meaning):
+    words, ((name, arguments),) = read(call(**values))
+    assert (words, name, json.loads(arguments)) == ("", "f", meaning)
+
+
+ONE = call(count="1")
+BARE = ONE.replace("<tool_call>\n", "")
+COUNTED = ("f", '{"count": 1}')
+SAYS = [
+    ("Just <words> <function", ("Just <words> <function", [])),
+    (f"I look.\n{ONE}\n{ONE}", ("I look.", [COUNTED, COUNTED])),
+    (BARE, ("", [COUNTED])),
+    (f"{ONE.removesuffix('</tool_call>')}{ONE}", ("", [COUNTED, COUNTED])),
+    (f"{ONE.removesuffix('</tool_call>')}So", ("\nSo", [COUNTED])),
+    (ONE.replace("</function>\n", "") + " Done", (" Done", [COUNTED])),
+    ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', ("", [("f", '{"a": 1}')])),
+    ("<tool_call>\n<functor=f>", ("<tool_call>\n<functor=f>", [])),
+    ("<tool_call>\n<function=f\n", ("<tool_call>\n<function=f\n", [])),
+    ("<tool_call>\n<func", ("<tool_call>\n<func", [])),
+    (call(text="Bern")[:50], ("", [("f", '{"text": "Bern')])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "meaning"), SAYS)
+def test_what_is_said_and_called(text, meaning):
+    assert read(text) == meaning
+
+
+FRAGMENTS = st.sampled_from(
+    ["<tool_call>", "</tool_call>", "<function=f>", "<function=", "</function>", "<parameter=text>",
+     "<parameter=count>", "<parameter=", "</parameter>", "\n", " ", "5", "words", '"', "{", "</par",
+     ">", ONE, BARE, '{"name": "g", "arguments": {}}', "ü😀", "<func", "\\"]
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(fragments=st.lists(FRAGMENTS, max_size=9), data=st.data())
+def test_it_never_matters_how_the_text_is_cut(fragments, data):
+    text = "".join(fragments)
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    whole = parse(text)
+    assert parse(text, cuts) == whole
+    assert parse(text, range(len(text))) == whole
+    if not any(isinstance(delta, CallStart) for delta in whole):
+        assert "".join(delta.text for delta in whole) == text
+
+
+def test_text_is_told_while_it_is_written():
+    parser = Qwen3CoderParser(ASKED)
+    begun = parser.push("<tool_call>\n<function=f>\n<parameter=text>\nBe")
+    assert begun == [CallStart(0, "f"), Arguments(0, '{"text": "Be')]
+    assert parser.push("rn\n</para") == [Arguments(0, "rn")]
+
+
+def test_a_call_that_must_come_is_written_as_hermes_does():
+    grammar = usable("required").constrain(SamplingParams()).grammar
+    assert '"<tool_call>" "\\n" ("{\\"name\\": \\"f\\"' in grammar.source
