@@ -142,12 +142,12 @@ def saturation_report() -> Report:
 def _notes(moved: Mapping[str, float], seconds: float) -> list[str]:
     """What the server's counters say about the time it was busy; nothing is under way any more."""
     hits, overtaking = moved["mm_cache_hits_total"], moved["mm_cache_overtaking_hits_total"]
-    behind = moved["media_queued_total"] - (moved["mm_cache_queries_total"] - hits)
+    waiting = moved["mm_cache_waiting_hits_total"]
     return [
         f"{NUM_SAMPLES} samples each; busy: {NUM_FLOODERS} requests with a new 4K JPEG at any time "
         f"({moved['media_decodes_total'] / seconds:.1f} decoded per second)",
         f"of {hits:.0f} hits {overtaking:.0f} were settled while misses waited for workers, and "
-        f"{behind:.0f} queued behind them (media handed to workers less misses)",
+        f"{waiting:.0f} waited for workers",
     ]
 
 

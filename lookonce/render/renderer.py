@@ -236,6 +236,7 @@ class Renderer:
             "media_decodes_total": stats.decoded,
             "media_processed_total": stats.processed,
             "mm_cache_overtaking_hits_total": stats.overtaking,
+            "mm_cache_waiting_hits_total": stats.waiting,
         }
         return {
             f"{name}:{modality}": float(by_modality[modality])

@@ -50,16 +50,19 @@ class RenderStats:
 
     fetched: Counter[str] = field(default_factory=Counter)
     queued: Counter[Modality] = field(default_factory=Counter)
-    """Handed to the pool, whatever became of it."""
+    """Taken by the pool's queue, whatever became of it."""
     decoded: Counter[Modality] = field(default_factory=Counter)
     processed: Counter[Modality] = field(default_factory=Counter)
     overtaking: Counter[Modality] = field(default_factory=Counter)
-    """Held parts that were settled while others waited for the pool."""
+    """Hits, of parts held, that were settled while others waited for the pool."""
+    waiting: Counter[Modality] = field(default_factory=Counter)
+    """Hits that waited for the pool, having joined what it did for another part."""
 
     def clear(self) -> None:
-        counters = (self.fetched, self.queued, self.decoded, self.processed, self.overtaking)
-        for counter in counters:
+        for counter in (self.fetched, self.queued, self.decoded, self.processed):
             counter.clear()
+        self.overtaking.clear()
+        self.waiting.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,8 @@ class _Prompt:
     scope: bytes
     options: Mapping[Modality, Options]
     pinned: list[RenderedItem] = field(default_factory=list)
+    overtaking: Counter[Modality] = field(default_factory=Counter)
+    waiting: Counter[Modality] = field(default_factory=Counter)
 
 
 class MediaResolver:
@@ -144,10 +149,7 @@ class MediaResolver:
         except BaseException:
             self.release(prompt.pinned)
             raise
-        for item in items:
-            item.uncounted = item.outcome == "not_needed"
-            if not item.uncounted:
-                self.directory.count(item.outcome)
+        self._count(items, prompt)
         return items
 
     def release(self, items: Iterable[RenderedItem]) -> None:
@@ -160,6 +162,15 @@ class MediaResolver:
                 item.uncounted = False
                 self.directory.count(item.outcome)
 
+    def _count(self, items: Iterable[RenderedItem], prompt: _Prompt) -> None:
+        for item in items:
+            item.uncounted = item.outcome == "not_needed"
+            if not item.uncounted:
+                self.directory.count(item.outcome)
+        if self.directory.capacity_bytes:
+            self.stats.overtaking.update(prompt.overtaking)
+            self.stats.waiting.update(prompt.waiting)
+
     async def _resolve_all(
         self, sources: Sequence[MediaSource], prompt: _Prompt
     ) -> list[RenderedItem]:
@@ -171,7 +182,7 @@ class MediaResolver:
             if held is not None:
                 settled[number] = held
             elif part is not None:
-                waiting[number] = partial(self._make, part)
+                waiting[number] = partial(self._make, part, prompt)
             else:
                 waiting[number] = partial(self._load_and_make, source, prompt)
         if waiting:
@@ -185,7 +196,7 @@ class MediaResolver:
         else:
             digest = self._hash(source, prompt, data)
         part = self._identified(source, prompt, digest, data)
-        return self._held(part, prompt) or await self._make(part)
+        return self._held(part, prompt) or await self._make(part, prompt)
 
     # --- identity -----------------------------------------------------------------------------
 
@@ -238,7 +249,7 @@ class MediaResolver:
             outcome = self.directory.held_as(part.key)
             item = self._item(part, expansion, outcome=outcome, pinned=True)
             prompt.pinned.append(item)
-            self.stats.overtaking[item.modality] += self._num_in_pool > 0
+            prompt.overtaking[item.modality] += self._num_in_pool > 0
             return self._bound(part, item)
         live = self._live.get(part.key)
         if live is not None and live.item is not None:
@@ -253,10 +264,11 @@ class MediaResolver:
             raise _not_cached(part.source)
         return None
 
-    async def _make(self, part: Identified) -> RenderedItem:
+    async def _make(self, part: Identified, prompt: _Prompt) -> RenderedItem:
         """Decode and process, or join who is doing it."""
         joined = part.key in self._flights
         made = await self._process(part)
+        prompt.waiting[part.source.modality] += joined
         outcome: ProcessorOutcome = "hit" if joined else self._outcome_of(made.item)
         item = self._item(part, made.item.expansion, item=made.item, outcome=outcome)
         if not joined:
@@ -270,10 +282,11 @@ class MediaResolver:
             raise for_part(error, part.source.param) from None
 
     async def _run(self, job: MediaJob) -> Processed:
+        working = self._pool.run(job)
         self.stats.queued[job.modality] += 1
         self._num_in_pool += 1
         try:
-            made = await self._pool.run(job)
+            made = await working
         finally:
             self._num_in_pool -= 1
         self.stats.decoded[job.modality] += 1

@@ -42,6 +42,10 @@ COUNTED_ELSEWHERE: dict[str, Described] = {
     "mm_cache_overtaking_hits_total": Described(
         "Hits settled at once while other media waited for decoding workers", label="modality"
     ),
+    "mm_cache_waiting_hits_total": Described(
+        "Hits that waited for decoding workers, having joined what these did for others",
+        label="modality",
+    ),
     "mm_cache_evictions_total": Described("Items the processor cache dropped for room"),
     "mm_cache_bytes": Described("Bytes of items the API processes list in the processor cache"),
     "mm_store_bytes": Described("Bytes of items the engine holds, each counted once"),
@@ -100,7 +104,7 @@ COUNTED_ELSEWHERE: dict[str, Described] = {
         "Sequences preempted and recomputed", vllm="num_preemptions_total"
     ),
     "media_fetches_total": Described("Media fetched or read", label="modality"),
-    "media_queued_total": Described("Media handed to the decoding workers", label="modality"),
+    "media_queued_total": Described("Media the decoding workers' queue took", label="modality"),
     "media_decodes_total": Described("Media decoded", label="modality"),
     "media_processed_total": Described("Media run through the processor", label="modality"),
     "readonly_media_fetches_total": Described(

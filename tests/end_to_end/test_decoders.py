@@ -105,10 +105,11 @@ def test_a_full_queue_refuses_new_pictures_and_delays_no_known_one(server):
     known, count = drawn(200), MAX_QUEUE + MAX_WORKERS + 30
     assert said(ask(server, known)) == known.answer
 
-    async def everybody() -> Counter[int]:
+    async def everybody() -> tuple[Counter[int], dict[str, float]]:
         limits = httpx.Limits(max_connections=count)
         async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
             with standing_still(server):
+                before = await asyncio.to_thread(server.metrics)
                 posts = [
                     asyncio.create_task(client.post("/v1/chat/completions", json=body(garbage(n))))
                     for n in range(count)
@@ -118,10 +119,12 @@ def test_a_full_queue_refuses_new_pictures_and_delays_no_known_one(server):
                 assert said(hit) == known.answer
                 health = await asyncio.to_thread(server.get, "/health")
                 assert health.status_code == 200
-            return Counter([(await post).status_code for post in posts])
+            return Counter([(await post).status_code for post in posts]), before
 
-    overtaken = server.metrics()["mm_cache_overtaking_hits_total:image"]
-    statuses = asyncio.run(everybody())
+    statuses, before = asyncio.run(everybody())
     assert statuses.keys() == {422, 429}
     assert MAX_QUEUE < statuses[422] <= MAX_QUEUE + MAX_WORKERS
-    assert server.metrics()["mm_cache_overtaking_hits_total:image"] == overtaken + 1
+    after = server.metrics()
+    overtaking, queued = "mm_cache_overtaking_hits_total:image", "media_queued_total:image"
+    assert after[overtaking] == before[overtaking] + 1
+    assert after[queued] == before[queued] + statuses[422]

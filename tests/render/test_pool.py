@@ -73,6 +73,21 @@ def has_begun(pool: MediaPool) -> bool:
     return pool.num_pending == 1 and pool._threads._work_queue.empty()
 
 
+@asynccontextmanager
+async def one_worker_of_two(folder: Path) -> AsyncIterator[MediaPool]:
+    """A pool whose next job needs its second worker, which has not been started: the first one is
+    busy for as long as the block runs."""
+    gate = folder / "gate"
+    async with fake_pool(2) as pool:
+        # A thread calls itself idle a moment after its job's result is known.
+        await until(lambda: pool._threads._idle_semaphore._value == 1)
+        busy = asyncio.create_task(pool.run(job(b"wait " + bytes(gate))))
+        await until(lambda: has_begun(pool))
+        yield pool
+        await asyncio.to_thread(gate.touch)
+        await busy
+
+
 def is_alive(pid: int) -> bool:
     """False for a process that ended, waited for or not."""
     try:
@@ -172,7 +187,7 @@ def test_the_queue_is_bounded(tmp_path: Path) -> None:
             await asyncio.sleep(0)
             assert pool.num_pending == 3
             with pytest.raises(QueueFullError):
-                await pool.run(job())
+                pool.run(job())  # at once: nothing need be awaited to know
             gate.touch()
             await asyncio.gather(*tasks)
             await pool.run(job())
@@ -275,10 +290,7 @@ def test_a_worker_that_cannot_be_started_now_is_started_later(
         raise shortage
 
     async def scenario() -> None:
-        async with fake_pool(2) as pool:
-            gate = tmp_path / "gate"
-            busy = asyncio.create_task(pool.run(job(b"wait " + bytes(gate))))
-            await until(lambda: has_begun(pool))
+        async with one_worker_of_two(tmp_path) as pool:
             with monkeypatch.context() as patch:
                 patch.setattr(socket, "socketpair", short)
                 for _ in range(2):
@@ -286,8 +298,6 @@ def test_a_worker_that_cannot_be_started_now_is_started_later(
                         await pool.run(job())
                     assert http_status(refused.value) == 503
             await pool.run(job())
-            gate.touch()
-            await busy
 
     asyncio.run(scenario())
 
@@ -299,18 +309,13 @@ def test_a_thread_that_cannot_be_started_leaves_no_place_taken(
         raise RuntimeError("can't start new thread")
 
     async def scenario() -> None:
-        async with fake_pool(2) as pool:
-            gate = tmp_path / "gate"
-            busy = asyncio.create_task(pool.run(job(b"wait " + bytes(gate))))
-            await until(lambda: has_begun(pool))
+        async with one_worker_of_two(tmp_path) as pool:
             with monkeypatch.context() as patch:
                 patch.setattr(threading.Thread, "start", short)
                 with pytest.raises(UnavailableError):
                     await pool.run(job())
             assert pool.num_pending == 1
             await pool.run(job())
-            gate.touch()
-            await busy
 
     asyncio.run(scenario())
 

@@ -315,6 +315,8 @@ def test_work_is_counted_by_modality(kitchen):
         "media_processed_total:audio": 1.0,
         "mm_cache_overtaking_hits_total:image": 0.0,
         "mm_cache_overtaking_hits_total:audio": 0.0,
+        "mm_cache_waiting_hits_total:image": 1.0,
+        "mm_cache_waiting_hits_total:audio": 0.0,
     }
 
 

@@ -13,7 +13,12 @@ import pytest
 from lookonce.cache.directory import Directory
 from lookonce.cache.uuids import UuidBindings
 from lookonce.config import MediaConfig
-from lookonce.errors import ConflictError, MediaNotCachedError, UnprocessableMediaError
+from lookonce.errors import (
+    ConflictError,
+    MediaNotCachedError,
+    QueueFullError,
+    UnprocessableMediaError,
+)
 from lookonce.render import resolve as resolve_module
 from lookonce.render.load import MediaLoader
 from lookonce.render.media import MediaSource
@@ -171,6 +176,7 @@ def test_concurrent_requests_share_one_flight():
         assert sorted(results) == ["hit"] * 63 + ["miss"]
         assert site.processed == [b"cat"]
         assert site.counted == (64, 63)
+        assert site.resolver.stats.waiting["image"] == 63
 
     play(scenario)
 
@@ -245,6 +251,49 @@ def test_a_hit_waits_for_no_miss():
         assert site.resolver.stats.queued["image"] == 6
         site.pool.gate.set()
         await asyncio.gather(*misses)
+
+    play(scenario)
+
+
+def test_what_is_no_hit_in_the_end_has_neither_waited_nor_overtaken():
+    """Its prompt fails for another part, or the cache is off and counts none."""
+
+    async def failing(site):
+        await site.send(inline(b"held"))
+        site.pool.gate.clear()
+        first = asyncio.create_task(site.render(inline(b"cat")))
+        await until(lambda: site.processed == [b"held", b"cat"])
+        parts = inline(b"held"), inline(b"cat"), inline(b"bad")
+        second = asyncio.create_task(site.render(*parts))
+        await until(lambda: len(site.processed) == 3)
+        site.pool.gate.set()
+        with pytest.raises(UnprocessableMediaError):
+            await second
+        await first
+        assert site.counted == (2, 0)
+
+    async def off(site):
+        await site.render(inline(b"cat"), inline(b"cat"))
+
+    async def scenario(site):
+        await (failing if site.directory.capacity_bytes else off)(site)
+        stats = site.resolver.stats
+        assert (stats.waiting.total(), stats.overtaking.total()) == (0, 0)
+
+    play(scenario)
+    play(scenario, capacity=0)
+
+
+def test_what_the_queue_refuses_is_not_counted_as_queued():
+    class FullPool(FakePool):
+        def run(self, job):
+            raise QueueFullError("full")
+
+    async def scenario(site):
+        site.resolver._pool = FullPool()
+        with pytest.raises(QueueFullError):
+            await site.render(inline(b"cat"))
+        assert site.resolver.stats.queued.total() == 0
 
     play(scenario)
 
