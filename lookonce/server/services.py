@@ -284,5 +284,6 @@ def check_fits(rendered: RenderedPrompt, sampling: SamplingParams, model: ModelI
         for token in token_ids:
             if not 0 <= token < model.vocab_size:
                 raise BadRequestError(
-                    f"{name}: token ids are 0 to {model.vocab_size - 1}, got {token}", param=name
+                    f"{name}: token ids are 0 to {model.vocab_size - 1}, got {token!r:.20}",
+                    param=name,
                 )

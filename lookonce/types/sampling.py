@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -137,8 +136,9 @@ def _between(
 ) -> None:
     if value is None:
         return
-    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+    if not low <= value <= high or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise BadRequestError(
-            f"{name} must be in {bracket}{low}, {high}], got {value}", param=name.split("[")[0]
+            f"{name} must be in {bracket}{low}, {high}], got {value!r:.40}",
+            param=name.split("[")[0],
         )

@@ -132,7 +132,8 @@ def test_words_stand_out_from_their_ground_in_both_schemes(nano, open_page, sche
     ground = luminance(page, "body", "backgroundColor")
     assert (ground > 0.8) == (scheme == "light")
     for words, behind in [
-        (".answer .said", "body"), (".asked .said", ".asked .said"), (".mark", ".mark"), (".why", ".receipt"),
+        (".answer .said", "body"), (".asked .said", ".asked .said"), (".mark", ".mark"),
+        (".why", ".receipt"),
         (".receipt summary", ".receipt"), (".tile h3", ".tile"), (".tile .value", ".tile"),
         (".facts", ".tile"), (".keys", "body"),
     ]:  # fmt: skip

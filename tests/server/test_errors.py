@@ -234,3 +234,29 @@ def test_caches_are_reset_by_admins_only(on_site):
         assert site.engine.resets == ["mm", "encoder", "prefix"]
 
     on_site(scenario, api_key=("one", "acme:two:admin"))
+
+
+@pytest.mark.parametrize("digits", [19, 25, 400])
+@pytest.mark.parametrize(
+    "field", ["seed", "n", "max_tokens", "top_k", "temperature", "min_tokens", "prompt_logprobs"]
+)
+def test_a_number_of_many_digits_is_refused_in_few_words(on_site, field, digits):
+    async def scenario(site):
+        body = b'{"messages": [{"role": "user", "content": "hi"}], "%s": %s}'
+        content = body % (field.encode(), b"9" * digits)
+        answer = await site.client.post("/v1/chat/completions", content=content)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+        assert len(answer.content) < 300
+
+    on_site(scenario)
+
+
+def test_a_token_id_of_many_digits_is_refused_in_few_words(on_site):
+    async def scenario(site):
+        for field in (b'"stop_token_ids": [%s]', b'"logit_bias": {"%s": 1}'):
+            body = b'{"messages": [{"role": "user", "content": "hi"}], ' + field % (b"9" * 400)
+            answer = await site.client.post("/v1/chat/completions", content=body + b"}")
+            assert answer.status_code == 400
+            assert len(answer.content) < 300
+
+    on_site(scenario)
