@@ -77,11 +77,12 @@ class Admission:
         features = request.features
         anew = self._recomputed_by_siblings(request)
         window = features.overlapping(min(computed, anew), request.num_prompt_tokens)
+        again = features.overlapping(anew, request.num_prompt_tokens)
         needed = {
             features[i].key: None
             for i in window
             if features[i].key in request.missing
-            and (features[i].end > anew or not self._encoder_cache.has_anywhere(features[i].key))
+            and (i in again or not self._encoder_cache.has_anywhere(features[i].key))
         }
         return tuple(needed)
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from lookonce.core.blocks import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.features import Features
+from lookonce.core.features import EncoderInputs, Features
 from lookonce.core.request import Request
 from lookonce.core.session import Appendix
 from lookonce.errors import BadRequestError, TooLargeError
@@ -36,7 +36,7 @@ class Door:
     def build_request(self, request: GenerateRequest, items: dict[bytes, ProcessedItem]) -> Request:
         """Keeps `items`. Raises `BadRequestError` or `TooLargeError` saying what is allowed."""
         prompt = _prompt_array(request)
-        features = Features(request.features)
+        features = self._collect(request.features)
         self._check_lengths(len(prompt), features)
         self._check_items(features)
         self._check_token_ids(prompt, features)
@@ -79,6 +79,17 @@ class Door:
         if request.sampling.max_tokens is not None:
             limit = min(limit, request.num_prompt_tokens + request.sampling.max_tokens)
         return limit
+
+    def _collect(self, features: tuple[MediaFeature, ...]) -> Features:
+        """By the model's rule of where its items are."""
+        if not self._model.encoder_decoder:
+            return Features(features)
+        if len(features) > 1:  # each holding one of two, two requests might wait for ever
+            raise BadRequestError(
+                f"the request has {len(features)} items; an encoder-decoder request has one input",
+                param="features",
+            )
+        return EncoderInputs(features)
 
     def _check_lengths(self, num_tokens: int, features: Features) -> None:
         limit = self._model.max_model_len - 1

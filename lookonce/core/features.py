@@ -11,9 +11,10 @@ Every question costs O(log n) plus the features touched, however many lie outsid
 
 from __future__ import annotations
 
+import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from itertools import repeat
 
 import numpy as np
@@ -73,6 +74,9 @@ class Features:
         _check_shape(feature, index)
         if feature.offset < self.end:
             raise BadRequestError(_conflict(self._features[-1], feature, index), param="features")
+        self._store(feature)
+
+    def _store(self, feature: MediaFeature) -> None:
         self._features.append(feature)
         self._keys.append(feature.key)
         self._offsets.append(feature.offset)
@@ -123,6 +127,10 @@ class Features:
     def end(self) -> int:
         """End of the last feature, 0 when there is none."""
         return self._ends[-1] if self._ends else 0
+
+    def needed_until(self, keys: Set[bytes]) -> int:
+        """Position from which on nothing needs an item of those keys; O(features)."""
+        return next((f.end for f in reversed(self.as_tuple()) if f.key in keys), 0)
 
     def overlapping(self, start: int, end: int) -> range:
         """Indices of the features that share a position with `[start, end)`, in order."""
@@ -246,33 +254,56 @@ class Features:
         return self._as_tuple
 
 
-class EncoderInputs:
+class EncoderInputs(Features):
     """Inputs of an encoder-decoder request: all sit at offset 0, none takes a decoder position.
 
-    The first decoder chunk computes the cross-attention K/V from all of them; later ones none.
+    Cross-attention reads all rows at each position, so every chunk and every decode needs each
+    input; their outputs are held from the first chunk, wherever a cached prefix lets it begin,
+    until the sequence ends. The runner learns which they are with the sequence.
     """
 
-    __slots__ = ("_features",)
+    __slots__ = ()
 
-    def __init__(self, features: tuple[MediaFeature, ...]) -> None:
-        for index, feature in enumerate(features):
-            if feature.offset != 0:
-                raise BadRequestError(
-                    f"item {index} of an encoder-decoder request is at offset {feature.offset}; "
-                    "all are at offset 0",
-                    param="features",
-                )
-        self._features = features
+    def append(self, feature: MediaFeature) -> None:
+        """Add an input beside the others."""
+        index = len(self)
+        _check_shape(feature, index)
+        if feature.offset != 0 or feature.is_embed is not None:
+            raise BadRequestError(
+                f"item {index} of an encoder-decoder request is at offset {feature.offset}"
+                f"{'' if feature.is_embed is None else ' with is_embed ranges'}; all are at "
+                "offset 0, whole",
+                param="features",
+            )
+        self._store(feature)
 
-    def __len__(self) -> int:
-        return len(self._features)
+    def extend(self, features: tuple[MediaFeature, ...]) -> None:
+        for feature in features:
+            self.append(feature)
 
-    def __getitem__(self, index: int) -> MediaFeature:
-        return self._features[index]
+    @property
+    def end(self) -> int:
+        """Of the positions they take: they take none."""
+        return 0
+
+    def needed_until(self, keys: Set[bytes]) -> int:
+        """To the end, however far that is."""
+        return sys.maxsize if keys else 0
 
     def overlapping(self, start: int, end: int) -> range:
-        """Every input for a chunk that begins at position 0, none for any other."""
-        return range(len(self._features) if start == 0 < end else 0)
+        """Every input, for whatever is computed."""
+        return range(len(self) if start < end else 0)
+
+    def next_index(self, position: int) -> int:
+        """None is ever passed."""
+        return 0
+
+    def embed_slices(self, start: int, end: int) -> tuple[EmbedSlice, ...]:
+        """No position takes a row as its embedding."""
+        return ()
+
+    def covered(self, length: int) -> NDArray[np.bool_]:
+        return np.zeros(length, dtype=np.bool_)
 
 
 def feature_slices(feature: MediaFeature, start: int, end: int) -> list[EmbedSlice]:

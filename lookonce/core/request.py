@@ -153,10 +153,9 @@ class Request:
             self.missing, self.last_missing_end = set(), 0
             return
         self.in_order = None
-        features = self.features.as_tuple()
         self.missing = set(self.features.keys) - self.items.keys()
-        last = (f.end for f in reversed(features) if f.key in self.missing)
-        self.last_missing_end = next(last, 0) if self.missing else 0
+        last = self.features.needed_until(self.missing)
+        self.last_missing_end = min(last, self.num_prompt_tokens)
 
     def items_of(self, indices: range) -> list[ProcessedItem] | None:
         """The items of a range of features; None unless all are here."""

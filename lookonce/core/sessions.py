@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookonce.core.door import Door, check_places
+from lookonce.core.features import EncoderInputs
 from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.outbox import Outbox
 from lookonce.core.preemption import Preemption
@@ -66,6 +67,8 @@ class Sessions:
             )
         if request.missing:
             raise BadRequestError("a live session brings its items along", param="features")
+        if isinstance(request.features, EncoderInputs):
+            raise BadRequestError("a live session has a decoder alone", param="live")
         check_places(request.features, request.items)
         request.in_order = None
         request.session = Session(

@@ -29,3 +29,6 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens of the largest such item; a token budget below it is refused at start-up."""
     weights_digest: str = ""
     """Hex digest of what determines the weights: part of every external KV namespace."""
+    encoder_decoder: bool = False
+    """Items are inputs that cross-attention reads at every step; they take no prompt positions, and
+    `unsplittable` is empty. No family of ours is one."""

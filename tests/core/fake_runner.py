@@ -2,8 +2,9 @@
 
 The "K/V" of a position is a digest of the K/V before it and of its input (token, or encoder row).
 It is read back from the block the plan's tables name, so a clobbered block, a wrong prefix hit, a
-wrong row or a skipped position changes every token that is sampled after it. `reference` computes
-the same tokens without any scheduling.
+wrong row or a skipped position changes every token that is sampled after it. With an
+encoder-decoder model every position reads all inputs of its sequence. `reference` computes the same
+tokens without any scheduling.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lookonce.core.features import Features
+from lookonce.core.features import EncoderInputs, Features
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.types.media import MediaFeature
 from lookonce.types.request import GenerateRequest, PromptLogprob
@@ -96,7 +97,7 @@ class FakeRunner:
     def _learn(self, new: NewSequence) -> None:
         require(new.seq_id not in self.known, "a known sequence is not announced again")
         require(not new.token_ids.flags.writeable, "the runner cannot write the tokens")
-        features = Features(new.features)
+        features = collect(new.features, encoder_decoder=self.limits.model.encoder_decoder)
         asked = new.sampling.prompt_logprobs is not None and new.sample_index == 0
         scored = range(new.num_prompt_tokens - 1 if asked else 0)
         self.known[new.seq_id] = _Known(new.token_ids.tolist(), features, new.sample_index, scored)
@@ -174,7 +175,8 @@ class FakeRunner:
         sequence.blocks += chunk.new_block_ids
         if chunk.seq_id in self.failing_sequences:
             broken[chunk.seq_id] = RequestFailedError("the forward pass failed")
-        if chunk.seq_id in broken or any(e.key in failed for e in chunk.embeds):
+        read = (*(e.key for e in chunk.embeds), *attended(sequence.features))
+        if chunk.seq_id in broken or any(key in failed for key in read):
             return -1 if chunk.sample else None
         self._write(chunk, sequence)
         sequence.computed = chunk.start + chunk.num_tokens
@@ -209,7 +211,8 @@ class FakeRunner:
         require(chunk.bidirectional == spans, "bidirectional names the unsplittable items touched")
 
     def _write(self, chunk: ScheduledSequence, sequence: _Known) -> None:
-        rows = self._delivered_rows(chunk)
+        rows, inputs = self._delivered_rows(chunk), attended(sequence.features)
+        require(all(key in self.outputs for key in inputs), "what every position reads is held")
         end = chunk.start + chunk.num_tokens
         require(end <= len(sequence.blocks) * self.block_size, "every position has a block")
         for position in range(chunk.start, end):
@@ -220,7 +223,7 @@ class FakeRunner:
             require(rows.get(position) == expected, "each embed position gets its own row")
             before = self._read(sequence, position - 1) if position else b""
             slot = (block, position % self.block_size)
-            self.kv[slot] = advance(before, sequence.tokens[position], expected)
+            self.kv[slot] = advance(before, sequence.tokens[position], expected, inputs)
 
     def _delivered_rows(self, chunk: ScheduledSequence) -> dict[int, tuple[bytes, int]]:
         rows: dict[int, tuple[bytes, int]] = {}
@@ -241,10 +244,22 @@ class FakeRunner:
         return self.kv[slot]
 
 
-def advance(before: bytes, token: int, row: tuple[bytes, int] | None) -> bytes:
+def collect(features: tuple[MediaFeature, ...], *, encoder_decoder: bool) -> Features:
+    """By the rule of where the model's items are."""
+    return EncoderInputs(features) if encoder_decoder else Features(features)
+
+
+def attended(features: Features) -> tuple[bytes, ...]:
+    """The inputs that cross-attention reads at every position."""
+    return tuple(features.keys) if isinstance(features, EncoderInputs) else ()
+
+
+def advance(
+    before: bytes, token: int, row: tuple[bytes, int] | None, inputs: tuple[bytes, ...] = ()
+) -> bytes:
     """The "K/V" of the next position."""
     entry = token.to_bytes(4, "little") if row is None else row[0] + row[1].to_bytes(4, "little")
-    return hashlib.blake2b(before + entry, digest_size=16).digest()
+    return hashlib.blake2b(b"".join((before, entry, *inputs)), digest_size=16).digest()
 
 
 def sample(state: bytes, sample_index: int) -> int:
@@ -255,6 +270,8 @@ def sample(state: bytes, sample_index: int) -> int:
 
 def row_at(features: Features, position: int) -> tuple[bytes, int] | None:
     """Which encoder row a position takes, found by plain scanning."""
+    if isinstance(features, EncoderInputs):
+        return None
     found = [f for f in features.as_tuple() if f.offset <= position < f.end]
     return _row_in(found[0], position - found[0].offset) if found else None
 
@@ -271,15 +288,22 @@ def prompt_scores(request: GenerateRequest) -> list[PromptLogprob]:
     return [PromptLogprob(-float(at), token) for at, token in enumerate(tokens[1:])]
 
 
-def reference(request: GenerateRequest, num_tokens: int, sample_index: int = 0) -> list[int]:
+def reference(
+    request: GenerateRequest,
+    num_tokens: int,
+    sample_index: int = 0,
+    *,
+    encoder_decoder: bool = False,
+) -> list[int]:
     """The tokens the request must get, computed in one go without a scheduler."""
-    features = Features(request.features)
+    features = collect(request.features, encoder_decoder=encoder_decoder)
+    inputs = attended(features)
     tokens = np.frombuffer(request.prompt.data, dtype="<i4").tolist()
     state = b""
     for position, token in enumerate(tokens):
-        state = advance(state, token, row_at(features, position))
+        state = advance(state, token, row_at(features, position), inputs)
     generated: list[int] = []
     while len(generated) < num_tokens:
         generated.append(sample(state, sample_index))
-        state = advance(state, generated[-1], None)
+        state = advance(state, generated[-1], None, inputs)
     return generated

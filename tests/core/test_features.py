@@ -232,12 +232,22 @@ class TestForgetting:
 
 
 class TestEncoderInputs:
-    def test_all_inputs_belong_to_the_chunk_that_starts_at_position_0(self) -> None:
+    def test_every_input_is_needed_for_whatever_is_computed(self) -> None:
         inputs = EncoderInputs((feature("x", 0, 30), feature("y", 0, 12)))
-        assert list(inputs.overlapping(0, 1)) == [0, 1]
-        assert not inputs.overlapping(1, 40)
-        assert not inputs.overlapping(0, 0)
+        assert list(inputs.overlapping(0, 1)) == list(inputs.overlapping(40, 41)) == [0, 1]
+        assert not inputs.overlapping(7, 7)
+        assert inputs.next_index(1_000) == 0
+        assert inputs.rows(range(2)) == [30, 12]
 
-    def test_an_input_elsewhere_is_named(self) -> None:
-        with pytest.raises(BadRequestError, match=r"item 1 .* at offset 3"):
-            EncoderInputs((feature("x", 0, 30), feature("y", 3, 12)))
+    def test_they_take_no_positions(self) -> None:
+        inputs = EncoderInputs((feature("x", 0, 30),))
+        assert inputs.end == 0
+        assert inputs.embed_slices(0, 40) == ()
+        assert not inputs.covered(40).any()
+
+    @pytest.mark.parametrize(
+        "wrong", [feature("y", 3, 12), feature("y", 0, 12, is_embed=((0, 2), (10, 12)))]
+    )
+    def test_an_input_elsewhere_or_in_parts_is_named(self, wrong: MediaFeature) -> None:
+        with pytest.raises(BadRequestError, match=r"item 1 .* at offset"):
+            EncoderInputs((feature("x", 0, 30), wrong))
