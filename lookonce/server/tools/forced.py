@@ -67,7 +67,8 @@ def _harmony_grammar(
     if form is not None and form.kind in CLIENTS_OWN and not tools.functions:
         return None  # holds for all that is written, without channels
     channel, message = _marker(harmony.CHANNEL, dialect), _marker(harmony.MESSAGE, dialect)
-    before = f'{channel} ("analysis" | "commentary")'
+    # What is said before the answer would break its form.
+    before = f"{channel} " + ('("analysis" | "commentary")' if form is None else '"analysis"')
     end, start = _marker(harmony.END, dialect), _marker(harmony.START, dialect)
     constrain = _marker(harmony.CONSTRAIN, dialect)
     calls = [

@@ -145,14 +145,15 @@ def takes(compiled, tokenizer, text):
 
 
 GET = THOUGHT + CALL.replace("now", "get")
+FIVE = "<|channel|>final<|message|>5"
 JUDGED = {
     "required": ({GET + '{"city": "Bern"}', CALL + "{}"},
                  {FINAL, GET + '{"city": "Rom"}', CALL.replace("now", "later") + "{}", "Hello"}),
     "strict": ({GET + '{"city": "Bern"}', CALL + "{}", THOUGHT + FINAL, FINAL},
                {GET + '{"city": "Rom"}', CALL + "1", "Hello"}),
-    "form": ({THOUGHT + "<|channel|>final<|message|>5", "<|channel|>final<|message|>5"},
-             {FINAL, "5", CALL + "{}"}),
-    "tools and form": ({GET + '{"city": "Bern"}', "<|channel|>final<|message|>5"},
+    "form": ({THOUGHT + FIVE, FIVE},
+             {FINAL, "5", CALL + "{}", THOUGHT.replace("analysis", "commentary") + FIVE}),
+    "tools and form": ({GET + '{"city": "Bern"}', FIVE},
                        {FINAL, "5", GET + "{}"}),
 }  # fmt: skip
 
