@@ -100,6 +100,8 @@ class LocalFiles:
             raise UnprocessableMediaError("the file cannot be read") from None
         try:
             data = self._read_open(fd)
+        except OSError:  # the disk failed, or went away
+            raise UnprocessableMediaError("the file cannot be read") from None
         finally:
             os.close(fd)
         if len(data) > self._max_bytes:

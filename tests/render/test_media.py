@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
+import os
 from pathlib import Path
 from urllib.parse import quote
 
@@ -198,6 +200,17 @@ class TestFiles:
     def test_what_is_no_file_is_unreadable(self, root: Path, name: str) -> None:
         with pytest.raises((UnprocessableMediaError, BadRequestError)) as raised:
             self.read(f"file://{root}/{name}", root)
+        assert str(root) not in raised.value.message
+
+    def test_a_file_that_fails_while_it_is_read_is_unreadable(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def failing(fd: int, *args: object, **kwargs: object) -> None:
+            raise OSError(errno.EIO, "Input/output error", str(root))
+
+        monkeypatch.setattr(os, "fdopen", failing)
+        with pytest.raises(UnprocessableMediaError, match="cannot be read") as raised:
+            self.read(f"file://{root}/link.png", root)
         assert str(root) not in raised.value.message
 
     def test_a_null_byte_is_no_name(self, root: Path) -> None:
