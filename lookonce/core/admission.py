@@ -39,6 +39,8 @@ class Admission:
 
         The blocks of all known tokens are taken at once, so that a prefill never stops half way;
         one more per running sequence stays free, so that its decodes do not undo the admission.
+        An irreplaceable request takes those of its whole answer, and is never preempted; where
+        there are not so many, it does not wait for them but asks for its items.
         """
         headroom = self._roster.num_active
         if not self._worth_trying(sequence, headroom):
@@ -51,10 +53,13 @@ class Admission:
         if needed:
             self._lifecycle.set_aside(sequence, needed)
             return True
-        fresh = self._pool.blocks_for(len(sequence.tokens)) - len(cached)
+        fresh = self._blocks_for(sequence) - len(cached)
         blocks = None
         if prospect is not Prospect.NO_ROOM:
             blocks = self._pool.try_allocate(fresh, cached, reserve=headroom)
+        if blocks is None and sequence.request.irreplaceable:
+            self._lifecycle.set_aside(sequence, tuple(sequence.request.missing))
+            return True
         if blocks is None:
             self._remember_failure(sequence, cached, fresh)
             return False
@@ -74,6 +79,8 @@ class Admission:
         request = sequence.request
         if not request.missing:
             return ()
+        if request.irreplaceable and len(request.sequences) > 1:  # its samples may begin apart
+            return tuple(request.missing)
         features = request.features
         anew = self._recomputed_by_siblings(request)
         window = features.overlapping(min(computed, anew), request.num_prompt_tokens)
@@ -101,6 +108,13 @@ class Admission:
             found += 1
         sequence.num_matched = found
         return found * block_size
+
+    def _blocks_for(self, sequence: Sequence) -> int:
+        """The last token of an answer is never computed."""
+        num_tokens = len(sequence.tokens)
+        if sequence.request.irreplaceable:
+            num_tokens = max(num_tokens, sequence.token_limit - 1)
+        return self._pool.blocks_for(num_tokens)
 
     def _recomputed_by_siblings(self, request: Request) -> int:
         """Position from which each further sample computes the prompt again for itself."""

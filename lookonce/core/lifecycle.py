@@ -138,7 +138,7 @@ class Lifecycle:
         self.finish(sequence)
 
     def accept_once_covered(self, sequence: Sequence) -> None:
-        """Report the request as accepted as soon as no missing item will be asked for any more."""
+        """Report the request as accepted as soon as it has got past all items it lacks."""
         request = sequence.request
         if not request.accepted and sequence.num_computed >= request.last_missing_end:
             request.accepted = True

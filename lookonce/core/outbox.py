@@ -13,7 +13,8 @@ class SchedulerOutput(msgspec.Struct, gc=False):
 
     deltas: list[TokenDelta] = []
     accepted: list[str] = []
-    """Requests for which nothing will have to be asked any more."""
+    """Requests whose missing items are covered by what is computed: no longer asked for, unless
+    that is given up."""
     needs: list[tuple[str, tuple[bytes, ...]]] = []
     """(request id, keys) of requests put aside until these items are supplied."""
     released: list[str] = []

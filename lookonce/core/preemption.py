@@ -13,7 +13,8 @@ from lookonce.errors import SessionEvictedError
 class Preemption:
     """Preempts by recompute: the victim waits again, at its place of arrival.
 
-    A live session cannot be computed again: it is the last victim, and ends.
+    A live session cannot be computed again: it is the last victim, and ends. An irreplaceable
+    request has all its blocks from the start, so it need be nobody's victim.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class Preemption:
 
     def _latest_first(self) -> list[Sequence]:
         active = [*self._roster.prefilling, *self._roster.decoding, *self._roster.idle]
-        return sorted(active, key=lambda sequence: sequence.order, reverse=True)
+        victims = (sequence for sequence in active if not sequence.request.irreplaceable)
+        return sorted(victims, key=lambda sequence: sequence.order, reverse=True)
 
 
 def _loss(sequence: Sequence) -> int:

@@ -90,6 +90,7 @@ class Request:
         "prefilled",
         "prompt",
         "prompt_logprobs",
+        "recoverable",
         "request_id",
         "root",
         "sampling",
@@ -123,6 +124,8 @@ class Request:
         """Keys of items the engine lacks."""
         self.asked: set[bytes] = set()
         """Of those, what was asked for since items last came."""
+        self.recoverable = True
+        """Its sender can make any item again."""
         self.last_missing_end = 0
         """Position after which no missing item is needed."""
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
@@ -179,6 +182,11 @@ class Request:
     def self_sufficient(self) -> bool:
         """Every item is here: the request can be recomputed without asking anyone."""
         return not self.missing
+
+    @property
+    def irreplaceable(self) -> bool:
+        """What it computes while it lacks items must not be given up: nobody can bring them."""
+        return not self.recoverable and bool(self.missing)
 
     @property
     def finished(self) -> bool:

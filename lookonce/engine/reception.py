@@ -235,6 +235,7 @@ class Reception:
             self._intake.release(request_id)
             self._reject(sender, request_id, error)
             return
+        built.recoverable = message.recoverable
         self._owners[request_id] = sender
         self._unaccepted.add(request_id)
         grammar = built.sampling.grammar

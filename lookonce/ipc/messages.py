@@ -53,7 +53,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     loose: tuple[KeyedItem, ...] = ()
     """Items that travel with their request uncached: used by it, never listed."""
     recoverable: bool = True
-    """False when no bytes stand behind some reference: a resend would be in vain."""
+    """False when no bytes stand behind some reference: a resend would be in vain. Then it is begun
+    without an item only where its whole answer has room, so that it need not be computed again."""
     bindings: tuple[tuple[bytes, bytes], ...] = ()
     """`(uuid name digest, MediaHash)` newly bound by this sender, for the other senders."""
 

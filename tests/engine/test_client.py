@@ -261,6 +261,41 @@ def test_an_item_that_cannot_be_made_again_fails_its_request_alone(world, failur
     world.run(scenario)
 
 
+@pytest.mark.parametrize("recoverable", [True, False])
+def test_who_relies_on_a_prefix_never_fails_in_the_middle_of_an_answer(recoverable):
+    """There is room for one of the answers: without its source the other is not begun."""
+    world = World(Limits(num_blocks=24, block_size=4, max_num_batched_tokens=32))
+    sampling = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
+    outcomes = []
+
+    def prompt(name, **known):
+        return rendered(text(24, seed=len(name)), part(name, **known), offsets=(4,))
+
+    async def ask(client, name):
+        got = []
+        try:
+            async for delta in client.generate(
+                prompt(name, held=True, recoverable=recoverable), sampling, name
+            ):
+                got += delta.token_ids
+        except MediaNotCachedError:
+            outcomes.append(got)
+        else:
+            assert got == expected(prompt(name), 70)
+            outcomes.append("done")
+
+    async def scenario(client):
+        for name in ("cat", "horse"):
+            await all_of(client.generate(prompt(name), GREEDY, f"first {name}"))
+        await client.reset_cache("mm")
+        await client.reset_cache("encoder")
+        await asyncio.gather(ask(client, "cat"), ask(client, "horse"))
+        assert outcomes.count("done") == (2 if recoverable else 1)
+        assert all(outcome in ("done", []) for outcome in outcomes)
+
+    world.run(scenario)
+
+
 def test_an_item_that_the_prefix_covers_is_accepted_without_being_sent(world):
     async def scenario(client):
         first = rendered(text(40), part("cat"), offsets=(3,))
