@@ -16,7 +16,7 @@ LookOnceError
 │   ├── NotReadyError           still starting or warming up
 │   ├── DrainingError           shutting down
 │   ├── EngineDeadError         the engine process ended or stopped answering
-│   └── SessionEvictedError     a live session lost its KV and cannot be recomputed
+│   └── SessionEvictedError     a live session gave its KV to others: none was left, or it was idle
 ├── RequestFailedError      this request broke inside the engine; others go on
 ├── ConfigError             an option or a combination of options is wrong
 ├── ModelLoadError          the model folder cannot be served

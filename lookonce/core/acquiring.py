@@ -46,7 +46,8 @@ class Acquirer:
         indices = features.overlapping(start, end)
         if held:
             indices = range(max(indices.start, held[-1] + 1), indices.stop)
-        if len(indices) >= MANY and self._acquire_new(sequence, indices, step):
+        many = len(indices) >= MANY and not step.room_kept
+        if many and self._acquire_new(sequence, indices, step):
             return end, None
         for index, feature in zip(indices, features.window(indices), strict=True):
             if feature.is_embed is not None:
@@ -70,6 +71,8 @@ class Acquirer:
     ) -> Shortage | None:
         """Hold one output: found, brought back or about to be encoded; what is short if none."""
         cache, facts, key = self._encoder_cache, sequence.request.facts, feature.key
+        if step.room_kept:
+            return Shortage.ROOM
         prefetched = index in sequence.prefetched
         if cache.try_hold(sequence.seq_id, key):
             hit = not prefetched

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import repeat
 
 from lookonce.core.facts import FactsRecord
+from lookonce.core.request import Sequence
 from lookonce.types.media import ProcessedItem
 from lookonce.types.step import EncodeItem, NewSequence, ScheduledSequence
 
@@ -68,7 +69,17 @@ class EncodeOwners:
 class StepPass:
     """One pass of planning: budgets going down, the plan growing."""
 
-    __slots__ = ("encode", "encode_owners", "encoder", "new", "scheduled", "stalled", "tokens")
+    __slots__ = (
+        "encode",
+        "encode_owners",
+        "encoder",
+        "new",
+        "room_kept",
+        "scheduled",
+        "stalled",
+        "starved",
+        "tokens",
+    )
 
     def __init__(self, tokens: int, encoder_rows: int) -> None:
         self.tokens = tokens
@@ -81,6 +92,10 @@ class StepPass:
         self.scheduled: list[ScheduledSequence] = []
         self.stalled = False
         """A running sequence waits for tokens or room: nobody is admitted who could take them."""
+        self.room_kept = False
+        """The first in turn waits for room: the others go on with the outputs they hold only."""
+        self.starved: list[Sequence] = []
+        """Those that could compute and got nothing."""
 
     def add_encode(
         self, key: bytes, item: ProcessedItem, rows: int, facts: FactsRecord, index: int

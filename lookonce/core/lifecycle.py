@@ -11,6 +11,7 @@ from lookonce.core.request import Request, Sequence, State
 from lookonce.core.roster import Roster
 from lookonce.errors import LookOnceError, error_to_wire
 from lookonce.types.kv import ExternalFacts
+from lookonce.types.ports import Clock
 from lookonce.types.request import FinishReason, TokenDelta
 
 
@@ -18,12 +19,18 @@ class Lifecycle:
     """Keeps states, KV blocks, encoder holds and the runner's knowledge in step."""
 
     def __init__(
-        self, pool: BlockPool, encoder_cache: EncoderCache, roster: Roster, outbox: Outbox
+        self,
+        pool: BlockPool,
+        encoder_cache: EncoderCache,
+        roster: Roster,
+        outbox: Outbox,
+        clock: Clock,
     ) -> None:
         self._pool = pool
         self._encoder_cache = encoder_cache
         self._roster = roster
         self._outbox = outbox
+        self._clock = clock
         self.on_end: Callable[[Request], None] = lambda request: None
         """Told of every request that has ended, whatever state it was in."""
 
@@ -52,6 +59,7 @@ class Lifecycle:
     def pause(self, sequence: Sequence) -> None:
         """PREFILLING or DECODING → IDLE: a live session keeps its blocks until it is extended."""
         self._roster.move(sequence, State.IDLE)
+        sequence.idle_since = self._clock()
 
     def resume_prefill(self, sequence: Sequence) -> None:
         """IDLE or DECODING → PREFILLING: a live session was extended."""

@@ -206,6 +206,7 @@ class Sequence:
         "cache_generation",
         "chain",
         "held",
+        "idle_since",
         "index",
         "looked_at",
         "next_hash",
@@ -240,6 +241,8 @@ class Sequence:
         """Leading blocks that were found cached while it waited."""
         self.chain: list[bytes] = []
         """Hashes of its first full blocks, as far as anyone asked."""
+        self.idle_since = 0.0
+        """When it became IDLE last, by the scheduler's clock."""
         self.clear_computed()
 
     def clear_computed(self) -> None:

@@ -10,6 +10,7 @@ computes: see `features`, `prefix` and `admission` for how.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -27,6 +28,7 @@ from lookonce.core.door import Door, check_rows
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.external import ExternalPrefixes
 from lookonce.core.facts import FactsRecord
+from lookonce.core.idleness import IdleSessions
 from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.outbox import Outbox, SchedulerOutput
 from lookonce.core.planning import Planner
@@ -38,7 +40,7 @@ from lookonce.core.sessions import Sessions
 from lookonce.errors import BadRequestError, ConfigError, QueueFullError
 from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
-from lookonce.types.ports import ExternalPrefixCache
+from lookonce.types.ports import Clock, ExternalPrefixCache
 from lookonce.types.request import GenerateRequest
 from lookonce.types.step import StepPlan, StepResult
 
@@ -49,7 +51,8 @@ class Scheduler:
     """Owns every request between `add` and its last delta.
 
     `external`: KV tiers beyond the device, if there are any. With `fail_on_loss` a request ends
-    with an error when a promised prefix does not come; else it is computed.
+    with an error when a promised prefix does not come; else it is computed. `clock` tells how
+    long sessions have been idle.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Scheduler:
         prefix_caching: bool,
         external: ExternalPrefixCache | None = None,
         fail_on_loss: bool = False,
+        clock: Clock = time.monotonic,
     ) -> None:
         if model.largest_unsplittable > config.max_num_batched_tokens:
             raise ConfigError(
@@ -74,7 +78,9 @@ class Scheduler:
         self._roster = roster = Roster()
         self._outbox = Outbox()
         self._counters = counters = Counters()
-        self._lifecycle = lifecycle = Lifecycle(block_pool, encoder_cache, roster, self._outbox)
+        self._lifecycle = lifecycle = Lifecycle(
+            block_pool, encoder_cache, roster, self._outbox, clock
+        )
         self._external: ExternalPrefixes | None = None
         if external is not None:
             self._external = ExternalPrefixes(
@@ -84,6 +90,7 @@ class Scheduler:
         self._door = Door(block_pool, encoder_cache, model, config.max_num_batched_tokens)
         preemption = Preemption(block_pool, roster, lifecycle, counters)
         self._sessions = Sessions(self._door, roster, lifecycle, preemption, self._outbox)
+        self._idle = IdleSessions(block_pool, roster, lifecycle, clock)
         self._planner = self._make_planner(model, config, preemption, prefix_caching=prefix_caching)
         self._applier = Applier(
             block_pool,
@@ -133,6 +140,7 @@ class Scheduler:
                 Acquirer(self._encoder_cache, counters, model.unsplittable), model.unsplittable
             ),
             prefetcher if config.encoder_prefetch else None,
+            self._idle,
             max_num_seqs=config.max_num_seqs,
             max_tokens=config.max_num_batched_tokens,
             max_encoder_rows=config.max_encoder_tokens,
@@ -308,6 +316,12 @@ class Scheduler:
             or self._outbox.output
             or self._encoder_cache.has_moves
         )
+
+    @property
+    def seconds_to_next_look(self) -> float | None:
+        """After a plan that was None: when the next may have something to do although nothing has
+        happened until then. None: not before something does."""
+        return self._idle.seconds_to_next_look
 
     def stats(self) -> dict[str, float]:
         """Metric names without prefix → values."""

@@ -7,7 +7,8 @@
 After each extension a session generates `max_tokens` tokens, or up to a stop token, and then waits
 for the next. An item's arrays are let go as soon as its K/V are computed, so a session is as light
 in its tenth hour as in its first minute, but cannot be computed again: it is never preempted. Where
-blocks are short for another session, it ends with `session_evicted`.
+blocks are short for another session, it ends with `session_evicted`; as does one that was idle for
+long where another request waits for its place (`idleness`).
 """
 
 from __future__ import annotations

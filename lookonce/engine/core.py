@@ -114,6 +114,12 @@ class EngineCore:
         return self._scheduler.has_work
 
     @property
+    def seconds_to_next_look(self) -> float | None:
+        """After a step with nothing to do: when the next may have something, though nothing has
+        happened until then. None: not before something does."""
+        return self._scheduler.seconds_to_next_look
+
+    @property
     def num_waiting(self) -> int:
         return self._scheduler.num_waiting
 

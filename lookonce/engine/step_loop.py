@@ -140,13 +140,14 @@ class Exchange:
         self._outcomes.append(outcome)
         self._wake_input()
 
-    def take_commands(self, *, wait: bool) -> Sequence[Command]:
-        """Everything commanded; with `wait`, returns once there is a command or a wake-up."""
+    def take_commands(self, *, wait: bool, seconds: float | None = None) -> Sequence[Command]:
+        """Everything commanded; with `wait`, returns once there is a command or a wake-up, or
+        after so many seconds."""
         if not wait and self._commands.empty():
             return ()
         taken: list[Command] = []
         try:
-            command = self._commands.get(block=wait)
+            command = self._commands.get(block=wait, timeout=seconds)
             while True:
                 if isinstance(command, _Wake):
                     self._waking = False
@@ -158,7 +159,10 @@ class Exchange:
 
 
 class StepLoop:
-    """Steps as long as there is work, and sleeps in the command queue when there is none."""
+    """Steps as long as there is work, and sleeps in the command queue when there is none.
+
+    No longer than until an idle session has to make way: nobody wakes it for that.
+    """
 
     def __init__(self, core: EngineCore, exchange: Exchange) -> None:
         self._core = core
@@ -173,7 +177,8 @@ class StepLoop:
         exchange, core = self._exchange, self._core
         idle = True
         while True:
-            for command in exchange.take_commands(wait=idle):
+            seconds = core.seconds_to_next_look if idle else None
+            for command in exchange.take_commands(wait=idle, seconds=seconds):
                 self._obey(command)
             if self._stopped:
                 self._core.close()

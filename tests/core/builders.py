@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
 from lookonce.types.media import Array, Expansion, MediaFeature, Modality, ProcessedItem
 from lookonce.types.model import ModelInfo
+from lookonce.types.ports import Clock
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 
@@ -124,7 +126,7 @@ class Limits:
     model: ModelInfo = field(default_factory=model_info)
 
 
-def make_scheduler(limits: Limits) -> Scheduler:
+def make_scheduler(limits: Limits, clock: Clock = time.monotonic) -> Scheduler:
     return Scheduler(
         block_pool=BlockPool(limits.num_blocks, limits.block_size),
         encoder_cache=EncoderCache(
@@ -139,4 +141,5 @@ def make_scheduler(limits: Limits) -> Scheduler:
             encoder_prefetch=limits.encoder_prefetch,
         ),
         prefix_caching=limits.prefix_caching,
+        clock=clock,
     )

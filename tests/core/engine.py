@@ -13,11 +13,15 @@ from tests.core.fake_runner import FakeRunner
 
 
 class Engine:
-    """One scheduler and one fake runner that checks every plan against the same limits."""
+    """One scheduler and one fake runner that checks every plan against the same limits.
+
+    Its time stands still but for whoever sets `now`.
+    """
 
     def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008 - frozen
         self.limits = limits
-        self.scheduler = make_scheduler(limits)
+        self.now = 0.0
+        self.scheduler = make_scheduler(limits, lambda: self.now)
         self.runner = FakeRunner(limits)
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.ended: dict[tuple[str, int], TokenDelta] = {}

@@ -7,10 +7,11 @@ passes without a rule does not test it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 
-from lookonce.core import prefix
+from lookonce.core import planning, prefix
 from lookonce.core import request as request_module
 from lookonce.core.admission import Admission
 from lookonce.core.applying import Applier
@@ -18,16 +19,27 @@ from lookonce.core.blocks import BlockPool
 from lookonce.core.budget import EncoderBudget, StepPass
 from lookonce.core.chunking import Chunker
 from lookonce.core.encoder_cache import EncoderCache
+from lookonce.core.idleness import IdleSessions
 from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.planning import Planner
 from lookonce.core.preemption import Preemption
 from lookonce.core.request import Sequence, State
 from lookonce.core.roster import Roster
+from lookonce.core.turns import Turns
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.core.builders import Limits, feature, model_info, request, text
 from tests.core.engine import Engine
 from tests.core.fake_runner import prompt_scores, reference
+from tests.core.feeding import (
+    ROOMY,
+    an_answer_beside_sessions_that_each_take_all_tokens,
+    an_item_that_takes_a_whole_step_beside_a_session,
+    an_item_that_takes_all_room_beside_a_session_that_always_holds_some,
+    an_item_that_takes_all_room_beside_one_who_holds_some_and_gets_no_tokens,
+    long_prompts_one_after_the_other,
+    open_session,
+)
 
 LASTING = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 Workload = Callable[[], None]
@@ -187,6 +199,16 @@ def prefixes_reset_under_a_running_request() -> None:
     assert engine.scheduler.stats()["prefix_cache_hits_total"] - cached == 32
 
 
+def one_who_waits_for_the_seat_of_an_idle_session() -> None:
+    engine = Engine(replace(ROOMY, max_num_seqs=1))
+    open_session(engine, "idle")
+    for _ in range(2):
+        engine.step()
+    engine.now = 60.0
+    engine.add(request("a", text(4), arrival=1.0))
+    engine.run(max_steps=60)
+
+
 def never(*_args: object, **_kwargs: object) -> None:
     return None
 
@@ -293,6 +315,30 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     "nobody is admitted who could take the room a prompt waits for": (
         an_item_that_waits_for_room_beside_a_stream_of_others,
         [(Planner, "_plan_chunk", plan_without_stalling)],
+    ),
+    "who got nothing goes first": (
+        an_item_that_takes_a_whole_step_beside_a_session,
+        [(Turns, "due", lambda _: ())],
+    ),
+    "nobody goes first in every step": (
+        an_answer_beside_sessions_that_each_take_all_tokens,
+        [(Turns, "take", never)],
+    ),
+    "other prompts keep to their order of arrival": (
+        long_prompts_one_after_the_other,
+        [(Turns, "_may_queue", lambda *_: True)],
+    ),
+    "room is kept for the first in turn": (
+        an_item_that_takes_all_room_beside_a_session_that_always_holds_some,
+        [(StepPass, "room_kept", property(never, never))],
+    ),
+    "where room is kept those who hold some go on": (
+        an_item_that_takes_all_room_beside_one_who_holds_some_and_gets_no_tokens,
+        [(planning, "_holds_nothing", lambda _: False)],
+    ),
+    "idle sessions make way": (
+        one_who_waits_for_the_seat_of_an_idle_session,
+        [(IdleSessions, "make_way", lambda *_: False)],
     ),
     "one that would have to ask for items again is the last victim": (
         a_crowd_with_one_whose_picture_is_not_here,

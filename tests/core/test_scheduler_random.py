@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lookonce.core import acquiring, encoder_cache
 from lookonce.core import features as features_module
+from lookonce.core.idleness import IDLE_SECONDS
 from lookonce.errors import TooLargeError
 from lookonce.types.media import MediaFeature, Modality
 from lookonce.types.request import GenerateRequest
@@ -36,6 +37,8 @@ from tests.core.fake_runner import prompt_scores, reference
 LENGTHS = {"a": 2, "b": 3, "c": 5, "d": 8, "gaps": 7}
 GAPS = ((0, 2), (3, 4), (6, 7))
 LONGEST_PROMPT = 40
+LONGEST = 60
+"""Tokens a sequence may have."""
 
 
 def limits() -> st.SearchStrategy[Limits]:
@@ -51,7 +54,7 @@ def limits() -> st.SearchStrategy[Limits]:
         max_num_batched_tokens=st.sampled_from([8, 11, 17, 64]),
         max_encoder_tokens=st.sampled_from([1, 8, 13]),
         prefix_caching=st.booleans(),
-        model=whole.map(lambda w: model_info(max_model_len=60, unsplittable=w)),
+        model=whole.map(lambda w: model_info(max_model_len=LONGEST, unsplittable=w)),
     )
 
 
@@ -147,7 +150,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), features=placements(), tail=st.integers(0, 5))
     def extend(self, data: st.DataObject, features: list[MediaFeature], tail: int) -> None:
-        name = data.draw(st.sampled_from(sorted(self.sessions)))
+        self.give(data.draw(st.sampled_from(sorted(self.sessions))), features, tail)
+
+    def give(self, name: str, features: list[MediaFeature], tail: int) -> None:
         tokens = prompt_with(text(max([1, *(f.end for f in features)]) + tail), features)
         with suppress(TooLargeError):
             self.engine.scheduler.extend(
@@ -158,6 +163,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, steps: int) -> None:
         for _ in range(steps):
             self.engine.step()
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), features=placements(), tail=st.integers(0, 5))
+    def feed_in_every_step(
+        self, data: st.DataObject, features: list[MediaFeature], tail: int
+    ) -> None:
+        """All others end meanwhile, however long other sessions were idle by then."""
+        fed = data.draw(st.sampled_from(sorted(self.sessions)))
+        others = self.requests.keys() - self.sessions
+        samples = sum(self.requests[name].sampling.n for name in others)
+        for _ in range(2 * LONGEST * (samples + len(self.sessions)) + 1):
+            if others <= set(self.engine.released):
+                return
+            self.give(fed, features, tail)
+            self.supply()
+            self.engine.now += IDLE_SECONDS
+            self.engine.step()
+        raise AssertionError("some request does not come to its end beside a session")
 
     @rule()
     def supply(self) -> None:

@@ -1,0 +1,143 @@
+"""A session that waits for its client keeps its place for as long as nobody else needs it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lookonce.core.idleness import IDLE_SECONDS
+from lookonce.types.sampling import SamplingParams
+from tests.core.builders import Limits, feature, items_for, request, text
+from tests.core.engine import Engine
+
+ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+
+
+def open_session(engine: Engine, name: str, num_tokens: int = 8) -> None:
+    tokens = text(num_tokens, seed=ord(name[0]))
+    engine.scheduler.add(request(name, tokens, sampling=ONE), {}, live=True)
+    engine.step()
+    engine.step()
+
+
+def extend(engine: Engine, name: str) -> None:
+    engine.scheduler.extend(name, np.array([5], np.int32), (), {})
+
+
+def assert_evicted(engine: Engine, name: str) -> None:
+    error = engine.ended[name, 0].error
+    assert error is not None
+    assert error[0] == "SessionEvictedError"
+    assert "idle for 30 seconds" in error[1]
+
+
+@pytest.fixture
+def engine() -> Engine:
+    """One seat, taken by an idle session."""
+    engine = Engine(Limits(max_num_seqs=1))
+    open_session(engine, "live")
+    return engine
+
+
+def test_a_session_idle_for_long_makes_way_for_who_waits_for_its_seat(engine: Engine) -> None:
+    engine.add(request("a", text(6), arrival=1.0))
+    assert engine.step() is None
+    assert engine.scheduler.seconds_to_next_look == IDLE_SECONDS
+    engine.now = IDLE_SECONDS - 1
+    assert engine.step() is None
+    assert engine.scheduler.seconds_to_next_look == 1
+    engine.now = IDLE_SECONDS
+    engine.run()
+    assert_evicted(engine, "live")
+    assert engine.reason("a") == "length"
+    engine.assert_all_free()
+
+
+def test_a_session_is_idle_for_ever_where_nobody_waits(engine: Engine) -> None:
+    engine.now = 1000 * IDLE_SECONDS
+    assert engine.step() is None
+    assert engine.scheduler.seconds_to_next_look is None
+    extend(engine, "live")
+    engine.run()
+    assert len(engine.tokens["live", 0]) == 2
+
+
+def test_a_session_that_is_extended_keeps_its_seat(engine: Engine) -> None:
+    engine.add(request("a", text(6), arrival=1.0))
+    for _ in range(10):
+        engine.now += IDLE_SECONDS
+        extend(engine, "live")
+        engine.step()
+        assert engine.step() is None
+    assert not engine.ended
+    assert len(engine.tokens["live", 0]) == 11
+
+
+def test_nothing_is_to_be_looked_for_once_the_one_that_waited_is_gone(engine: Engine) -> None:
+    engine.add(request("a", text(6), arrival=1.0))
+    engine.step()
+    engine.scheduler.abort("a")
+    engine.run()
+    assert engine.scheduler.seconds_to_next_look is None
+
+
+def test_the_one_idle_the_longest_goes_and_no_more_than_are_needed() -> None:
+    engine = Engine(Limits(max_num_seqs=3))
+    for name in ("x", "y", "z"):
+        engine.now += 1
+        open_session(engine, name)
+    extend(engine, "x")
+    engine.step()
+    engine.now = 3 * IDLE_SECONDS
+    engine.add(request("a", text(6), arrival=1.0))
+    for _ in range(20):
+        engine.step()
+    assert_evicted(engine, "y")
+    assert {name for name, _ in engine.ended} == {"y", "a"}
+
+
+def test_sessions_make_way_until_there_are_blocks_enough() -> None:
+    engine = Engine(Limits(num_blocks=12))
+    for name in ("x", "y", "z"):
+        open_session(engine, name, num_tokens=12)
+    engine.now = IDLE_SECONDS
+    engine.add(request("a", text(24, seed=1), arrival=1.0))
+    engine.run()
+    assert {name for name, _ in engine.ended} == {"x", "y", "a"}
+    engine.scheduler.abort("z")
+    engine.run()
+    engine.assert_all_free()
+
+
+def test_no_session_goes_where_all_their_blocks_would_not_be_enough() -> None:
+    engine = Engine(Limits(num_blocks=12))
+    open_session(engine, "idle", num_tokens=12)
+    open_session(engine, "busy", num_tokens=20)
+    engine.now = IDLE_SECONDS
+    extend(engine, "busy")
+    engine.add(request("a", text(24, seed=1), arrival=1.0))
+    for _ in range(3):
+        engine.step()
+    assert not engine.ended
+    assert engine.scheduler.seconds_to_next_look == IDLE_SECONDS, "when the other may go as well"
+    engine.now = 2 * IDLE_SECONDS
+    engine.run()
+    assert ("a", 0) in engine.ended
+
+
+def test_an_idle_session_makes_way_while_others_contend_in_every_step() -> None:
+    """Nobody is admitted in the order of arrival then: it is the turn of who waits that counts."""
+    engine = Engine(Limits(num_blocks=2000, encoder_rows=8, max_num_seqs=3))
+    for name in ("x", "y", "idle"):
+        open_session(engine, name)
+    for number in range(200):
+        for name in ("x", "y"):
+            item = feature(f"{name} {number}", 0, 8, modality="audio")
+            tokens = np.full(9, 999, np.int32)
+            engine.scheduler.extend(name, tokens, (item,), items_for([item]))
+    engine.now = IDLE_SECONDS
+    engine.add(request("a", text(6), arrival=1.0))
+    for _ in range(40):
+        engine.step()
+    assert_evicted(engine, "idle")
+    assert engine.reason("a") == "length"
