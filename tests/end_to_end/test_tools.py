@@ -145,10 +145,10 @@ def test_responses_call_tools_too(client):
     assert client.responses.create(model="nano", input=items, tools=[tool], max_output_tokens=5).id
 
 
-def test_a_schema_that_cannot_be_is_refused(client):
+def test_a_schema_that_cannot_be_is_refused_by_its_name(client):
     broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "wrong"}}}
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
-            model="nano", messages=ask("hi"), tools=[broken], tool_choice="required"
+            model="nano", messages=ask("hi"), tools=[CLOCK, broken], tool_choice="required"
         )
-    assert caught.value.param == "tools"
+    assert caught.value.param == "tools[1].function.parameters"

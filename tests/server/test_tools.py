@@ -216,7 +216,7 @@ def test_a_format_nobody_knows_refuses_tools_and_says_what_can_be_told(on_site):
         ("{{ tools }} something new", "unknown"),
         (QWEN + "{name}\\n<arg_key>", "unknown"),
         (QWEN + "<function=name>", "qwen3_coder"),
-        ("{{ tools }} <|start|>assistant<|channel|>final<|message|>", "harmony"),
+        ("{{ tools }} <|channel|>commentary ", "harmony"),
         ("{{ tools }} [TOOL_CALLS]", "mistral"),
         ('{{ tools }} "parameters": ipython', "llama3"),
     ],

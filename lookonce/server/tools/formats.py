@@ -133,7 +133,7 @@ def choose_dialect(
 
 def _written_in(template: str) -> str:
     """The template writes earlier calls as the model writes its own."""
-    if harmony.CHANNEL in template and harmony.MESSAGE in template:
+    if harmony.CHANNEL in template:
         return "harmony"
     if mistral.MARKER in template:
         return "mistral"
