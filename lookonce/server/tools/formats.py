@@ -138,7 +138,8 @@ def _written_in(template: str) -> str:
     if mistral.MARKER in template:
         return "mistral"
     if qwen3_coder.FUNCTION in template:
-        return "qwen3_coder"
+        tags = (hermes.OPEN, qwen3_coder.PARAMETER)  # Functionary's and Seed's calls look alike
+        return "qwen3_coder" if all(tag in template for tag in tags) else "unknown"
     if hermes.OPEN in template:
         return "unknown" if any(other in template for other in NOT_HERMES) else "hermes"
     llama = llama3.TAG in template or "ipython" in template or '"parameters"' in template

@@ -55,7 +55,9 @@ def usable(choice=None):
     asked = read_tools(
         [Tool(type="function", function=Function(name="f", parameters=SCHEMA))], choice, None
     )
-    return usable_tools(asked, choose_dialect("auto", "tools <tool_call><function=name>", {}))
+    return usable_tools(
+        asked, choose_dialect("auto", "tools <tool_call><function=name><parameter=a>", {})
+    )
 
 
 VALUES = [
