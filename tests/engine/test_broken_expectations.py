@@ -202,6 +202,7 @@ def test_an_item_nobody_asked_for_need_not_come(world):
         client.submit(request("first", text(40), [CAT]), ops=added("cat"))
         await client.next(Accepted)
         await client.deltas_until_finished()
+        await until(lambda: not world.engine.intake.store.requests)
         client.channel.send_now(UpdateCache(client.epoch, client.seq(), NO_OPS, cleared=-1))
         client.submit(request("r", text(40), [CAT, feature("dog", 30, 4)]))
         assert await client.next(ResendMedia) == ResendMedia("r", (key("dog"),))
