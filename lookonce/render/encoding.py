@@ -12,7 +12,7 @@ import msgspec
 from lookonce.errors import BadRequestError
 from lookonce.render.chat import ChatTemplate, ChatTemplates
 from lookonce.render.families.base import ProcessorFamily
-from lookonce.render.messages import Json
+from lookonce.render.messages import Json, in_thread_if
 from lookonce.render.spelling import media_spelling, refuse_reserved, secret_tokenizer
 from lookonce.render.tokenizer import Tokenizer
 from lookonce.types.media import Modality
@@ -81,12 +81,26 @@ class PromptEncoder:
         )
 
     async def encode_chat(
-        self, conversation: Sequence[Json], options: ChatOptions, max_tokens: int | None = None
+        self,
+        conversation: Sequence[Json],
+        options: ChatOptions,
+        max_tokens: int | None = None,
+        *,
+        large: bool = False,
     ) -> EncodedPrompt:
-        """`conversation` is that of `messages.read_messages`.
+        """`conversation` is that of `messages.read_messages`; a `large` one is rendered in a
+        thread.
 
         Raises `BadRequestError`, also for a text that has more than `max_tokens` for certain.
         """
+        text = await in_thread_if(large, self._text_of, conversation, options)
+        adds_bos = self._completes_bos and not (self._bos and text.startswith(self._bos))
+        self._check_length(text, max_tokens, "messages")
+        token_ids = await self._encode(text, add_special_tokens=adds_bos, param="messages")
+        return EncodedPrompt(token_ids, self._spelling.reveal(text))
+
+    def _text_of(self, conversation: Sequence[Json], options: ChatOptions) -> str:
+        """What the template makes of it, media tokens in their secret spelling."""
         refuse_reserved(options.tools, "tools")
         text = self._templates.select(options.tools).render(
             conversation,
@@ -97,10 +111,7 @@ class PromptEncoder:
         )
         for placeholder, surrounded in self._surrounded.items():
             text = text.replace(placeholder, surrounded)
-        adds_bos = self._completes_bos and not (self._bos and text.startswith(self._bos))
-        self._check_length(text, max_tokens, "messages")
-        token_ids = await self._encode(text, add_special_tokens=adds_bos, param="messages")
-        return EncodedPrompt(token_ids, self._spelling.reveal(text))
+        return text
 
     async def encode_text(
         self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None

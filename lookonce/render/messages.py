@@ -6,10 +6,11 @@ author chose; `chat` shapes it for the template at hand.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
@@ -18,9 +19,14 @@ from lookonce.render.media import MediaSource, media_source
 from lookonce.render.spelling import refuse_reserved
 from lookonce.types.media import Modality
 
+FEW_VALUES = 2048
+"""What a conversation may hold and still be converted and rendered on the event loop: 5 ms."""
+
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 Json = dict[str, Any]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -34,16 +40,19 @@ class Chat:
 
 def read_messages(
     messages: Sequence[object],
-    *,
     modalities: Collection[Modality],
     limits: Mapping[str, int],
+    max_tokens: int | None = None,
 ) -> Chat:
     """Check and convert a request's messages. `limits` is media parts per modality.
 
-    Raises `BadRequestError` naming the part, e.g. `messages[1].content[0]`.
+    Raises `BadRequestError` naming the part, e.g. `messages[1].content[0]`; before anything is
+    converted for more messages or parts than `max_tokens`.
     """
     if not messages:
         raise BadRequestError("messages must not be empty", param="messages")
+    if max_tokens is not None:
+        _check_count(messages, max_tokens)
     chat = Chat()
     for number, message in enumerate(messages):
         chat.conversation.append(_message(message, f"messages[{number}]", chat.sources))
@@ -56,6 +65,48 @@ def read_messages(
             )
     _check_limits(chat.sources, limits)
     return chat
+
+
+def _check_count(messages: Sequence[object], most: int) -> None:
+    """A prompt has a token at least for each message, and for each part that says something."""
+    if len(messages) > most:
+        raise _too_many("messages", f"there are {len(messages)}", most)
+    count = 0
+    for number, message in enumerate(messages):
+        for name in ("content", "tool_calls"):
+            parts = message.get(name) if isinstance(message, Mapping) else None
+            count += len(parts) if isinstance(parts, list) else 0
+            if count > most:
+                raise _too_many(f"messages[{number}].{name}", f"{count} parts up to here", most)
+
+
+def _too_many(param: str, what: str, most: int) -> BadRequestError:
+    return BadRequestError(
+        f"{param}: {what}, more than the model's context of {most} tokens can hold",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def has_many_values(*values: object) -> bool:
+    """Whether JSON values hold more than a few others; looks at no more than it has to."""
+    waiting: list[object] = list(values)
+    count = 0
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, (dict, list, tuple)):
+            count += len(part)
+            if count > FEW_VALUES:
+                return True
+            waiting += part.values() if isinstance(part, dict) else part
+    return False
+
+
+async def in_thread_if(large: bool, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+    """What `work` makes of what was given; `large`: other requests go on meanwhile."""
+    if large:
+        return await asyncio.to_thread(work, *given, **named)
+    return work(*given, **named)
 
 
 def _check_limits(sources: Sequence[MediaSource], limits: Mapping[str, int]) -> None:

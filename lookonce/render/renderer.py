@@ -37,7 +37,7 @@ from lookonce.render.features import (
 )
 from lookonce.render.injection import given_item
 from lookonce.render.load import MediaLoader
-from lookonce.render.messages import read_messages
+from lookonce.render.messages import has_many_values, in_thread_if, read_messages
 from lookonce.render.placeholders import MediaPart, match_placeholders, place_media
 from lookonce.render.pool import MediaPool
 from lookonce.render.processing import ProcessingSettings
@@ -96,8 +96,13 @@ class Renderer:
         chosen = chat_options(options)
         kwargs = self._processor_kwargs(chosen.mm_processor_kwargs)
         placeholder_ids = self._encoder.placeholder_ids
-        chat = read_messages(messages, modalities=placeholder_ids, limits=self._limits)
-        encoded = await self._encoder.encode_chat(chat.conversation, chosen, self.max_model_len)
+        large = has_many_values(messages, chosen.tools, chosen.chat_template_kwargs)
+        chat = await in_thread_if(
+            large, read_messages, messages, placeholder_ids, self._limits, self.max_model_len
+        )
+        encoded = await self._encoder.encode_chat(
+            chat.conversation, chosen, self.max_model_len, large=large
+        )
         modalities = [source.modality for source in chat.sources]
         spots = match_placeholders(encoded.token_ids, modalities, placeholder_ids)
         self._check_length(len(encoded.token_ids), "messages")
@@ -129,6 +134,7 @@ class Renderer:
             )
             rendered = RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text)
         else:
+            self._check_length(len(prompt), "prompt")
             self._check_token_ids(prompt)
             rendered = RenderedPrompt(list(prompt), scope=scope)
         self._check_length(len(rendered.token_ids), "prompt")

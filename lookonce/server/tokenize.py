@@ -69,4 +69,16 @@ async def detokenize(request: Request) -> Response:
     services: Services = request.app.state.services
     body = await receive(request, DetokenizeRequest)
     services.require_model(body.model)
+    _check_length(services, len(body.tokens))
     return json_response(Prompt(services.renderer.decode(body.tokens)))
+
+
+def _check_length(services: Services, count: int) -> None:
+    """No prompt and no answer is longer than the model's context."""
+    limit = services.max_model_len()
+    if limit is not None and count > limit:
+        raise BadRequestError(
+            f"tokens: {count} of them, but the model's context is {limit} tokens",
+            param="tokens",
+            code="context_length_exceeded",
+        )
