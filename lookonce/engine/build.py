@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import os
 from collections.abc import Callable
 
 import msgspec
+import torch
 
-from lookonce.config import KVConfig
+from lookonce.config import GIB, KVConfig
 from lookonce.core.blocks import BlockPool
 from lookonce.core.door import Door
 from lookonce.core.encoder_cache import EncoderCache
@@ -127,12 +129,25 @@ def _num_blocks(loaded: LoadedModel, kv: KVConfig, block_size: int) -> int:
         head_dim=family.head_dim,
         dtype=loaded.dtype,
     )
+    there = _memory_bytes(loaded.device)
+    if kv.cache_bytes > there:
+        raise ConfigError(
+            f"--kv-cache-gb is {kv.cache_bytes / GIB:.1f}, but the {loaded.device.type} has "
+            f"{there / GIB:.1f} GiB of memory"
+        )
     num_blocks = kv.cache_bytes // nbytes
     if num_blocks == 0:
         raise ConfigError(
             f"--kv-cache-gb is too small: one block of {block_size} tokens takes {nbytes} bytes"
         )
     return num_blocks
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """All of it, used or not."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _fitted(loaded: LoadedModel, kv_tokens: int) -> LoadedModel:

@@ -59,6 +59,11 @@ def test_a_kv_cache_without_room_for_a_block_is_refused(folder):
         build(settings(folder("llama"), kv=KVConfig(cache_bytes=10)))
 
 
+def test_a_kv_cache_larger_than_the_machine_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"--kv-cache-gb is 1048576\.0, but the cpu has"):
+        build(settings(folder("llama"), kv=KVConfig(cache_bytes=1 << 50)))
+
+
 def test_no_sequence_is_longer_than_the_kv_cache(folder):
     _, judge = build(settings(folder("llama"), kv=KVConfig(cache_bytes=1 << 14)))
     limit = judge.model.max_model_len
