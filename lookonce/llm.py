@@ -11,7 +11,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self, TypeVar, cast
@@ -25,7 +25,7 @@ from lookonce.engine.supervise import EngineSupervisor, OnLoading, socket_folder
 from lookonce.render.pool import MAX_QUEUE
 from lookonce.render.resolve import MAX_SIDE_BY_SIDE
 from lookonce.server.exchange import Sample
-from lookonce.server.generation import Generation, Piece, prepared
+from lookonce.server.generation import Generation, prepared
 from lookonce.server.hub import with_local_model
 from lookonce.server.media_cache import (
     ItemOutcome,
@@ -37,6 +37,7 @@ from lookonce.server.receipt import reuse_receipt, usage
 from lookonce.server.responses import ReuseReceipt, StopReason, Usage
 from lookonce.server.sampling import default_sampling
 from lookonce.server.services import Services
+from lookonce.server.tools.calls import UsableTools, usable_tools, words_of
 from lookonce.server.wiring import open_services
 from lookonce.types.media import Modality
 from lookonce.types.request import PromptLogprob, RenderedPrompt, TokenLogprob
@@ -113,7 +114,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers to one conversation, or to each of several; messages are OpenAI's."""
         renders = [partial(self._render_chat, c, cache_salt) for c in _conversations(messages)]
-        return self._loop.run(self._answer_all(renders, self._sampling(sampling_params)))
+        sampling, speech = self._sampling(sampling_params), self._speech()
+        return self._loop.run(self._answer_all(renders, sampling, speech))
 
     def generate(
         self,
@@ -131,12 +133,12 @@ class LLM:
     ) -> Iterator[str]:
         """The first sample's text as it comes; leaving the iterator aborts."""
         render = partial(self._render_chat, list(messages), None)
-        pieces = self._stream(render, self._sampling(sampling_params))
+        texts = self._stream(render, self._sampling(sampling_params), self._speech())
         try:
-            while (piece := self._loop.run(_next(pieces))) is not None:
-                yield piece.text
+            while (text := self._loop.run(_next(texts))) is not None:
+                yield text
         finally:
-            self._loop.run(pieces.aclose())
+            self._loop.run(texts.aclose())
 
     def inject_into_mm_cache(
         self,
@@ -207,6 +209,10 @@ class LLM:
     def _sampling(self, asked: SamplingParams | None) -> SamplingParams:
         return default_sampling(self._services.defaults) if asked is None else asked
 
+    def _speech(self) -> UsableTools | None:
+        """How to read a chat's answer; None where its text is what is said."""
+        return usable_tools(None, self._services.tool_dialect)
+
     async def _render_chat(self, messages: list[Message], cache_salt: str | None) -> RenderedPrompt:
         async with self._rendering:
             return await self._services.renderer.render_chat(messages, cache_salt=cache_salt)
@@ -218,33 +224,52 @@ class LLM:
             return await self._services.renderer.render_completion(prompt, cache_salt=cache_salt)
 
     async def _answer_all(
-        self, renders: Sequence[Render], sampling: SamplingParams
+        self,
+        renders: Sequence[Render],
+        sampling: SamplingParams,
+        speech: UsableTools | None = None,
     ) -> list[RequestOutput]:
         """All answers, in order; the first failure ends the others and is raised."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._answer(render, sampling)) for render in renders]
+                tasks = [
+                    group.create_task(self._answer(render, sampling, speech)) for render in renders
+                ]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _answer(self, render: Render, sampling: SamplingParams) -> RequestOutput:
+    async def _answer(
+        self, render: Render, sampling: SamplingParams, speech: UsableTools | None
+    ) -> RequestOutput:
         async with self._answering:
-            with prepared(self._services, await render(), sampling) as generation:
+            with self._prepared(await render(), sampling, speech) as generation:
                 samples = [Sample() for _ in range(sampling.n)]
                 async with aclosing(generation.pieces()) as pieces:
                     async for piece in pieces:
                         samples[piece.index].take(piece)
-                return _request_output(generation, samples)
+                return _request_output(generation, samples, speech)
 
     async def _stream(
-        self, render: Render, sampling: SamplingParams
-    ) -> AsyncGenerator[Piece, None]:
-        with prepared(self._services, await render(), sampling) as generation:
+        self, render: Render, sampling: SamplingParams, speech: UsableTools | None
+    ) -> AsyncGenerator[str, None]:
+        reader = None if speech is None else speech.reader()
+        with self._prepared(await render(), sampling, speech) as generation:
             async with aclosing(generation.pieces()) as pieces:
                 async for piece in pieces:
-                    if piece.index == 0:
-                        yield piece
+                    if piece.index == 0 and reader is None:
+                        yield piece.text
+                    elif piece.index == 0 and reader is not None:
+                        last = piece.finish_reason is not None
+                        yield words_of(reader.push(piece.text, last=last))
+
+    def _prepared(
+        self, rendered: RenderedPrompt, sampling: SamplingParams, speech: UsableTools | None
+    ) -> AbstractContextManager[Generation]:
+        if speech is None:
+            return prepared(self._services, rendered, sampling)
+        constrained = speech.constrain(sampling)
+        return prepared(self._services, rendered, constrained, keep=speech.markers)
 
 
 class _LoopThread:
@@ -306,8 +331,8 @@ def _most_rendered(media: MediaConfig) -> int:
     return MAX_QUEUE // 2 // max(1, per_prompt)
 
 
-async def _next(pieces: AsyncGenerator[Piece, None]) -> Piece | None:
-    return await anext(pieces, None)
+async def _next(texts: AsyncGenerator[str, None]) -> str | None:
+    return await anext(texts, None)
 
 
 def _conversations(
@@ -329,14 +354,21 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
     return [prompt if isinstance(prompt, str) else list(prompt) for prompt in several]
 
 
-def _request_output(generation: Generation, samples: Sequence[Sample]) -> RequestOutput:
+def _said(text: str, speech: UsableTools | None) -> str:
+    """The words of a chat's answer; what a model thinks in a channel of its own is left out."""
+    return text if speech is None else words_of(speech.reader().push(text, last=True))
+
+
+def _request_output(
+    generation: Generation, samples: Sequence[Sample], speech: UsableTools | None
+) -> RequestOutput:
     asked = generation.sampling.logprobs is not None
     return RequestOutput(
         prompt_token_ids=generation.rendered.token_ids,
         outputs=[
             SampleOutput(
                 index=index,
-                text="".join(sample.text),
+                text=_said("".join(sample.text), speech),
                 token_ids=sample.token_ids,
                 finish_reason=sample.finish_reason,
                 stop_reason=sample.stop_reason,

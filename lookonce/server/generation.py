@@ -199,7 +199,11 @@ def prepare(
 
 @contextmanager
 def prepared(
-    services: Services, rendered: RenderedPrompt, sampling: SamplingParams
+    services: Services,
+    rendered: RenderedPrompt,
+    sampling: SamplingParams,
+    *,
+    keep: Collection[str] = (),
 ) -> Iterator[Generation]:
     """A generation ready to start; on the way out the prompt's pins are given back.
 
@@ -208,7 +212,7 @@ def prepared(
     try:
         # From Python the model's recommendation comes as a number like any other.
         asked = sampling.max_tokens != services.defaults.max_new_tokens
-        yield prepare(services, rendered, sampling, limit_asked=asked)
+        yield prepare(services, rendered, sampling, limit_asked=asked, keep=keep)
     finally:
         services.renderer.release(rendered)
 
