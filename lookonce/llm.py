@@ -93,7 +93,8 @@ class LLM:
         self, model: str = NANO, *, on_loading: OnLoading | None = None, **options: Any
     ) -> None:
         config = _with_room(with_local_model(resolve(Options(model=model, **options))))
-        # Of all calls together, whatever thread they come from.
+        # Of all calls together, whatever thread they come from; a stream that is left standing
+        # takes no place.
         self._answering = asyncio.Semaphore(_most_answered(config.scheduler))
         self._rendering = asyncio.Semaphore(_most_rendered(config.media))
         self._loop = _LoopThread()
@@ -114,7 +115,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers to one conversation, or to each of several; messages are OpenAI's."""
         renders = [partial(self._render_chat, c, cache_salt) for c in _conversations(messages)]
-        sampling, speech = self._sampling(sampling_params), self._speech()
+        sampling, speech = self._for_chat(sampling_params)
         return self._loop.run(self._answer_all(renders, sampling, speech))
 
     def generate(
@@ -133,7 +134,7 @@ class LLM:
     ) -> Iterator[str]:
         """The first sample's text as it comes; leaving the iterator aborts."""
         render = partial(self._render_chat, list(messages), None)
-        texts = self._stream(render, self._sampling(sampling_params), self._speech())
+        texts = self._stream(render, *self._for_chat(sampling_params))
         try:
             while (text := self._loop.run(_next(texts))) is not None:
                 yield text
@@ -209,9 +210,13 @@ class LLM:
     def _sampling(self, asked: SamplingParams | None) -> SamplingParams:
         return default_sampling(self._services.defaults) if asked is None else asked
 
-    def _speech(self) -> UsableTools | None:
-        """How to read a chat's answer; None where its text is what is said."""
-        return usable_tools(None, self._services.tool_dialect)
+    def _for_chat(self, asked: SamplingParams | None) -> tuple[SamplingParams, UsableTools | None]:
+        """How to sample a chat's answer, and how to read it: None where its text is what is said.
+
+        Raises `BadRequestError`.
+        """
+        sampling, speech = self._sampling(asked), usable_tools(None, self._services.tool_dialect)
+        return (sampling if speech is None else speech.constrain(sampling)), speech
 
     async def _render_chat(self, messages: list[Message], cache_salt: str | None) -> RenderedPrompt:
         async with self._rendering:
@@ -266,10 +271,8 @@ class LLM:
     def _prepared(
         self, rendered: RenderedPrompt, sampling: SamplingParams, speech: UsableTools | None
     ) -> AbstractContextManager[Generation]:
-        if speech is None:
-            return prepared(self._services, rendered, sampling)
-        constrained = speech.constrain(sampling)
-        return prepared(self._services, rendered, constrained, keep=speech.markers)
+        keep = () if speech is None else speech.markers
+        return prepared(self._services, rendered, sampling, keep=keep)
 
 
 class _LoopThread:

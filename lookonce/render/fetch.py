@@ -127,11 +127,13 @@ class Fetcher:
             headers = _header_map(response)
             if response.status in REDIRECTS:
                 return _redirect(url, headers)
-            if response.status == 304 and held is not None:
-                self._cache.refresh(key, headers)
+            if response.status != 304 or held is None:
+                data = await self._read(response, headers)
+            elif self._cache.refresh(key, headers):
                 self.counts.confirmed += 1
                 return held.data
-            data = await self._read(response, headers)
+            else:
+                return url  # of other content than ours: asked for once more, unconditionally
         self.counts.fetched[kind] += 1
         self._cache.store(key, data, headers)
         return data

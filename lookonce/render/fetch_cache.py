@@ -81,21 +81,22 @@ class FetchCache:
         while self._bytes > self._capacity:
             self.remove(next(iter(self._entries)))
 
-    def refresh(self, key: CacheKey, headers: Mapping[str, str]) -> None:
-        """A 304 confirmed the entry: its freshness starts again.
+    def refresh(self, key: CacheKey, headers: Mapping[str, str]) -> bool:
+        """A 304 confirmed the entry: its freshness starts again. False where it did not.
 
         What the 304 says counts from now on, what it does not mention stays (RFC 9111, 4.3.4). One
         that speaks of other content than ours says nothing about ours, which is not kept.
         """
         entry = self._entries.get(key)
         if entry is None:
-            return
+            return True
         old, new = (fields.get("etag") for fields in (entry.headers, headers))
         if None not in (old, new) and _opaque(old) != _opaque(new):
             self.remove(key)
-            return
+            return False
         without_age = {name: value for name, value in entry.headers.items() if name != "age"}
         self.store(key, entry.data, {**without_age, **headers})
+        return True
 
     def remove(self, key: CacheKey) -> None:
         entry = self._entries.pop(key, None)

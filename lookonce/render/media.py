@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import unquote
 
 import pybase64
 
@@ -22,6 +21,11 @@ MAX_URL_LENGTH = 8192
 MAX_HEADER_LENGTH = 256
 MAX_UUID_LENGTH = 512
 AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
+ESCAPES = {
+    "%2B": "+", "%2b": "+", "%2F": "/", "%2f": "/", "%3D": "=", "%3d": "=",
+    "%0A": "", "%0a": "", "%0D": "", "%0d": "", "%20": "",
+}  # fmt: skip
+"""What there is to escape in base64: text of many escapes is not worth decoding."""
 PART_MODALITY: dict[str, Modality] = {
     "image_url": "image",
     "input_audio": "audio",
@@ -69,7 +73,9 @@ def _decoded(text: str) -> bytes | None:
     try:
         data: bytes = pybase64.b64decode(text, validate=True)
     except ValueError:
-        joined = "".join(unquote(text).split()).rstrip("=")
+        for escape, meant in ESCAPES.items() if "%" in text else ():
+            text = text.replace(escape, meant)
+        joined = "".join(text.split()).rstrip("=")
         try:
             data = pybase64.b64decode(joined + "=" * (-len(joined) % 4), validate=True)
         except ValueError:

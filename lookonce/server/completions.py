@@ -18,7 +18,7 @@ from lookonce.server.logprobs import joined_completion
 from lookonce.server.parsing import receive
 from lookonce.server.protocol import CompletionRequest
 from lookonce.server.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
-from lookonce.server.sampling import completion_sampling
+from lookonce.server.sampling import asked_limit, completion_sampling
 from lookonce.types.request import RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -80,7 +80,7 @@ class CompletionFormat:
         """By prompt: the text that its samples begin with."""
         self._said: set[int] = set()
         """Samples that have begun, where they are streamed."""
-        self._prompt_only = bool(body.echo) and body.max_tokens == 0
+        self._prompt_only = bool(body.echo) and asked_limit(body) == 0
         """What is generated nevertheless, for the prompt's sake, is left out."""
         self._logprob_formats: dict[int, LogprobsFormat] = {}
         self._id = f"cmpl-{exchange.request_id}"
@@ -95,7 +95,8 @@ class CompletionFormat:
                     cache_salt=self._body.cache_salt,
                     add_special_tokens=self._body.add_special_tokens,
                 )
-                exchange.add_prompt(rendered, self._sampling)
+                scored_by = "logprobs" if self._body.prompt_logprobs is None else None
+                exchange.add_prompt(rendered, self._sampling, scored_by=scored_by)
                 if self._body.echo:
                     self._note_prompt(rendered)
 

@@ -37,7 +37,7 @@ from lookonce.server.stream import PLAIN, EventStream, Group, Groups, Wire
 from lookonce.types.request import RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
-MAX_SCORED = 400_000
+MAX_SCORED = 600_000
 """Log-probabilities of prompts in one answer: some 30 MB of JSON."""
 MANY_LOGPROBS = 2_000
 """From so many on an answer is written beside the event loop."""
@@ -95,10 +95,16 @@ class Exchange:
             self.services.renderer.release(rendered)
 
     def add_prompt(
-        self, rendered: RenderedPrompt, sampling: SamplingParams, keep: Collection[str] = ()
+        self,
+        rendered: RenderedPrompt,
+        sampling: SamplingParams,
+        keep: Collection[str] = (),
+        *,
+        scored_by: str | None = None,
     ) -> None:
-        """Special tokens in `keep` are text. Raises `BadRequestError` where the model cannot take
-        the prompt."""
+        """Special tokens in `keep` are text; `scored_by`: the field that asked for the prompt's
+        log-probabilities, where it is not their own. Raises `BadRequestError` where the model
+        cannot take the prompt."""
         self._prompts.append(rendered)
         generation = prepare(
             self.services,
@@ -111,9 +117,11 @@ class Exchange:
         )
         generation.aborted = self.aborted
         self.generations.append(generation)
-        self._count_scored(rendered, sampling)
+        self._count_scored(rendered, sampling, scored_by or "prompt_logprobs")
 
-    def _count_scored(self, rendered: RenderedPrompt, sampling: SamplingParams) -> None:
+    def _count_scored(
+        self, rendered: RenderedPrompt, sampling: SamplingParams, scored_by: str
+    ) -> None:
         """Raises `BadRequestError` for more than an answer can hold: every sample repeats them."""
         if sampling.prompt_logprobs is None:
             return
@@ -121,9 +129,9 @@ class Exchange:
         self.num_scored += each * sampling.n
         if self.num_scored > MAX_SCORED:
             raise BadRequestError(
-                "the answer would have more log-probabilities of prompts (prompt_logprobs, or echo "
-                f"with logprobs, for each sample) than the {MAX_SCORED} that are allowed",
-                param="prompt_logprobs",
+                f"{scored_by}: the answer would have more than {MAX_SCORED} log-probabilities of "
+                "prompts, counted for every sample; send fewer prompts at a time",
+                param=scored_by,
             )
 
     async def abort(self) -> None:

@@ -54,9 +54,14 @@ class SamplingExtras(Structured, kw_only=True):
 
 
 OF_OTHER_ENGINES = frozenset(
-    {"detokenize", "output_kind", "spaces_between_special_tokens", "skip_clone", "flat_logprobs"}
-)
+    {
+        "detokenize", "output_kind", "output_text_buffer_length", "skip_clone", "flat_logprobs",
+        "spaces_between_special_tokens", "skip_reading_prefix_cache", "stream_interval",
+        "routed_experts_prompt_start",
+    }
+)  # fmt: skip
 """What frontends made for vLLM send along; nothing about the tokens depends on it."""
+NOTHING_ASKED: tuple[object, ...] = (None, False, "", [], {})
 KNOWN_PARAMS = OF_OTHER_ENGINES.union(
     SamplingParams.__struct_fields__, SamplingExtras.__struct_fields__
 )
@@ -101,7 +106,8 @@ def sampling_of(raw: bytes) -> SamplingParams:
         raise BadRequestError(f"sampling_params: {error}", param="sampling_params") from None
     grammar = grammar_of(parse(raw, SamplingExtras))
     given = {name: value for name, value in fields.items() if value is not None}
-    unknown = next((name for name in given if name not in KNOWN_PARAMS), None)
+    asked = (name for name, value in given.items() if value not in NOTHING_ASKED)
+    unknown = next((name for name in asked if name not in KNOWN_PARAMS), None)
     if unknown is not None:
         raise BadRequestError(
             f"sampling_params: {unknown[:60]!r} is no sampling parameter", param="sampling_params"

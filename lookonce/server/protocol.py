@@ -82,7 +82,7 @@ class ChatRequest(ScoresPrompt, kw_only=True):
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
 
-    best_of: Raw = NOTHING
+    best_of: int | None = None
     suffix: Raw = NOTHING
     add_special_tokens: Raw = NOTHING
     max_output_tokens: Raw = NOTHING
@@ -108,7 +108,7 @@ class CompletionRequest(ScoresPrompt, kw_only=True):
     add_special_tokens: bool = True
     echo: bool | None = None
 
-    max_completion_tokens: Raw = NOTHING
+    max_completion_tokens: int | None = None
     max_output_tokens: Raw = NOTHING
     top_logprobs: Raw = NOTHING
     tools: Raw = NOTHING

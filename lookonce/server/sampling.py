@@ -65,9 +65,8 @@ def chat_sampling(request: ChatRequest, defaults: SamplingDefaults) -> SamplingP
     """Raises `BadRequestError` naming the field."""
     if request.top_logprobs is not None and not request.logprobs:
         raise BadRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-    limit = request.max_completion_tokens
-    if limit is None:
-        limit = request.max_tokens
+    _check_best_of(request)
+    limit = asked_limit(request)
     if limit is None:
         limit = defaults.max_new_tokens
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
@@ -77,15 +76,27 @@ def chat_sampling(request: ChatRequest, defaults: SamplingDefaults) -> SamplingP
 
 def completion_sampling(request: CompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
     """Raises `BadRequestError` naming the field."""
-    if request.best_of not in (None, request.n or 1):
-        raise BadRequestError("best_of is not supported beyond n", param="best_of")
-    limit = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    _check_best_of(request)
+    limit = asked_limit(request)
+    if limit is None:
+        limit = COMPLETION_MAX_TOKENS
     if request.echo and limit == 0:
         limit = 1  # the prompt's last token needs a step to be computed
     sampling = _sampling(request, defaults, limit, request.logprobs, "logprobs")
     asked = (request.prompt_logprobs, request.logprobs if request.echo else None)
     wanted = max((count for count in asked if count is not None), default=None)
     return _scoring_prompt(sampling, request, wanted)
+
+
+def asked_limit(request: ChatRequest | CompletionRequest) -> int | None:
+    """Tokens to generate at most, as the client says it; the newer name wins."""
+    newer = request.max_completion_tokens
+    return request.max_tokens if newer is None else newer
+
+
+def _check_best_of(request: ChatRequest | CompletionRequest) -> None:
+    if request.best_of not in (None, request.n or 1):
+        raise BadRequestError("best_of is not supported beyond n", param="best_of")
 
 
 def _scoring_prompt(

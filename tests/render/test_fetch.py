@@ -335,6 +335,19 @@ class TestHeldBodies:
         counts = self.run(answer, scopes=(b"", b"", b"")).counts
         assert (counts.fetched.total(), counts.confirmed, counts.reused) == (1, 1, 1)
 
+    def test_a_304_about_other_content_is_no_answer_and_it_is_asked_for_again(self) -> None:
+        asked = []
+
+        def answer(request: Request) -> Answer:
+            asked.append("if-none-match" in request.headers)
+            if asked[-1]:
+                return Answer(status=304, headers={"ETag": '"v2"'})
+            return Answer(BODY, headers={"ETag": '"v1"'})
+
+        counts = self.run(answer).counts
+        assert asked == [False, True, False]
+        assert (counts.fetched.total(), counts.confirmed, counts.reused) == (2, 0, 0)
+
     def test_last_modified_is_a_validator_too(self) -> None:
         date = "Wed, 21 Oct 2015 07:28:00 GMT"
 

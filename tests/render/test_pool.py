@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import signal
 import socket
@@ -275,9 +276,10 @@ def test_a_start_that_fails_leaves_nothing_open() -> None:
         await pool.aclose()
 
     for folder in ("dead", "nonsense", "bad"):
+        gc.collect()
         before = len(os.listdir("/proc/self/fd"))
         asyncio.run(scenario(folder))
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize("shortage", [OSError(errno.EMFILE, "too many files"), ValueError("?")])

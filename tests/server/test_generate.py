@@ -205,7 +205,11 @@ def test_sampling_params_that_mean_nothing_here_are_refused(folder, wrong):
 
 def test_what_a_frontend_of_another_engine_sends_along_is_taken(folder):
     async def scenario(node, body):
-        extras = {"detokenize": True, "output_kind": 2, "bad_words": [], "logits_processors": None}
+        extras = {
+            "detokenize": True, "output_kind": 2, "bad_words": [], "logits_processors": None,
+            "skip_reading_prefix_cache": False, "output_text_buffer_length": 3, "extra_args": {},
+            "stop": [], "stop_token_ids": [], "logprob_token_ids": [], "stream_interval": 1,
+        }  # fmt: skip
         plain = await node.ok(ROUTE, body)
         body["sampling_params"] |= extras
         assert (await node.ok(ROUTE, body))["choices"] == plain["choices"]

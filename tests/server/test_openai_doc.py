@@ -67,12 +67,11 @@ def test_what_is_accepted_changes_nothing(on_site, route):
 
 OTHERS = {
     "/v1/chat/completions": (
-        "max_output_tokens", "max_new_tokens", "best_of", "suffix", "add_special_tokens",
+        "max_output_tokens", "max_new_tokens", "suffix", "add_special_tokens",
         "media_io_kwargs", "thinking_token_budget", "guided_whitespace_pattern", "bad_words",
     ),
     "/v1/completions": (
-        "max_completion_tokens", "max_output_tokens", "top_logprobs", "tools", "tool_choice",
-        "mm_processor_kwargs",
+        "max_output_tokens", "top_logprobs", "tools", "tool_choice", "mm_processor_kwargs",
     ),
     "/v1/responses": (
         "max_completion_tokens", "chat_template", "documents", "reasoning_effort", "verbosity",
