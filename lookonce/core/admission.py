@@ -83,7 +83,8 @@ class Admission:
             return tuple(request.missing)
         features = request.features
         anew = self._recomputed_by_siblings(request)
-        window = features.overlapping(min(computed, anew), request.num_prompt_tokens)
+        end = max(request.num_prompt_tokens, computed + 1)  # what is generated may read an input
+        window = features.overlapping(min(computed, anew), end)
         again = features.overlapping(anew, request.num_prompt_tokens)
         needed = {
             features[i].key: None
@@ -108,6 +109,16 @@ class Admission:
             found += 1
         sequence.num_matched = found
         return found * block_size
+
+    def blocks_wanted(self, sequence: Sequence) -> int:
+        """Free blocks that a waiting sequence is admitted with, as far as is known.
+
+        A walk over its prompt only where nobody has tried to admit it.
+        """
+        if not sequence.admissible_with:
+            cached = self._cached_blocks(sequence)
+            self._remember_failure(sequence, cached, self._blocks_for(sequence) - len(cached))
+        return sequence.admissible_with
 
     def _blocks_for(self, sequence: Sequence) -> int:
         """The last token of an answer is never computed."""

@@ -6,6 +6,8 @@ do so for hours; a session in use, extended every 80 ms or so, is never idle for
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lookonce.core.blocks import BlockPool
 from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.request import Sequence
@@ -32,27 +34,27 @@ class IdleSessions:
     def seconds_to_next_look(self) -> float | None:
         return None if self.next_look is None else max(0.0, self.next_look - self._clock())
 
-    def make_way(self, waiting: Sequence) -> bool:
+    def make_way(self, waiting: Sequence, blocks_wanted: Callable[[Sequence], int]) -> bool:
         """End the session idle the longest, if that may admit `waiting`; whether it did."""
         idle = self._roster.idle
         if not idle:
             return False
         begun = self._clock() - IDLE_SECONDS
         long_idle = [sequence for sequence in idle if sequence.idle_since <= begun]
-        if long_idle and self._may_admit(waiting, long_idle):
+        if long_idle and self._are_enough(long_idle, lambda: blocks_wanted(waiting)):
             self._end(min(long_idle, key=_idle_since))
             return True
         others = (sequence.idle_since for sequence in idle if sequence.idle_since > begun)
         self.next_look = min((since + IDLE_SECONDS for since in others), default=None)
         return False
 
-    def _may_admit(self, waiting: Sequence, long_idle: list[Sequence]) -> bool:
+    def _are_enough(self, long_idle: list[Sequence], blocks_wanted: Callable[[], int]) -> bool:
         """No session ends in vain: what those that may end have is enough.
 
         Their blocks are counted as if they shared none: that takes no walk over them.
         """
         blocks = self._pool.num_free + sum(len(sequence.block_ids) for sequence in long_idle)
-        return blocks >= waiting.admissible_with + self._roster.num_active - len(long_idle)
+        return blocks >= blocks_wanted() + self._roster.num_active - len(long_idle)
 
     def _end(self, sequence: Sequence) -> None:
         error = SessionEvictedError(

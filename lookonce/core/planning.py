@@ -128,7 +128,7 @@ class Planner:
         """
         roster = self._roster
         while roster.num_active >= self._max_num_seqs or not self._admission.try_admit(sequence):
-            if not self._idle_sessions.make_way(sequence):
+            if not self._idle_sessions.make_way(sequence, self._admission.blocks_wanted):
                 return False
         if sequence.state is State.PREFILLING:
             self._lifecycle.accept_once_covered(sequence)

@@ -6,8 +6,8 @@ step, or all of its encoder budget. So whoever got nothing in a step queues up h
 second step at most the first of the queue goes ahead of all, decodes too. Then there is enough of
 everything but room in the encoder cache: that is kept for it, as `StepPass.room_kept` says.
 
-    bound   with k sequences in the queue, one gets something within 2 k steps, and those in which
-            others compute to its end the one item that each of them has begun
+    bound   beside k sessions one gets something within 2 (k + 1) steps, and those in which others
+            compute to its end the one item that each of them has begun
 
 Queued are live sessions and, as all others keep to their order of arrival, the first other one.
 """

@@ -142,8 +142,13 @@ class Intake:
             self.store.release(request_id)
 
     def take_hints(self, sender: str) -> Hints | None:
-        """What others added since the last call, less what has left the store; None if nothing."""
-        peer = self._peers[sender]
+        """What others added since the last call, less what has left the store; None if nothing.
+
+        Nor is there anything for a sender that was taken for dead and has yet to start over.
+        """
+        peer = self._peers.get(sender)
+        if peer is None:
+            return None
         items = tuple(hint for hint in peer.hints.values() if hint.key in self.store)
         bindings = tuple(peer.bindings.items())
         peer.hints.clear()

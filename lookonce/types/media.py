@@ -5,6 +5,7 @@ Nothing here imports torch. An `Array` names its dtype as text because NumPy has
 
 from __future__ import annotations
 
+import sys
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -25,6 +26,9 @@ NATIVE_FORMATS = {
     "bool": "?",
 }  # fmt: skip
 """dtype name → what a buffer of such elements in this machine's order says of them."""
+
+OWN_ORDER = "@=<" if sys.byteorder == "little" else "@=>!"
+"""What a format may begin with: ctypes names the order though it is the machine's own."""
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -82,7 +86,7 @@ class Array:
 def _has_elements(view: memoryview, dtype: str) -> bool:
     """In the machine's own byte order: another order is part of the format, as in ">f"."""
     native = view.itemsize == ITEM_SIZE[dtype]
-    return native and view.format.removeprefix("@") in NATIVE_FORMATS.get(dtype, "")
+    return native and view.format.lstrip(OWN_ORDER) in NATIVE_FORMATS.get(dtype, "")
 
 
 class Expansion(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -123,6 +123,38 @@ def test_an_input_whose_output_is_held_is_not_asked_for() -> None:
     assert engine.tokens["b", 0] == expected(one)
 
 
+@pytest.mark.parametrize("num_blocks", range(10, 18))
+def test_an_input_that_is_missed_once_all_of_the_prompt_is_cached_is_asked_for(
+    num_blocks: int,
+) -> None:
+    """Two share few blocks; the one that gives way comes back with its prompt cached whole, and
+    finds the output gone that made the input unnecessary at first."""
+    engine = Engine(replace(LIMITS, num_blocks=num_blocks, encoder_rows=64))
+    for name, sound in (("first", SOUND), ("second", OTHER)):
+        engine.add(transcription(name, sound, num_tokens=4))
+        engine.run()
+    lasting = [msgspec.structs.replace(GREEDY, max_tokens=count) for count in (26, 30)]
+    inputs = {
+        "old": transcription("old", SOUND, num_tokens=5, sampling=lasting[0], arrival=0.5),
+        "new": transcription("new", OTHER, num_tokens=5, sampling=lasting[1], arrival=1.0),
+    }
+    for one in inputs.values():
+        engine.add(one, missing=[one.features[0].key])
+    preempted, asked = 0.0, 0
+    for _ in range(200):
+        engine.step()
+        if engine.scheduler.stats()["num_preemptions_total"] > preempted:
+            preempted = engine.scheduler.stats()["num_preemptions_total"]
+            engine.scheduler.reset_encoder_cache()
+        for name, _keys in engine.needs[asked:]:
+            engine.supply(inputs[name])
+        asked = len(engine.needs)
+    for name, one in inputs.items():
+        assert engine.tokens[name, 0] == expected(one)[: len(engine.tokens[name, 0])]
+        assert engine.reason(name) == "length"
+    engine.assert_all_free()
+
+
 def test_a_failing_input_ends_its_request_alone() -> None:
     engine = Engine(LIMITS)
     engine.runner.failing_items = {SOUND.key}

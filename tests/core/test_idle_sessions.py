@@ -141,3 +141,20 @@ def test_an_idle_session_makes_way_while_others_contend_in_every_step() -> None:
         engine.step()
     assert_evicted(engine, "idle")
     assert engine.reason("a") == "length"
+
+
+def test_no_session_ends_where_seats_and_blocks_are_short_and_its_own_are_too_few() -> None:
+    """Nobody has tried to admit the one that waits: there was no seat for it."""
+    engine = Engine(Limits(num_blocks=12, max_num_seqs=2))
+    open_session(engine, "idle", num_tokens=8)
+    lasting = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    engine.add(request("busy", text(16, seed=3), sampling=lasting, arrival=0.5))
+    engine.step()
+    engine.now = IDLE_SECONDS
+    engine.add(request("a", text(28, seed=1), arrival=1.0))
+    while "a" not in engine.released:
+        engine.step()
+    assert engine.released == ["busy", "a"]
+    extend(engine, "idle")
+    engine.run()
+    assert len(engine.tokens["idle", 0]) == 2

@@ -80,6 +80,35 @@ def test_a_living_sender_taken_for_dead_is_told_so_and_starts_over(world):
     play(world, scenario)
 
 
+@pytest.mark.parametrize("news", ["of its own", "while it is taken back", "while it says hello"])
+def test_a_sender_that_starts_over_stands_in_no_other_ones_way(news):
+    """Before it has, the engine has no hints for it, and other senders give it some."""
+    world = World(num_senders=2)
+
+    async def scenario(client):
+        other = RawClient(world, "other")
+        await other.hello()
+        await lose_touch(client, world)
+        if news == "of its own":
+            client.submit(request("r", text(9)))
+            await client.next(ClearCache)
+            await client.next(Rejected)
+        elif news == "while it is taken back":
+            client.channel.send_now(GetStats(1))
+            await client.next(Stats)
+        else:
+            client.channel.send_now(Hello(client.name, client.epoch))
+            await client.next(ClearCache)
+        other.submit(request("o", text(20), [CAT]), ops=added("cat"))
+        assert (await other.next(Accepted)).request_id == "o"
+        other.channel.close()
+
+    try:
+        play(world, scenario)
+    finally:
+        world.engine.die()
+
+
 def test_who_missed_a_step_hears_that_it_failed_and_never_a_gap(world):
     """The sender is out of reach for one step, sooner than any heartbeat finds out."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -30,6 +32,19 @@ def test_values_survive_in_bfloat16():
     values = torch.tensor([[1.5, -2.0], [0.25, 3e4]], dtype=torch.bfloat16)
     array = Array("bfloat16", (2, 2), values.view(torch.uint8).numpy().tobytes())
     assert torch.equal(to_tensor(array), values)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [("float32", ctypes.c_float), ("int32", ctypes.c_int32), ("int64", ctypes.c_int64)],
+)
+def test_elements_of_another_library_in_the_machines_order_are_taken(dtype, kind):
+    """ctypes names the order in the buffer's format."""
+    array = Array(dtype, (3,), memoryview((kind * 3)(1, 2, 3)))
+    assert to_tensor(array).tolist() == [1, 2, 3]
+    swapped = memoryview((kind.__ctype_be__ * 3)(1, 2, 3))
+    with pytest.raises(ValueError, match="elements"):
+        Array(dtype, (3,), swapped)
 
 
 def test_unaligned_memory_is_copied():
