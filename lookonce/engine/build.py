@@ -7,6 +7,8 @@ import gc
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import torch
@@ -33,6 +35,12 @@ from lookonce.types.model import ModelInfo
 from lookonce.types.ports import ExternalPrefixCache, ModelRunner
 
 logger = logging.getLogger(__name__)
+
+CONTAINER_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+"""Where Linux says what a container's processes may take, by its newer and older interface."""
 
 Progress = Callable[[int, int], None]
 """Called with (weights loaded, weights in all)."""
@@ -144,10 +152,14 @@ def _num_blocks(loaded: LoadedModel, kv: KVConfig, block_size: int) -> int:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """All of it, used or not."""
+    """All of it, used or not; of a container what it may take."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in CONTAINER_LIMITS:
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            limits.append(int(path.read_text()))
+    return min(limits)
 
 
 def _fitted(loaded: LoadedModel, kv_tokens: int) -> LoadedModel:

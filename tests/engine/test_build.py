@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from lookonce.config import EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
+from lookonce.engine import build as build_module
 from lookonce.engine.build import build_engine
 from lookonce.engine.settings import EngineSettings
 from lookonce.errors import BadRequestError, ConfigError, ModelLoadError
@@ -62,6 +63,16 @@ def test_a_kv_cache_without_room_for_a_block_is_refused(folder):
 def test_a_kv_cache_larger_than_the_machine_is_refused(folder):
     with pytest.raises(ConfigError, match=r"--kv-cache-gb is 1048576\.0, but the cpu has"):
         build(settings(folder("llama"), kv=KVConfig(cache_bytes=1 << 50)))
+
+
+def test_a_kv_cache_larger_than_the_container_may_take_is_refused(folder, tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(build_module, "CONTAINER_LIMITS", (tmp_path / "no such file", limit))
+    limit.write_text(f"{1 << 20}\n")
+    with pytest.raises(ConfigError, match="--kv-cache-gb"):
+        build(settings(folder("llama"), kv=KVConfig(cache_bytes=1 << 21)))
+    limit.write_text("max\n")
+    build(settings(folder("llama"), kv=KVConfig(cache_bytes=1 << 21)))
 
 
 def test_no_sequence_is_longer_than_the_kv_cache(folder):
