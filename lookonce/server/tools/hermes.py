@@ -8,6 +8,7 @@ Let me look.
 
 from __future__ import annotations
 
+from lookonce.server.tools.deltas import Delta
 from lookonce.server.tools.scanner import MarkerSearch, Scanner
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -21,6 +22,13 @@ class HermesParser(Scanner):
         self._end = MarkerSearch(CLOSE, OPEN, *openings)
         self._loose = ""
         """What came after a call: nothing for the reader if its end marker follows, else text."""
+
+    def finish(self) -> list[Delta]:
+        """Half an end marker is nothing for the reader, as a whole one is not."""
+        held = self._end.held
+        if held.startswith("</") or (self._loose + held).strip() == "<":
+            self._end.held = ""
+        return super().finish()
 
     def unfinished(self) -> str:
         return self._loose + self._end.held + self._open.held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from lookonce.server.tools.scanner import MarkerSearch
 
 END_PARAMETER = "</parameter>"
+FORGOTTEN = ("\n<parameter=", "\n</function>")
+"""What comes next where a model forgets the end: on a line of its own, or it is the value's."""
 PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 
 Json = Mapping[str, Any]
@@ -21,16 +24,19 @@ class ParameterValue:
         """`root`: what the schema's references are looked up in."""
         self._kinds = _kinds(schema, root)
         self._is_text = self._kinds <= {"string"}
-        self._end = MarkerSearch("\n" + END_PARAMETER, END_PARAMETER)
+        self._end = MarkerSearch("\n" + END_PARAMETER, END_PARAMETER, *FORGOTTEN)
         self._has_begun = False
         self._written = ""
         """Of what is no text."""
         self.ended = False
+        self.following = ""
+        """Read already, though none of the value: what ended it in its end's place."""
 
     def take(self, character: str) -> str:
         """More of the JSON; `ended` says that it was the last."""
         passed, found = self._end.take(character)
         self.ended = bool(found)
+        self.following = found if found in FORGOTTEN else ""
         if not self._is_text:
             self._written += passed
             return _converted(self._written, self._kinds) if found else ""
@@ -53,10 +59,22 @@ def _converted(written: str, kinds: set[str]) -> str:
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return json.dumps(written.removeprefix("\n"), ensure_ascii=False)
+        spelled = _from_python(text) if kinds & {"object", "array"} else None
+        return spelled or json.dumps(written.removeprefix("\n"), ensure_ascii=False)
     if "string" in kinds and not kinds & _kinds_of(value):
         return json.dumps(written.removeprefix("\n"), ensure_ascii=False)
     return text
+
+
+def _from_python(text: str) -> str | None:
+    """An object or array that a model wrote as Python does: {'a': True}."""
+    if not text.startswith(("{", "[")):
+        return None
+    try:
+        value = ast.literal_eval(text)
+        return json.dumps(value, allow_nan=False) if isinstance(value, dict | list) else None
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return None
 
 
 def _refuse(name: str) -> None:

@@ -44,8 +44,11 @@ class Qwen3CoderParser(HermesParser):
         self._value = ParameterValue({}, {})
 
     def finish(self) -> list[Delta]:
+        """A value that is cut off stays so; else the arguments are closed."""
         if self.state == self._read_value:
             self.add_arguments(self._value.finish())
+        elif self.state in (self._between, self._read_key):
+            self._close_arguments()
         return super().finish()
 
     def unfinished(self) -> str:
@@ -98,7 +101,7 @@ class Qwen3CoderParser(HermesParser):
         if found == PARAMETER:
             self._key, self.state = "", self._read_key
         elif found:
-            self.add_arguments("}" if self._keys else "{}")
+            self._close_arguments()
             self.state = self.text if found == CLOSE else self.after_call
             if found in (OPEN, FUNCTION):
                 self.open(found)
@@ -117,6 +120,11 @@ class Qwen3CoderParser(HermesParser):
         self.add_arguments(self._value.take(character))
         if self._value.ended:
             self.state = self._between
+            for each in self._value.following:
+                self.state(each)
+
+    def _close_arguments(self) -> None:
+        self.add_arguments("}" if self._keys else "{}")
 
 
 def _property(schema: Json, key: str) -> Json:

@@ -80,6 +80,12 @@ SAYS = [
     ("hermes", f"<tool_call>{ADD}}}\n</tool_call>", ("", [("add", '{"a":1}')])),
     ("hermes", f"<tool_call>{ADD} so\n<tool_call>no",
      (" so\n<tool_call>no", [("add", '{"a":1}')])),
+    # Half an end marker, where the answer is cut off, is as little for the reader as a whole one.
+    ("hermes", f"<tool_call>{ADD}\n</tool_c", ("", [("add", '{"a":1}')])),
+    ("hermes", f"<tool_call>{ADD}\n<", ("", [("add", '{"a":1}')])),
+    ("hermes", f"<tool_call>{ADD}\nSo </", ("\nSo", [("add", '{"a":1}')])),
+    ("hermes", f"<tool_call>{ADD}\n1 <", ("\n1 <", [("add", '{"a":1}')])),
+    ("hermes", "ends with </tool_c", ("ends with </tool_c", [])),
     ("hermes", "ends with <tool_c", ("ends with <tool_c", [])),
     ("llama3", "It is 5 degrees; {no call}.", ("It is 5 degrees; {no call}.", [])),
     ("llama3", WEATHER.replace("arguments", "parameters"), ("", [("get_weather", CITY)])),

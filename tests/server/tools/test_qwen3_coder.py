@@ -23,6 +23,7 @@ PROPERTIES = {
     "maybe": {"type": ["string", "null"]},
     "loop": {"$ref": "#/properties/loop"},
     "kind": {"enum": ["a", "b"]},
+    "map": {"type": "object"},
 }
 SCHEMA = {"type": "object", "properties": PROPERTIES, "$defs": {"L": {"type": "array"}}}
 ASKED = read_tools(
@@ -75,6 +76,14 @@ VALUES = [
     ({"kind": "a"}, {"kind": "a"}),
     ({"loop": "NaN"}, {"loop": "NaN"}),
     ({"other": "{}"}, {"other": "{}"}),
+    ({"map": "{'a': True, 'ü': [None, (1, 2.5)]}"}, {"map": {"a": True, "ü": [None, [1, 2.5]]}}),
+    ({"list": "[1, 'it\\'s']"}, {"list": [1, "it's"]}),
+    ({"list": "['\\ud800']"}, {"list": ["\ud800"]}),
+    ({"map": "{1, 2}"}, {"map": "{1, 2}"}),
+    ({"map": "{'a': b}"}, {"map": "{'a': b}"}),
+    ({"list": "['a', 1e999]"}, {"list": "['a', 1e999]"}),
+    ({"list": "[" * 5000}, {"list": "[" * 5000}),
+    ({"text": "{'a': True}"}, {"text": "{'a': True}"}),
     ({}, {}),
 ]
 
@@ -87,6 +96,10 @@ def test_values_become_what_the_schema_says(values, meaning):
 
 ONE = call(count="1")
 BARE = ONE.replace("<tool_call>\n", "")
+UNENDED = (
+    "<tool_call>\n<function=f>\n<parameter=text>\nBern\n"
+    "<parameter=count>\n5\n</function>\n</tool_call>"
+)
 COUNTED = ("f", '{"count": 1}')
 SAYS = [
     ("Just <words> <function", ("Just <words> <function", [])),
@@ -100,6 +113,22 @@ SAYS = [
     ("<tool_call>\n<function=f\n", ("<tool_call>\n<function=f\n", [])),
     ("<tool_call>\n<func", ("<tool_call>\n<func", [])),
     (call(text="Bern")[:50], ("", [("f", '{"text": "Bern')])),
+    # Models forget the end of a value: what comes next is none of it.
+    (UNENDED, ("", [("f", '{"text": "Bern", "count": 5}')])),
+    (UNENDED.replace("text", "count"), ("", [("f", '{"count": "Bern", "count": 5}')])),
+    (UNENDED.replace("count", "text"), ("", [("f", '{"text": "Bern", "text": "5"}')])),
+    (UNENDED + ONE, ("", [("f", '{"text": "Bern", "count": 5}'), COUNTED])),
+    (call(text="a <parameter=b> </function>\n</functio"),
+     ("", [("f", '{"text": "a <parameter=b> </function>\\n</functio"}')])),
+    # The text ends within a call, with all values complete.
+    (ONE[: ONE.index("\n</function>")], ("", [COUNTED])),
+    (ONE[: ONE.index("unction>")], ("", [COUNTED])),
+    ("<tool_call>\n<function=f>", ("", [("f", "{}")])),
+    ("<tool_call>\n<function=f>\n<parameter=te", ("", [("f", "{}")])),
+    (UNENDED[: UNENDED.index("unt>")], ("", [("f", '{"text": "Bern"}')])),
+    # Half an end marker is as little for the reader as a whole one.
+    (ONE[:-1], ("", [COUNTED])),
+    (ONE.removesuffix("/tool_call>"), ("", [COUNTED])),
 ]  # fmt: skip
 
 
@@ -111,7 +140,8 @@ def test_what_is_said_and_called(text, meaning):
 FRAGMENTS = st.sampled_from(
     ["<tool_call>", "</tool_call>", "<function=f>", "<function=", "</function>", "<parameter=text>",
      "<parameter=count>", "<parameter=", "</parameter>", "\n", " ", "5", "words", '"', "{", "</par",
-     ">", ONE, BARE, '{"name": "g", "arguments": {}}', "ü😀", "<func", "\\"]
+     ">", ONE, BARE, UNENDED, "\n<parameter=count>", "\n</function>", "\n</fun",
+     '{"name": "g", "arguments": {}}', "ü😀", "<func", "\\"]
 )  # fmt: skip
 
 
@@ -125,6 +155,24 @@ def test_it_never_matters_how_the_text_is_cut(fragments, data):
     assert parse(text, range(len(text))) == whole
     if not any(isinstance(delta, CallStart) for delta in whole):
         assert "".join(delta.text for delta in whole) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    values=st.dictionaries(st.sampled_from(sorted(PROPERTIES)), st.text("a5{'[ü", max_size=5)),
+    ended=st.booleans(),
+    data=st.data(),
+)
+def test_a_call_cut_off_outside_of_values_has_proper_arguments(values, ended, data):
+    text = call(**values)
+    if not ended:
+        text = text.replace("\n</parameter>", "")
+    whole = json.loads(read(text)[1][0][1])
+    assert list(whole) == list(values)
+    end = "=f>" if not values else "</parameter>" if ended else "</function>"
+    cut = data.draw(st.integers(text.rindex(end) + len(end), len(text)))
+    words, ((name, arguments),) = read(text[:cut])
+    assert (words, name, json.loads(arguments)) == ("", "f", whole)
 
 
 def test_text_is_told_while_it_is_written():
