@@ -33,11 +33,12 @@ from lookonce.server.respond.objects import (
     ShownText,
 )
 from lookonce.server.respond.reading import ReadInput, read_input
+from lookonce.server.respond.scored import ScoredReader
 from lookonce.server.respond.writing import ResponseWriter
 from lookonce.server.responding import encode, error_body
 from lookonce.server.responses import TokenEntry, ToolCallDelta
 from lookonce.server.sampling import SamplingDefaults, response_sampling
-from lookonce.server.tools.calls import CallReader, Told, UsableTools, usable_tools
+from lookonce.server.tools.calls import UsableTools, usable_tools
 from lookonce.server.tools.deltas import Words
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
@@ -86,7 +87,11 @@ class ResponseFormat:
         self._body = body
         self._sampling = sampling
         self._tools = tools
-        self._reader: CallReader | None = None if tools is None else tools.reader()
+        self._reader = ScoredReader(
+            None if tools is None else tools.reader(),
+            unheard=self._unheard(),
+            scored=sampling.logprobs is not None,
+        )
         self._writer = ResponseWriter(self._response())
         self._begun = False
 
@@ -112,7 +117,7 @@ class ResponseFormat:
 
     def whole(self, samples: Sequence[Sample]) -> ResponseObject:
         (sample,) = samples
-        for _ in self._grow("".join(sample.text), self._logprobs(sample), sample.finish_reason):
+        for _ in self._grow("".join(sample.text), sample, sample.finish_reason):
             pass
         return self._finished()
 
@@ -120,7 +125,7 @@ class ResponseFormat:
         if not self._begun:
             self._begun = True
             yield from self._writer.begin()
-        yield from self._grow(piece.text, self._logprobs(piece), piece.finish_reason)
+        yield from self._grow(piece.text, piece, piece.finish_reason)
         if piece.finish_reason is not None:
             self._finished()
             yield self._writer.end()
@@ -147,20 +152,15 @@ class ResponseFormat:
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _grow(
-        self, text: str, logprobs: list[TokenEntry], finish_reason: str | None
-    ) -> Iterator[Event]:
+    def _grow(self, text: str, said: Sample | Piece, finish_reason: str | None) -> Iterator[Event]:
         writer = self._writer
-        writer.note(logprobs)
-        told: list[Told] = [Words(text)]
-        if self._reader is not None:
-            told = self._reader.push(text, last=finish_reason is not None)
-        for each in told:
-            match each:
+        self._reader.note(said.token_ids, self._logprobs(said))
+        for told, logprobs in self._reader.push(text, last=finish_reason is not None):
+            match told:
                 case Words(more):
-                    yield from writer.words(more)
+                    yield from writer.words(more, logprobs)
                 case ToolCallDelta():
-                    yield from writer.call(each)
+                    yield from writer.call(told)
         if finish_reason is not None:
             yield from writer.finish(finish_reason)
 
@@ -202,6 +202,14 @@ class ResponseFormat:
             user=body.user,
             request_id=exchange.request_id,
         )
+
+    def _unheard(self) -> frozenset[int]:
+        """Tokens that add nothing to the text."""
+        if not self._sampling.skip_special_tokens:
+            return frozenset()
+        keep = () if self._tools is None else self._tools.markers
+        special = self._exchange.services.renderer.special_tokens
+        return frozenset(number for text, number in special.items() if text not in keep)
 
     def _logprobs(self, said: Sample | Piece) -> list[TokenEntry]:
         logprobs: Sequence[TokenLogprob] | None = said.logprobs

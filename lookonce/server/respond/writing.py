@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TypeVar
 
 import msgspec
@@ -45,18 +45,12 @@ class ResponseWriter:
         self.response = response
         self._numbers = itertools.count()
         self._open: Item | None = None
-        self._untold: list[TokenEntry] = []
-        """Log-probabilities of words that are still to be told."""
 
     def begin(self) -> Iterator[Event]:
         yield self._response_event("response.created")
         yield self._response_event("response.in_progress")
 
-    def note(self, logprobs: Sequence[TokenEntry]) -> None:
-        """They are told with the next words."""
-        self._untold += logprobs
-
-    def words(self, text: str) -> Iterator[Event]:
+    def words(self, text: str, logprobs: list[TokenEntry]) -> Iterator[Event]:
         if not text:
             return
         if not isinstance(self._open, Message):
@@ -64,12 +58,11 @@ class ResponseWriter:
             yield from self._open_message()
         message = self._open
         assert isinstance(message, Message)
-        told, self._untold = self._untold, []
         (part,) = message.content
         part.text += text
-        part.logprobs += told
+        part.logprobs += logprobs
         yield self._numbered(
-            TextDelta(item_id=message.id, output_index=self._index, delta=text, logprobs=told)
+            TextDelta(item_id=message.id, output_index=self._index, delta=text, logprobs=logprobs)
         )
 
     def call(self, delta: ToolCallDelta) -> Iterator[Event]:

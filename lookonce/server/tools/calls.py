@@ -73,6 +73,11 @@ class CallReader:
         self.calls: list[ToolCall] = []
         """Complete as far as the text goes."""
 
+    @property
+    def num_held(self) -> int:
+        """How many of the last characters may be words or not: what follows decides."""
+        return self._parser.num_held
+
     def push(self, text: str, *, last: bool) -> list[Told]:
         """What is new, in the order it was written; `last`: no more text comes."""
         deltas = self._parser.push(text) if text else []

@@ -43,6 +43,10 @@ Delta: TypeAlias = Words | Thought | CallStart | Arguments
 class ToolParser(Protocol):
     """Splits one sample's text. However the text is cut into pieces, joined deltas are the same."""
 
+    @property
+    def num_held(self) -> int:
+        """How many of the last characters may be words or not: what follows decides."""
+
     def push(self, text: str) -> list[Delta]: ...
 
     def finish(self) -> list[Delta]:

@@ -58,6 +58,10 @@ class HarmonyParser:
         self._leave()
         return self._take_deltas()
 
+    @property
+    def num_held(self) -> int:
+        return len(self._header) + len(self._search.held)
+
     # --- inside -------------------------------------------------------------------------------
 
     def _take(self, text: str) -> None:

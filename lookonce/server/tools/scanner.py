@@ -65,6 +65,11 @@ class Scanner:
             self._deltas.append(Words(self._blank))
         return self._take_deltas()
 
+    @property
+    def num_held(self) -> int:
+        raw = len(self._blank) + len(self.consumed) + len(self._call.raw)
+        return raw + len(self.unfinished())
+
     # --- for the formats ----------------------------------------------------------------------
 
     def unfinished(self) -> str:

@@ -1,0 +1,155 @@
+"""Log-probabilities go with the words of their tokens, however tokens and text come."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookonce.server.respond.scored import ScoredReader
+from lookonce.server.responses import TokenEntry
+from lookonce.server.tools.asked import Function, Tool, read_tools
+from lookonce.server.tools.calls import usable_tools, words_of
+from lookonce.server.tools.deltas import Words
+from lookonce.server.tools.formats import choose_dialect
+from tests.server.respond.test_responses import events
+from tests.server.test_tools import CALL, with_tools
+from tests.server.tools.test_harmony import CALL as TO_FUNCTION
+from tests.server.tools.test_harmony import FINAL, MARKERS, TEMPLATE, THOUGHT
+from tests.server.tools.test_qwen3_coder import BARE, UNENDED
+
+URL = "/v1/responses"
+TEMPLATES = {
+    "none": None,
+    "hermes": "tools <tool_call>",
+    "qwen3_coder": "tools <tool_call><function=name><parameter=a>",
+    "llama3": "tools",
+    "mistral": "tools [TOOL_CALLS]",
+    "harmony": "tools " + TEMPLATE,
+}
+UNHEARD = 7
+
+
+def reader(kind):
+    if kind == "none":
+        return None
+    asked = read_tools([Tool(type="function", function=Function(name="now"))], None, None)
+    name = "llama3" if kind == "llama3" else "auto"
+    return usable_tools(asked, choose_dialect(name, TEMPLATES[kind], {})).reader()
+
+
+def scored_reader(kind):
+    return ScoredReader(reader(kind), unheard={UNHEARD}, scored=True)
+
+
+def entry(token):
+    return TokenEntry(token.decode(errors="replace"), -0.5, list(token), [])
+
+
+def read(kind, tokens, pieces):
+    """Words and their tokens; `pieces`: of each, how many tokens it has and its text."""
+    scored, told, start = scored_reader(kind), [], 0
+    for number, (count, text) in enumerate(pieces, 1):
+        given = tokens[start : start + count]
+        start += count
+        ids = [UNHEARD if token == b"<unheard>" else 0 for token in given]
+        scored.note(ids, [entry(token) for token in given])
+        told += scored.push(text, last=number == len(pieces))
+    said = [(each.text, entries) for each, entries in told if isinstance(each, Words)]
+    assert all(not entries for each, entries in told if not isinstance(each, Words))
+    return "".join(text for text, _ in said), [bytes(e.bytes) for _, es in said for e in es]
+
+
+FRAGMENTS = st.sampled_from(
+    [CALL, BARE, UNENDED, THOUGHT, FINAL, TO_FUNCTION, *MARKERS, "<tool_call>", "</tool_call>",
+     "[TOOL_CALLS]", '{"name": "now", "parameters": {}}', ";", "\n", " ", " to", "words", "ü😀",
+     "<", "<tool_", "</", "<|", '{"name":', "}", "now", "[ARGS]{}"]
+)  # fmt: skip
+KINDS = st.sampled_from(sorted(TEMPLATES))
+
+
+@settings(max_examples=200, deadline=None)
+@given(kind=KINDS, fragments=st.lists(FRAGMENTS, max_size=8), data=st.data())
+def test_it_never_matters_how_tokens_and_text_come(kind, fragments, data):
+    text = "".join(fragments)
+    raw = text.encode()
+    places = st.integers(0, len(raw))
+    ends = sorted({*data.draw(st.sets(places, max_size=20)), len(raw)})
+    tokens = [raw[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    tokens += [b"<unheard>"] * data.draw(st.integers(0, 1))
+    whole = read(kind, tokens, [(len(tokens), text)])
+    pieces, count, said = [], 0, 0
+    while count < len(tokens):
+        more = data.draw(st.integers(1, len(tokens) - count))
+        count += more
+        known = len(raw[: sum(map(len, tokens[:count]))].decode(errors="ignore"))
+        upto = data.draw(st.integers(min(said, known), known))
+        upto = len(text) if count == len(tokens) else max(said, min(upto, len(text)))
+        pieces.append((more, text[said:upto]))
+        said = upto
+    assert read(kind, tokens, pieces or [(0, "")]) == whole
+
+
+@settings(max_examples=200, deadline=None)
+@given(kind=KINDS, fragments=st.lists(FRAGMENTS, max_size=8))
+def test_the_tokens_of_words_are_their_characters(kind, fragments):
+    text = "".join(fragments)
+    words, tokens = read(kind, [c.encode() for c in text], [(len(text), text)])
+    said = b"".join(tokens).decode()
+    if kind == "harmony":  # which puts line breaks between messages
+        words, said = words.replace("\n", ""), said.replace("\n", "")
+    assert said == words
+    plain = reader(kind)
+    assert plain is None or words_of(plain.push(text, last=True)).replace("\n", "") == (
+        words.replace("\n", "")
+    )
+
+
+def test_each_text_has_its_own_tokens():
+    text = f"Hm.{CALL} Yes."
+    scored = scored_reader("hermes")
+    scored.note([0] * len(text), [entry(c.encode()) for c in text])
+    told = scored.push(text, last=True)
+    said = [(each.text, entries) for each, entries in told if isinstance(each, Words)]
+    assert [text for text, _ in said] == ["Hm.", " Yes."]
+    assert ["".join(e.token for e in entries) for _, entries in said] == ["Hm.", " Yes."]
+    assert len(told) == 3
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "template", "said"),
+    [
+        (THOUGHT + FINAL, TEMPLATE, ["Hello!"]),
+        (THOUGHT, TEMPLATE, [""]),
+        (f"Hm. {CALL} < Done.", "{{ tools }}<tool_call>", ["Hm.", " < Done."]),
+        ("Tschüß!", "{{ tools }}<tool_call>", ["Tschüß!"]),
+    ],
+)
+@pytest.mark.parametrize("stop", [None, "#" * 9])
+def test_a_response_has_the_log_probabilities_of_what_it_says(
+    on_site, answer, template, said, stop
+):
+    async def scenario(site):
+        with_tools(site, answer, template)
+        tools = [{"type": "function", "name": "get_weather"}]
+        body = {"input": "hi", "tools": tools, "top_logprobs": 1, "max_output_tokens": 195}
+        body["stop"] = stop
+        items = (await site.client.post(URL, json=body)).json()["output"]
+        parts = [item["content"][0] for item in items if item["type"] == "message"]
+        assert [part["text"] for part in parts] == said
+        assert [spelled(part["logprobs"]) for part in parts] == said
+        found = events((await site.client.post(URL, json={**body, "stream": True})).text)
+        deltas = [data for name, data in found if name == "response.output_text.delta"]
+        told = [entry for data in deltas for entry in data["logprobs"]]
+        done = [data for name, data in found if name == "response.output_text.done"]
+        assert [data["logprobs"] for data in done] == [part["logprobs"] for part in parts]
+        assert told == [entry for part in parts for entry in part["logprobs"]]
+
+    on_site(scenario)
+
+
+def spelled(logprobs):
+    return b"".join(bytes(entry["bytes"]) for entry in logprobs).decode()
