@@ -6,7 +6,6 @@ LookOnce: none (the Hugging Face libraries read their own).
 
 from __future__ import annotations
 
-import re
 import secrets
 import tempfile
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from lookonce.types.kv import (
     parse_tier_spec,
 )
 from lookonce.types.media import MODALITIES
-from lookonce.types.ranges import OPTION_RANGES
+from lookonce.types.ranges import DIGITS, OPTION_RANGES
 
 NANO = "nano"
 NANO_FOLDER = Path(__file__).parent / "models" / "nano"
@@ -269,8 +268,8 @@ def _media(options: Options) -> MediaConfig:
         allow_private=options.allow_private_media,
         local_path=None if local is None else str(Path(local).resolve()),
         timeout=options.media_timeout,
-        max_bytes=int(options.max_media_bytes),
-        max_image_pixels=int(options.max_image_pixels),
+        max_bytes=options.max_media_bytes,
+        max_image_pixels=options.max_image_pixels,
         max_audio_seconds=options.max_audio_seconds,
         hash_algorithm="sha256" if options.mm_hash_algorithm == "sha256" else "blake3",
         processor_cache_bytes=_processor_cache_bytes(options),
@@ -307,14 +306,11 @@ def _dtype(dtype: str | None, device: str) -> str:
     return known
 
 
-_COUNT_IN_DIGITS = re.compile("[0-9]{1,9}")
-
-
 def _limits(text: str) -> dict[str, int]:
     limits = {"image": 8, "audio": 2}
     for part in filter(None, text.split(",")):
         name, _, count = part.partition("=")
-        if name not in MODALITIES or not _COUNT_IN_DIGITS.fullmatch(count):
+        if name not in MODALITIES or not DIGITS.fullmatch(count):
             raise ConfigError(
                 f"--limit-mm-per-prompt: {part!r} is not MODALITY=COUNT with a modality of "
                 f"{', '.join(MODALITIES)}"

@@ -37,7 +37,7 @@ from lookonce.server.receipt import reuse_receipt, usage
 from lookonce.server.responses import ReuseReceipt, StopReason, Usage
 from lookonce.server.sampling import default_sampling
 from lookonce.server.services import Services
-from lookonce.server.tools.calls import UsableTools, usable_tools, words_of
+from lookonce.server.tools.calls import UsableTools, reader_of, usable_tools, words_of
 from lookonce.server.wiring import open_services
 from lookonce.types.media import Modality
 from lookonce.types.request import PromptLogprob, RenderedPrompt, TokenLogprob
@@ -258,13 +258,11 @@ class LLM:
     async def _stream(
         self, render: Render, sampling: SamplingParams, speech: UsableTools | None
     ) -> AsyncGenerator[str, None]:
-        reader = None if speech is None else speech.reader()
+        reader = reader_of(speech)
         with self._prepared(await render(), sampling, speech) as generation:
             async with aclosing(generation.pieces()) as pieces:
                 async for piece in pieces:
-                    if piece.index == 0 and reader is None:
-                        yield piece.text
-                    elif piece.index == 0 and reader is not None:
+                    if piece.index == 0:
                         last = piece.finish_reason is not None
                         yield words_of(reader.push(piece.text, last=last))
 
@@ -359,7 +357,7 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
 
 def _said(text: str, speech: UsableTools | None) -> str:
     """The words of a chat's answer; what a model thinks in a channel of its own is left out."""
-    return text if speech is None else words_of(speech.reader().push(text, last=True))
+    return words_of(reader_of(speech).push(text, last=True))
 
 
 def _request_output(

@@ -164,16 +164,18 @@ class Admission:
         sequence.next_hash = sequence.chain[len(cached)] if len(cached) < limit else None
 
     def _external_prospect(self, sequence: Sequence, cached: list[int], headroom: int) -> Prospect:
-        """Tiers are asked before a request's first admission only; it is what the receipt tells."""
-        request = sequence.request
-        if self._external is None or request.facts.admitted or request.prompt_logprobs is not None:
-            return Prospect.NONE
-        return self._external.consider(sequence, cached, headroom)
+        tiers = self._tiers_for(sequence.request)
+        return Prospect.NONE if tiers is None else tiers.consider(sequence, cached, headroom)
 
     def _external_facts(self, request: Request, cached: list[int]) -> ExternalFacts | None:
-        if self._external is None or request.facts.admitted or request.prompt_logprobs is not None:
-            return None
-        return self._external.admitted(request, cached)
+        tiers = self._tiers_for(request)
+        return None if tiers is None else tiers.admitted(request, cached)
+
+    def _tiers_for(self, request: Request) -> ExternalPrefixes | None:
+        """They are asked before a request's first admission only, which is what the receipt tells;
+        and not for a prompt that is scored, since all of it is computed."""
+        asked = not request.facts.admitted and request.prompt_logprobs is None
+        return self._external if asked else None
 
     def _count_prefix(self, request: Request) -> None:
         """Counts a request once, at its first admission, so that totals equal the receipts."""

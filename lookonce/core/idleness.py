@@ -41,20 +41,20 @@ class IdleSessions:
             return False
         begun = self._clock() - IDLE_SECONDS
         long_idle = [sequence for sequence in idle if sequence.idle_since <= begun]
-        if long_idle and self._are_enough(long_idle, lambda: blocks_wanted(waiting)):
+        if long_idle and self._are_enough(long_idle, blocks_wanted(waiting)):
             self._end(min(long_idle, key=_idle_since))
             return True
         others = (sequence.idle_since for sequence in idle if sequence.idle_since > begun)
         self.next_look = min((since + IDLE_SECONDS for since in others), default=None)
         return False
 
-    def _are_enough(self, long_idle: list[Sequence], blocks_wanted: Callable[[], int]) -> bool:
+    def _are_enough(self, long_idle: list[Sequence], blocks_wanted: int) -> bool:
         """No session ends in vain: what those that may end have is enough.
 
         Their blocks are counted as if they shared none: that takes no walk over them.
         """
         blocks = self._pool.num_free + sum(len(sequence.block_ids) for sequence in long_idle)
-        return blocks >= blocks_wanted() + self._roster.num_active - len(long_idle)
+        return blocks >= blocks_wanted + self._roster.num_active - len(long_idle)
 
     def _end(self, sequence: Sequence) -> None:
         error = SessionEvictedError(

@@ -41,15 +41,16 @@ class Turns:
 
     def note(self, starved: list[Sequence]) -> None:
         """Who got nothing in this step, in order of arrival."""
-        queued = {sequence: None for sequence in starved if self._may_queue(sequence)}
+        first_other = self._first_other()
+        queued = {each: None for each in starved if self._may_queue(each, first_other)}
         staying = {sequence: None for sequence in self.queue if sequence in queued}
         self.queue = staying | queued
         self._taken = self._taken and bool(queued)
 
-    def _may_queue(self, sequence: Sequence) -> bool:
-        if sequence.request.session is not None and sequence.state is State.PREFILLING:
+    def _may_queue(self, sequence: Sequence, first_other: Sequence | None) -> bool:
+        if sequence is first_other:
             return True
-        return sequence is self._first_other()
+        return sequence.request.session is not None and sequence.state is State.PREFILLING
 
     def _first_other(self) -> Sequence | None:
         """The earliest running prompt that is no session's; else the first that waits."""

@@ -57,13 +57,14 @@ def build_engine(settings: EngineSettings, progress: Progress) -> tuple[EngineCo
     backend, block_size = attention_of(loaded, settings.kv)
     num_blocks = _num_blocks(loaded, settings.kv, block_size)
     loaded = _fitted(loaded, num_blocks * block_size)
-    runner = make_runner(loaded, settings, backend, BlockPool(num_blocks, block_size), threads)
+    scratch = BlockPool(num_blocks, block_size)
+    runner = make_runner(loaded, settings, backend, scratch, threads)
     logger.info(
         "serving %s on %s: %s, attention %s, %d KV blocks of %d tokens",
         loaded.info.model_type, loaded.device, loaded.info.dtype, backend.name, num_blocks,
         block_size,
     )  # fmt: skip
-    rehearsal, _ = assemble(loaded.info, runner, settings, BlockPool(num_blocks, block_size))
+    rehearsal, _ = assemble(loaded.info, runner, settings, scratch)
     warm_up(rehearsal, items.take(loaded.info))
     gc.collect()
     gc.freeze()  # the model's objects stay: later collections need not walk them

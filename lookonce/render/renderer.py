@@ -217,10 +217,14 @@ class Renderer:
             self.tokenizer,
             stops=sampling.stop,
             include_stop=sampling.include_stop_str_in_output,
-            skipped=self.tokenizer.specials_but(keep) if sampling.skip_special_tokens else (),
+            skipped=self.skipped(sampling, keep),
             min_tokens=sampling.min_tokens,
             context=context,
         )
+
+    def skipped(self, sampling: SamplingParams, keep: Collection[str] = ()) -> Collection[int]:
+        """Tokens that add nothing to a sample's text."""
+        return self.tokenizer.specials_but(keep) if sampling.skip_special_tokens else ()
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.tokenizer.token_bytes(token_id)

@@ -30,15 +30,16 @@ from lookonce.server.services import Services
 from lookonce.server.tools.asked import read_tools
 from lookonce.server.tools.calls import (
     CallReader,
+    PlainReader,
     Told,
     UsableTools,
     calls_of,
+    reader_of,
     shown_reason,
     thoughts_of,
     usable_tools,
     words_of,
 )
-from lookonce.server.tools.deltas import Words
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -89,7 +90,7 @@ class ChatFormat:
         self._body = body
         self._sampling = sampling
         self._tools = tools
-        self._readers: dict[int, CallReader] = {}
+        self._readers: dict[int, CallReader | PlainReader] = {}
         self._greeted: set[int] = set()
         self._id = f"chatcmpl-{exchange.request_id}"
 
@@ -138,10 +139,8 @@ class ChatFormat:
 
     def _read(self, index: int, text: str, *, last: bool) -> list[Told]:
         """What a sample's text says."""
-        if self._tools is None:
-            return [Words(text)] if text else []
         if index not in self._readers:
-            self._readers[index] = self._tools.reader()
+            self._readers[index] = reader_of(self._tools)
         return self._readers[index].push(text, last=last)
 
     def _called(self, index: int) -> bool:

@@ -14,7 +14,7 @@ from lookonce.errors import BadRequestError, RequestError
 from lookonce.server.exchange import Exchange, Sample, answer, open_exchange
 from lookonce.server.generation import Piece
 from lookonce.server.logprobs import CompletionFormat as LogprobsFormat
-from lookonce.server.logprobs import joined_completion
+from lookonce.server.logprobs import echoed_logprobs, joined_completion
 from lookonce.server.parsing import receive
 from lookonce.server.protocol import CompletionRequest
 from lookonce.server.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
@@ -83,10 +83,13 @@ class CompletionFormat:
         self._prompt_only = bool(body.echo) and asked_limit(body) == 0
         """What is generated nevertheless, for the prompt's sake, is left out."""
         self._logprob_formats: dict[int, LogprobsFormat] = {}
+        self._echoes: dict[int, CompletionLogprobs] = {}
+        """By prompt, as all its samples show it."""
         self._id = f"cmpl-{exchange.request_id}"
 
     async def render(self) -> None:
         exchange = self._exchange
+        scored_by = "logprobs" if self._body.prompt_logprobs is None else "prompt_logprobs"
         for name, prompt in named_prompts(self._body.prompt).items():
             with exchange.services.metrics.render.time(), _naming(name):
                 rendered = await exchange.services.renderer.render_completion(
@@ -95,7 +98,6 @@ class CompletionFormat:
                     cache_salt=self._body.cache_salt,
                     add_special_tokens=self._body.add_special_tokens,
                 )
-                scored_by = "logprobs" if self._body.prompt_logprobs is None else None
                 exchange.add_prompt(rendered, self._sampling, scored_by=scored_by)
                 if self._body.echo:
                     self._note_prompt(rendered)
@@ -173,22 +175,35 @@ class CompletionFormat:
         self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
     ) -> CompletionLogprobs | None:
         """Of these tokens; an echoed prompt's come before a sample's first."""
-        if self._sampling.logprobs is None:
+        wanted, renderer = self._sampling.logprobs, self._exchange.services.renderer
+        if wanted is None:
             return None
         parts = []
-        formats = self._logprob_formats.get(index)
-        if formats is None:
-            formats = self._logprob_formats[index] = self._logprobs_format(self._sampling.logprobs)
-            generation = self._exchange.generations[index // self._sampling.n]
-            if self._body.echo and generation.prompt_logprobs is not None:
-                prompt = generation.rendered.token_ids
-                text = self._echoed(index)
-                parts.append(formats.echo(text, prompt, generation.prompt_logprobs))
+        if index not in self._logprob_formats:
+            echo = self._echo(index, wanted)
+            parts += [] if echo is None else [echo]
+            self._logprob_formats[index] = LogprobsFormat(
+                renderer.token_bytes,
+                wanted,
+                renderer.skipped(self._sampling),
+                offset=0 if echo is None else len(self._echoed(index)),
+            )
         if logprobs:
-            parts.append(formats.take(token_ids, logprobs))
+            parts.append(self._logprob_formats[index].take(token_ids, logprobs))
         return joined_completion(parts) if parts else None
 
-    def _logprobs_format(self, wanted: int) -> LogprobsFormat:
-        renderer, skips = self._exchange.services.renderer, self._sampling.skip_special_tokens
-        unheard = frozenset(renderer.special_tokens.values()) if skips else frozenset[int]()
-        return LogprobsFormat(renderer.token_bytes, wanted, unheard)
+    def _echo(self, index: int, wanted: int) -> CompletionLogprobs | None:
+        """Of the sample's prompt; None where it is not echoed, or was aborted before."""
+        number = index // self._sampling.n
+        generation = self._exchange.generations[number]
+        if not self._body.echo or generation.prompt_logprobs is None:
+            return None
+        if number not in self._echoes:
+            self._echoes[number] = echoed_logprobs(
+                self._prompts[number],
+                generation.rendered.token_ids,
+                generation.prompt_logprobs,
+                wanted,
+                self._exchange.services.renderer.token_bytes,
+            )
+        return self._echoes[number]

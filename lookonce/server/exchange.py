@@ -100,10 +100,10 @@ class Exchange:
         sampling: SamplingParams,
         keep: Collection[str] = (),
         *,
-        scored_by: str | None = None,
+        scored_by: str = "prompt_logprobs",
     ) -> None:
         """Special tokens in `keep` are text; `scored_by`: the field that asked for the prompt's
-        log-probabilities, where it is not their own. Raises `BadRequestError` where the model
+        log-probabilities. Raises `BadRequestError` where the model
         cannot take the prompt."""
         self._prompts.append(rendered)
         generation = prepare(
@@ -117,7 +117,7 @@ class Exchange:
         )
         generation.aborted = self.aborted
         self.generations.append(generation)
-        self._count_scored(rendered, sampling, scored_by or "prompt_logprobs")
+        self._count_scored(rendered, sampling, scored_by)
 
     def _count_scored(
         self, rendered: RenderedPrompt, sampling: SamplingParams, scored_by: str
@@ -265,10 +265,6 @@ async def _collected(exchange: Exchange, form: Format) -> bytes:
     return await asyncio.to_thread(written) if many else written()
 
 
-def _listed(form: Format, piece: Piece) -> list[msgspec.Struct]:
-    return list(form.chunks(piece))
-
-
 def _num_logprobs(samples: Sequence[Sample]) -> int:
     return sum(1 + len(entry.top) for sample in samples for entry in sample.logprobs)
 
@@ -277,10 +273,12 @@ async def _streamed(exchange: Exchange, form: Format) -> Groups:
     with exchange:
         await form.render()
         unfinished = sum(generation.sampling.n for generation in exchange.generations)
+        begun: set[int] = set()
         async with aclosing(merged(exchange.generations)) as pieces:
             async for piece in pieces:
-                if exchange.num_scored >= MANY_LOGPROBS:
-                    chunks = await asyncio.to_thread(_listed, form, piece)
+                if exchange.num_scored >= MANY_LOGPROBS and piece.index not in begun:
+                    begun.add(piece.index)  # what is told of the prompt comes with its first piece
+                    chunks = await asyncio.to_thread(list, form.chunks(piece))
                 else:
                     chunks = list(form.chunks(piece))
                 unfinished -= piece.finish_reason is not None

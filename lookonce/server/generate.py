@@ -61,7 +61,7 @@ OF_OTHER_ENGINES = frozenset(
     }
 )  # fmt: skip
 """What frontends made for vLLM send along; nothing about the tokens depends on it."""
-NOTHING_ASKED: tuple[object, ...] = (None, False, "", [], {})
+NOTHING_ASKED: tuple[object, ...] = (False, "", [], {})
 KNOWN_PARAMS = OF_OTHER_ENGINES.union(
     SamplingParams.__struct_fields__, SamplingExtras.__struct_fields__
 )
@@ -106,12 +106,11 @@ def sampling_of(raw: bytes) -> SamplingParams:
         raise BadRequestError(f"sampling_params: {error}", param="sampling_params") from None
     grammar = grammar_of(parse(raw, SamplingExtras))
     given = {name: value for name, value in fields.items() if value is not None}
-    asked = (name for name, value in given.items() if value not in NOTHING_ASKED)
-    unknown = next((name for name in asked if name not in KNOWN_PARAMS), None)
-    if unknown is not None:
-        raise BadRequestError(
-            f"sampling_params: {unknown[:60]!r} is no sampling parameter", param="sampling_params"
-        )
+    for name, value in given.items():
+        if name not in KNOWN_PARAMS and value not in NOTHING_ASKED:
+            raise BadRequestError(
+                f"sampling_params: {name[:60]!r} is no sampling parameter", param="sampling_params"
+            )
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     try:

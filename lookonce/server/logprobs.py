@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from lookonce.server.responses import (
     ChatLogprobs,
@@ -40,71 +40,89 @@ def _named(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
     return _text(token), max(logprob, LOWEST), list(token)
 
 
-class CompletionFormat:
-    """Builds the parallel lists of `/v1/completions`, whose offsets count characters of text.
+class TextCursor:
+    """Where in the text tokens begin: one that is part of a character stands where that does, one
+    that the text leaves out where the next does."""
 
-    A token that is part of a character stands where the character does; one that the text leaves
-    out, where the next does.
-    """
-
-    def __init__(self, token_bytes: TokenBytes, wanted: int, unheard: Collection[int] = ()) -> None:
-        """`wanted`: how many of the likeliest to name beside each token; `unheard` tokens add
-        nothing to generated text."""
-        self._token_bytes = token_bytes
-        self._wanted = wanted
+    def __init__(self, unheard: Collection[int] = (), at: int = 0) -> None:
+        """`unheard` tokens add nothing to the text, which begins at `at`."""
+        self.at = at
         self._unheard = unheard
-        self._offset = 0
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def echo(
-        self, text: str, token_ids: Sequence[int], logprobs: Sequence[PromptLogprob | None]
-    ) -> CompletionLogprobs:
-        """The entries of a prompt; what was added to its `text` (a first token) shows nowhere."""
-        characters = codecs.getincrementaldecoder("utf-8")("replace")
-        offsets = []
-        for token in token_ids:
-            offsets.append(self._offset)
-            shown = characters.decode(self._token_bytes(token))
-            if not text.startswith(shown, self._offset):
-                shown = shown.removeprefix(" ")  # one that a tokenizer puts before the first word
-            if text.startswith(shown, self._offset):
-                self._offset += len(shown)
-        self._offset = len(text)
-        return self._lists(token_ids, offsets, logprobs)
+    def take(self, token_id: int, token: bytes) -> int:
+        """Where this token begins; `at` is where it ends."""
+        begin = self.at
+        if token_id not in self._unheard:
+            self.at += len(self._characters.decode(token))
+        return begin
+
+
+class CompletionFormat:
+    """Builds the parallel lists of `/v1/completions`, whose offsets count characters of text."""
+
+    def __init__(
+        self, token_bytes: TokenBytes, wanted: int, unheard: Collection[int] = (), offset: int = 0
+    ) -> None:
+        """`wanted`: how many of the likeliest to name beside each token; `offset`: where in the
+        text the first token stands."""
+        self._token_bytes = token_bytes
+        self._wanted = wanted
+        self._cursor = TextCursor(unheard, offset)
 
     def take(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
     ) -> CompletionLogprobs:
         """The entries of the next generated tokens."""
-        return self._lists(token_ids, [self._advance(token) for token in token_ids], logprobs)
+        offsets = [self._cursor.take(token, self._token_bytes(token)) for token in token_ids]
+        return _lists(token_ids, offsets, logprobs, self._wanted, self._token_bytes)
 
-    def _advance(self, token: int) -> int:
-        offset = self._offset
-        if token not in self._unheard:
-            self._offset += len(self._characters.decode(self._token_bytes(token)))
-        return offset
 
-    def _lists(
-        self,
-        token_ids: Sequence[int],
-        offsets: list[int],
-        logprobs: Sequence[TokenLogprob] | Sequence[PromptLogprob | None],
-    ) -> CompletionLogprobs:
-        tokens = [_text(self._token_bytes(token)) for token in token_ids]
-        values = [None if entry is None else max(entry.logprob, LOWEST) for entry in logprobs]
-        tops = [
-            None if entry is None else self._top(token, entry)
-            for token, entry in zip(tokens, logprobs, strict=True)
-        ]
-        return CompletionLogprobs(offsets, values, tokens, tops)
+def echoed_logprobs(
+    text: str,
+    token_ids: Sequence[int],
+    logprobs: Sequence[PromptLogprob | None],
+    wanted: int,
+    token_bytes: TokenBytes,
+) -> CompletionLogprobs:
+    """The entries of a prompt; what was added to its `text` (a first token) shows nowhere."""
+    characters = codecs.getincrementaldecoder("utf-8")("replace")
+    offsets, offset = [], 0
+    for token in token_ids:
+        offsets.append(offset)
+        shown = characters.decode(token_bytes(token))
+        if not text.startswith(shown, offset):
+            shown = shown.removeprefix(" ")  # one that a tokenizer puts before the first word
+        if text.startswith(shown, offset):
+            offset += len(shown)
+    return _lists(token_ids, offsets, logprobs, wanted, token_bytes)
 
-    def _top(self, token: str, entry: TokenLogprob | PromptLogprob) -> dict[str, float]:
-        """The token that stands there and the likeliest; of those with one text the likelier."""
-        top = {token: max(entry.logprob, LOWEST)}
-        for other, value in entry.top[: self._wanted]:
-            text = _text(self._token_bytes(other))
-            top[text] = max(value, top.get(text, LOWEST))
-        return top
+
+def _lists(
+    token_ids: Sequence[int],
+    offsets: list[int],
+    logprobs: Sequence[TokenLogprob] | Sequence[PromptLogprob | None],
+    wanted: int,
+    token_bytes: TokenBytes,
+) -> CompletionLogprobs:
+    tokens = [_text(token_bytes(token)) for token in token_ids]
+    values = [None if entry is None else max(entry.logprob, LOWEST) for entry in logprobs]
+    tops = [
+        None if entry is None else _top(token, entry, wanted, token_bytes)
+        for token, entry in zip(tokens, logprobs, strict=True)
+    ]
+    return CompletionLogprobs(offsets, values, tokens, tops)
+
+
+def _top(
+    token: str, entry: TokenLogprob | PromptLogprob, wanted: int, token_bytes: TokenBytes
+) -> dict[str, float]:
+    """The token that stands there and the likeliest; of those with one text the likelier."""
+    top = {token: max(entry.logprob, LOWEST)}
+    for other, value in entry.top[:wanted]:
+        text = _text(token_bytes(other))
+        top[text] = max(value, top.get(text, LOWEST))
+    return top
 
 
 def prompt_entries(
@@ -128,10 +146,6 @@ def prompt_entries(
             place.setdefault(str(other), entry(other, logprob, rank))
         entries.append(place)
     return entries
-
-
-def joined_chat(parts: Iterable[ChatLogprobs]) -> ChatLogprobs:
-    return ChatLogprobs([entry for part in parts for entry in part.content])
 
 
 def joined_completion(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:

@@ -58,18 +58,22 @@ class Generate(Sampling, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class ScoresPrompt(Generate, kw_only=True):
-    """What can tell the log-probabilities of its prompt."""
+class ChatOrCompletion(Generate, kw_only=True):
+    """What chats and plain completions have beside all that generate."""
 
+    max_completion_tokens: int | None = None
+    best_of: int | None = None
     prompt_logprobs: int | None = None
 
+    max_output_tokens: Raw = NOTHING
+    suffix: Raw = NOTHING
 
-class ChatRequest(ScoresPrompt, kw_only=True):
+
+class ChatRequest(ChatOrCompletion, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
     """The renderer judges roles and parts: it knows what the model takes."""
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
@@ -82,10 +86,7 @@ class ChatRequest(ScoresPrompt, kw_only=True):
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
 
-    best_of: int | None = None
-    suffix: Raw = NOTHING
     add_special_tokens: Raw = NOTHING
-    max_output_tokens: Raw = NOTHING
     functions: Raw = NOTHING
     function_call: Raw = NOTHING
     echo: Raw = NOTHING
@@ -98,23 +99,19 @@ class ChatRequest(ScoresPrompt, kw_only=True):
     chat_template: Raw = NOTHING
 
 
-class CompletionRequest(ScoresPrompt, kw_only=True):
+class CompletionRequest(ChatOrCompletion, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
     """One prompt as text or as token ids, or a list of either."""
-    best_of: int | None = None
     logprobs: int | None = None
     add_special_tokens: bool = True
     echo: bool | None = None
 
-    max_completion_tokens: int | None = None
-    max_output_tokens: Raw = NOTHING
     top_logprobs: Raw = NOTHING
     tools: Raw = NOTHING
     tool_choice: Raw = NOTHING
     mm_processor_kwargs: Raw = NOTHING
-    suffix: Raw = NOTHING
     prompt_embeds: Raw = NOTHING
 
 

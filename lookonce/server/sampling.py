@@ -7,13 +7,14 @@ from pathlib import Path
 import msgspec
 
 from lookonce.errors import BadRequestError, ModelLoadError
-from lookonce.server.protocol import ChatRequest, CompletionRequest, Sampling, ScoresPrompt
+from lookonce.server.protocol import ChatOrCompletion, ChatRequest, CompletionRequest, Sampling
 from lookonce.server.structured import grammar_of
 from lookonce.types.sampling import SamplingParams
 
 COMPLETION_MAX_TOKENS = 16
 """What `/v1/completions` generates when the client names no limit (OpenAI's default)."""
-LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
+"""What clients call the most tokens to generate; the newer name wins."""
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
@@ -51,9 +52,8 @@ def read_defaults(folder: str) -> SamplingDefaults:
 def names_limit(body: object) -> bool:
     """Whether the client said how much to generate at most: kept to, or refused where the context
     is too short. One that the server chose is shortened to what the context leaves."""
-    if not isinstance(body, Sampling):
-        return True  # the body of `/generate`, which has no defaults
-    return any(isinstance(getattr(body, name, None), int) for name in LIMITS)
+    # The body of `/generate` has no defaults.
+    return not isinstance(body, Sampling) or asked_limit(body) is not None
 
 
 def default_sampling(defaults: SamplingDefaults) -> SamplingParams:
@@ -88,19 +88,19 @@ def completion_sampling(request: CompletionRequest, defaults: SamplingDefaults) 
     return _scoring_prompt(sampling, request, wanted)
 
 
-def asked_limit(request: ChatRequest | CompletionRequest) -> int | None:
-    """Tokens to generate at most, as the client says it; the newer name wins."""
-    newer = request.max_completion_tokens
-    return request.max_tokens if newer is None else newer
+def asked_limit(request: Sampling) -> int | None:
+    """Tokens to generate at most, as the client says it."""
+    named = (getattr(request, name, None) for name in LIMITS)
+    return next((limit for limit in named if isinstance(limit, int)), None)
 
 
-def _check_best_of(request: ChatRequest | CompletionRequest) -> None:
+def _check_best_of(request: ChatOrCompletion) -> None:
     if request.best_of not in (None, request.n or 1):
         raise BadRequestError("best_of is not supported beyond n", param="best_of")
 
 
 def _scoring_prompt(
-    sampling: SamplingParams, request: ScoresPrompt, wanted: int | None
+    sampling: SamplingParams, request: ChatOrCompletion, wanted: int | None
 ) -> SamplingParams:
     if request.stream and request.prompt_logprobs is not None:
         raise BadRequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
@@ -110,13 +110,12 @@ def _scoring_prompt(
 
 
 def response_sampling(
-    request: Sampling,
-    max_output_tokens: int | None,
-    logprobs: int | None,
-    defaults: SamplingDefaults,
+    request: Sampling, logprobs: int | None, defaults: SamplingDefaults
 ) -> SamplingParams:
     """Raises `BadRequestError` naming the field."""
-    limit = defaults.max_new_tokens if max_output_tokens is None else max_output_tokens
+    limit = asked_limit(request)
+    if limit is None:
+        limit = defaults.max_new_tokens
     try:
         return _sampling(request, defaults, limit, logprobs, "top_logprobs")
     except BadRequestError as error:
@@ -146,8 +145,8 @@ def _sampling(
         ),
         "logit_bias": _logit_bias(request.logit_bias),
         "seed": request.seed,
-        "stop": _stop(request.stop),
-        "stop_token_ids": tuple(request.stop_token_ids or ()),
+        "stop": request.stop,
+        "stop_token_ids": request.stop_token_ids,
         "max_tokens": max_tokens,
         "logprobs": logprobs,
         "grammar": grammar_of(request),
@@ -169,10 +168,6 @@ def _sampling(
 
 def _first(asked: float | None, default: float | None) -> float | None:
     return default if asked is None else asked
-
-
-def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:

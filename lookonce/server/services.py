@@ -130,10 +130,6 @@ class Renderer(Protocol):
     @property
     def fingerprint(self) -> bytes: ...
 
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """Text → id."""
-
     def release(self, prompt: RenderedPrompt) -> None:
         """Give back the pins of a prompt that was, or is, not sent. May be called again."""
 
@@ -141,6 +137,9 @@ class Renderer(Protocol):
         self, sampling: SamplingParams, context: Sequence[int] = (), keep: Collection[str] = ()
     ) -> Detokenizer:
         """`context`: the prompt's token ids. Special tokens whose text is in `keep` are text."""
+
+    def skipped(self, sampling: SamplingParams, keep: Collection[str] = ()) -> Collection[int]:
+        """Tokens that add nothing to a sample's text."""
 
     def token_bytes(self, token_id: int) -> bytes: ...
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+DIGITS = re.compile("[0-9]{1,9}")
+"""A whole number within a text: of few ASCII digits, where Python would take more and others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import asyncio
 import codecs
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from lookonce.errors import BadRequestError, LookOnceError, error_to_wire
@@ -139,7 +138,8 @@ class ByteRenderer:
         self.kept = tuple(keep)
         return ByteText(sampling)
 
-    special_tokens: Mapping[str, int] = MappingProxyType({"<|end|>": END_TOKEN})
+    def skipped(self, sampling: SamplingParams, keep: Sequence[str] = ()) -> tuple[int, ...]:
+        return (END_TOKEN,) if sampling.skip_special_tokens else ()
 
     def token_text(self, token_id: int) -> str | None:
         return chr(token_id)

@@ -38,7 +38,7 @@ from lookonce.server.respond.writing import ResponseWriter
 from lookonce.server.responding import encode, error_body
 from lookonce.server.responses import TokenEntry, ToolCallDelta
 from lookonce.server.sampling import SamplingDefaults, response_sampling
-from lookonce.server.tools.calls import UsableTools, usable_tools
+from lookonce.server.tools.calls import UsableTools, reader_of, usable_tools
 from lookonce.server.tools.deltas import Words
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
@@ -61,7 +61,7 @@ async def create_response(request: Request) -> Response:
 def _sampling(body: ResponsesRequest, defaults: SamplingDefaults) -> SamplingParams:
     asked = body.top_logprobs or 0
     wanted = LOGPROBS in (body.include or ()) or asked
-    sampling = response_sampling(body, body.max_output_tokens, asked if wanted else None, defaults)
+    sampling = response_sampling(body, asked if wanted else None, defaults)
     grammar = text_grammar(body)
     if grammar is None:
         return sampling
@@ -87,9 +87,10 @@ class ResponseFormat:
         self._body = body
         self._sampling = sampling
         self._tools = tools
+        self._keep = () if tools is None else tools.markers
         self._reader = ScoredReader(
-            None if tools is None else tools.reader(),
-            unheard=self._unheard(),
+            reader_of(tools),
+            unheard=exchange.services.renderer.skipped(sampling, self._keep),
             scored=sampling.logprobs is not None,
         )
         self._writer = ResponseWriter(self._response())
@@ -112,8 +113,7 @@ class ResponseFormat:
                     cache_salt=body.cache_salt,
                     options=options,
                 )
-            keep = () if tools is None else tools.markers
-            exchange.add_prompt(rendered, self._sampling, keep)
+            exchange.add_prompt(rendered, self._sampling, self._keep)
 
     def whole(self, samples: Sequence[Sample]) -> ResponseObject:
         (sample,) = samples
@@ -202,14 +202,6 @@ class ResponseFormat:
             user=body.user,
             request_id=exchange.request_id,
         )
-
-    def _unheard(self) -> frozenset[int]:
-        """Tokens that add nothing to the text."""
-        if not self._sampling.skip_special_tokens:
-            return frozenset()
-        keep = () if self._tools is None else self._tools.markers
-        special = self._exchange.services.renderer.special_tokens
-        return frozenset(number for text, number in special.items() if text not in keep)
 
     def _logprobs(self, said: Sample | Piece) -> list[TokenEntry]:
         logprobs: Sequence[TokenLogprob] | None = said.logprobs

@@ -10,7 +10,6 @@ special token) goes where the next character does. So it never matters how the t
 
 from __future__ import annotations
 
-import codecs
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +18,9 @@ from typing import TypeAlias
 
 from msgspec import UNSET
 
+from lookonce.server.logprobs import TextCursor
 from lookonce.server.responses import TokenEntry, ToolCallDelta
-from lookonce.server.tools.calls import CallReader, Told
+from lookonce.server.tools.calls import CallReader, PlainReader, Told
 from lookonce.server.tools.deltas import Words
 
 Scored: TypeAlias = tuple[Told, list[TokenEntry]]
@@ -39,19 +39,12 @@ class Place:
 class Waiting:
     """Entries in the order of their tokens, until their characters are decided."""
 
-    unheard: Collection[int]
-    """Tokens that add nothing to the text."""
+    cursor: TextCursor
     _places: deque[Place] = field(default_factory=deque)
-    _length: int = 0
-    _characters: codecs.IncrementalDecoder = field(
-        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
-    )
 
     def add(self, token_id: int, entry: TokenEntry) -> None:
-        start = self._length
-        if token_id not in self.unheard:
-            self._length += len(self._characters.decode(bytes(entry.bytes)))
-        self._places.append(Place(start, max(self._length, start + 1), entry))
+        start = self.cursor.take(token_id, bytes(entry.bytes))
+        self._places.append(Place(start, max(self.cursor.at, start + 1), entry))
 
     def decide(self, end: int, *, said: bool) -> list[TokenEntry]:
         """Those to be told now that the characters up to `end` are decided, the newest so."""
@@ -68,12 +61,12 @@ class Waiting:
 
 class ScoredReader:
     def __init__(
-        self, reader: CallReader | None, *, unheard: Collection[int], scored: bool
+        self, reader: CallReader | PlainReader, *, unheard: Collection[int], scored: bool
     ) -> None:
-        """Without `reader` all text is words; `scored`: there are log-probabilities."""
+        """`scored`: there are log-probabilities."""
         self._reader = reader
         self._scored = scored
-        self._waiting = Waiting(unheard)
+        self._waiting = Waiting(TextCursor(unheard))
         self._num_read = self._num_decided = 0
 
     def note(self, token_ids: Sequence[int], entries: Sequence[TokenEntry]) -> None:
@@ -84,18 +77,19 @@ class ScoredReader:
     def push(self, text: str, *, last: bool) -> list[Scored]:
         """What is new, in the order it was written; `last`: no more text comes."""
         if not self._scored:
-            return [(told, []) for told in self._read(text, last=last)]
-        # One character at a time, for a reader does not say where in its text the words were.
-        parts = [scored for character in text for scored in self._decided(character, last=False)]
+            return [(told, []) for told in self._reader.push(text, last=last)]
+        # One character at a time, for a reader of calls does not say where its words were.
+        pieces = text if isinstance(self._reader, CallReader) else (text,)
+        parts = [scored for piece in pieces for scored in self._decided(piece, last=False)]
         if last:
             parts += self._decided("", last=True)
         return _joined(parts)
 
     def _decided(self, text: str, *, last: bool) -> Iterator[Scored]:
-        told = self._read(text, last=last)
+        told = self._reader.push(text, last=last)
         self._num_read += len(text)
         num_said = sum(len(each.text) for each in told if isinstance(each, Words))
-        num_held = 0 if last or self._reader is None else self._reader.num_held
+        num_held = 0 if last else self._reader.num_held
         entries = self._decide(self._num_read - num_held, num_said)
         for each in told:
             yield each, entries if isinstance(each, Words) else []
@@ -106,11 +100,6 @@ class ScoredReader:
         entries = self._waiting.decide(min(begin + num_said, end), said=True) if num_said else []
         self._waiting.decide(end, said=False)
         return entries
-
-    def _read(self, text: str, *, last: bool) -> list[Told]:
-        if self._reader is None:
-            return [Words(text)] if text else []
-        return self._reader.push(text, last=last)
 
 
 def _joined(scored: list[Scored]) -> list[Scored]:

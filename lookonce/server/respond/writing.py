@@ -51,8 +51,6 @@ class ResponseWriter:
         yield self._response_event("response.in_progress")
 
     def words(self, text: str, logprobs: list[TokenEntry]) -> Iterator[Event]:
-        if not text:
-            return
         if not isinstance(self._open, Message):
             yield from self._close("completed")
             yield from self._open_message()

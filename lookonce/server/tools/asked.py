@@ -97,9 +97,10 @@ def read_tools(
             param="tool_choice",
         )
     functions = _named(declared, choice) if isinstance(choice, NamedChoice) else declared
+    numbers = {function.name: number for number, function in enumerate(declared)}
     return AskedTools(
         functions=functions,
-        params=tuple(f"tools[{declared.index(f)}].function.parameters" for f in functions),
+        params=tuple(f"tools[{numbers[f.name]}].function.parameters" for f in functions),
         declared=declared,
         forced=choice == "required" or isinstance(choice, NamedChoice),
         parallel=parallel is not False and not isinstance(choice, NamedChoice),

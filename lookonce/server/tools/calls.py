@@ -113,6 +113,23 @@ class CallReader:
         last.function.arguments += text
 
 
+class PlainReader:
+    """Of answers that are text alone."""
+
+    num_held = 0
+
+    def __init__(self) -> None:
+        self.calls: list[ToolCall] = []
+
+    def push(self, text: str, *, last: bool) -> list[Told]:
+        return [Words(text)] if text else []
+
+
+def reader_of(tools: UsableTools | None) -> CallReader | PlainReader:
+    """For one sample's text."""
+    return PlainReader() if tools is None else tools.reader()
+
+
 def words_of(told: Sequence[Told]) -> str:
     return "".join(each.text for each in told if isinstance(each, Words))
 

@@ -7,11 +7,11 @@
 
 from __future__ import annotations
 
+from lookonce.server.tools.asked import LONGEST_NAME
 from lookonce.server.tools.call_object import SPACES, Value
 from lookonce.server.tools.scanner import MarkerSearch, Scanner
 
 MARKER, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-LONGEST_NAME = 256
 
 
 class MistralParser(Scanner):

@@ -18,7 +18,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lookonce.server.tools.asked import AskedTools
+from lookonce.server.tools.asked import LONGEST_NAME, AskedTools
 from lookonce.server.tools.call_object import SPACES
 from lookonce.server.tools.deltas import Delta
 from lookonce.server.tools.hermes import CLOSE, OPEN, HermesParser
@@ -26,7 +26,6 @@ from lookonce.server.tools.parameter import ParameterValue
 from lookonce.server.tools.scanner import MarkerSearch
 
 FUNCTION, END_FUNCTION, PARAMETER = "<function=", "</function>", "<parameter="
-LONGEST_NAME = 256
 
 Json = Mapping[str, Any]
 
@@ -40,7 +39,7 @@ class Qwen3CoderParser(HermesParser):
         self._schema: Json = {}
         """Of the call's parameters."""
         self._name = self._key = ""
-        self._keys: set[str] = set()
+        self._has_arguments = False
         self._value = ParameterValue({}, {})
 
     def finish(self) -> list[Delta]:
@@ -86,7 +85,7 @@ class Qwen3CoderParser(HermesParser):
         if character == ">" and self._name.strip():
             name, self._name = self._name.strip(), ""
             self.begin_call(name)
-            self._schema, self._keys = self._schemas.get(name, {}), set()
+            self._schema, self._has_arguments = self._schemas.get(name, {}), False
             self.state = self._between
             return
         self._name += character
@@ -111,8 +110,8 @@ class Qwen3CoderParser(HermesParser):
             self._key += character
             return
         key = self._key.strip()
-        self.add_arguments((", " if self._keys else "{") + f"{_json(key)}: ")
-        self._keys.add(key)
+        self.add_arguments((", " if self._has_arguments else "{") + f"{_json(key)}: ")
+        self._has_arguments = True
         self._value = ParameterValue(_property(self._schema, key), self._schema)
         self.state = self._read_value
 
@@ -124,7 +123,7 @@ class Qwen3CoderParser(HermesParser):
                 self.state(each)
 
     def _close_arguments(self) -> None:
-        self.add_arguments("}" if self._keys else "{}")
+        self.add_arguments("}" if self._has_arguments else "{}")
 
 
 def _property(schema: Json, key: str) -> Json:

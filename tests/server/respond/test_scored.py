@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lookonce.server.respond.scored import ScoredReader
 from lookonce.server.responses import TokenEntry
 from lookonce.server.tools.asked import Function, Tool, read_tools
-from lookonce.server.tools.calls import usable_tools, words_of
+from lookonce.server.tools.calls import reader_of, usable_tools, words_of
 from lookonce.server.tools.deltas import Words
 from lookonce.server.tools.formats import choose_dialect
 from tests.server.respond.test_responses import events
@@ -32,7 +32,7 @@ UNHEARD = 7
 
 def reader(kind):
     if kind == "none":
-        return None
+        return reader_of(None)
     asked = read_tools([Tool(type="function", function=Function(name="now"))], None, None)
     name = "llama3" if kind == "llama3" else "auto"
     return usable_tools(asked, choose_dialect(name, TEMPLATES[kind], {})).reader()
