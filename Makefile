@@ -28,7 +28,6 @@ check: $(STAMP)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(BIN)/python tools/size_report.py
 
 test: check
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile

@@ -22,10 +22,10 @@ from pathlib import Path
 import msgspec
 
 from lookonce.config import Config, ServerConfig
-from lookonce.engine.child import Child, KeptProcess
 from lookonce.engine.progress import Failed, parse_progress
 from lookonce.engine.settings import engine_settings
-from lookonce.engine.supervise import (
+from lookonce.engine.supervisor.child_process import Child, KeptProcess
+from lookonce.engine.supervisor.engine_supervisor import (
     ENGINE_COMMAND,
     EngineSupervisor,
     OnLoading,

@@ -21,24 +21,23 @@ import msgspec
 from lookonce.cache.identity import media_hash
 from lookonce.config import NANO, Config, MediaConfig, Options, SchedulerConfig, resolve
 from lookonce.engine.settings import engine_settings
-from lookonce.engine.supervise import EngineSupervisor, OnLoading, socket_folder
-from lookonce.render.pool import MAX_QUEUE
-from lookonce.render.resolve import MAX_SIDE_BY_SIDE
-from lookonce.server.exchange import Sample
-from lookonce.server.generation import Generation, prepared
-from lookonce.server.hub import with_local_model
-from lookonce.server.media_cache import (
+from lookonce.engine.supervisor.engine_supervisor import EngineSupervisor, OnLoading, socket_folder
+from lookonce.frontend.generation import Generation, Sample, prepared
+from lookonce.frontend.media_injection import (
     ItemOutcome,
     arrays_reader,
     inject_offered,
     offered_items,
 )
-from lookonce.server.receipt import reuse_receipt, usage
-from lookonce.server.responses import ReuseReceipt, StopReason, Usage
-from lookonce.server.sampling import default_sampling
-from lookonce.server.services import Services
-from lookonce.server.tools.calls import UsableTools, reader_of, usable_tools, words_of
-from lookonce.server.wiring import open_services
+from lookonce.frontend.model_download import with_local_model
+from lookonce.frontend.receipt import reuse_receipt, usage
+from lookonce.frontend.responses import ReuseReceipt, StopReason, Usage
+from lookonce.frontend.sampling_params import default_sampling
+from lookonce.frontend.services import Services
+from lookonce.frontend.tools.calls import UsableTools, reader_of, usable_tools, words_of
+from lookonce.frontend.wiring import open_services
+from lookonce.render.media.pool import MAX_QUEUE
+from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE
 from lookonce.types.media import Modality
 from lookonce.types.request import PromptLogprob, RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from lookonce.bench.folders import make_folder
 from lookonce.config import NANO_FOLDER
+from tests.support.model_folders.folders import make_folder
 
 os.environ["OMP_NUM_THREADS"] = "1"
 """Read when torch is first imported: two threads on busy cores can be five times slower."""

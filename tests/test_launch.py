@@ -19,8 +19,8 @@ from lookonce.config import Options, ServerConfig, resolve
 from lookonce.errors import ConfigError, EngineDeadError
 from lookonce.launch import Supervisor, bind, url_of
 
-ENGINE = (sys.executable, "-m", "tests.engine.fake_process")
-API = (sys.executable, "-m", "tests.fake_api_process")
+ENGINE = (sys.executable, "-m", "tests.support.engine.fake_process")
+API = (sys.executable, "-m", "tests.support.fake_api_process")
 PATIENCE = 60.0
 
 

@@ -13,10 +13,10 @@ from PIL import Image
 
 from lookonce import LLM, SamplingParams, media_hash
 from lookonce.errors import BadRequestError, ConfigError, UnavailableError
-from lookonce.render.processing import MediaJob, Processing, ProcessingSettings
-from lookonce.server.tools.calls import usable_tools, words_of
-from tests.end_to_end.drawing import ask, encoded, picture
-from tests.end_to_end.live import until
+from lookonce.frontend.tools.calls import usable_tools, words_of
+from lookonce.render.media.processing import MediaJob, Processing, ProcessingSettings
+from tests.support.drawing import ask, encoded, picture
+from tests.support.live import until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 ENDLESS = SamplingParams(ignore_eos=True, max_tokens=3000)

@@ -11,9 +11,9 @@ import pytest
 from lookonce.cli.bench import BENCHMARKS
 from lookonce.cli.options import HELP
 from lookonce.config import Options, ServerConfig
-from lookonce.engine.child import MAX_RESTARTS, RESTART_WINDOW
-from lookonce.server.metrics import COUNTED_ELSEWHERE
-from lookonce.server.middleware import OPEN_PATHS
+from lookonce.engine.supervisor.child_process import MAX_RESTARTS, RESTART_WINDOW
+from lookonce.frontend.metrics import COUNTED_ELSEWHERE
+from lookonce.server.http.middleware import OPEN_PATHS
 
 PAGE = (Path(__file__).parent.parent / "docs" / "operations.md").read_text(encoding="utf-8")
 

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lookonce.bench.folder_base import SCALES
-from lookonce.bench.folder_kinds import KINDS
-from lookonce.bench.folders import make_folder
+from tests.support.model_folders.folder_base import SCALES
+from tests.support.model_folders.folder_kinds import KINDS
+from tests.support.model_folders.folders import make_folder
 
 DTYPES = ("float32", "bfloat16")
 

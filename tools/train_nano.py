@@ -16,11 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere
 
-from lookonce.bench.nano import evaluate, report_of
-from lookonce.bench.world.conversations import heldout_materials
+from benchmarks.nano import evaluate, report_of
 from lookonce.llm import LLM
 from tools.nano.materials import training_materials
 from tools.nano.training import Plan, Step, train
+from tools.nano.world.conversations import heldout_materials
 
 SMOKE = Plan(tower_steps=12, answer_steps=60, batch=8, collages=1, workers=0)
 RECORDINGS_PER_WORD = 40

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
+import lookonce
 from lookonce.errors import ConfigError
 
 BENCHMARKS: dict[str, tuple[str, str]] = {
-    "attention": ("lookonce.bench.micro", "our attention kernel beside what torch offers"),
-    "engine": ("lookonce.bench.engine", "a decode step beside the bare model and transformers"),
-    "items": ("lookonce.bench.items", "what 128,000 media items in one request cost per step"),
-    "kv": ("lookonce.bench.kv", "a long prompt's KV: computed, on the device, from each tier"),
-    "look": ("lookonce.bench.look", "what a picture costs when known, when new, uncached"),
-    "prefetch": ("lookonce.bench.prefetch", "first tokens when pictures come late in the prompt"),
-    "nano": ("lookonce.bench.nano", "how often nano answers right about what it never saw"),
+    "attention": ("benchmarks.micro", "our attention kernel beside what torch offers"),
+    "engine": ("benchmarks.engine", "a decode step beside the bare model and transformers"),
+    "items": ("benchmarks.items", "what 128,000 media items in one request cost per step"),
+    "kv": ("benchmarks.kv", "a long prompt's KV: computed, on the device, from each tier"),
+    "look": ("benchmarks.look", "what a picture costs when known, when new, uncached"),
+    "prefetch": ("benchmarks.prefetch", "first tokens when pictures come late in the prompt"),
+    "nano": ("benchmarks.nano", "how often nano answers right about what it never saw"),
     "render": (
-        "lookonce.bench.render",
+        "benchmarks.render",
         "what /render and /tokenize cost beside the picture's work",
     ),
-    "serve": ("lookonce.bench.serve", "a server under load: rates, percentiles, caches; a peer"),
-    "start": ("lookonce.bench.start", "from the command to /ready, and the first requests"),
-    "warmup": ("lookonce.bench.warmup", "the first request after /ready beside later ones"),
+    "serve": ("benchmarks.serve", "a server under load: rates, percentiles, caches; a peer"),
+    "start": ("benchmarks.start", "from the command to /ready, and the first requests"),
+    "warmup": ("benchmarks.warmup", "the first request after /ready beside later ones"),
 }
 """Name → module, whose `main(arguments)` returns the exit status, and what it measures."""
+CHECKOUT = Path(lookonce.__file__).parents[1]
 
 
 def run_benchmark(name: str, arguments: Sequence[str]) -> int:
@@ -34,5 +39,13 @@ def run_benchmark(name: str, arguments: Sequence[str]) -> int:
         return 0
     if name not in BENCHMARKS:
         raise ConfigError(f"there is no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
+    if not (CHECKOUT / "benchmarks" / "__init__.py").is_file():
+        raise ConfigError(
+            "the benchmarks are not installed with the package; they are in the folder "
+            "benchmarks/ of LookOnce's source: run `lookonce bench` from a checkout of it"
+        )
+    sys.path.insert(0, str(CHECKOUT))
+    path = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)  # for the processes that benchmarks start
     module, _ = BENCHMARKS[name]
     return int(import_module(module).main(list(arguments)) or 0)

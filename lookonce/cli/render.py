@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from lookonce.config import Options, resolve
+from lookonce.frontend.model_download import with_local_model
 from lookonce.launch import bind, url_of
-from lookonce.server.hub import with_local_model
 
 
 def run_render_server(options: Options) -> int:

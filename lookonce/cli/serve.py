@@ -10,8 +10,8 @@ from rich.console import Console
 
 from lookonce.cli.progress import LoadingBar
 from lookonce.config import Config, Options, resolve
+from lookonce.frontend.model_download import with_local_model
 from lookonce.launch import Supervisor
-from lookonce.server.hub import with_local_model
 
 
 def run_server(options: Options) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lookonce.core.blocks import BlockPool
+from lookonce.core.block_pool import BlockPool
 from lookonce.core.counters import Counters
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.external import ExternalPrefixes, Prospect
+from lookonce.core.kv_connector_state import ExternalPrefixes, Prospect
 from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.request import HASHED_AHEAD, Request, Sequence
-from lookonce.core.roster import Roster
+from lookonce.core.request_queues import Roster
 from lookonce.types.kv import ExternalFacts
 
 

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterator
 from itertools import repeat
 
-from lookonce.core.facts import FactsRecord
 from lookonce.core.request import Sequence
+from lookonce.core.reuse_stats import FactsRecord
 from lookonce.types.media import ProcessedItem
 from lookonce.types.step import EncodeItem, NewSequence, ScheduledSequence
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from lookonce.core.acquiring import Acquirer, Shortage
 from lookonce.core.budget import StepPass
-from lookonce.core.features import Features
+from lookonce.core.encoder_scheduling import Acquirer, Shortage
+from lookonce.core.mm_features import Features
 from lookonce.core.request import Sequence
 from lookonce.types.media import Modality
 from lookonce.types.step import NewSequence, ScheduledSequence

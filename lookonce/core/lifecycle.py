@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lookonce.core.blocks import BlockPool
+from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.outbox import Outbox
 from lookonce.core.request import Request, Sequence, State
-from lookonce.core.roster import Roster
+from lookonce.core.request_queues import Roster
+from lookonce.core.scheduler_output import Outbox
 from lookonce.errors import LookOnceError, error_to_wire
 from lookonce.types.kv import ExternalFacts
 from lookonce.types.ports import Clock

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from lookonce.core.acquiring import Shortage
 from lookonce.core.admission import Admission
 from lookonce.core.budget import StepPass
 from lookonce.core.chunking import Chunker
-from lookonce.core.idleness import IdleSessions
+from lookonce.core.encoder_scheduling import Shortage
+from lookonce.core.fairness import Turns
 from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.preemption import Preemption
 from lookonce.core.prefetching import Prefetcher
 from lookonce.core.request import Sequence, State
-from lookonce.core.roster import Roster
-from lookonce.core.turns import Turns
+from lookonce.core.request_queues import Roster
+from lookonce.core.session_eviction import IdleSessions
 from lookonce.types.step import ScheduledSequence
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lookonce.core.blocks import BlockPool
+from lookonce.core.block_pool import BlockPool
 from lookonce.core.counters import Counters
 from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.request import Sequence, State
-from lookonce.core.roster import Roster
+from lookonce.core.request_queues import Roster
 from lookonce.errors import SessionEvictedError
 
 

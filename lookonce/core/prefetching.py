@@ -23,7 +23,7 @@ from lookonce.core.budget import StepPass
 from lookonce.core.counters import Counters
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.request import Sequence, State
-from lookonce.core.roster import Roster
+from lookonce.core.request_queues import Roster
 
 MAX_SEQUENCES = 16
 """Sequences looked at in one step, of those that run and of those that wait."""

@@ -25,9 +25,9 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from lookonce.core.facts import FactsRecord
-from lookonce.core.features import Features
-from lookonce.core.prefix import extend_chain, root_hash
+from lookonce.core.block_hashes import extend_chain, root_hash
+from lookonce.core.mm_features import Features
+from lookonce.core.reuse_stats import FactsRecord
 from lookonce.core.session import Session
 from lookonce.core.tokens import TokenBuffer
 from lookonce.types.grammar import CompiledGrammar

@@ -17,26 +17,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookonce.config import SchedulerConfig
-from lookonce.core.acquiring import Acquirer
 from lookonce.core.admission import Admission
-from lookonce.core.applying import Applier
-from lookonce.core.blocks import BlockPool
+from lookonce.core.block_pool import BlockPool
 from lookonce.core.budget import StepPass
 from lookonce.core.chunking import Chunker
 from lookonce.core.counters import Counters
-from lookonce.core.door import Door, check_rows
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.external import ExternalPrefixes
-from lookonce.core.facts import FactsRecord
-from lookonce.core.idleness import IdleSessions
+from lookonce.core.encoder_scheduling import Acquirer
+from lookonce.core.kv_connector_state import ExternalPrefixes
 from lookonce.core.lifecycle import Lifecycle
-from lookonce.core.outbox import Outbox, SchedulerOutput
 from lookonce.core.planning import Planner
 from lookonce.core.preemption import Preemption
 from lookonce.core.prefetching import Prefetcher
 from lookonce.core.request import Request, Sequence
-from lookonce.core.roster import Roster
+from lookonce.core.request_queues import Roster
+from lookonce.core.request_validation import Door, check_rows
+from lookonce.core.reuse_stats import FactsRecord
+from lookonce.core.scheduler_output import Outbox, SchedulerOutput
+from lookonce.core.session_eviction import IdleSessions
 from lookonce.core.sessions import Sessions
+from lookonce.core.update_from_output import Applier
 from lookonce.errors import BadRequestError, ConfigError, QueueFullError
 from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from lookonce.core.features import Features
+from lookonce.core.mm_features import Features
 from lookonce.types.media import ProcessedItem
 
 

@@ -20,13 +20,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lookonce.core.door import Door, check_places
-from lookonce.core.features import EncoderInputs
 from lookonce.core.lifecycle import Lifecycle
-from lookonce.core.outbox import Outbox
+from lookonce.core.mm_features import EncoderInputs
 from lookonce.core.preemption import Preemption
 from lookonce.core.request import Request, Sequence, State
-from lookonce.core.roster import Roster
+from lookonce.core.request_queues import Roster
+from lookonce.core.request_validation import Door, check_places
+from lookonce.core.scheduler_output import Outbox
 from lookonce.core.session import Appendix, Session
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import MediaFeature, ProcessedItem

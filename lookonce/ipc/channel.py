@@ -22,7 +22,7 @@ from lookonce.ipc.codec import (
     frames_nbytes,
     request_id_of,
 )
-from lookonce.ipc.credits import Credits
+from lookonce.ipc.flow_control import Credits
 from lookonce.ipc.links import ClientLink, EngineLink
 from lookonce.ipc.messages import (
     ClientMessage,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lookonce.model.attention.backend import AttentionBackend, AttentionCall, AttentionMetadata
-from lookonce.model.attention.hook import paged_forward_context
+from lookonce.model.attention.hf_attention import paged_forward_context
 from lookonce.model.attention.probe import (
     PROBE_TOKENS,
     probe_metadata,

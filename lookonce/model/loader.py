@@ -17,15 +17,15 @@ from transformers.utils import logging as transformers_logging
 
 from lookonce.config import ModelConfig
 from lookonce.errors import ModelLoadError
-from lookonce.model.attention.hook import ATTENTION_NAME
+from lookonce.model.attention.hf_attention import ATTENTION_NAME
+from lookonce.model.eos_tokens import stop_token_ids
 from lookonce.model.families.base import Model, ModelFamily
 from lookonce.model.families.registry import family_for
 from lookonce.model.fusion import fuse_norms
 from lookonce.model.inputs import DTYPES
 from lookonce.model.quantized import unpacking
 from lookonce.model.rope import longest_sequence
-from lookonce.model.stops import stop_token_ids
-from lookonce.model.towers import lean_towers
+from lookonce.model.vision_patches import lean_towers
 from lookonce.types.model import ModelInfo
 
 Progress = Callable[[int, int], None]

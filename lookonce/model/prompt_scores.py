@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lookonce.model.sequences import SequenceTable
-from lookonce.model.token_logits import prompt_logprobs
+from lookonce.model.input_batch import SequenceTable
+from lookonce.model.logits_processors import prompt_logprobs
 from lookonce.types.request import PromptLogprob
 from lookonce.types.step import NewSequence, ScheduledSequence
 

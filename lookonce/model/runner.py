@@ -11,16 +11,16 @@ from torch import Tensor
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.encoder import COMPUTE_ERRORS, Encoder, EncodeReport
+from lookonce.model.input_batch import SequenceTable
 from lookonce.model.kv_copier import PageCopier
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.loader import LoadedModel
+from lookonce.model.logits_processors import FAILED
 from lookonce.model.prompt_scores import PromptScores
 from lookonce.model.sampler import Sampled, Sampler
-from lookonce.model.sequences import SequenceTable
 from lookonce.model.step_inputs import StepInputBuilder, StepInputs
 from lookonce.model.text_model import TextModel, sampled_rows
 from lookonce.model.threads import Threads
-from lookonce.model.token_logits import FAILED
 from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan, StepResult
 

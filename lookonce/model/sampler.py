@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lookonce.errors import BadRequestError, LookOnceError
-from lookonce.model import token_logits
-from lookonce.model.token_logits import FAILED, RowFilter, TokenCounts
+from lookonce.model import logits_processors as token_logits
+from lookonce.model.logits_processors import FAILED, RowFilter, TokenCounts
 from lookonce.types.grammar import CompiledGrammar, GrammarState
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lookonce.model.attention.backend import AttentionBuffers, AttentionMetadata
 from lookonce.model.buffers import CopyFence, StaticBuffer
-from lookonce.model.sequences import SequenceTable
+from lookonce.model.input_batch import SequenceTable
 from lookonce.types.step import EmbedSlice, ScheduledSequence
 
 fill_decodes: Callable[..., int] | None

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 from lookonce.cache.lru import ByteLRU
 from lookonce.cache.uuids import UuidBindings
 from lookonce.config import MediaConfig
-from lookonce.render.encoding import ChatOptions
-from lookonce.render.load import MediaLoader
+from lookonce.render.media.largest_media import Largest, largest_media
+from lookonce.render.media.load import MediaLoader
+from lookonce.render.media.resolver import MediaResolver
+from lookonce.render.prompt.encoder import ChatOptions
 from lookonce.render.renderer import Renderer
-from lookonce.render.resolve import MediaResolver
-from lookonce.render.warmup import Largest, largest_media
 from lookonce.types.media import Expansion, ProcessedItem
 from lookonce.types.request import ProcessorOutcome, RenderedItem, RenderedPrompt
 

@@ -22,12 +22,9 @@ from typing import Any
 from lookonce.cache.identity import item_key
 from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import BadRequestError
-from lookonce.render.chat import template_sources
-from lookonce.render.detokenize import Detokenizer
-from lookonce.render.encoding import ChatOptions, EncodedPrompt, PromptEncoder, chat_options
 from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.families.registry import load_family
-from lookonce.render.features import (
+from lookonce.render.media.external_items import (
     GivenMedia,
     GivenResolver,
     check_token_ids,
@@ -35,16 +32,19 @@ from lookonce.render.features import (
     place_given,
     placeholder_span,
 )
-from lookonce.render.injection import given_item
-from lookonce.render.load import MediaLoader
-from lookonce.render.messages import has_many_values, in_thread_if, read_messages
-from lookonce.render.placeholders import MediaPart, match_placeholders, place_media
-from lookonce.render.pool import MediaPool
-from lookonce.render.processing import ProcessingSettings
-from lookonce.render.resolve import MediaResolver, RenderStats
-from lookonce.render.resolver_ports import NameBindings, RendererDirectory
+from lookonce.render.media.injection import given_item
+from lookonce.render.media.load import MediaLoader
+from lookonce.render.media.pool import MediaPool
+from lookonce.render.media.processing import ProcessingSettings
+from lookonce.render.media.resolver import MediaResolver, RenderStats
+from lookonce.render.media.resolver_ports import NameBindings, RendererDirectory
+from lookonce.render.prompt.detokenizer import Detokenizer
+from lookonce.render.prompt.encoder import ChatOptions, EncodedPrompt, PromptEncoder, chat_options
+from lookonce.render.prompt.messages import has_many_values, in_thread_if, read_messages
+from lookonce.render.prompt.placeholders import MediaPart, match_placeholders, place_media
+from lookonce.render.prompt.template import template_sources
+from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.scope import scope_of
-from lookonce.render.tokenizer import Tokenizer
 from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
 from lookonce.types.sampling import SamplingParams

@@ -25,14 +25,14 @@ import uvicorn
 import uvloop
 
 from lookonce.config import Config
-from lookonce.engine.child import EXIT_REFUSED
 from lookonce.engine.progress import Failed, ProgressPipe
+from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.errors import ConfigError, ModelLoadError, error_to_wire
-from lookonce.server.app import build_app
-from lookonce.server.services import Drain
-from lookonce.server.transport import HttpProtocol
+from lookonce.frontend.services import Drain
+from lookonce.frontend.wiring import open_services
+from lookonce.server.http.app import build_app
+from lookonce.server.http.transport import HttpProtocol
 from lookonce.server.warmup import warming_up
-from lookonce.server.wiring import open_services
 
 logger = logging.getLogger("lookonce.server")
 

@@ -11,17 +11,17 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from lookonce.config import Config
+from lookonce.frontend.auth import KeyRing
+from lookonce.frontend.metrics import Metrics
+from lookonce.frontend.render_only_engine import NoEngine
+from lookonce.frontend.sampling_params import read_defaults
+from lookonce.frontend.services import Services
+from lookonce.frontend.wiring import aside, dialect_of
 from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
 from lookonce.render.renderer import open_renderer
-from lookonce.server.app import RENDER_ROUTES, build_app
-from lookonce.server.auth import KeyRing
-from lookonce.server.metrics import Metrics
-from lookonce.server.no_engine import NoEngine
+from lookonce.server.http.app import RENDER_ROUTES, build_app
 from lookonce.server.process import ApiServer, DrainOnSignal, uvicorn_config
-from lookonce.server.sampling import read_defaults
-from lookonce.server.services import Services
 from lookonce.server.warmup import warming_up
-from lookonce.server.wiring import aside, dialect_of
 
 
 @asynccontextmanager

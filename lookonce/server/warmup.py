@@ -20,13 +20,13 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Route
 
 from lookonce.config import Config
-from lookonce.render.warmup import Largest
-from lookonce.server.aborting import RunningRequests
-from lookonce.server.app import build_app
-from lookonce.server.auth import KeyRing
-from lookonce.server.metrics import Metrics
-from lookonce.server.no_engine import NoEngine
-from lookonce.server.services import Drain, Rehearsal, Services
+from lookonce.frontend.abort_peers import RunningRequests
+from lookonce.frontend.auth import KeyRing
+from lookonce.frontend.metrics import Metrics
+from lookonce.frontend.render_only_engine import NoEngine
+from lookonce.frontend.services import Drain, Rehearsal, Services
+from lookonce.render.media.largest_media import Largest
+from lookonce.server.http.app import build_app
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import EncoderOutcome, PrefillFacts, RenderedPrompt, TokenDelta
 from lookonce.types.sampling import SamplingParams

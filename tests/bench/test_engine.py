@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from lookonce.bench.engine_ours import open_ours
-from lookonce.bench.engine_process import MODEL_SECONDS, PROCESS_SECONDS, Stopwatch
+from benchmarks.engine_ours import open_ours
+from benchmarks.engine_process import MODEL_SECONDS, PROCESS_SECONDS, Stopwatch
 from lookonce.errors import ModelLoadError
 
 

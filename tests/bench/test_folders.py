@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from lookonce.bench.folder_kinds import KINDS
-from lookonce.bench.folder_qwen import QWEN_KINDS
-from lookonce.bench.folder_vision import VISION_KINDS
-from lookonce.bench.folders import make_folder
 from lookonce.errors import ConfigError
+from tests.support.model_folders.folder_kinds import KINDS
+from tests.support.model_folders.folder_qwen import QWEN_KINDS
+from tests.support.model_folders.folder_vision import VISION_KINDS
+from tests.support.model_folders.folders import make_folder
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,10 +6,10 @@ import weakref
 
 import numpy as np
 
-from lookonce.bench import items_world
-from lookonce.bench.items_memory import deep_size, kept_bytes
-from lookonce.bench.items_world import LiveSession, Times, World, items_in_a_row
-from lookonce.bench.items_world import request as prompt_of
+from benchmarks import items_world
+from benchmarks.items_memory import deep_size, kept_bytes
+from benchmarks.items_world import LiveSession, Times, World, items_in_a_row
+from benchmarks.items_world import request as prompt_of
 from lookonce.types.media import Array, Expansion, ProcessedItem
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lookonce.bench.kv import LoopStopwatch, first_token_report, stores_report
-from lookonce.bench.kv_bandwidth import bandwidth_report
-from lookonce.bench.kv_subject import BenchEngine, load_subject, prompt_with_pictures
+from benchmarks.kv import LoopStopwatch, first_token_report, stores_report
+from benchmarks.kv_bandwidth import bandwidth_report
+from benchmarks.kv_subject import BenchEngine, load_subject, prompt_with_pictures
 from lookonce.model.loader import LoadedModel
 from lookonce.types.kv import TierSpec
 from tests.conftest import FolderMaker

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from lookonce.bench.load import Arrivals, LoadResult, Target, drive
+from benchmarks.load import Arrivals, LoadResult, Target, drive
 from lookonce.errors import ConfigError
 
 EVENTS = [

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lookonce.bench.micro import Load, Shape, measure
+from benchmarks.micro import Load, Shape, measure
 from lookonce.model.attention.cpu import kernel_available
 
 SHAPE = Shape("tiny", num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)

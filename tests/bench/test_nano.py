@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 from PIL import Image
 
-from lookonce.bench.nano import Answered, evaluate, mistakes, questions, report_of
-from lookonce.bench.world.conversations import Turn, heldout_materials
-from lookonce.bench.world.picture_questions import Asked
-from lookonce.bench.world.shapes import shape_scene
-from lookonce.bench.world.sounds import make_sound
+from benchmarks.nano import Answered, evaluate, mistakes, questions, report_of
 from lookonce.llm import LLM
+from tools.nano.world.conversations import Turn, heldout_materials
+from tools.nano.world.picture_questions import Asked
+from tools.nano.world.shapes import shape_scene
+from tools.nano.world.sounds import make_sound
 
 RED = Asked("color", "What color is the circle?", "red")
 TWO = Asked("count", "How many shapes are there?", "2")

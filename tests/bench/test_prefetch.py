@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lookonce.bench.kv_subject import BenchEngine, load_subject
-from lookonce.bench.prefetch import CHUNK, ENCODER_ROWS, at_random_times, late_pictures, serve
+from benchmarks.kv_subject import BenchEngine, load_subject
+from benchmarks.prefetch import CHUNK, ENCODER_ROWS, at_random_times, late_pictures, serve
 from lookonce.config import SchedulerConfig
 
 

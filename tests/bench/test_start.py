@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from lookonce.bench.start import API, ENGINE, Start, breakdown, read_events
+from benchmarks.start import API, ENGINE, Start, breakdown, read_events
 from lookonce.errors import UnavailableError
 
 LOG = """\

@@ -7,10 +7,10 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from lookonce.bench import workloads
-from lookonce.bench.pictures import encoded_picture
-from lookonce.bench.plot import Panel, write_shares
-from lookonce.bench.workloads import Shape
+from benchmarks import workloads
+from benchmarks.pictures import encoded_picture
+from benchmarks.plot import Panel, write_shares
+from benchmarks.workloads import Shape
 from lookonce.errors import ConfigError
 
 SHAPE = Shape("m", output_tokens=7, picture="512 JPEG")

@@ -3,7 +3,7 @@
 import pytest
 
 from lookonce.cache.directory import Directory
-from tests.cache.items import expansion, key
+from tests.support.cache_items import expansion, key
 
 
 def directory(capacity=3000, listed=(), **bounds) -> Directory:

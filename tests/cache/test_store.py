@@ -3,7 +3,7 @@
 import pytest
 
 from lookonce.cache.store import Store
-from tests.cache.items import item, key
+from tests.support.cache_items import item, key
 
 
 def store(*senders: str) -> Store:

@@ -15,7 +15,7 @@ from lookonce.cli.options import HELP, options_from
 from lookonce.config import Options, resolve
 from lookonce.errors import ConfigError
 from lookonce.types.ranges import OPTION_RANGES
-from tests.end_to_end.drawing import encoded, picture
+from tests.support.drawing import encoded, picture
 
 
 def lookonce(*arguments: str, **options) -> subprocess.CompletedProcess[str]:

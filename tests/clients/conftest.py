@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.live import LiveServer
+from tests.support.live import LiveServer
 
 TEMPLATE = """\
 {% if tools %}<|im_start|>system

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from tests.end_to_end.drawing import ask, picture
+from tests.support.drawing import ask, picture
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -11,7 +11,7 @@ schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not i
 
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from lookonce.server.openapi import OPERATIONS, describe  # noqa: E402
+from lookonce.server.routes.openapi import OPERATIONS, describe  # noqa: E402
 
 EXAMPLES = 40
 """Per route."""

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lookonce.core.blocks import BlockPool
-from tests.core.builders import key
+from lookonce.core.block_pool import BlockPool
+from tests.support.core.builders import key
 
 
 class BlockPoolMachine(RuleBasedStateMachine):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lookonce.core import columns
 from lookonce.core.columns import one_run_items_in_python, plain_columns_in_python
 from lookonce.types.media import Expansion, MediaFeature, ProcessedItem
-from tests.core.builders import feature, item_for, items_for, key
+from tests.support.core.builders import feature, item_for, items_for, key
 
 compiled = columns.plain_columns is not plain_columns_in_python
 BOTH = pytest.mark.parametrize(

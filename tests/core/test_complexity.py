@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 
 import lookonce
-from lookonce.core.features import Features
-from lookonce.core.prefix import extend_chain, root_hash
+from lookonce.core.block_hashes import extend_chain, root_hash
+from lookonce.core.mm_features import Features
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import StepPlan, StepResult
-from tests.core.builders import (
+from tests.support.core.builders import (
     Limits,
     feature,
     items_for,

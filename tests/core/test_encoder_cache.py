@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lookonce.core import encoder_cache, eviction
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.errors import TooLargeError
-from tests.core.builders import key
+from tests.support.core.builders import key
 
 ROW = 10
 KEYS = [key(name) for name in "abcdef"]

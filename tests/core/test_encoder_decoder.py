@@ -11,9 +11,17 @@ from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import MediaFeature
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import GREEDY, Limits, feature, items_for, model_info, request, text
-from tests.core.engine import Engine
-from tests.core.fake_runner import reference
+from tests.support.core.builders import (
+    GREEDY,
+    Limits,
+    feature,
+    items_for,
+    model_info,
+    request,
+    text,
+)
+from tests.support.core.engine import Engine
+from tests.support.core.fake_runner import reference
 
 MODEL = msgspec.structs.replace(model_info(), encoder_decoder=True)
 LIMITS = Limits(model=MODEL, max_num_batched_tokens=8)

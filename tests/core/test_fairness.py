@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import Limits, feature, model_info, request, text
-from tests.core.engine import Engine
-from tests.core.fake_runner import reference
-from tests.core.feeding import (
+from tests.support.core.builders import Limits, feature, model_info, request, text
+from tests.support.core.engine import Engine
+from tests.support.core.fake_runner import reference
+from tests.support.core.feeding import (
     ANSWER,
     ROOMY,
     WHOLE,

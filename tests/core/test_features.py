@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from lookonce.core import features as features_module
-from lookonce.core.features import EncoderInputs, Features, feature_slices, next_embed
+from lookonce.core import mm_features as features_module
+from lookonce.core.mm_features import EncoderInputs, Features, feature_slices, next_embed
 from lookonce.errors import BadRequestError
 from lookonce.types.media import MediaFeature
 from lookonce.types.step import EmbedSlice
-from tests.core.builders import feature, key
+from tests.support.core.builders import feature, key
 
 CASES = 100_000
 

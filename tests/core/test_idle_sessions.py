@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lookonce.core.idleness import IDLE_SECONDS
+from lookonce.core.session_eviction import IDLE_SECONDS
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import Limits, feature, items_for, request, text
-from tests.core.engine import Engine
+from tests.support.core.builders import Limits, feature, items_for, request, text
+from tests.support.core.engine import Engine
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 

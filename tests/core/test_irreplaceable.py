@@ -5,14 +5,22 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookonce.core.blocks import BlockPool
-from lookonce.core.door import Door
+from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
+from lookonce.core.request_validation import Door
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import ROW_BYTES, Limits, feature, items_for, model_info, request, text
-from tests.core.engine import Engine
-from tests.core.fake_runner import reference
+from tests.support.core.builders import (
+    ROW_BYTES,
+    Limits,
+    feature,
+    items_for,
+    model_info,
+    request,
+    text,
+)
+from tests.support.core.engine import Engine
+from tests.support.core.fake_runner import reference
 
 LIMITS = Limits(num_blocks=24, block_size=4, model=model_info(max_model_len=96))
 PICTURES = {"cat": 4, "dog": 6}

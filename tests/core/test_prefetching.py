@@ -8,9 +8,9 @@ import pytest
 
 from lookonce.core.prefetching import BROUGHT_ALONG
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import Limits, feature, request, text
-from tests.core.engine import Engine
-from tests.core.fake_runner import reference
+from tests.support.core.builders import Limits, feature, request, text
+from tests.support.core.engine import Engine
+from tests.support.core.fake_runner import reference
 
 EARLY, LATE, LAST = feature("early", 2, 4), feature("late", 20, 4), feature("last", 34, 4)
 AHEAD = Limits(max_num_batched_tokens=8, max_encoder_tokens=6)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lookonce.core.features import Features
-from lookonce.core.prefix import extend_chain, root_hash
+from lookonce.core.block_hashes import extend_chain, root_hash
+from lookonce.core.mm_features import Features
 from lookonce.core.tokens import TokenBuffer
 from lookonce.types.media import MediaFeature
-from tests.core.builders import feature, text
+from tests.support.core.builders import feature, text
 
 BLOCK = 4
 SCOPE = b"s" * 32

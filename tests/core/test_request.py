@@ -7,12 +7,12 @@ import itertools
 import numpy as np
 import pytest
 
-from lookonce.core.facts import FactsRecord
-from lookonce.core.features import Features
+from lookonce.core.mm_features import Features
 from lookonce.core.request import ALLOWED, Request, Sequence, State
-from lookonce.core.roster import Roster
+from lookonce.core.request_queues import Roster
+from lookonce.core.reuse_stats import FactsRecord
 from lookonce.types.request import MAX_LISTED_ITEMS
-from tests.core.builders import request, text
+from tests.support.core.builders import request, text
 
 
 def new_request(name: str = "a", *, samples: int = 1, arrival: float = 0.0) -> Request:

@@ -11,27 +11,28 @@ from dataclasses import replace
 
 import pytest
 
-from lookonce.core import planning, prefix
+from lookonce.core import block_hashes as prefix
+from lookonce.core import planning
 from lookonce.core import request as request_module
 from lookonce.core.admission import Admission
-from lookonce.core.applying import Applier
-from lookonce.core.blocks import BlockPool
+from lookonce.core.block_pool import BlockPool
 from lookonce.core.budget import EncoderBudget, StepPass
 from lookonce.core.chunking import Chunker
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.idleness import IdleSessions
+from lookonce.core.fairness import Turns
 from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.planning import Planner
 from lookonce.core.preemption import Preemption
 from lookonce.core.request import Sequence, State
-from lookonce.core.roster import Roster
-from lookonce.core.turns import Turns
+from lookonce.core.request_queues import Roster
+from lookonce.core.session_eviction import IdleSessions
+from lookonce.core.update_from_output import Applier
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import Limits, feature, model_info, request, text
-from tests.core.engine import Engine
-from tests.core.fake_runner import prompt_scores, reference
-from tests.core.feeding import (
+from tests.support.core.builders import Limits, feature, model_info, request, text
+from tests.support.core.engine import Engine
+from tests.support.core.fake_runner import prompt_scores, reference
+from tests.support.core.feeding import (
     ROOMY,
     an_answer_beside_sessions_that_each_take_all_tokens,
     an_item_that_takes_a_whole_step_beside_a_session,

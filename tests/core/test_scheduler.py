@@ -12,7 +12,7 @@ from lookonce.errors import (
     error_from_wire,
 )
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import (
+from tests.support.core.builders import (
     EOS,
     GREEDY,
     Limits,
@@ -24,8 +24,8 @@ from tests.core.builders import (
     request,
     text,
 )
-from tests.core.engine import Engine
-from tests.core.fake_runner import reference
+from tests.support.core.engine import Engine
+from tests.support.core.fake_runner import reference
 
 
 def sampling(**changes: object) -> SamplingParams:

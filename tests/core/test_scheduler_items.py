@@ -6,9 +6,9 @@ import pytest
 
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import Limits, feature, model_info, request, text
-from tests.core.engine import Engine
-from tests.core.fake_runner import reference
+from tests.support.core.builders import Limits, feature, model_info, request, text
+from tests.support.core.engine import Engine
+from tests.support.core.fake_runner import reference
 
 X, Y = feature("x", 4, 8), feature("y", 16, 8)
 

@@ -14,14 +14,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lookonce.core import acquiring, encoder_cache
-from lookonce.core import features as features_module
-from lookonce.core.idleness import IDLE_SECONDS
+from lookonce.core import encoder_cache
+from lookonce.core import encoder_scheduling as acquiring
+from lookonce.core import mm_features as features_module
+from lookonce.core.session_eviction import IDLE_SECONDS
 from lookonce.errors import TooLargeError
 from lookonce.types.media import MediaFeature, Modality
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import (
+from tests.support.core.builders import (
     Limits,
     feature,
     items_for,
@@ -31,8 +32,8 @@ from tests.core.builders import (
     request,
     text,
 )
-from tests.core.engine import Engine
-from tests.core.fake_runner import prompt_scores, reference
+from tests.support.core.engine import Engine
+from tests.support.core.fake_runner import prompt_scores, reference
 
 LENGTHS = {"a": 2, "b": 3, "c": 5, "d": 8, "gaps": 7}
 GAPS = ((0, 2), (3, 4), (6, 7))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lookonce.core import features as features_module
-from lookonce.core.features import Features
+from lookonce.core import mm_features as features_module
+from lookonce.core.mm_features import Features
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import MediaFeature
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import (
+from tests.support.core.builders import (
     Limits,
     feature,
     items_for,
@@ -20,8 +20,8 @@ from tests.core.builders import (
     request,
     text,
 )
-from tests.core.engine import Engine
-from tests.core.fake_runner import advance, reference, row_at, sample
+from tests.support.core.engine import Engine
+from tests.support.core.fake_runner import advance, reference, row_at, sample
 
 ONE_A_TURN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 THREE_A_TURN = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)

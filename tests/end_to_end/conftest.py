@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.end_to_end.live import LiveServer
+from tests.support.live import LiveServer
 
 
 @pytest.fixture(scope="session")

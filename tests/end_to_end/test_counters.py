@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.end_to_end.live import LiveServer
-from tests.end_to_end.traffic import Medium, drawn, sounding
+from tests.support.live import LiveServer
+from tests.support.traffic import Medium, drawn, sounding
 
 MEDIA_COUNTERS = (
     "mm_cache_queries_total",

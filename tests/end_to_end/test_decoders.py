@@ -16,8 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.end_to_end.live import LiveServer, until
-from tests.end_to_end.traffic import Medium, drawn
+from tests.support.live import LiveServer, until
+from tests.support.traffic import Medium, drawn
 
 MAX_QUEUE = 256
 """The pool's bound; every worker may have one more."""
@@ -60,7 +60,7 @@ def workers(server: LiveServer) -> list[int]:
                 session = (folder / "stat").read_text().rpartition(")")[2].split()[3]
             except OSError:
                 continue
-            if b"lookonce.render.worker" in command and int(session) == server.process.pid:
+            if b"lookonce.render.media.worker" in command and int(session) == server.process.pid:
                 found.append(int(folder.name))
     return found
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from lookonce.bench.valkey_server import ValkeyServer
-from tests.end_to_end.drawing import ask, picture
-from tests.end_to_end.live import LiveServer, until
+from benchmarks.valkey_server import ValkeyServer
+from tests.support.drawing import ask, picture
+from tests.support.live import LiveServer, until
 
 SHAPES = picture(("red", "circle"), ("blue", "square"))
 QUESTION = "What is in the picture?"

@@ -11,10 +11,10 @@ from concurrent.futures import Future
 import httpx
 import pytest
 
-from tests.end_to_end.drawing import encoded, picture, tone, wav
-from tests.end_to_end.live import LiveServer
-from tests.end_to_end.traffic import drawn
-from tests.render.origin import Answer, Origin, origin
+from tests.support.drawing import encoded, picture, tone, wav
+from tests.support.live import LiveServer
+from tests.support.render.origin import Answer, Origin, origin
+from tests.support.traffic import drawn
 
 NUM_ASKERS = 64
 COUNTED = (

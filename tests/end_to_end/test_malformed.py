@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.end_to_end.drawing import ask, encoded, image_part, picture, text_part, wav
-from tests.end_to_end.live import LiveServer
+from tests.support.drawing import ask, encoded, image_part, picture, text_part, wav
+from tests.support.live import LiveServer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PNG = encoded(picture(("red", "circle")))

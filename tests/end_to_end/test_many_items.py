@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.end_to_end.live import LiveServer
-from tests.end_to_end.traffic import sounding
+from tests.support.live import LiveServer
+from tests.support.traffic import sounding
 
 SOUNDS = 40
 

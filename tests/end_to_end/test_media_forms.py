@@ -11,7 +11,7 @@ import pytest
 import soundfile
 from PIL import Image
 
-from tests.end_to_end.drawing import SAMPLE_RATE, ask, picture, tone
+from tests.support.drawing import SAMPLE_RATE, ask, picture, tone
 
 TWO = picture(("red", "circle"), ("blue", "square"))
 RATE = 44_100

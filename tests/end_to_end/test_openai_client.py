@@ -7,7 +7,7 @@ import asyncio
 import openai
 import pytest
 
-from tests.end_to_end.drawing import ask, picture, tone
+from tests.support.drawing import ask, picture, tone
 
 RED_CIRCLE = picture(("red", "circle"))
 QUESTION = "What shape is red?"

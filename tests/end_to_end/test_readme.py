@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.drawing import encoded, picture
+from tests.support.drawing import encoded, picture
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(python|)\n(.*?)```", README, re.DOTALL)

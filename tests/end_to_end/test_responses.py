@@ -8,7 +8,7 @@ import json
 import openai
 import pytest
 
-from tests.end_to_end.drawing import image_part, picture
+from tests.support.drawing import image_part, picture
 
 QUESTION = "What shape is red?"
 SCHEMA = {

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.end_to_end.live import LiveServer, until
-from tests.end_to_end.traffic import REFUSED, drive, plans, working_set
+from tests.support.live import LiveServer, until
+from tests.support.traffic import REFUSED, drive, plans, working_set
 
 NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "500"))
 CONCURRENCY = 12

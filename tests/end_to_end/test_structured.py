@@ -9,7 +9,7 @@ import re
 import openai
 import pytest
 
-from tests.end_to_end.drawing import ask, picture
+from tests.support.drawing import ask, picture
 
 WILD = {"temperature": 5.0, "max_tokens": 120}
 """A temperature at which nano says anything at all."""

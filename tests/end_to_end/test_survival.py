@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
-from tests.end_to_end.drawing import ask, picture
-from tests.end_to_end.live import LiveServer, until
+from tests.support.drawing import ask, picture
+from tests.support.live import LiveServer, until
 
 NUM_CLIENTS = 200
 LONG = 3000

@@ -7,8 +7,8 @@ import json
 import openai
 import pytest
 
-from tests.end_to_end.drawing import ask
-from tests.end_to_end.live import LiveServer
+from tests.support.drawing import ask
+from tests.support.live import LiveServer
 
 TEMPLATE = """\
 {% if tools %}<|im_start|>system

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.end_to_end.drawing import ask, image_part, picture, tone
+from tests.support.drawing import ask, image_part, picture, tone
 
 TWO = picture(("red", "circle"), ("blue", "square"))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.end_to_end.drawing import (
+from tests.support.drawing import (
     audio_part,
     beeps,
     encoded,
@@ -20,7 +20,7 @@ from tests.end_to_end.drawing import (
     text_part,
     tone,
 )
-from tests.end_to_end.live import LiveServer
+from tests.support.live import LiveServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONTENTS = [

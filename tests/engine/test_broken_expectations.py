@@ -24,9 +24,18 @@ from lookonce.ipc.messages import (
 )
 from lookonce.types.media import Expansion
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import PLACEHOLDER, feature, key, request, text
-from tests.engine.living import PATIENCE, World, expected, item, part, rendered, tokens_of, until
 from tests.engine.test_reception import RawClient, added
+from tests.support.core.builders import PLACEHOLDER, feature, key, request, text
+from tests.support.engine.living import (
+    PATIENCE,
+    World,
+    expected,
+    item,
+    part,
+    rendered,
+    tokens_of,
+    until,
+)
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 CAT, DOG = feature("cat", 3, 4), feature("dog", 10, 4)

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from lookonce.config import EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
-from lookonce.engine import build as build_module
-from lookonce.engine.build import build_engine
+from lookonce.engine.process import build as build_module
+from lookonce.engine.process.build import build_engine
 from lookonce.engine.settings import EngineSettings
 from lookonce.errors import BadRequestError, ConfigError, ModelLoadError
-from tests.core.builders import request
+from tests.support.core.builders import request
 
 
 def settings(folder, **changes):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from lookonce.engine.child import EXIT_REFUSED, Child, KeptProcess, RestartBudget
+from lookonce.engine.supervisor.child_process import EXIT_REFUSED, Child, KeptProcess, RestartBudget
 from lookonce.errors import EngineDeadError
 
 PATIENCE = 30.0

@@ -17,8 +17,8 @@ from lookonce.errors import (
 )
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import Limits, key, text
-from tests.engine.living import World, expected, part, rendered, tokens_of
+from tests.support.core.builders import Limits, key, text
+from tests.support.engine.living import World, expected, part, rendered, tokens_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)

@@ -16,8 +16,8 @@ from lookonce.errors import (
 )
 from lookonce.ipc.messages import KeyedItem
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import Limits, key, text
-from tests.engine.living import World, expected, item, part, rendered, tokens_of, until
+from tests.support.core.builders import Limits, key, text
+from tests.support.engine.living import World, expected, item, part, rendered, tokens_of, until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)

@@ -14,8 +14,17 @@ import pytest
 
 from lookonce.errors import BadRequestError, EngineDeadError, NotReadyError
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import Limits, key, text
-from tests.engine.living import PATIENCE, World, expected, item, part, rendered, tokens_of, until
+from tests.support.core.builders import Limits, key, text
+from tests.support.engine.living import (
+    PATIENCE,
+    World,
+    expected,
+    item,
+    part,
+    rendered,
+    tokens_of,
+    until,
+)
 
 NUM_PICTURES = 12
 ROOM_FOR = 4

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lookonce.engine.core import MAX_BROKEN_STEPS, EngineCore
+from lookonce.engine.process.engine_core import MAX_BROKEN_STEPS, EngineCore
 from lookonce.errors import BadRequestError
-from tests.core.builders import Limits, feature, items_for, make_scheduler, request, text
-from tests.core.fake_runner import reference
-from tests.engine.living import GatedRunner
+from tests.support.core.builders import Limits, feature, items_for, make_scheduler, request, text
+from tests.support.core.fake_runner import reference
+from tests.support.engine.living import GatedRunner
 
 
 class Bench:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from lookonce.config import NANO_FOLDER
-from lookonce.engine.grammar import GrammarCompiler
+from lookonce.engine.process.grammar import GrammarCompiler
 from lookonce.errors import BadRequestError
-from lookonce.render.tokenizer import Tokenizer
+from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.grammar import Grammar
 
 EOS = 2

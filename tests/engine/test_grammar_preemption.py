@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 from lookonce.config import KVConfig
-from lookonce.render.tokenizer import Tokenizer
+from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.grammar import Grammar
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import request
 from tests.engine.test_build import build, settings
+from tests.support.core.builders import request
 
 PATTERN = r"([0-9]{3}-){8}[a-c]"
 SAMPLING = SamplingParams(

@@ -14,16 +14,16 @@ import msgspec
 import pytest
 
 from lookonce.config import ChannelConfig, EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
-from lookonce.engine.child import EXIT_REFUSED
-from lookonce.engine.client import EngineClient
+from lookonce.engine.client.engine_client import EngineClient
 from lookonce.engine.progress import Alive, Failed, Loading, ProgressPipe, Serving, parse_progress
 from lookonce.engine.settings import EngineSettings
+from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.errors import EngineDeadError, error_from_wire
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import text
-from tests.engine.living import PATIENCE, expected, part, rendered, tokens_of
+from tests.support.core.builders import text
+from tests.support.engine.living import PATIENCE, expected, part, rendered, tokens_of
 
-COMMAND = (sys.executable, "-m", "tests.engine.fake_process")
+COMMAND = (sys.executable, "-m", "tests.support.engine.fake_process")
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from lookonce.engine.pulse import Pulse
+from lookonce.engine.client.health import Pulse
 from lookonce.errors import EngineDeadError, NotReadyError
 from lookonce.ipc.messages import Heartbeat
-from tests.core.builders import model_info
+from tests.support.core.builders import model_info
 
 STALL_TIMEOUT = 120.0
 EPOCH = 7

@@ -25,8 +25,8 @@ from lookonce.ipc.messages import (
     UpdateCache,
     Welcome,
 )
-from tests.core.builders import feature, key, request, text
-from tests.engine.living import PATIENCE, World, item, until
+from tests.support.core.builders import feature, key, request, text
+from tests.support.engine.living import PATIENCE, World, item, until
 
 CAT = feature("cat", 3, 4)
 

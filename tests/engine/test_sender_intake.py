@@ -3,16 +3,16 @@
 import pytest
 
 from lookonce.cache.uuids import UuidBindings
-from lookonce.engine import intake as intake_module
-from lookonce.engine.intake import Held, Intake
-from lookonce.engine.sender import Sender
+from lookonce.engine.client.sender_cache import Sender
+from lookonce.engine.process import receiver_cache as intake_module
+from lookonce.engine.process.receiver_cache import Held, Intake
 from lookonce.errors import BadRequestError, MediaNotCachedError, NotReadyError
 from lookonce.ipc.messages import ClearCache, Hint, Hints, KeyedItem, Welcome
 from lookonce.types.media import Array, feature_at
 from lookonce.types.request import GenerateRequest, RenderedItem, RenderedPrompt
 from lookonce.types.sampling import SamplingParams
-from tests.cache.items import expansion, item, key
-from tests.engine.sender_intake_world import MODEL
+from tests.support.cache_items import expansion, item, key
+from tests.support.engine.sender_intake_world import MODEL
 
 
 async def never_called():

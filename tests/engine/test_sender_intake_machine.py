@@ -20,10 +20,10 @@ from hypothesis.stateful import (
 
 from lookonce.cache.directory import Directory
 from lookonce.cache.lru import ByteLRU, Evicted
-from lookonce.engine.intake import Intake
-from lookonce.engine.sender import Sender, _Change
+from lookonce.engine.client.sender_cache import Sender, _Change
+from lookonce.engine.process.receiver_cache import Intake
 from lookonce.ipc.messages import NO_OPS
-from tests.engine.sender_intake_world import Api, Engine, World
+from tests.support.engine.sender_intake_world import Api, Engine, World
 
 PICK = st.integers(0, 11)
 NUMBERS = st.lists(st.integers(0, 11), min_size=1, max_size=5)

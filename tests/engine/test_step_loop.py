@@ -6,16 +6,16 @@ import threading
 
 import pytest
 
-from lookonce.core import idleness
-from lookonce.core.blocks import BlockPool
-from lookonce.core.door import Door
+from lookonce.core import session_eviction as idleness
+from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.engine.core import EngineCore
-from lookonce.engine.step_loop import Add, Exchange, StepLoop, Stop
+from lookonce.core.request_validation import Door
+from lookonce.engine.process.engine_core import EngineCore
+from lookonce.engine.process.step_loop import Add, Exchange, StepLoop, Stop
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import ROW_BYTES, Limits, make_scheduler, request, text
-from tests.core.fake_runner import FakeRunner
-from tests.engine.living import PATIENCE
+from tests.support.core.builders import ROW_BYTES, Limits, make_scheduler, request, text
+from tests.support.core.fake_runner import FakeRunner
+from tests.support.engine.living import PATIENCE
 
 LIMITS = Limits(max_num_seqs=1)
 ANSWER = 8

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from lookonce.config import EncoderConfig, KVConfig, MediaConfig, ModelConfig, SchedulerConfig
-from lookonce.core.blocks import BlockPool
-from lookonce.engine.build import assemble, build_engine
+from lookonce.core.block_pool import BlockPool
+from lookonce.engine.process.build import assemble, build_engine
+from lookonce.engine.process.warmup import WarmUpItems, warm_up
 from lookonce.engine.settings import EngineSettings
-from lookonce.engine.warmup import WarmUpItems, warm_up
 from lookonce.errors import RequestFailedError
 from lookonce.model.attention.select import select_backend
 from lookonce.model.loader import load_model
@@ -68,7 +68,7 @@ class Stage:
 @pytest.fixture
 def warmed(caplog):
     """What the log says was warmed, in words."""
-    caplog.set_level(logging.INFO, logger="lookonce.engine.warmup")
+    caplog.set_level(logging.INFO, logger="lookonce.engine.process.warmup")
 
     def read() -> list[str]:
         return [record.args[0] for record in caplog.records if "warmed up" in record.msg]
@@ -133,7 +133,7 @@ def test_a_processor_that_breaks_is_a_warning(folder, caplog, monkeypatch):
     def breaks(*_: object) -> list[ProcessedItem]:
         raise RequestFailedError("no such processor")
 
-    monkeypatch.setattr("lookonce.engine.warmup.processed_items", breaks)
+    monkeypatch.setattr("lookonce.engine.process.warmup.processed_items", breaks)
     core, _ = build_engine(settings(folder("llava")), lambda done, total: None)
     assert "no such processor" in caplog.text
     assert core.num_waiting == 0

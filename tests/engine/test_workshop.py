@@ -10,8 +10,8 @@ import pytest
 from lookonce.errors import BadRequestError, RequestFailedError
 from lookonce.types.grammar import Grammar
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import text
-from tests.engine.living import PATIENCE, World, expected, rendered, tokens_of
+from tests.support.core.builders import text
+from tests.support.engine.living import PATIENCE, World, expected, rendered, tokens_of
 
 FREE = SamplingParams(max_tokens=4)
 

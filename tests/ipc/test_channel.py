@@ -16,7 +16,7 @@ from lookonce.ipc.client_link import DealerLink
 from lookonce.ipc.double import InProcessHub
 from lookonce.ipc.messages import Accepted, GetStats, Heartbeat, Hello, Received, UpdateCache
 from lookonce.ipc.zmq_links import ZmqEngineLink
-from tests.ipc.samples import update
+from tests.support.ipc_samples import update
 
 PATIENCE = 20.0
 

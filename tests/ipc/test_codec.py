@@ -19,7 +19,7 @@ from lookonce.ipc.codec import (
     frames_nbytes,
 )
 from lookonce.types.media import Array
-from tests.ipc.samples import client_messages, engine_messages, item, request, update
+from tests.support.ipc_samples import client_messages, engine_messages, item, request, update
 
 
 def round_trip(message):

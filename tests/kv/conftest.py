@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lookonce.bench.lmcache_server import LMCacheServer
-from lookonce.bench.valkey_server import ValkeyServer
+from benchmarks.lmcache_server import LMCacheServer
+from benchmarks.valkey_server import ValkeyServer
 
 needs_lmcache = pytest.mark.skipif(
     find_spec("lmcache") is None,

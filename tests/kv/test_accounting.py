@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lookonce.bench.valkey_server import ValkeyServer
+from benchmarks.valkey_server import ValkeyServer
 from lookonce.kv.accounting import matched_tokens, usable_tokens
 from lookonce.kv.disk import DiskTier
 from lookonce.kv.host import HostTier
@@ -22,10 +22,10 @@ from lookonce.kv.valkey import ValkeyTier
 from lookonce.types.kv import ExternalFacts, TierSpec
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import Limits, feature, request, text
-from tests.core.fake_runner import reference
-from tests.kv.tiers import DictTier, FaultyTier, eventually
-from tests.kv.world import LAYOUT, World
+from tests.support.core.builders import Limits, feature, request, text
+from tests.support.core.fake_runner import reference
+from tests.support.kv.tiers import DictTier, FaultyTier, eventually
+from tests.support.kv.world import LAYOUT, World
 
 TOKENS = text(42)
 """10 whole blocks of 4, and 2 more tokens."""

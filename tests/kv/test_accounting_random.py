@@ -11,10 +11,10 @@ from lookonce.kv.tier import Reason
 from lookonce.types.kv import ExternalFacts
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
-from tests.core.builders import Limits, feature, request, text
-from tests.core.fake_runner import reference
-from tests.kv.tiers import FaultyTier
-from tests.kv.world import World
+from tests.support.core.builders import Limits, feature, request, text
+from tests.support.core.fake_runner import reference
+from tests.support.kv.tiers import FaultyTier
+from tests.support.kv.world import World
 
 NUM_REQUESTS = 5000
 REASONS: tuple[Reason, ...] = ("missing", "corrupt", "timeout", "connection", "io")

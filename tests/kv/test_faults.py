@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lookonce.bench.valkey_server import ValkeyServer
+from benchmarks.valkey_server import ValkeyServer
 from lookonce.cache.identity import item_key, media_hash
-from lookonce.core.external import ExternalPrefixes
-from lookonce.core.features import Features
-from lookonce.core.prefix import extend_chain, root_hash
+from lookonce.core.block_hashes import extend_chain, root_hash
+from lookonce.core.kv_connector_state import ExternalPrefixes
+from lookonce.core.mm_features import Features
 from lookonce.core.tokens import TokenBuffer
 from lookonce.kv.breaker import Breaker
 from lookonce.kv.disk import DiskTier
@@ -26,10 +26,10 @@ from lookonce.kv.transfer import Loaded
 from lookonce.kv.valkey import ValkeyTier
 from lookonce.types.kv import LoadReport, TierSpec
 from lookonce.types.media import MediaFeature
-from tests.core.builders import Limits, request, text
-from tests.core.fake_runner import PlanError, reference
-from tests.kv.tiers import FaultyTier, eventually
-from tests.kv.world import LAYOUT, World
+from tests.support.core.builders import Limits, request, text
+from tests.support.core.fake_runner import PlanError, reference
+from tests.support.kv.tiers import FaultyTier, eventually
+from tests.support.kv.world import LAYOUT, World
 
 OBJECTS = ObjectFormat(bytes(32), LAYOUT)
 LIMITS = Limits(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=40)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lookonce.bench.lmcache_server import LMCacheServer
+from benchmarks.lmcache_server import LMCacheServer
 from lookonce.kv import lmcache as tier_module
 from lookonce.kv.breaker import Breaker
 from lookonce.kv.lmcache import LMCacheTier
@@ -17,15 +17,15 @@ from lookonce.kv.objects import ObjectFormat
 from lookonce.kv.tier import TierError
 from lookonce.types.kv import TierSpec
 from tests.conftest import FolderMaker
-from tests.core.builders import Limits, request, text
-from tests.core.fake_runner import reference
-from tests.end_to_end.live import LiveServer
 from tests.end_to_end.test_kv_tiers import by_tier, look, status, stored
 from tests.kv.conftest import needs_lmcache
 from tests.kv.test_real_engines import HOST, Served, Subject, check
-from tests.kv.tiers import LAYOUT as SMALL
-from tests.kv.tiers import OBJECTS, eventually, key, payload, read
-from tests.kv.world import LAYOUT, World
+from tests.support.core.builders import Limits, request, text
+from tests.support.core.fake_runner import reference
+from tests.support.kv.tiers import LAYOUT as SMALL
+from tests.support.kv.tiers import OBJECTS, eventually, key, payload, read
+from tests.support.kv.world import LAYOUT, World
+from tests.support.live import LiveServer
 
 pytestmark = needs_lmcache
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lookonce.kv.namespace import namespace_digest
 from lookonce.kv.objects import HEADER_BYTES, ObjectFormat
 from lookonce.types.kv import KVLayout
-from tests.kv.tiers import LAYOUT, NAMESPACE, OBJECTS, SIZE, key, payload
+from tests.support.kv.tiers import LAYOUT, NAMESPACE, OBJECTS, SIZE, key, payload
 
 
 def test_what_was_stored_is_intact() -> None:

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from lookonce.bench.valkey_server import ValkeyServer
+from benchmarks.valkey_server import ValkeyServer
 from lookonce.config import EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
-from lookonce.core.blocks import BlockPool
-from lookonce.engine.build import assemble
-from lookonce.engine.external import open_external, rope_of
+from lookonce.core.block_pool import BlockPool
+from lookonce.engine.process.build import assemble
+from lookonce.engine.process.kv_tiers import open_external, rope_of
 from lookonce.engine.settings import EngineSettings
 from lookonce.model.attention.select import select_backend
 from lookonce.model.kv_copier import PageCopier
@@ -31,7 +31,7 @@ from lookonce.types.kv import ExternalFacts, TierSpec
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.conftest import FolderMaker
-from tests.model.cases import Case, CaseMaker, array, picture
+from tests.support.model.cases import Case, CaseMaker, array, picture
 
 NUM_TOKENS = 6
 BLOCK_SIZE = 4

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lookonce.kv.slots import Entry, SlotTable
-from tests.kv.tiers import key
+from tests.support.kv.tiers import key
 
 KEYS = st.integers(0, 9).map(key)
 LEASE = 10.0

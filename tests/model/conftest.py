@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
-from tests.model.builds import OTHER_CPUS, Build, build_for, in_use
-from tests.model.serving import Subject, make_subject
+from tests.support.model.builds import OTHER_CPUS, Build, build_for, in_use
+from tests.support.model.serving import Subject, make_subject
 
 
 @pytest.fixture(scope="session")

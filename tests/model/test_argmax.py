@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from lookonce.model import token_logits
-from lookonce.model.token_logits import FAILED
+from lookonce.model import logits_processors as token_logits
+from lookonce.model.logits_processors import FAILED
 
 SCORES = st.one_of(
     st.floats(width=32), st.sampled_from([0.0, -0.0, 1.0, math.inf, -math.inf, math.nan])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.cpu import KernelBackend, kernel_available
 from lookonce.model.attention.reference import ReferenceBackend
-from tests.model.attention_world import Problem, build, dense_answer, problems
+from tests.support.model.attention_world import Problem, build, dense_answer, problems
 
 pytestmark = pytest.mark.usefixtures("each_build")
 needs_kernel = pytest.mark.skipif(not kernel_available(), reason="the C++ kernel is not built")

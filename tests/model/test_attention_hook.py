@@ -10,10 +10,14 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from lookonce.model.attention.hook import ATTENTION_NAME, paged_attention, paged_forward_context
+from lookonce.model.attention.hf_attention import (
+    ATTENTION_NAME,
+    paged_attention,
+    paged_forward_context,
+)
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.kv_pages import KVPages
-from tests.model.attention_world import Problem, Scene, build, dense_answer
+from tests.support.model.attention_world import Problem, Scene, build, dense_answer
 
 PROBLEM = Problem([(1, 12), (6, 5)], sliding_window=4, softcap=2.0, sinks=True)
 

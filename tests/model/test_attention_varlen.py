@@ -15,7 +15,7 @@ from torch.nn.attention import varlen
 
 from lookonce.model.attention import cuda
 from lookonce.model.attention.cuda import VarlenBackend
-from tests.model.attention_world import Problem, build, dense_answer
+from tests.support.model.attention_world import Problem, build, dense_answer
 
 PAGED = Problem([(1, 300), (40, 20), (1, 0)], block_size=256, dtype=torch.bfloat16)
 

@@ -12,7 +12,7 @@ from lookonce.model.inputs import item_tensors
 from lookonce.model.loader import load_model
 from lookonce.render.families.registry import FAMILIES as RENDER_FAMILIES
 from lookonce.types.supported import SUPPORTED
-from tests.model.cases import CaseMaker, picture, sound
+from tests.support.model.cases import CaseMaker, picture, sound
 
 BATCHED = [
     *((kind, "image") for kind in ("llava", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")),

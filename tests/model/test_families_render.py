@@ -12,8 +12,8 @@ from lookonce.config import ModelConfig
 from lookonce.model.inputs import item_tensors
 from lookonce.model.loader import load_model
 from lookonce.render.families.registry import load_family
-from tests.model.cases import CaseMaker, picture, sound
-from tests.render.samples import PICTURE_KINDS, SOUND_KINDS
+from tests.support.model.cases import CaseMaker, picture, sound
+from tests.support.render.samples import PICTURE_KINDS, SOUND_KINDS
 
 MEDIA = [
     *((kind, "image") for kind in PICTURE_KINDS),

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from lookonce.config import ModelConfig
 from lookonce.errors import ModelLoadError
-from lookonce.model.attention.hook import ATTENTION_NAME
+from lookonce.model.attention.hf_attention import ATTENTION_NAME
 from lookonce.model.loader import load_model
-from tests.model.copies import copied, edit
+from tests.support.model.copies import copied, edit
 
 
 def load(folder: Path, progress=None, **options):

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from lookonce.bench.folders import make_folder, randomise
 from lookonce.config import ModelConfig
 from lookonce.model.attention.backend import AttentionBuffers, AttentionMetadata
 from lookonce.model.attention.cpu import KernelBackend
@@ -26,6 +25,7 @@ from lookonce.model.native import decoder as native
 from lookonce.model.native.decoder import DecodeInputs, NativeDecoder, native_decoder
 from lookonce.model.step_inputs import StepInputs
 from lookonce.model.text_model import TextModel
+from tests.support.model_folders.folders import make_folder, randomise
 
 pytestmark = [
     pytest.mark.skipif(native._native is None, reason="the decoder is not compiled here"),

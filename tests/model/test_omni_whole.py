@@ -10,8 +10,8 @@ import torch
 from lookonce.config import ModelConfig
 from lookonce.model.families.qwen2_5_omni import Qwen2_5OmniFamily
 from lookonce.model.loader import load_model
-from tests.model.cases import picture, sound
-from tests.model.chats import render
+from tests.support.model.cases import picture, sound
+from tests.support.model.chats import render
 
 BESIDE_THE_WEIGHTS = (
     *("tokenizer.json", "tokenizer_config.json"),

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lookonce.types.supported import SUPPORTED
-from tests.model.serving import NUM_TOKENS, Subject, compare, serve
+from tests.support.model.serving import NUM_TOKENS, Subject, compare, serve
 
 KINDS = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss"),

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model.cases import picture, sound
-from tests.model.chats import chat_case
-from tests.model.serving import compare, expected_answers, serve
 from tests.model.test_parity import KINDS, MAX_LOGIT_ERROR
+from tests.support.model.cases import picture, sound
+from tests.support.model.chats import chat_case
+from tests.support.model.serving import compare, expected_answers, serve
 
 PICTURES = ("Look at ", picture(1), " and ", picture(2, 90, 140), " well?")
 SOUNDS = ("Hear ", sound(1), " and ", sound(2, 1.3), " well?")

@@ -21,7 +21,7 @@ from lookonce.model.families.qwen3_vl import Qwen3VLFamily
 from lookonce.model.families.voxtral import VoxtralFamily
 from lookonce.model.positions import MropePositions
 from lookonce.types.step import EmbedSlice, ScheduledSequence, StepPlan
-from tests.model.serving import Subject, compare, serve
+from tests.support.model.serving import Subject, compare, serve
 
 WHOLE = 256
 """A token budget that takes each prompt in one chunk."""

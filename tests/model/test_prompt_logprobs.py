@@ -6,11 +6,12 @@ import msgspec
 import pytest
 import torch
 
-from lookonce.model import prompt_scores, token_logits
+from lookonce.model import logits_processors as token_logits
+from lookonce.model import prompt_scores
 from lookonce.types.request import PromptLogprob
 from lookonce.types.step import StepPlan
-from tests.model.cases import Case
-from tests.model.serving import (
+from tests.support.model.cases import Case
+from tests.support.model.serving import (
     NUM_TOKENS,
     compare,
     reference_model,

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lookonce.errors import ModelLoadError
-from tests.model.copies import copied, edit, load
-from tests.model.serving import compare, make_subject, serve
+from tests.support.model.copies import copied, edit, load
+from tests.support.model.serving import compare, make_subject, serve
 
 needs_accelerate = pytest.mark.skipif(
     find_spec("accelerate") is None, reason="accelerate (the extra 'quantized') is not installed"

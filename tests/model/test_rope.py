@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lookonce.errors import ModelLoadError
-from tests.model.copies import copied, load
-from tests.model.serving import compare, make_subject, serve
+from tests.support.model.copies import copied, load
+from tests.support.model.serving import compare, make_subject, serve
 
 YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
 LLAMA3 = {

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookonce.model import token_logits
+from lookonce.model import logits_processors as token_logits
+from lookonce.model.logits_processors import FAILED
 from lookonce.model.sampler import Sampled, Sampler
-from lookonce.model.token_logits import FAILED
 from lookonce.types.sampling import SamplingParams
 
 EOS = 3

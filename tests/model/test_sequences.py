@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lookonce.bench.items_memory import deep_size
-from lookonce.model.sequences import SequenceTable
+from benchmarks.items_memory import deep_size
+from lookonce.model.input_batch import SequenceTable
 from lookonce.types.media import MediaFeature
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import Extension, NewSequence

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookonce.model import step_inputs
-from lookonce.model.sequences import SequenceTable
+from lookonce.model.input_batch import SequenceTable
 from lookonce.model.step_inputs import StepInputBuilder, StepInputs
 from lookonce.types.media import MediaFeature
 from lookonce.types.sampling import SamplingParams

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lookonce.errors import ModelLoadError
-from tests.model.copies import copied, edit, load
+from tests.support.model.copies import copied, edit, load
 
 EOT = 5
 """Of the llama folder's tokenizer: `<|eot_id|>`, which its configs name too."""

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForMultimodalLM
 
-from lookonce.model import towers
-from lookonce.model.towers import lean_towers
+from lookonce.model import vision_patches as towers
+from lookonce.model.vision_patches import lean_towers
 
 PATCHES = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
 LEAN_PARTS = {"qwen2_vl": 1, "qwen2_5_vl": 4, "qwen3_vl": 1}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lookonce.errors import QueueFullError
-from tests.page.acts import answers, ask, drop_file, drop_picture, expect
-from tests.page.stage import Stage
+from tests.support.page.acts import answers, ask, drop_file, drop_picture, expect
+from tests.support.page.stage import Stage
 
 MARKUP = '<img src=x onerror="document.title=1">'
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.end_to_end.drawing import beeps, wav
-from tests.end_to_end.live import LiveServer
-from tests.page.acts import answers, ask, drop_file, drop_picture, expect, stages, tile
+from tests.support.drawing import beeps, wav
+from tests.support.live import LiveServer
+from tests.support.page.acts import answers, ask, drop_file, drop_picture, expect, stages, tile
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,14 @@ import re
 import jinja2
 import pytest
 
-from lookonce.bench.folder_kinds import KINDS
 from lookonce.errors import BadRequestError, ConfigError
-from lookonce.render.chat import ChatTemplate, ChatTemplates, template_sources
-from lookonce.render.encoding import ChatOptions, PromptEncoder
 from lookonce.render.families.registry import load_family
-from lookonce.render.messages import read_messages
-from lookonce.render.tokenizer import Tokenizer
-from tests.render.tokenizers import nano_tokenizer
+from lookonce.render.prompt.encoder import ChatOptions, PromptEncoder
+from lookonce.render.prompt.messages import read_messages
+from lookonce.render.prompt.template import ChatTemplate, ChatTemplates, template_sources
+from lookonce.render.prompt.tokenizer import Tokenizer
+from tests.support.model_folders.folder_kinds import KINDS
+from tests.support.render.tokenizers import nano_tokenizer
 
 PICTURE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
 SOUND = {"type": "audio_url", "audio_url": {"url": "https://example.com/a.wav"}}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, features
 
 from lookonce.errors import TooLargeError, UnprocessableMediaError
-from lookonce.render.decode import FORMATS, decode_image
+from lookonce.render.media.decode import FORMATS, decode_image
 
 LIMIT = 1_000_000
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lookonce.render.detokenize import Detokenizer, StopSearch
-from tests.render.tokenizers import nano_tokenizer, spaced_tokenizer
+from lookonce.render.prompt.detokenizer import Detokenizer, StopSearch
+from tests.support.render.tokenizers import nano_tokenizer, spaced_tokenizer
 
 NANO, SPACED = nano_tokenizer(), spaced_tokenizer()
 IM_END = 2

@@ -16,8 +16,8 @@ from PIL import Image
 
 from lookonce.errors import UnprocessableMediaError
 from lookonce.render.families.qwen_images import smart_size
-from tests.render import hugging_face
-from tests.render.samples import PICTURE_KINDS, SIZES, load, numpy_of, picture
+from tests.support.render import hugging_face
+from tests.support.render.samples import PICTURE_KINDS, SIZES, load, numpy_of, picture
 
 FolderMaker = Callable[..., Path]
 SOME_SIZES = [(64, 64), (300, 200), (37, 211)]

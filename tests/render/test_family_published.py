@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from lookonce.render.families.base import ProcessorFamily
-from tests.render import hugging_face
-from tests.render.samples import load, numpy_of, picture, sound
+from tests.support.render import hugging_face
+from tests.support.render.samples import load, numpy_of, picture, sound
 
 Json = dict[str, Any]
 FolderMaker = Callable[..., Path]

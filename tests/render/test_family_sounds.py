@@ -15,8 +15,8 @@ import pytest
 
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.types.media import ProcessedItem
-from tests.render import hugging_face
-from tests.render.samples import SOUND_KINDS, load, numpy_of, sound
+from tests.support.render import hugging_face
+from tests.support.render.samples import SOUND_KINDS, load, numpy_of, sound
 
 FolderMaker = Callable[..., Path]
 

@@ -15,10 +15,10 @@ from lookonce.errors import (
     TooLargeError,
     UnprocessableMediaError,
 )
-from lookonce.render.addresses import GuardedBackend, is_any
-from lookonce.render.fetch import MAX_REDIRECTS, Fetcher
-from lookonce.render.fetch_cache import FetchCache
-from tests.render.origin import Answer, Handler, Origin, Request, origin
+from lookonce.render.media.address_guard import GuardedBackend, is_any
+from lookonce.render.media.fetch import MAX_REDIRECTS, Fetcher
+from lookonce.render.media.fetch_cache import FetchCache
+from tests.support.render.origin import Answer, Handler, Origin, Request, origin
 
 BODY = b"picture" * 10
 

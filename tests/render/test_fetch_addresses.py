@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from lookonce.errors import MediaForbiddenError, RequestError, UnprocessableMediaError
-from lookonce.render.addresses import GuardedBackend, IPAddress, is_any, is_public
-from lookonce.render.fetch import Fetcher
-from tests.render.origin import Answer, origin
+from lookonce.render.media.address_guard import GuardedBackend, IPAddress, is_any, is_public
+from lookonce.render.media.fetch import Fetcher
+from tests.support.render.origin import Answer, origin
 
 PRIVATE = [
     "127.0.0.1", "127.1.2.3", "0.0.0.0", "10.0.0.1", "172.16.0.1", "192.168.1.1",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookonce.render.fetch_cache import ENTRY_OVERHEAD, FetchCache
+from lookonce.render.media.fetch_cache import ENTRY_OVERHEAD, FetchCache
 
 KEY = (b"scope", "http://example.com/a")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookonce.render.flights import Flights
+from lookonce.render.media.single_flight import Flights
 
 
 class Work:

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from lookonce.errors import BadRequestError
-from lookonce.render.messages import FEW_VALUES
+from lookonce.render.prompt.messages import FEW_VALUES
 from tests.render.test_renderer import Kitchen, text, user
 
 CONTEXT = 4096

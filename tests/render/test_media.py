@@ -21,9 +21,9 @@ from lookonce.errors import (
     UnprocessableMediaError,
     http_status,
 )
-from lookonce.render.load import MediaLoader
-from lookonce.render.media import MediaSource, for_part, media_source
-from tests.render.origin import Answer, origin
+from lookonce.render.media.load import MediaLoader
+from lookonce.render.media.sources import MediaSource, for_part, media_source
+from tests.support.render.origin import Answer, origin
 
 DATA = bytes(range(200))
 ENCODED = base64.b64encode(DATA).decode()

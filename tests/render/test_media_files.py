@@ -20,9 +20,9 @@ from PIL import Image
 
 from lookonce.errors import BadRequestError
 from lookonce.types.request import RenderedPrompt
-from tests.model.chats import render_content
-from tests.render import hugging_face
-from tests.render.samples import numpy_of, picture, sound
+from tests.support.model.chats import render_content
+from tests.support.render import hugging_face
+from tests.support.render.samples import numpy_of, picture, sound
 
 FolderMaker = Callable[..., Path]
 Json = dict[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lookonce.errors import BadRequestError
-from lookonce.render.messages import read_messages
+from lookonce.render.prompt.messages import read_messages
 
 PICTURE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
 SOUND = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}

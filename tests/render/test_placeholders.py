@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookonce.errors import BadRequestError
-from lookonce.render.placeholders import MediaPart, match_placeholders, place_media
+from lookonce.render.prompt.placeholders import MediaPart, match_placeholders, place_media
 from lookonce.types.media import Expansion
 
 IMAGE, AUDIO, BEGIN, END, EMBED = 9, 3, 20, 21, 22

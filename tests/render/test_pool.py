@@ -30,13 +30,13 @@ from lookonce.errors import (
     UnprocessableMediaError,
     http_status,
 )
-from lookonce.render import pool as pool_module
-from lookonce.render.pool import MediaPool
-from lookonce.render.processing import MediaJob, Processed, Processing, ProcessingSettings
-from lookonce.render.worker_link import map_memory, new_memory
-from tests.render.doubles import until
+from lookonce.render.media import pool as pool_module
+from lookonce.render.media.pool import MediaPool
+from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
+from lookonce.render.media.worker_link import map_memory, new_memory
+from tests.support.render.doubles import until
 
-FAKE = (sys.executable, "-m", "tests.render.fake_worker")
+FAKE = (sys.executable, "-m", "tests.support.render.fake_worker")
 
 
 def settings(folder: str = "any") -> ProcessingSettings:

@@ -17,8 +17,8 @@ import pytest
 
 from lookonce.errors import BadRequestError, ModelLoadError
 from lookonce.render.families.registry import load_family
-from tests.render import hugging_face
-from tests.render.samples import PICTURE_KINDS, SOUND_KINDS, load, numpy_of, picture
+from tests.support.render import hugging_face
+from tests.support.render.samples import PICTURE_KINDS, SOUND_KINDS, load, numpy_of, picture
 
 FolderMaker = Callable[..., Path]
 MEDIA_KINDS = tuple(dict.fromkeys((*PICTURE_KINDS, *SOUND_KINDS)))

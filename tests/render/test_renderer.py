@@ -15,16 +15,16 @@ from lookonce.cache.identity import scope_digest
 from lookonce.cache.uuids import UuidBindings
 from lookonce.config import NANO_FOLDER, MediaConfig, ModelConfig
 from lookonce.errors import BadRequestError, ModelLoadError, UnprocessableMediaError
-from lookonce.render import encoding
-from lookonce.render.chat import template_sources
-from lookonce.render.encoding import ChatOptions, PromptEncoder
 from lookonce.render.families.registry import load_family
-from lookonce.render.processing import MediaJob, Processed, Processing, ProcessingSettings
+from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
+from lookonce.render.media.resolver import MediaResolver
+from lookonce.render.prompt import encoder as encoding
+from lookonce.render.prompt.encoder import ChatOptions, PromptEncoder
+from lookonce.render.prompt.template import template_sources
+from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.renderer import Renderer, open_renderer
-from lookonce.render.resolve import MediaResolver
-from lookonce.render.tokenizer import Tokenizer
 from lookonce.types.sampling import SamplingParams
-from tests.render.doubles import FakeLoader, FakePool
+from tests.support.render.doubles import FakeLoader, FakePool
 
 IMAGE, AUDIO = 9, 3
 LIMITS = {"image": 4, "audio": 2}

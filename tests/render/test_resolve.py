@@ -19,12 +19,12 @@ from lookonce.errors import (
     QueueFullError,
     UnprocessableMediaError,
 )
-from lookonce.render import resolve as resolve_module
-from lookonce.render.load import MediaLoader
-from lookonce.render.media import MediaSource
-from lookonce.render.resolve import MAX_SIDE_BY_SIDE, MediaResolver
+from lookonce.render.media import resolver as resolve_module
+from lookonce.render.media.load import MediaLoader
+from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE, MediaResolver
+from lookonce.render.media.sources import MediaSource
 from lookonce.types.request import RenderedItem
-from tests.render.doubles import (
+from tests.support.render.doubles import (
     FakeFamily,
     FakeLoader,
     FakePool,

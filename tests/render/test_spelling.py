@@ -10,11 +10,16 @@ from hypothesis import strategies as st
 
 from lookonce.config import NANO_FOLDER
 from lookonce.errors import BadRequestError, ModelLoadError
-from lookonce.render.encoding import ChatOptions, PromptEncoder
 from lookonce.render.families.registry import load_family
-from lookonce.render.messages import read_messages
-from lookonce.render.spelling import RESERVED, SecretSpelling, media_spelling, secret_tokenizer
-from tests.render.tokenizers import nano_tokenizer
+from lookonce.render.prompt.encoder import ChatOptions, PromptEncoder
+from lookonce.render.prompt.messages import read_messages
+from lookonce.render.prompt.placeholder_escaping import (
+    RESERVED,
+    SecretSpelling,
+    media_spelling,
+    secret_tokenizer,
+)
+from tests.support.render.tokenizers import nano_tokenizer
 
 IMAGE, AUDIO = 9, 3
 MEDIA_TOKENS = ("<|IMAGE|>", "<|AUDIO|>", "<|vision_bos|>", "<|audio_eos|>", "<|VIDEO|>")

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookonce.bench.folder_kinds import KINDS
 from lookonce.config import NANO_FOLDER
 from lookonce.errors import BadRequestError, ModelLoadError
-from lookonce.render.tokenizer import FORCED_CLASSES, GENERIC_CLASSES, Tokenizer
-from tests.render.tokenizers import nano_tokenizer, spaced_tokenizer
+from lookonce.render.prompt.tokenizer import FORCED_CLASSES, GENERIC_CLASSES, Tokenizer
+from tests.support.model_folders.folder_kinds import KINDS
+from tests.support.render.tokenizers import nano_tokenizer, spaced_tokenizer
 
 TEXTS = (
     "What is in this picture?",
@@ -63,7 +63,7 @@ def test_a_folder_that_names_its_class_loads_as_transformers_decides(folder, tmp
 def test_a_generic_folder_loads_without_torch():
     check = (
         "import sys; from lookonce.render.renderer import Renderer;"
-        "from lookonce.render.tokenizer import Tokenizer;"
+        "from lookonce.render.prompt.tokenizer import Tokenizer;"
         f"Tokenizer.load({str(NANO_FOLDER)!r}); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

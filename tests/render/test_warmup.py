@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lookonce.bench.folder_kinds import KINDS
 from lookonce.config import MediaConfig
 from lookonce.render.families.registry import load_family
-from lookonce.render.processing import MediaJob, Processing, ProcessingSettings
-from lookonce.render.warmup import largest_media
+from lookonce.render.media.largest_media import largest_media
+from lookonce.render.media.processing import MediaJob, Processing, ProcessingSettings
+from tests.support.model_folders.folder_kinds import KINDS
 
 MEDIA_KINDS = [kind for kind, made in KINDS.items() if made.preprocessor is not None]
 

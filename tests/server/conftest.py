@@ -9,11 +9,11 @@ import httpx
 import pytest
 
 from lookonce.config import Options, resolve
-from lookonce.server.app import build_app
-from lookonce.server.auth import KeyRing
-from lookonce.server.metrics import Metrics
-from lookonce.server.services import Services
-from tests.server.doubles import ByteRenderer, RecitingEngine
+from lookonce.frontend.auth import KeyRing
+from lookonce.frontend.metrics import Metrics
+from lookonce.frontend.services import Services
+from lookonce.server.http.app import build_app
+from tests.support.server.doubles import ByteRenderer, RecitingEngine
 
 
 @dataclasses.dataclass

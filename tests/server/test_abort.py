@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from lookonce.server.aborting import AbortPeers, RunningRequests
-from tests.nodes import engine_node, run
+from lookonce.frontend.abort_peers import AbortPeers, RunningRequests
+from tests.support.nodes import engine_node, run
 
 ROUTE = "/inference/v1/abort_requests"
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from lookonce.errors import LookOnceError, SessionEvictedError, http_status
-from lookonce.server.app import ROUTES
-from lookonce.server.metrics import COUNTED_ELSEWHERE, Metrics
-from tests.end_to_end.drawing import image_part
-from tests.model.cases import picture
-from tests.nodes import engine_node, run
+from lookonce.frontend.metrics import COUNTED_ELSEWHERE, Metrics
+from lookonce.server.http.app import ROUTES
 from tests.server.test_media_cache import frontend
+from tests.support.drawing import image_part
+from tests.support.model.cases import picture
+from tests.support.nodes import engine_node, run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 HEADING = re.compile(r"^### (.*)$", re.MULTILINE)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import uvicorn
 
-from lookonce.server.app import build_app
+from lookonce.server.http.app import build_app
 from tests.server.conftest import Site
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lookonce.server.app import build_app
+from lookonce.server.http.app import build_app
 
 
 class RawClient:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from lookonce.server.counting import Durations, Total, TotalByLabel
-from lookonce.server.metrics import LATENCY_BUCKETS
+from lookonce.frontend.counters import Durations, Total, TotalByLabel
+from lookonce.frontend.metrics import LATENCY_BUCKETS
 
 
 class Shown:

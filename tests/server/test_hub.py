@@ -8,7 +8,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from lookonce.config import Options, resolve
 from lookonce.errors import ConfigError
-from lookonce.server import hub
+from lookonce.frontend import model_download as hub
 from lookonce.types.supported import SUPPORTED
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lookonce.server.receipt import _status
+from lookonce.frontend.receipt import _status
 from lookonce.types.kv import ExternalFacts
 from lookonce.types.request import PrefillFacts
 from tests.server.test_chat import events

@@ -13,8 +13,8 @@ from starlette.requests import Request
 
 from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, TooLargeError
-from lookonce.server.parsing import FEW_VALUES, MAX_VALUES, SMALL_BODY_BYTES, receive
-from tests.nodes import engine_node, run
+from lookonce.server.http.body import FEW_VALUES, MAX_VALUES, SMALL_BODY_BYTES, receive
+from tests.support.nodes import engine_node, run
 
 
 class Body(msgspec.Struct):

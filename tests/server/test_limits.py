@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lookonce.errors import BadRequestError
-from lookonce.server.generation import prepared
-from lookonce.server.sampling import SamplingDefaults, default_sampling
+from lookonce.frontend.generation import prepared
+from lookonce.frontend.sampling_params import SamplingDefaults, default_sampling
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from lookonce import media_hash
-from lookonce.render.injection import encode_kwargs
-from lookonce.render.processing import MediaJob
-from tests.end_to_end.drawing import audio_part, image_part
-from tests.model.cases import picture, sound
-from tests.nodes import Node, engine_node, run
+from lookonce.render.media.injection import encode_kwargs
+from lookonce.render.media.processing import MediaJob
 from tests.server.test_readonly import chat, processors
+from tests.support.drawing import audio_part, image_part
+from tests.support.model.cases import picture, sound
+from tests.support.nodes import Node, engine_node, run
 
 ROUTE = "/inference/v1/media_cache"
 RED, BLUE = image_part(picture(1)), image_part(picture(2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-import lookonce.server.metrics as metrics_module
+import lookonce.frontend.metrics as metrics_module
 
 
 async def figures(site) -> dict[str, float]:

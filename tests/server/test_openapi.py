@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from lookonce.server.app import ROUTES
-from lookonce.server.openapi import OPERATIONS, describe
-from lookonce.server.protocol import ChatRequest
+from lookonce.frontend.requests import ChatRequest
+from lookonce.server.http.app import ROUTES
+from lookonce.server.routes.openapi import OPERATIONS, describe
 
 NOT_DESCRIBED = {"/", "/page/{name}"}
 """For people."""

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lookonce.server.page import FOLDER, assets
+from lookonce.server.routes.page import FOLDER, assets
 
 KEYS = {"api_key": ("secret",)}
 NAMED = re.compile(r"(?:href|src)=\"page/([^\"]+)\"|from \"\./([^\"]+)\"")

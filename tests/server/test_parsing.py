@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookonce.errors import BadRequestError
-from lookonce.server.parsing import parse
-from lookonce.server.protocol import (
+from lookonce.frontend.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from lookonce.server.http.body import parse
 
 KINDS = [ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest]
 FIELDS = sorted({f.name for kind in KINDS for f in msgspec.structs.fields(kind)})

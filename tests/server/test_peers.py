@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from lookonce.server.metrics import Metrics
-from lookonce.server.peers import Peers
+from lookonce.frontend.metrics import Metrics
+from lookonce.frontend.metrics_peers import Peers
 
 
 def values(families) -> dict[str, float]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.end_to_end.drawing import image_part, text_part
-from tests.model.cases import picture
-from tests.nodes import engine_node, run
+from tests.support.drawing import image_part, text_part
+from tests.support.model.cases import picture
+from tests.support.nodes import engine_node, run
 
 KNOWN, NEW = image_part(picture(1)), image_part(picture(2))
 ROUTES = ("/v1/chat/completions/render", "/tokenize")

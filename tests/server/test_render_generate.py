@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lookonce.bench.folder_kinds import KINDS
-from tests.end_to_end.drawing import audio_part, image_part, text_part
-from tests.model.cases import picture, sound
-from tests.nodes import engine_node, render_node, run
+from tests.support.drawing import audio_part, image_part, text_part
+from tests.support.model.cases import picture, sound
+from tests.support.model_folders.folder_kinds import KINDS
+from tests.support.nodes import engine_node, render_node, run
 
 PICTURES = (image_part(picture(1)), text_part(" and "), image_part(picture(2, 90, 140)))
 SOUNDS = (audio_part(sound(1)), text_part(" and "), audio_part(sound(2, 1.3)))

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from lookonce.errors import ModelLoadError
-from lookonce.server.protocol import ChatRequest, CompletionRequest
-from lookonce.server.sampling import (
+from lookonce.frontend.requests import ChatRequest, CompletionRequest
+from lookonce.frontend.sampling_params import (
     SamplingDefaults,
     chat_sampling,
     completion_sampling,

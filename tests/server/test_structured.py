@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from lookonce.server.generate import sampling_of
+from lookonce.server.routes.generate import sampling_of
 from lookonce.types.grammar import Grammar
 from lookonce.types.sampling import SamplingParams
 

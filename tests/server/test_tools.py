@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lookonce.server.tools.formats import choose_dialect
+from lookonce.frontend.tools.formats import choose_dialect
 from tests.server.test_chat import events
 
 WEATHER = {

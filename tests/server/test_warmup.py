@@ -11,9 +11,9 @@ import pytest
 
 from lookonce.errors import UnprocessableMediaError
 from lookonce.render.readonly import open_readonly
-from lookonce.server.app import RENDER_ROUTES, build_app
+from lookonce.server.http.app import RENDER_ROUTES, build_app
 from lookonce.server.warmup import warm_up, warming_up
-from tests.nodes import engine_node, render_node, run
+from tests.support.nodes import engine_node, render_node, run
 
 
 @pytest.fixture

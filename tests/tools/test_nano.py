@@ -8,12 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from lookonce.bench.world.conversations import MIX, Materials
-from lookonce.bench.world.numbers import number_scene
-from lookonce.bench.world.scenes import CELL
-from lookonce.bench.world.shapes import shape_scene
-from lookonce.bench.world.sounds import make_sound
-from lookonce.bench.world.talk import training_lines
 from lookonce.llm import LLM
 from lookonce.types.sampling import SamplingParams
 from tools.nano import folder
@@ -22,6 +16,12 @@ from tools.nano.dense import CLASSES, COLOURS, HEARD, cell_targets, token_target
 from tools.nano.encoding import IGNORED, Encoder, audio_tokens, mel, patches
 from tools.nano.materials import collage
 from tools.nano.training import Plan, schedule, train
+from tools.nano.world.conversations import MIX, Materials
+from tools.nano.world.numbers import number_scene
+from tools.nano.world.scenes import CELL
+from tools.nano.world.shapes import shape_scene
+from tools.nano.world.sounds import make_sound
+from tools.nano.world.talk import training_lines
 
 MUTE = Materials(fonts=(), speaker=None, lines=training_lines())
 PLAN = Plan(tower_steps=2, answer_steps=8, batch=3, collages=1, workers=0)

@@ -10,9 +10,9 @@ import pytest
 
 from lookonce.config import ModelConfig
 from lookonce.model.loader import load_model
-from lookonce.render.tokenizer import Tokenizer
-from tests.model.chats import chat_case
-from tests.model.serving import compare, expected_answers, serve
+from lookonce.render.prompt.tokenizer import Tokenizer
+from tests.support.model.chats import chat_case
+from tests.support.model.serving import compare, expected_answers, serve
 from tools import smollm2
 
 MISSING = [name for name in (*smollm2.READERS, smollm2.PACKAGE) if find_spec(name) is None]

@@ -13,13 +13,13 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import AutoTokenizer
 
-from lookonce.bench.world.conversations import Conversation, Materials, conversation
-from lookonce.bench.world.scenes import Scene
-from lookonce.bench.world.sounds import Sound
 from tools.nano import folder
 from tools.nano.dense import cell_targets, token_targets
 from tools.nano.encoding import IGNORED, Encoder, Example, grid, mel, patches
 from tools.nano.materials import collage
+from tools.nano.world.conversations import Conversation, Materials, conversation
+from tools.nano.world.scenes import Scene
+from tools.nano.world.sounds import Sound
 
 POOL = 5
 """Batches drawn at once and sorted by length, so that little is padding."""

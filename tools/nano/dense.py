@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from lookonce.bench.world.colours import SHADES
-from lookonce.bench.world.scenes import CELL, DIGITS, SHAPES, Scene
-from lookonce.bench.world.sounds import LABELS, Sound
 from tools.nano.encoding import HOP, IGNORED, audio_tokens, num_frames
+from tools.nano.world.colours import SHADES
+from tools.nano.world.scenes import CELL, DIGITS, SHAPES, Scene
+from tools.nano.world.sounds import LABELS, Sound
 
 CLASSES = {kind: number for number, kind in enumerate((*SHAPES, *DIGITS), 1)}
 """0: nothing there."""

@@ -15,10 +15,10 @@ from PIL import Image
 from transformers import PreTrainedTokenizerFast
 from transformers.audio_utils import mel_filter_bank
 
-from lookonce.bench.world.conversations import Conversation, Turn
-from lookonce.bench.world.scenes import Scene
-from lookonce.bench.world.sounds import Sound
 from tools.nano import folder
+from tools.nano.world.conversations import Conversation, Turn
+from tools.nano.world.scenes import Scene
+from tools.nano.world.sounds import Sound
 
 PATCH, MERGE, TEMPORAL = 14, 2, 2
 HOP, WINDOW, BINS = 160, 400, 128

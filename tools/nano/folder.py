@@ -22,8 +22,8 @@ from transformers import (
     Qwen2_5OmniThinkerForConditionalGeneration,
 )
 
-from lookonce.bench.world.conversations import Materials, conversation
-from lookonce.bench.world.speech import Utterance
+from tools.nano.world.conversations import Materials, conversation
+from tools.nano.world.speech import Utterance
 
 END = "<|im_end|>"
 PAD = "<|endoftext|>"

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw
 
-from lookonce.bench.world.colours import choose_background, shade, visible_on
-from lookonce.bench.world.conversations import Materials
-from lookonce.bench.world.numbers import PILLOW_FONT, font, training_fonts
-from lookonce.bench.world.scenes import CELL, DIGITS, SHAPES, Scene, Thing
-from lookonce.bench.world.shapes import draw_shape
-from lookonce.bench.world.sounds import join
-from lookonce.bench.world.speech import (
+from tools.nano.world.colours import choose_background, shade, visible_on
+from tools.nano.world.conversations import Materials
+from tools.nano.world.numbers import PILLOW_FONT, font, training_fonts
+from tools.nano.world.scenes import CELL, DIGITS, SHAPES, Scene, Thing
+from tools.nano.world.shapes import draw_shape
+from tools.nano.world.sounds import join
+from tools.nano.world.speech import (
     ESPEAK,
     SAMPLE_RATE,
     TRAINING_VOICES,
@@ -27,7 +27,7 @@ from lookonce.bench.world.speech import (
     Utterance,
     espeak,
 )
-from lookonce.bench.world.talk import training_lines
+from tools.nano.world.talk import training_lines
 
 
 def training_materials(*, seed: int, recordings_per_word: int) -> Materials:

@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Qwen2_5OmniThinkerForConditionalGeneration
 
-from lookonce.bench.world.conversations import Materials
 from tools.nano import folder
 from tools.nano.batches import Answers, Batch, Towers
 from tools.nano.dense import Heads
 from tools.nano.encoding import IGNORED
+from tools.nano.world.conversations import Materials
 
 DENSE_WEIGHT = 0.25
 """Of the dense losses, once answers are learnt."""

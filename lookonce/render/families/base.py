@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from PIL import Image, features
 
 from lookonce.errors import BadRequestError, ModelLoadError
+from lookonce.render.families.external_arrays import Arrays, refuse_arrays
 from lookonce.render.families.folder import FolderFiles, Json
-from lookonce.render.families.given import Arrays, refuse_arrays
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 Options = dict[str, object]

@@ -21,8 +21,8 @@ from PIL import Image
 from lookonce.errors import ModelLoadError
 from lookonce.render.families.arrays import int64_array, stored_array
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
+from lookonce.render.families.external_arrays import Arrays, check_arrays, integers, refuse_arrays
 from lookonce.render.families.folder import FolderFiles
-from lookonce.render.families.given import Arrays, check_arrays, integers, refuse_arrays
 from lookonce.render.families.hf import image_processor
 from lookonce.render.families.options import bad_option, longest_edge
 from lookonce.render.families.pixels import Levels, PixelTable

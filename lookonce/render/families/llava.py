@@ -10,8 +10,8 @@ from PIL import Image
 
 from lookonce.errors import ModelLoadError
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
+from lookonce.render.families.external_arrays import Arrays, check_arrays
 from lookonce.render.families.folder import FolderFiles, Json
-from lookonce.render.families.given import Arrays, check_arrays
 from lookonce.render.families.hf import image_processor
 from lookonce.render.families.pixels import PixelTable, resized
 from lookonce.types.media import Expansion, Modality, ProcessedItem

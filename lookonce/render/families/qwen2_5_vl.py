@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from PIL import Image
 
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
+from lookonce.render.families.external_arrays import Arrays
 from lookonce.render.families.folder import FolderFiles
-from lookonce.render.families.given import Arrays
 from lookonce.render.families.qwen_images import OPTION_NAMES, QwenImages
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 

@@ -7,8 +7,8 @@ import numpy as np
 from lookonce.errors import UnprocessableMediaError
 from lookonce.render.families.arrays import stored_array
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
+from lookonce.render.families.external_arrays import Arrays, check_arrays, refuse_arrays
 from lookonce.render.families.folder import FolderFiles
-from lookonce.render.families.given import Arrays, check_arrays, refuse_arrays
 from lookonce.render.families.mel import num_frames
 from lookonce.render.families.whisper import WhisperSound
 from lookonce.types.media import Array, Expansion, Modality, ProcessedItem

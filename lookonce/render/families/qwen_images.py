@@ -10,14 +10,14 @@ from typing import Any
 from PIL import Image
 
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
-from lookonce.render.decode import MAX_SIDE_RATIO
 from lookonce.render.families.arrays import int64_array
 from lookonce.render.families.base import Options
+from lookonce.render.families.external_arrays import Arrays, check_arrays, integers, refuse_arrays
 from lookonce.render.families.folder import Json
-from lookonce.render.families.given import Arrays, check_arrays, integers, refuse_arrays
 from lookonce.render.families.hf import image_processor
 from lookonce.render.families.options import bad_option
 from lookonce.render.families.pixels import PixelTable, resized
+from lookonce.render.media.decode import MAX_SIDE_RATIO
 from lookonce.types.media import Expansion, ProcessedItem
 
 OPTION_NAMES = ("min_pixels", "max_pixels", "size")

@@ -9,28 +9,28 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from lookonce.bench.world.colours import HARD_TO_SEE, SHADES
-from lookonce.bench.world.conversations import (
+from tools.nano.world.colours import HARD_TO_SEE, SHADES
+from tools.nano.world.conversations import (
     MIX,
     Materials,
     about_several_pictures,
     conversation,
     heldout_materials,
 )
-from lookonce.bench.world.numbers import HELDOUT_FONTS, TRAINING_FONTS, number_scene
-from lookonce.bench.world.picture_questions import ask_about
-from lookonce.bench.world.scenes import CELL, Scene
-from lookonce.bench.world.shapes import LAYOUTS, shape_scene
-from lookonce.bench.world.sound_questions import ask_about_sound
-from lookonce.bench.world.sounds import Sound, make_sound
-from lookonce.bench.world.speech import (
+from tools.nano.world.numbers import HELDOUT_FONTS, TRAINING_FONTS, number_scene
+from tools.nano.world.picture_questions import ask_about
+from tools.nano.world.scenes import CELL, Scene
+from tools.nano.world.shapes import LAYOUTS, shape_scene
+from tools.nano.world.sound_questions import ask_about_sound
+from tools.nano.world.sounds import Sound, make_sound
+from tools.nano.world.speech import (
     DIGIT_WORDS,
     HELDOUT_VOICES,
     TRAINING_VOICES,
     Segment,
     Utterance,
 )
-from lookonce.bench.world.talk import heldout_lines, training_lines
+from tools.nano.world.talk import heldout_lines, training_lines
 
 MUTE = Materials(fonts=(), speaker=None, lines=heldout_lines())
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookonce.server.respond.scored import ScoredReader
-from lookonce.server.responses import TokenEntry
-from lookonce.server.tools.asked import Function, Tool, read_tools
-from lookonce.server.tools.calls import reader_of, usable_tools, words_of
-from lookonce.server.tools.deltas import Words
-from lookonce.server.tools.formats import choose_dialect
+from lookonce.frontend.responses import TokenEntry
+from lookonce.frontend.tools.asked import Function, Tool, read_tools
+from lookonce.frontend.tools.calls import reader_of, usable_tools, words_of
+from lookonce.frontend.tools.deltas import Words
+from lookonce.frontend.tools.formats import choose_dialect
+from lookonce.server.routes.responses_api.scored import ScoredReader
 from tests.server.respond.test_responses import events
 from tests.server.test_tools import CALL, with_tools
 from tests.server.tools.test_harmony import CALL as TO_FUNCTION

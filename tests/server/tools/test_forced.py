@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from lookonce.config import NANO_FOLDER
-from lookonce.engine.grammar import GrammarCompiler
+from lookonce.engine.process.grammar import GrammarCompiler
 from lookonce.errors import BadRequestError
-from lookonce.render.tokenizer import Tokenizer
-from lookonce.server.tools.asked import Function, Tool, read_tools
-from lookonce.server.tools.calls import UsableTools, calls_of, words_of
-from lookonce.server.tools.formats import choose_dialect
+from lookonce.frontend.tools.asked import Function, Tool, read_tools
+from lookonce.frontend.tools.calls import UsableTools, calls_of, words_of
+from lookonce.frontend.tools.formats import choose_dialect
+from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.grammar import Grammar
 from lookonce.types.sampling import SamplingParams
 from tests.engine.test_grammar import EOS, VOCAB, walk

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookonce.engine.grammar import GrammarCompiler
-from lookonce.render.detokenize import Detokenizer
-from lookonce.render.tokenizer import Tokenizer
-from lookonce.server.tools.asked import NO_TOOLS, Function, Tool, read_tools
-from lookonce.server.tools.calls import UsableTools, thoughts_of, usable_tools, words_of
-from lookonce.server.tools.deltas import CallStart, Words, joined
-from lookonce.server.tools.formats import choose_dialect
-from lookonce.server.tools.harmony import MARKERS, HarmonyParser
+from lookonce.engine.process.grammar import GrammarCompiler
+from lookonce.frontend.tools.asked import NO_TOOLS, Function, Tool, read_tools
+from lookonce.frontend.tools.calls import UsableTools, thoughts_of, usable_tools, words_of
+from lookonce.frontend.tools.deltas import CallStart, Words, joined
+from lookonce.frontend.tools.formats import choose_dialect
+from lookonce.frontend.tools.harmony import MARKERS, HarmonyParser
+from lookonce.render.prompt.detokenizer import Detokenizer
+from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.grammar import Grammar
 from lookonce.types.sampling import SamplingParams
 from tests.server.test_chat import events

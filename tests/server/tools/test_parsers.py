@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookonce.server.tools.deltas import Arguments, CallStart, Words, joined
-from lookonce.server.tools.hermes import HermesParser
-from lookonce.server.tools.llama3 import Llama3Parser
-from lookonce.server.tools.mistral import MistralParser
+from lookonce.frontend.tools.deltas import Arguments, CallStart, Words, joined
+from lookonce.frontend.tools.hermes import HermesParser
+from lookonce.frontend.tools.llama3 import Llama3Parser
+from lookonce.frontend.tools.mistral import MistralParser
 
 NAMES = {"get_weather", "add"}
 PARSERS = {

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookonce.server.tools.asked import Function, Tool, read_tools
-from lookonce.server.tools.calls import usable_tools, words_of
-from lookonce.server.tools.deltas import Arguments, CallStart, joined
-from lookonce.server.tools.formats import choose_dialect
-from lookonce.server.tools.qwen3_coder import Qwen3CoderParser
+from lookonce.frontend.tools.asked import Function, Tool, read_tools
+from lookonce.frontend.tools.calls import usable_tools, words_of
+from lookonce.frontend.tools.deltas import Arguments, CallStart, joined
+from lookonce.frontend.tools.formats import choose_dialect
+from lookonce.frontend.tools.qwen3_coder import Qwen3CoderParser
 from lookonce.types.sampling import SamplingParams
 
 PROPERTIES = {

@@ -1,0 +1,72 @@
+"""`lookonce bench engine`'s engine process: the real one, with a stopwatch around the model.
+
+`python -m benchmarks.engine_process`, started and spoken to like `lookonce.engine.process`.
+Asked for its figures, it adds the CPU time it has used. Both clocks are read in one place of the
+step loop, between two steps, so that a difference covers the same steps of both.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from lookonce.core.block_pool import BlockPool
+from lookonce.engine.process.build import Progress, assemble, attention_of, make_runner
+from lookonce.engine.process.engine_core import EngineCore
+from lookonce.engine.process.main import host_engine
+from lookonce.engine.process.request_validation import Judge
+from lookonce.engine.settings import EngineSettings
+from lookonce.model.loader import load_model
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+MODEL_SECONDS = "bench_model_cpu_seconds"
+"""CPU time in the text model, its embedding and its head."""
+PROCESS_SECONDS = "bench_process_cpu_seconds"
+"""CPU time of all threads of the engine process."""
+NUM_BLOCKS = 4096
+
+
+class Stopwatch:
+    """Adds up the CPU seconds of one thread spent inside calls, which must not nest."""
+
+    def __init__(self) -> None:
+        self.cpu = 0.0
+
+    def around(self, inner: Callable[_P, _R]) -> Callable[_P, _R]:
+        def timed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            cpu = time.thread_time()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.cpu += time.thread_time() - cpu
+
+        return timed
+
+    def figures(self) -> dict[str, float]:
+        return {MODEL_SECONDS: self.cpu, PROCESS_SECONDS: time.process_time()}
+
+
+def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, Judge]:
+    """As the engine process builds it, but for the stopwatch; one torch thread."""
+    torch.set_num_threads(1)
+    loaded = load_model(settings.model, progress)
+    watch = Stopwatch()
+    backend, block_size = attention_of(loaded, settings.kv)
+    pool = BlockPool(NUM_BLOCKS, block_size)
+    runner = make_runner(loaded, settings, backend, pool)
+    runner.logits = watch.around(runner.logits)  # type: ignore[method-assign]
+    core, judge = assemble(loaded.info, runner, settings, pool)
+    core.add_figures = watch.figures
+    gc.collect()
+    gc.freeze()
+    return core, judge
+
+
+if __name__ == "__main__":
+    host_engine(build)

@@ -1,0 +1,180 @@
+"""`lookonce bench start`: from the command to `/ready`, and the first requests after it.
+
+    from, to    seconds since the command was given; processes start side by side
+    CPU s       of the process until `/ready`: what is left when the machine is busy otherwise
+    first       over the median of later requests of the kind
+
+Stages are read from the server's own log, and from the kernel's word on when processes began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import httpx
+
+from benchmarks.report import Report, median, write_json
+from benchmarks.serving import RunningServer, cpu_seconds, set_environment
+from benchmarks.workloads import Shape, Workload, new, text
+from lookonce.errors import UnavailableError
+
+START_SECONDS = 300.0
+POLL_SECONDS = 0.01
+LATER = 9
+_LINE = re.compile(r"(?P<at>\S+ \S+,\d{3}) INFO (?P<process>engine|api 0|server): (?P<words>.*)")
+URL = re.compile(r"http://[0-9.]+:[0-9]+")
+
+ENGINE, API = "lookonce.engine.process", "lookonce.server.process"
+STAGES = (
+    ("engine", "interpreter, imports", ENGINE, "loading "),
+    ("engine", "weights, tokenizer of the warm-up", "loading ", "serving "),
+    ("engine", "warm-up", "serving ", "the engine serves"),
+    ("api 0", "interpreter, imports", API, "opening "),
+    ("api 0", "tokenizer, templates, media worker", "opening ", "the renderer is ready"),
+    ("api 0", "warm-up", "the renderer is ready", "warmed up"),
+)
+"""Process, what it does, and the events it lies between: a module for the beginning of its process,
+or how a line of the log begins (its last such line)."""
+Events = dict[tuple[str, str], float]
+"""(Process, how its line begins) → seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One observed start; times are seconds since the epoch."""
+
+    commanded: float
+    ready: float
+    events: Events
+    cpu: dict[str, float]
+    """CPU seconds until ready, by process."""
+
+
+def read_events(log: str) -> Events:
+    """The last time each of the stages' lines was written."""
+    beginnings = {event for _, _, *events in STAGES for event in events}
+    found = {}
+    for match in map(_LINE.match, log.splitlines()):
+        if match is None:
+            continue
+        process = "engine" if match["process"] == "server" else match["process"]
+        at = datetime.strptime(match["at"], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+        for event in beginnings:
+            if match["words"].startswith(event):
+                found[process, event] = at
+    return found
+
+
+def breakdown(start: Start) -> Report:
+    """A row per stage. Raises `UnavailableError` for a log that lacks one."""
+    report = Report("start", ("process", "stage", "from s", "to s", "seconds"))
+    first = start.events["engine", ENGINE]
+    report.add("supervisor", "interpreter, imports, options", 0.0, *[first - start.commanded] * 2)
+    for process, stage, *events in STAGES:
+        try:
+            begin, end = (start.events[process, event] - start.commanded for event in events)
+        except KeyError as missing:
+            raise UnavailableError(f"the log says nothing of {missing}") from None
+        report.add(process, stage, begin, end, end - begin)
+    whole = start.ready - start.commanded
+    report.add("all", "until /ready says yes", 0.0, whole, whole)
+    used = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in start.cpu.items())
+    report.notes.append(f"CPU until then: {used}; {sum(start.cpu.values()):.2f} s in all")
+    return report
+
+
+@contextmanager
+def _started(options: Sequence[str]) -> Iterator[tuple[RunningServer, Start]]:
+    """A server, and how it came about. Raises `UnavailableError`."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        command = [sys.executable, "-m", "lookonce.cli.main", "serve", *options, "--port", "0"]
+        commanded = time.time()
+        with log.open("w") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            url = _served_url(process, log)
+            server = RunningServer(url, process.pid)
+            ready = time.time()
+            pids = {"engine": server.process(ENGINE), "api 0": server.process(API)}
+            cpu = {name: cpu_seconds(pid) for name, pid in pids.items()}
+            events = read_events(log.read_text())
+            for (name, pid), module in zip(pids.items(), (ENGINE, API), strict=True):
+                events[name, module] = _began(pid)
+            yield server, Start(commanded, ready, events, cpu)
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+
+
+def _served_url(process: subprocess.Popen[bytes], log: Path) -> str:
+    """What the server prints once `/ready` says yes."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        found = URL.search(log.read_text())
+        if found is not None:
+            return found.group()
+        time.sleep(POLL_SECONDS)
+    raise UnavailableError(f"the server did not become ready:\n{log.read_text()[-2000:]}")
+
+
+def _began(pid: int) -> float:
+    """When a process was started, seconds since the epoch; to a hundredth, as the kernel counts."""
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - uptime + ticks / 100
+
+
+def first_requests(url: str, later: int) -> Report:
+    """The very first text, then the first picture, each beside later new ones."""
+    report = Report("start (first requests)", ("kind", "first ms", "later ms", "ratio"))
+    plain = {"model": None, "stream": False, "stream_options": None}
+    shape = Shape("", output_tokens=4, body=plain)
+    with httpx.Client(base_url=url, timeout=300) as client:
+        client.get("/ready")  # the client's own first connection
+        for work in (text(shape, later + 1, 0), new(shape, later + 1, 0)):
+            first, *others = _latencies(client, work)
+            steady = median(others)
+            report.add(work.name, first, steady, first / steady)
+    report.notes.append(f"1024 px JPEGs, new in every request; median of {later} later ones")
+    return report
+
+
+def _latencies(client: httpx.Client, work: Workload) -> list[float]:
+    """Milliseconds, one request at a time."""
+    found = []
+    for body in work.bodies:
+        started = time.perf_counter()
+        client.post("/v1/chat/completions", content=body).raise_for_status()
+        found.append((time.perf_counter() - started) * 1e3)
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="lookonce bench start",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--later", type=int, default=LATER, help="requests after the first")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("options", nargs="*", help="of `lookonce serve`, MODEL first, after --")
+    given = parser.parse_args(arguments)
+    set_environment()
+    with _started(given.options) as (server, start):
+        reports = [breakdown(start), first_requests(server.url, given.later)]
+    for report in reports:
+        report.show()
+    if given.json is not None:
+        write_json(given.json, reports)
+    return 0

@@ -1,0 +1,218 @@
+"""At the door: what could never be served is refused before anything is spent on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookonce.core.block_pool import BlockPool
+from lookonce.core.encoder_cache import EncoderCache
+from lookonce.core.mm_features import EncoderInputs, Features
+from lookonce.core.request import Request
+from lookonce.core.session import Appendix
+from lookonce.errors import BadRequestError, TooLargeError
+from lookonce.types.media import MediaFeature, ProcessedItem
+from lookonce.types.model import ModelInfo
+from lookonce.types.request import GenerateRequest
+
+
+class Door:
+    """Builds requests and refuses, before anything is spent, what could never be served.
+
+    Reads only limits that never change: another thread may have a door of its own.
+    """
+
+    def __init__(
+        self, pool: BlockPool, encoder_cache: EncoderCache, model: ModelInfo, token_budget: int
+    ) -> None:
+        self._encoder_cache = encoder_cache
+        self._model = model
+        self._token_budget = token_budget
+        self.block_size = pool.block_size
+        self._kv_tokens = pool.num_blocks * pool.block_size
+
+    def build_request(self, request: GenerateRequest, items: dict[bytes, ProcessedItem]) -> Request:
+        """Keeps `items`. Raises `BadRequestError` or `TooLargeError` saying what is allowed."""
+        prompt = _prompt_array(request)
+        features = self._collect(request.features)
+        self._check_lengths(len(prompt), features)
+        self._check_items(features)
+        self._check_token_ids(prompt, features)
+        found = check_rows(features, items)
+        return Request(request, prompt, features, items, self._model.eos_token_ids, found)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens one sequence may have, given and generated; the last one needs no K/V."""
+        return min(self._model.max_model_len, self._kv_tokens + 1)
+
+    def build_extension(
+        self,
+        token_ids: NDArray[np.int32],
+        features: tuple[MediaFeature, ...],
+        items: Mapping[bytes, ProcessedItem],
+    ) -> Appendix:
+        """What is appended to a live session, offsets counting from its first token.
+
+        Copies `token_ids`. Raises `BadRequestError` or `TooLargeError` as for a request.
+        """
+        tokens, checked, brought = _own_tokens(token_ids), Features(features), dict(items)
+        if checked.end > len(tokens):
+            raise BadRequestError(
+                f"an item ends at position {checked.end} of {len(tokens)} tokens",
+                param="features",
+            )
+        absent = [index for index, key in enumerate(checked.keys) if key not in brought]
+        if absent:
+            raise BadRequestError(f"item {absent[0]} does not come along", param="features")
+        check_places(checked, brought)
+        self._check_items(checked)
+        self._check_token_ids(tokens, checked)
+        check_rows(checked, brought)
+        return Appendix(tokens, checked, brought)
+
+    def token_limit(self, request: Request) -> int:
+        """Prompt plus generated tokens at which a sequence of the request ends or pauses."""
+        limit = self.longest_sequence
+        if request.sampling.max_tokens is not None:
+            limit = min(limit, request.num_prompt_tokens + request.sampling.max_tokens)
+        return limit
+
+    def _collect(self, features: tuple[MediaFeature, ...]) -> Features:
+        """By the model's rule of where its items are."""
+        if not self._model.encoder_decoder:
+            return Features(features)
+        if len(features) > 1:  # each holding one of two, two requests might wait for ever
+            raise BadRequestError(
+                f"the request has {len(features)} items; an encoder-decoder request has one input",
+                param="features",
+            )
+        return EncoderInputs(features)
+
+    def _check_lengths(self, num_tokens: int, features: Features) -> None:
+        limit = self._model.max_model_len - 1
+        if num_tokens > limit:
+            raise TooLargeError(
+                f"the prompt has {num_tokens} tokens; this model takes at most {limit}",
+                param="prompt",
+            )
+        if num_tokens > self._kv_tokens:
+            raise TooLargeError(
+                f"the prompt has {num_tokens} tokens; the KV cache holds {self._kv_tokens}",
+                param="prompt",
+            )
+        if features.end > num_tokens:
+            raise BadRequestError(
+                f"item {len(features) - 1} ends at position {features.end}; the prompt has "
+                f"{num_tokens} tokens",
+                param="features",
+            )
+
+    def _check_items(self, features: Features) -> None:
+        """One after the other only where something may be wrong: there may be ten thousands."""
+        known, unsplittable = self._model.modalities, self._model.unsplittable
+        used = features.modalities
+        limit = min(self._encoder_cache.max_rows, self._token_budget)
+        if features.longest > limit or not used <= set(known) or used & set(unsplittable):
+            for index, feature in enumerate(features.as_tuple()):
+                self._check_item(index, feature)
+
+    def _check_item(self, index: int, feature: MediaFeature) -> None:
+        modalities, limit = self._model.modalities, self._token_budget
+        if feature.modality not in modalities:
+            raise BadRequestError(
+                f"item {index} is {feature.modality}; this model takes "
+                f"{', '.join(modalities) or 'text only'}",
+                param="features",
+            )
+        self._encoder_cache.refuse_oversize(feature.num_embeds, f"item {index}")
+        if feature.length > limit and feature.modality in self._model.unsplittable:
+            raise TooLargeError(
+                f"item {index} has {feature.length} tokens that must be computed in one "
+                f"step; the limit is {limit}",
+                param="features",
+            )
+
+    def _check_token_ids(self, prompt: NDArray[np.int32], features: Features) -> None:
+        """Ids outside the vocabulary are allowed only where an item's rows replace them."""
+        outside = np.flatnonzero((prompt < 0) | (prompt >= self._model.vocab_size))
+        if not len(outside):
+            return
+        wrong = outside[~features.covered(len(prompt))[outside]]
+        if len(wrong):
+            raise BadRequestError(
+                f"token id {prompt[wrong[0]]} at position {wrong[0]} is outside the vocabulary "
+                f"of {self._model.vocab_size}",
+                param="prompt",
+            )
+
+
+def _own_tokens(token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The tokens of an extension in an array that nobody else writes."""
+    given = np.asarray(token_ids)
+    if given.dtype != np.int32 or given.ndim != 1 or not len(given):
+        raise BadRequestError(
+            f"the tokens of an extension are {given.dtype} of shape {given.shape}; they are int32 "
+            "with one dimension and at least one token",
+            param="prompt",
+        )
+    return given.copy()
+
+
+def check_places(features: Features, items: Mapping[bytes, ProcessedItem]) -> None:
+    """A live session lets an item go once its place is computed: there is a place for each.
+
+    Raises `BadRequestError` for items without one.
+    """
+    num_homeless = len(items.keys() - set(features.keys))
+    if num_homeless:
+        raise BadRequestError(
+            f"{num_homeless} of the {len(items)} items that came along have no place among the "
+            "tokens",
+            param="features",
+        )
+
+
+def check_rows(features: Features, items: dict[bytes, ProcessedItem]) -> list[ProcessedItem] | None:
+    """The item of each feature, where that was seen while checking.
+
+    Raises `BadRequestError` for an item that has not as many rows as its place in the prompt.
+    """
+    found = features.fitting(items) if items else None
+    if found is None and items:
+        _check_rows_one_by_one(features, items)
+    return found
+
+
+def _check_rows_one_by_one(features: Features, items: dict[bytes, ProcessedItem]) -> None:
+    for index, feature in enumerate(features.as_tuple()):
+        item = items.get(feature.key)
+        if item is not None and _num_rows(item) != feature.num_embeds:
+            raise BadRequestError(
+                f"item {index} takes {feature.num_embeds} embed positions; its encoder output "
+                f"has {_num_rows(item)} rows",
+                param="features",
+            )
+
+
+def _num_rows(item: ProcessedItem) -> int:
+    """Rows of the item's encoder output; most expansions are one run, and there may be many."""
+    expansion = item.expansion
+    if len(expansion.runs) == 1:
+        token, count = expansion.runs[0]
+        return count if token == expansion.embed_token_id else 0
+    return expansion.num_embeds
+
+
+def _prompt_array(request: GenerateRequest) -> NDArray[np.int32]:
+    """The prompt as an array of its own, which nobody writes."""
+    prompt = request.prompt
+    if prompt.dtype != "int32" or len(prompt.shape) != 1 or not prompt.shape[0]:
+        raise BadRequestError(
+            f"the prompt is {prompt.dtype} of shape {prompt.shape}; it is int32 with one "
+            "dimension and at least one token",
+            param="prompt",
+        )
+    return np.frombuffer(prompt.data, dtype="<i4").astype(np.int32)

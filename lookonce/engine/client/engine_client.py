@@ -1,0 +1,367 @@
+"""The API process's side of the engine: submit a prompt, iterate over its tokens.
+
+Everything runs on one event loop. The channel calls `received` for each message; no task is woken
+but those whose request got something. The cache protocol's decisions are the `Sender`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from lookonce.cache.directory import Directory
+from lookonce.config import ChannelConfig
+from lookonce.engine.client.generation import Generation, PendingRequest
+from lookonce.engine.client.health import EngineState, Pulse
+from lookonce.engine.client.injection import Injected, Keyed, inject
+from lookonce.engine.client.resend import Resender
+from lookonce.engine.client.sender_cache import Sender
+from lookonce.engine.client.stats_requests import Questions
+from lookonce.errors import (
+    BadRequestError,
+    EngineDeadError,
+    LookOnceError,
+    RequestFailedError,
+    error_from_wire,
+)
+from lookonce.ipc.channel import ClientChannel
+from lookonce.ipc.client_link import DealerLink
+from lookonce.ipc.links import ClientLink
+from lookonce.ipc.messages import (
+    Abort,
+    Accepted,
+    ClearCache,
+    ClientMessage,
+    Deltas,
+    EngineMessage,
+    GetStats,
+    Heartbeat,
+    Hints,
+    KeyedItem,
+    Rejected,
+    ResendMedia,
+    ResetCache,
+    Stats,
+    UpdateCache,
+    Welcome,
+)
+from lookonce.types.media import Array
+from lookonce.types.model import ModelInfo
+from lookonce.types.ports import Clock
+from lookonce.types.request import GenerateRequest, RenderedPrompt
+from lookonce.types.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MESSAGE_OVERHEAD = 4096
+"""Bytes charged for a submission beside its prompt and its items."""
+STATS_TIMEOUT = 2.0
+"""Seconds the engine's step may delay an answer before the last known figures are given."""
+
+
+class EngineClient:
+    """One API process's connection to the engine process; use as an async context manager.
+
+    `processor_cache_bytes` is the budget of the processor cache of all API processes together.
+    `connect` makes the link of a sender id; None: over ZMQ, to `config.address`.
+    """
+
+    def __init__(
+        self,
+        config: ChannelConfig,
+        *,
+        processor_cache_bytes: int,
+        connect: Callable[[str], ClientLink] | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        sender_id = uuid.uuid4().hex
+        self.sender = Sender(sender_id, capacity_bytes=processor_cache_bytes)
+        self._channel = ClientChannel(
+            connect(sender_id) if connect else DealerLink(config.address, sender_id),
+            max_bytes_in_flight=config.max_bytes_in_flight,
+        )
+        self._pulse = Pulse(config.stall_timeout, clock)
+        self._questions = Questions()
+        self._requests: dict[str, PendingRequest] = {}
+        self._resender = Resender(self.sender, self._channel.room, self._commit, self._give_up)
+
+    async def __aenter__(self) -> Self:
+        self._channel.open(self)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._lose_engine("the server is shutting down")
+        await self._resender.close()
+        self._channel.close()
+
+    # --- how it is ----------------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        """ "dead" only after a connection was lost; "stuck" while a step takes too long."""
+        return self._pulse.state
+
+    @property
+    def model(self) -> ModelInfo:
+        """The served model's facts; they outlive the engine. Raises `NotReadyError` before."""
+        return self._pulse.model
+
+    @property
+    def directory(self) -> Directory:
+        """What the renderer asks before it decodes."""
+        return self.sender.directory
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    async def wait_ready(self) -> None:
+        """Returns once the engine serves; waits through restarts."""
+        await self._pulse.wait_ready()
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        rendered: RenderedPrompt,
+        sampling: SamplingParams,
+        request_id: str,
+        *,
+        arrival: float | None = None,
+    ) -> Generation:
+        """Submit a prompt; see `Generation` for how to await and iterate.
+
+        The prompt's pins are given back in every case. Once the engine holds all its items, arrays
+        and sources are let go: the prompt cannot be submitted again.
+        Raises there: `UnavailableError`, what the engine rejects with, and what it failed with.
+        """
+        request = PendingRequest(request_id, rendered, sampling.n)
+        wire = GenerateRequest(
+            request_id=request_id,
+            scope=rendered.scope,
+            prompt=_int32(rendered.token_ids),
+            features=rendered.features,
+            sampling=sampling,
+            arrival=time.monotonic() if arrival is None else arrival,
+        )
+
+        async def submit(pending: PendingRequest) -> None:
+            await self._submit(pending, wire)
+
+        return Generation(request, submit, self._leave)
+
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its samples, wherever it runs.
+
+        A caller that iterates over the whole request sees its samples finish with "abort"; an
+        aborted sample alone just gets no more deltas.
+        """
+        request = self._requests.get(request_id)
+        if request is not None and index is None:
+            request.finish("abort")
+        elif request is not None and index is not None:
+            request.forget_sample(index)
+        if request is not None and request.closed:
+            self._requests.pop(request_id)
+            index = None
+        self._tell(Abort(self.sender.epoch, (request_id,), index))
+
+    async def inject(self, items: Iterable[KeyedItem]) -> UpdateCache:
+        """List items in the engine's store; the answer's `ops.adds` are those that were added."""
+        given = list(items)
+        async with self._channel.room(sum(keyed.item.nbytes for keyed in given)):
+            self._pulse.require_ready()
+            update = self.sender.update(given)
+            self._commit(update)
+        return update
+
+    async def inject_items(self, items: Sequence[Keyed]) -> list[Injected]:
+        """What became of each item that was processed elsewhere; see `engine.injection`."""
+        return await inject(self.directory, self.inject, items)
+
+    # --- the engine ---------------------------------------------------------------------------
+
+    async def stats(self) -> dict[str, float]:
+        """The engine's counters, as of the end of the step in progress.
+
+        A step longer than `STATS_TIMEOUT` gets the last known ones. Raises `EngineDeadError`.
+        """
+        try:
+            async with asyncio.timeout(STATS_TIMEOUT):
+                return await self._ask_stats()
+        except TimeoutError:
+            if self._questions.last_counters is None:
+                raise EngineDeadError("the engine does not answer") from None
+            return self._questions.last_counters
+
+    async def reset_cache(self, tier: str) -> None:
+        """Empty the tier "mm", "encoder" or "prefix"; returns when it is done.
+
+        Running requests keep what they hold. Raises `EngineDeadError`.
+        """
+        if tier not in ("mm", "encoder", "prefix"):
+            raise BadRequestError(f"there is no cache tier {tier!r}", param="tier")
+        self._pulse.require_ready()
+        self._send(ResetCache(self.sender.epoch, tier))
+        await self._ask_stats()  # answered after the reset: all messages keep their order
+
+    # --- what the channel tells ---------------------------------------------------------------
+
+    def connected(self) -> None:
+        self._pulse.connect()
+        self._send(self.sender.hello())
+
+    def disconnected(self) -> None:
+        self._lose_engine("the engine ended unexpectedly; it is being restarted")
+
+    def received(self, message: EngineMessage) -> None:
+        match message:
+            case Deltas(deltas):
+                for delta in deltas:
+                    request = self._requests.get(delta.request_id)
+                    if request is not None:
+                        request.push(delta)
+                        self._settle(request)
+            case Accepted(request_id, complete):
+                if request_id in self._requests:
+                    self._requests[request_id].accept(complete=complete)
+                    self.sender.settle(self._requests[request_id].rendered)
+            case Rejected(request_id, error):
+                if request_id in self._requests:
+                    self._requests.pop(request_id).fail(error_from_wire(*error))
+            case ResendMedia(request_id, keys):
+                if request_id in self._requests:
+                    self.sender.asked(self._requests[request_id].rendered, keys)
+                    self._resender.start(self._requests[request_id], keys)
+            case Heartbeat():
+                self._pulse.beat(message, self.sender.epoch)
+            case Welcome():
+                self._welcome(message)
+            case ClearCache():
+                self._tell(self.sender.clear(message))
+            case Hints():
+                self.sender.hint(message)
+            case Stats():
+                self._questions.answer(message)
+
+    # --- inside -------------------------------------------------------------------------------
+
+    async def _submit(self, request: PendingRequest, wire: GenerateRequest) -> None:
+        _check_encodable(wire)
+        self._pulse.require_ready()
+        async with self._room_for(request, wire):
+            self._pulse.require_ready()
+            if request.request_id in self._requests:
+                raise BadRequestError("this request_id is running", param="request_id")
+            self._commit(self.sender.submit(wire, request.rendered))
+            self._requests[request.request_id] = request
+            request.submitted = True
+
+    def _room_for(
+        self, request: PendingRequest, wire: GenerateRequest
+    ) -> AbstractAsyncContextManager[None]:
+        """What only refers to items is small and passes those that bring some: a known picture
+        never waits for new ones."""
+        items = [part.item for part in request.rendered.items if part.item is not None]
+        if not items:
+            return nullcontext()
+        nbytes = MESSAGE_OVERHEAD + wire.prompt.nbytes + sum(item.nbytes for item in items)
+        return self._channel.room(nbytes)
+
+    def _leave(self, request: PendingRequest) -> None:
+        """The caller holds the request no more: pins go back, the engine stops computing."""
+        self.sender.cancel(request.rendered)
+        self.sender.settle(request.rendered)
+        if self._requests.get(request.request_id) is request:
+            del self._requests[request.request_id]
+            request.fail(RequestFailedError("the caller left"))
+            self._tell(Abort(self.sender.epoch, (request.request_id,)))
+
+    def _settle(self, request: PendingRequest) -> None:
+        """A closed request needs no messages any more; what failed is not computed further."""
+        if request.closed:
+            self._requests.pop(request.request_id, None)
+            if request.error is not None and request.num_unfinished > 1:
+                self._tell(Abort(self.sender.epoch, (request.request_id,)))
+
+    def _give_up(self, request: PendingRequest, error: LookOnceError) -> None:
+        if self._requests.pop(request.request_id, None) is not None:
+            request.fail(error)
+            self._tell(Abort(self.sender.epoch, (request.request_id,)))
+
+    def _welcome(self, message: Welcome) -> None:
+        logger.info("connected to the engine, epoch %d", message.epoch)
+        self.sender.welcome(message)
+        self._pulse.welcome(message.model, ready=message.ready)
+
+    def _lose_engine(self, why: str) -> None:
+        """Everything that waits ends at once; the directory starts empty with the next welcome."""
+        self._pulse.lose()
+        self.sender.epoch = 0
+        requests, self._requests = self._requests, {}
+        if requests:
+            logger.error("%s (%d requests fail)", why, len(requests))
+        for request in requests.values():
+            request.fail(EngineDeadError(why))
+        self._questions.fail(EngineDeadError(why))
+
+    async def _ask_stats(self) -> dict[str, float]:
+        if not self._pulse.connected:
+            raise EngineDeadError("the engine is not running")
+        number, answer = self._questions.ask()
+        self._send(GetStats(number))
+        try:
+            return await answer
+        finally:
+            self._questions.forget(number)
+
+    def _commit(self, message: ClientMessage) -> None:
+        """Send what the directory has already done; if that fails both sides start over."""
+        try:
+            self._send(message)
+        except EngineDeadError:
+            raise  # the next welcome empties the directory anyway
+        except Exception:
+            self._send(self.sender.resync())
+            raise
+
+    def _send(self, message: ClientMessage) -> None:
+        self._channel.send_now(message)
+
+    def _tell(self, message: ClientMessage) -> None:
+        """Send unless there is nobody to tell any more."""
+        if self._pulse.connected:
+            self._send(message)
+
+
+def _int32(token_ids: list[int]) -> Array:
+    """Raises `BadRequestError` for ids that no vocabulary has."""
+    try:
+        ids = array("i", token_ids)
+    except OverflowError:
+        raise BadRequestError("a token id is out of range", param="prompt") from None
+    return Array("int32", (len(ids),), memoryview(ids))
+
+
+def _check_encodable(request: GenerateRequest) -> None:
+    """Raises `BadRequestError` for numbers and strings that no message can carry."""
+    try:
+        msgspec.msgpack.encode((request.sampling, request.features))
+    except OverflowError:
+        raise BadRequestError("a number in the request is out of range") from None
+    except UnicodeError:
+        raise BadRequestError("a string in the request is not Unicode text") from None

@@ -1,0 +1,161 @@
+"""What an answer may look like, compiled: masks of the tokens that may come next.
+
+llguidance does the work. It computes masks lazily, token by token, so compiling takes milliseconds
+and every later step is bounded by its own limits; it needs nothing but its 3 MB wheel, and reads
+Hugging Face's fast tokenizers as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import llguidance
+import numpy as np
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+from numpy.typing import NDArray
+
+from lookonce.errors import BadRequestError
+from lookonce.render.prompt.tokenizer import Tokenizer
+from lookonce.types.grammar import JSON_SPACES, Grammar
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+MAX_KEPT = 128
+"""Compiled grammars kept for later requests, least recently used first out."""
+MAX_GRAMMAR = 100_000
+MAX_MESSAGE = 400
+"""Characters of the library's explanation that a client is shown."""
+
+
+NOTHING_CONFORMS = "NoExtensionBias"
+"""The library's word for a grammar without a single answer."""
+
+
+class State:
+    """Where one sequence stands in its grammar; implements `types.ports.GrammarState`."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    @property
+    def error(self) -> str | None:
+        """Why nothing more can be said about what may come next."""
+        if not self._matcher.is_error():
+            return None
+        return self._matcher.get_error().partition("\n")[0]  # below it: all that was generated
+
+    def fill(self, allowed: NDArray[np.uint8]) -> None:
+        self._matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
+
+    def accept(self, token_id: int) -> None:
+        self._matcher.consume_token(token_id)
+
+
+class Compiled:
+    """A grammar that sequences can follow; implements `types.ports.CompiledGrammar`."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._fresh = matcher
+
+    def start(self) -> State:
+        return State(self._fresh.deep_copy())
+
+
+class GrammarCompiler:
+    """Compiles for one tokenizer; may be used from several threads."""
+
+    def __init__(self, folder: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[str, str], Compiled] = OrderedDict()
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        """Takes a while. Raises `BadRequestError` naming the grammar's field."""
+        name = grammar.kind, grammar.source
+        with self._lock:
+            if name in self._kept:
+                self._kept.move_to_end(name)
+                return self._kept[name]
+        compiled = self._compile(grammar)
+        with self._lock:
+            self._kept[name] = compiled
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return compiled
+
+    def _compile(self, grammar: Grammar) -> Compiled:
+        try:
+            return self._compile_whole(grammar)
+        except BadRequestError:
+            for part in grammar.parts:
+                self._compile_whole(part)
+            raise
+
+    def _compile_whole(self, grammar: Grammar) -> Compiled:
+        try:
+            matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0)
+        except ValueError as error:
+            raise _refusal(grammar, str(error)) from None
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what is built lazily is so for the first token
+        if matcher.is_error():
+            raise _refusal(grammar, matcher.get_error())
+        return Compiled(matcher)
+
+    @cached_property
+    def _tokenizer(self) -> llguidance.LLTokenizer:
+        """Loaded with the first grammar: most servers see none."""
+        backend = Tokenizer.load(self._folder).backend
+        return llguidance.LLTokenizer(
+            backend.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
+        )
+
+
+def _source(grammar: Grammar) -> str:
+    match grammar.kind:
+        case "json_schema":
+            overrides: JsonCompileOptions = {"whitespace_pattern": JSON_SPACES}
+            return LLMatcher.grammar_from_json_schema(grammar.source, overrides=overrides)
+        case "regex":
+            return LLMatcher.grammar_from_regex(grammar.source)
+        case "choice":
+            choices = json.loads(grammar.source)
+            return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choices))}")
+        case "grammar":
+            return LLMatcher.grammar_from_lark(_lark_of(grammar))
+        case "lark":
+            return LLMatcher.grammar_from_lark(grammar.source)
+
+
+def _lark_of(grammar: Grammar) -> str:
+    """A client's grammar, in Lark or GBNF, as Lark."""
+    if len(grammar.source) > MAX_GRAMMAR:
+        raise _refusal(grammar, f"a grammar has at most {MAX_GRAMMAR} characters")
+    try:
+        return any_to_lark(grammar.source)
+    except Exception as error:  # noqa: BLE001 - the library raises `Exception` itself
+        raise _refusal(grammar, str(error)) from None
+
+
+def _refusal(grammar: Grammar, reason: str) -> BadRequestError:
+    """The library explains over several lines, where it may show all of a long grammar, and its
+    own state."""
+    if reason.startswith(NOTHING_CONFORMS):
+        reason = "nothing can conform to it"
+    reason, _, _ = reason.partition("<state>")
+    if grammar.kind == "lark":
+        reason, _, _ = reason.partition("\n")  # below it: what the client never wrote
+    words = " ".join(reason.split())
+    if len(words) > MAX_MESSAGE:
+        half = MAX_MESSAGE // 2
+        words = f"{words[:half]} … {words[-half:]}"
+    return BadRequestError(f"{grammar.param}: {words}", param=grammar.param, code="invalid_grammar")

@@ -1,0 +1,111 @@
+"""Keeps an engine process running, from a process that imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from lookonce.engine.progress import Alive, Failed, Loading, Serving, parse_progress
+from lookonce.engine.settings import EngineSettings
+from lookonce.engine.supervisor.child_process import Child, KeptProcess, RestartBudget
+from lookonce.errors import error_from_wire
+
+logger = logging.getLogger(__name__)
+
+ENGINE_COMMAND = (sys.executable, "-m", "lookonce.engine.process")
+STOP_SECONDS = 5.0
+"""What the step in progress may take when the engine is told to stop."""
+
+OnLoading = Callable[[int, int], None]
+"""Told the weights loaded and the weights in all (0: not known yet)."""
+
+
+class EngineSupervisor:
+    """Starts the engine process and starts it again when it dies or hangs.
+
+    An engine that shows no life for twice `stall_timeout` seconds, or whose step takes that long,
+    is killed: its clients have called it stuck for a while by then.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        stall_timeout: float,
+        on_loading: OnLoading | None = None,
+        command: Sequence[str] = ENGINE_COMMAND,
+        restarts: RestartBudget | None = None,
+    ) -> None:
+        self._settings = settings
+        self._hang_limit = 2 * stall_timeout
+        self._on_loading = on_loading
+        self._command = command
+        self._process = KeptProcess("the engine process", self._start, self._follow, restarts)
+        self._serving = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until `stop`. Raises what the engine refuses to start with (`ConfigError`,
+        `ModelLoadError`), and `EngineDeadError` when restarting does not help."""
+        await self._process.run()
+
+    async def wait_serving(self) -> None:
+        """Returns once the engine has been ready to serve."""
+        await self._serving.wait()
+
+    async def stop(self) -> None:
+        await self._process.stop(STOP_SECONDS)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    async def _start(self) -> Child:
+        settings = msgspec.json.encode(self._settings)
+        return await Child.start(self._process.name, self._command, settings, read_output=True)
+
+    async def _follow(self, child: Child) -> None:
+        limit: float | None = None  # loading may be silent for long
+        while True:
+            try:
+                async with asyncio.timeout(limit):
+                    line = await child.read_line()
+            except TimeoutError:
+                self._end_hanging(child)
+                continue
+            if not line:
+                return
+            match parse_progress(line):
+                case Loading(done, total):
+                    if self._on_loading is not None:
+                        self._on_loading(done, total)
+                case Serving(seconds):
+                    logger.info("the engine serves after %.1f s", seconds)
+                    self._serving.set()
+                    limit = self._hang_limit
+                case Alive(stalled_seconds):
+                    if stalled_seconds > self._hang_limit:
+                        self._end_hanging(child)
+                case Failed(error):
+                    await child.wait()
+                    raise error_from_wire(*error)
+
+    def _end_hanging(self, child: Child) -> None:
+        logger.error("the engine has not answered for %.0f s: it is killed", self._hang_limit)
+        child.kill()
+
+
+@contextmanager
+def socket_folder(address: str) -> Iterator[Path]:
+    """The private folder of an `ipc://` endpoint: made for this user alone, removed at the end."""
+    folder = Path(address.removeprefix("ipc://")).parent
+    folder.mkdir(mode=0o700)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

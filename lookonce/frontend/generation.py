@@ -1,0 +1,274 @@
+"""One prompt's samples: the engine's token deltas become pieces of text.
+
+A `Generation` owns one engine request. Leaving its iterator, for whatever reason, aborts what the
+engine still computes for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import AsyncGenerator, Collection, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+
+from lookonce.errors import RequestFailedError, error_from_wire
+from lookonce.frontend.responses import StopReason
+from lookonce.frontend.services import Detokenizer, Services, check_fits, shortened
+from lookonce.types.request import (
+    PrefillFacts,
+    PromptLogprob,
+    RenderedPrompt,
+    TokenDelta,
+    TokenLogprob,
+)
+from lookonce.types.sampling import SamplingParams
+
+_PROCESS = secrets.token_hex(16)
+
+
+_numbers = itertools.count()
+"""Request ids for the engine: unique among all processes, without asking for chance each time."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one delta adds to one sample."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    stop_reason: StopReason = None
+
+
+class Generation:
+    """Samples `index_base` to `index_base + n - 1` of one response, from one prompt."""
+
+    def __init__(
+        self,
+        services: Services,
+        rendered: RenderedPrompt,
+        sampling: SamplingParams,
+        engine_id: str,
+        *,
+        arrival: float,
+        index_base: int = 0,
+        keep: Collection[str] = (),
+    ) -> None:
+        self.rendered = rendered
+        self.sampling = sampling
+        self.facts: PrefillFacts | None = None
+        self.prompt_logprobs: list[PromptLogprob | None] | None = None
+        """One per token of the prompt, where they were asked for; from its first tokens on."""
+        self.completion_tokens = 0
+        self.aborted = False
+        """Before it is submitted: it will not be."""
+        self._services = services
+        self._engine_id = engine_id
+        self._index_base = index_base
+        self._arrival = arrival
+        self._texts: dict[int, Detokenizer] = {
+            index: services.renderer.detokenizer(sampling, rendered.token_ids, keep)
+            for index in range(sampling.n)
+        }
+        self._last_delta: dict[int, float] = {}
+        self._first_reason = ""
+
+    @property
+    def finished(self) -> bool:
+        """Every sample has its finish reason."""
+        return not self._texts
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Every sample's pieces until all are finished. Raises what broke the request."""
+        if self.aborted:
+            for index in list(self._texts):
+                self._close_sample(index, "abort")
+                yield Piece(index + self._index_base, "", [], finish_reason="abort")
+            return
+        deltas = self._services.engine.generate(self.rendered, self.sampling, self._engine_id)
+        async with aclosing(deltas):
+            async for delta in deltas:
+                self._observe(delta)
+                piece = self._take(delta)
+                if piece is None:
+                    continue
+                if piece.finish_reason and delta.finish_reason is None and self._texts:
+                    await self._services.engine.abort(self._engine_id, delta.index)
+                yield piece
+                if not self._texts:
+                    return
+        raise RequestFailedError("the engine ended the request without finishing it")
+
+    async def abort(self) -> None:
+        """End every unfinished sample with "abort"."""
+        self.aborted = True
+        await self._services.engine.abort(self._engine_id)
+
+    def _take(self, delta: TokenDelta) -> Piece | None:
+        """None for what the engine still computed of a sample that a stop string has ended."""
+        if delta.error is not None:
+            raise error_from_wire(*delta.error)
+        detokenizer = self._texts.get(delta.index)
+        if detokenizer is None:
+            return None
+        taken_before = detokenizer.num_tokens
+        text = detokenizer.push(delta.token_ids)
+        finish_reason: str | None = delta.finish_reason
+        stop_reason: StopReason = delta.stop_token_id
+        if finish_reason is not None:
+            text += detokenizer.finish()
+        if detokenizer.stopped is not None:
+            finish_reason, stop_reason = "stop", detokenizer.stopped
+        num_tokens = detokenizer.num_tokens - taken_before
+        self.completion_tokens += num_tokens
+        if finish_reason is not None:
+            self._close_sample(delta.index, finish_reason)
+        return Piece(
+            index=delta.index + self._index_base,
+            text=text,
+            token_ids=delta.token_ids[:num_tokens],
+            logprobs=None if delta.logprobs is None else delta.logprobs[:num_tokens],
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+        )
+
+    def _close_sample(self, index: int, reason: str) -> None:
+        del self._texts[index]
+        if index == 0:
+            self._first_reason = reason
+        if not self._texts:
+            metrics = self._services.metrics
+            metrics.success.inc(self._first_reason)
+            metrics.request_latency.observe(time.monotonic() - self._arrival)
+
+    def _observe(self, delta: TokenDelta) -> None:
+        metrics, now = self._services.metrics, time.monotonic()
+        if not self._last_delta:
+            metrics.time_to_first_token.observe(now - self._arrival)
+            metrics.prompt_tokens.inc(len(self.rendered.token_ids))
+        elif delta.index in self._last_delta:
+            metrics.inter_token_latency.observe(now - self._last_delta[delta.index])
+        self._last_delta[delta.index] = now
+        metrics.generation_tokens.inc(len(delta.token_ids))
+        if delta.facts is not None:
+            self.facts = delta.facts
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = _of_words(self.rendered, delta.prompt_logprobs)
+
+
+def _of_words(rendered: RenderedPrompt, scored: list[PromptLogprob]) -> list[PromptLogprob | None]:
+    """None for the first token, which follows nothing, and where media stands."""
+    entries: list[PromptLogprob | None] = [None, *scored]
+    for feature in rendered.features:
+        entries[feature.offset : feature.end] = [None] * feature.length
+    return entries
+
+
+def prepare(
+    services: Services,
+    rendered: RenderedPrompt,
+    sampling: SamplingParams,
+    *,
+    arrival: float | None = None,
+    index_base: int = 0,
+    keep: Collection[str] = (),
+    limit_asked: bool = True,
+) -> Generation:
+    """A generation ready to start; the prompt's pins stay with the caller.
+
+    The engine gets a request id of our own making, for clients may repeat theirs. Raises
+    `BadRequestError` where the model cannot take the prompt.
+    """
+    model = services.engine.model
+    if not limit_asked:
+        sampling = shortened(rendered, sampling, model.max_model_len)
+    check_fits(rendered, sampling, model)
+    return Generation(
+        services,
+        rendered,
+        sampling,
+        f"{_PROCESS}-{next(_numbers)}",
+        arrival=time.monotonic() if arrival is None else arrival,
+        index_base=index_base,
+        keep=keep,
+    )
+
+
+@contextmanager
+def prepared(
+    services: Services,
+    rendered: RenderedPrompt,
+    sampling: SamplingParams,
+    *,
+    keep: Collection[str] = (),
+) -> Iterator[Generation]:
+    """A generation ready to start; on the way out the prompt's pins are given back.
+
+    Raises `BadRequestError` where the model cannot take the prompt.
+    """
+    try:
+        # From Python the model's recommendation comes as a number like any other.
+        asked = sampling.max_tokens != services.defaults.max_new_tokens
+        yield prepare(services, rendered, sampling, limit_asked=asked, keep=keep)
+    finally:
+        services.renderer.release(rendered)
+
+
+def merged(generations: list[Generation]) -> AsyncGenerator[Piece, None]:
+    """The pieces of all, as they come. The first failure ends all of them."""
+    return generations[0].pieces() if len(generations) == 1 else _side_by_side(generations)
+
+
+async def _side_by_side(generations: list[Generation]) -> AsyncGenerator[Piece, None]:
+    queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_forward(g.pieces(), queue)) for g in generations]
+    try:
+        remaining = len(tasks)
+        while remaining:
+            match await queue.get():
+                case None:
+                    remaining -= 1
+                case BaseException() as error:
+                    raise error
+                case piece:
+                    yield piece
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _forward(
+    pieces: AsyncGenerator[Piece, None], queue: asyncio.Queue[Piece | BaseException | None]
+) -> None:
+    try:
+        async with aclosing(pieces):
+            async for piece in pieces:
+                queue.put_nowait(piece)
+    except Exception as error:  # noqa: BLE001 - handed to the reader, who raises it
+        queue.put_nowait(error)
+    else:
+        queue.put_nowait(None)
+
+
+@dataclass(slots=True)
+class Sample:
+    """All pieces of one sample, for the answer that is not streamed."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str = ""
+    stop_reason: StopReason = None
+
+    def take(self, piece: Piece) -> None:
+        self.text.append(piece.text)
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs or ()
+        if piece.finish_reason is not None:
+            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason

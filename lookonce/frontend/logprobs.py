@@ -1,0 +1,165 @@
+"""Log-probabilities in OpenAI's two formats."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Collection, Sequence
+
+from lookonce.frontend.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptEntries,
+    PromptEntry,
+    TokenEntry,
+    TopLogprob,
+)
+from lookonce.types.request import PromptLogprob, TokenLogprob
+
+TokenBytes = Callable[[int], bytes]
+"""A token's own bytes: not always whole characters."""
+
+LOWEST = -9999.0
+"""What stands for minus infinity, which JSON cannot write."""
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], token_bytes: TokenBytes
+) -> ChatLogprobs:
+    return ChatLogprobs(
+        [
+            TokenEntry(
+                *_named(token_bytes(token), entry.logprob),
+                [TopLogprob(*_named(token_bytes(other), value)) for other, value in entry.top],
+            )
+            for token, entry in zip(token_ids, logprobs, strict=True)
+        ]
+    )
+
+
+def _named(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
+    return _text(token), max(logprob, LOWEST), list(token)
+
+
+class TextCursor:
+    """Where in the text tokens begin: one that is part of a character stands where that does, one
+    that the text leaves out where the next does."""
+
+    def __init__(self, unheard: Collection[int] = (), at: int = 0) -> None:
+        """`unheard` tokens add nothing to the text, which begins at `at`."""
+        self.at = at
+        self._unheard = unheard
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def take(self, token_id: int, token: bytes) -> int:
+        """Where this token begins; `at` is where it ends."""
+        begin = self.at
+        if token_id not in self._unheard:
+            self.at += len(self._characters.decode(token))
+        return begin
+
+
+class CompletionFormat:
+    """Builds the parallel lists of `/v1/completions`, whose offsets count characters of text."""
+
+    def __init__(
+        self, token_bytes: TokenBytes, wanted: int, unheard: Collection[int] = (), offset: int = 0
+    ) -> None:
+        """`wanted`: how many of the likeliest to name beside each token; `offset`: where in the
+        text the first token stands."""
+        self._token_bytes = token_bytes
+        self._wanted = wanted
+        self._cursor = TextCursor(unheard, offset)
+
+    def take(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> CompletionLogprobs:
+        """The entries of the next generated tokens."""
+        offsets = [self._cursor.take(token, self._token_bytes(token)) for token in token_ids]
+        return _lists(token_ids, offsets, logprobs, self._wanted, self._token_bytes)
+
+
+def echoed_logprobs(
+    text: str,
+    token_ids: Sequence[int],
+    logprobs: Sequence[PromptLogprob | None],
+    wanted: int,
+    token_bytes: TokenBytes,
+) -> CompletionLogprobs:
+    """The entries of a prompt; what was added to its `text` (a first token) shows nowhere."""
+    characters = codecs.getincrementaldecoder("utf-8")("replace")
+    offsets, offset = [], 0
+    for token in token_ids:
+        offsets.append(offset)
+        shown = characters.decode(token_bytes(token))
+        if not text.startswith(shown, offset):
+            shown = shown.removeprefix(" ")  # one that a tokenizer puts before the first word
+        if text.startswith(shown, offset):
+            offset += len(shown)
+    return _lists(token_ids, offsets, logprobs, wanted, token_bytes)
+
+
+def _lists(
+    token_ids: Sequence[int],
+    offsets: list[int],
+    logprobs: Sequence[TokenLogprob] | Sequence[PromptLogprob | None],
+    wanted: int,
+    token_bytes: TokenBytes,
+) -> CompletionLogprobs:
+    tokens = [_text(token_bytes(token)) for token in token_ids]
+    values = [None if entry is None else max(entry.logprob, LOWEST) for entry in logprobs]
+    tops = [
+        None if entry is None else _top(token, entry, wanted, token_bytes)
+        for token, entry in zip(tokens, logprobs, strict=True)
+    ]
+    return CompletionLogprobs(offsets, values, tokens, tops)
+
+
+def _top(
+    token: str, entry: TokenLogprob | PromptLogprob, wanted: int, token_bytes: TokenBytes
+) -> dict[str, float]:
+    """The token that stands there and the likeliest; of those with one text the likelier."""
+    top = {token: max(entry.logprob, LOWEST)}
+    for other, value in entry.top[:wanted]:
+        text = _text(token_bytes(other))
+        top[text] = max(value, top.get(text, LOWEST))
+    return top
+
+
+def prompt_entries(
+    token_ids: Sequence[int],
+    logprobs: Sequence[PromptLogprob | None],
+    wanted: int,
+    token_bytes: TokenBytes,
+) -> PromptEntries:
+    """vLLM's form: at each place of the prompt its token and the `wanted` likeliest."""
+
+    def entry(token: int, logprob: float, rank: int) -> PromptEntry:
+        return PromptEntry(max(logprob, LOWEST), rank, _text(token_bytes(token)))
+
+    entries: PromptEntries = []
+    for token, scored in zip(token_ids, logprobs, strict=True):
+        if scored is None:
+            entries.append(None)
+            continue
+        place = {str(token): entry(token, scored.logprob, scored.rank)}
+        for rank, (other, logprob) in enumerate(scored.top[:wanted], 1):
+            place.setdefault(str(other), entry(other, logprob, rank))
+        entries.append(place)
+    return entries
+
+
+def joined_completion(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        text_offset=[x for part in parts for x in part.text_offset],
+        token_logprobs=[x for part in parts for x in part.token_logprobs],
+        tokens=[x for part in parts for x in part.tokens],
+        top_logprobs=[x for part in parts for x in part.top_logprobs],
+    )
+
+
+def _text(token: bytes) -> str:
+    """A token that is part of a character reads as `bytes:\\xe2\\x82`, as OpenAI writes it."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)

@@ -1,0 +1,110 @@
+"""`POST /inference/v1/media_cache`: items that somebody else processed enter the processor cache.
+
+`GET` answers what a frontend must know to name them by the public `media_hash`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from lookonce.engine.client.injection import Injected, Keyed
+from lookonce.errors import BadRequestError, LookOnceError
+from lookonce.frontend.services import Services
+from lookonce.render.media.injection import arrays_of
+from lookonce.types.media import MODALITIES, Array, Modality
+
+logger = logging.getLogger("lookonce.server")
+
+
+T = TypeVar("T")
+
+
+ReadArrays = Callable[[], Mapping[str, Array]]
+
+
+class ItemOutcome(msgspec.Struct, kw_only=True):
+    hash: str
+    status: str
+    """`stored`, `already_held` or `rejected`."""
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """One item: how to read its arrays may raise `BadRequestError`."""
+
+    modality: Modality
+    name: str
+    arrays: ReadArrays
+
+
+def offered_items(
+    names: Mapping[Modality, Sequence[str]],
+    given: Mapping[Modality, Sequence[T]],
+    reader: Callable[[T], ReadArrays],
+) -> list[Offered]:
+    """The items one by one. Raises `BadRequestError` where names and items do not match."""
+    if names.keys() != given.keys():
+        raise BadRequestError("hashes and items must be of the same modalities", param="mm_hashes")
+    offered = []
+    for modality, hashes in names.items():
+        if modality not in MODALITIES or len(hashes) != len(given[modality]):
+            raise BadRequestError(
+                f"mm_hashes.{modality}: {len(hashes)} hashes for {len(given[modality])} items",
+                param=f"mm_hashes.{modality}",
+            )
+        for name, value in zip(hashes, given[modality], strict=True):
+            offered.append(Offered(modality, name, reader(value)))
+    return offered
+
+
+async def inject_offered(
+    services: Services,
+    offered: Sequence[Offered],
+    *,
+    tenant: str,
+    cache_salt: str | None,
+    trusted: bool,
+) -> dict[str, list[ItemOutcome]]:
+    """What became of each item. One that is no good is rejected alone, with one warning."""
+
+    def judge(item: Offered) -> Keyed:
+        return services.renderer.injected(
+            item.modality,
+            item.name,
+            item.arrays(),
+            tenant=tenant,
+            cache_salt=cache_salt,
+            trusted=trusted,
+        )
+
+    outcomes: dict[int, Injected] = {}
+    keyed: dict[int, Keyed] = {}
+    for number, item in enumerate(offered):
+        try:
+            keyed[number] = await asyncio.to_thread(judge, item)
+        except LookOnceError as error:
+            outcomes[number] = Injected("rejected", error.message)
+    settled = await services.engine.inject_items(list(keyed.values()))
+    outcomes |= zip(keyed, settled, strict=True)
+    answer: dict[str, list[ItemOutcome]] = {}
+    for number, item in enumerate(offered):
+        answer.setdefault(item.modality, []).append(_outcome(item, outcomes[number]))
+    return answer
+
+
+def _outcome(item: Offered, outcome: Injected) -> ItemOutcome:
+    if outcome.status == "rejected":
+        logger.warning("%s item %.16r rejected: %s", item.modality, item.name, outcome.reason)
+    return ItemOutcome(hash=item.name, status=outcome.status, reason=outcome.reason)
+
+
+def arrays_reader(arrays: Mapping[str, Any]) -> ReadArrays:
+    """Of NumPy arrays or torch tensors."""
+    return lambda: arrays_of(arrays)

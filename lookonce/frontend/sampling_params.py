@@ -1,0 +1,182 @@
+"""From a request's sampling fields, and the model's own defaults, to `SamplingParams`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from lookonce.errors import BadRequestError, ModelLoadError
+from lookonce.frontend.requests import ChatOrCompletion, ChatRequest, CompletionRequest, Sampling
+from lookonce.frontend.structured_outputs import grammar_of
+from lookonce.types.sampling import SamplingParams
+
+COMPLETION_MAX_TOKENS = 16
+"""What `/v1/completions` generates when the client names no limit (OpenAI's default)."""
+LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
+"""What clients call the most tokens to generate; the newer name wins."""
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """What the model's `generation_config.json` recommends; used where a request is silent."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+    def value(self, name: str) -> float | None:
+        if name == "temperature" and self.do_sample is False:
+            return 0.0
+        found = getattr(self, name, None)
+        return None if found is None else float(found)
+
+
+def read_defaults(folder: str) -> SamplingDefaults:
+    """The defaults in the model's `generation_config.json`; none where it has no such file.
+
+    Raises `ModelLoadError` for a file that is broken.
+    """
+    file = Path(folder) / "generation_config.json"
+    if not file.is_file():
+        return SamplingDefaults()
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=SamplingDefaults, strict=False)
+    except msgspec.DecodeError as error:
+        raise ModelLoadError(f"generation_config.json: {error}") from None
+
+
+def names_limit(body: object) -> bool:
+    """Whether the client said how much to generate at most: kept to, or refused where the context
+    is too short. One that the server chose is shortened to what the context leaves."""
+    # The body of `/generate` has no defaults.
+    return not isinstance(body, Sampling) or asked_limit(body) is not None
+
+
+def default_sampling(defaults: SamplingDefaults) -> SamplingParams:
+    """What a chat request that asks for nothing gets."""
+    return _sampling(Sampling(), defaults, defaults.max_new_tokens, None, "logprobs")
+
+
+def chat_sampling(request: ChatRequest, defaults: SamplingDefaults) -> SamplingParams:
+    """Raises `BadRequestError` naming the field."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise BadRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    _check_best_of(request)
+    limit = asked_limit(request)
+    if limit is None:
+        limit = defaults.max_new_tokens
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    sampling = _sampling(request, defaults, limit, logprobs, "top_logprobs")
+    return _scoring_prompt(sampling, request, request.prompt_logprobs)
+
+
+def completion_sampling(request: CompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
+    """Raises `BadRequestError` naming the field."""
+    _check_best_of(request)
+    limit = asked_limit(request)
+    if limit is None:
+        limit = COMPLETION_MAX_TOKENS
+    if request.echo and limit == 0:
+        limit = 1  # the prompt's last token needs a step to be computed
+    sampling = _sampling(request, defaults, limit, request.logprobs, "logprobs")
+    asked = (request.prompt_logprobs, request.logprobs if request.echo else None)
+    wanted = max((count for count in asked if count is not None), default=None)
+    return _scoring_prompt(sampling, request, wanted)
+
+
+def asked_limit(request: Sampling) -> int | None:
+    """Tokens to generate at most, as the client says it."""
+    named = (getattr(request, name, None) for name in LIMITS)
+    return next((limit for limit in named if isinstance(limit, int)), None)
+
+
+def _check_best_of(request: ChatOrCompletion) -> None:
+    if request.best_of not in (None, request.n or 1):
+        raise BadRequestError("best_of is not supported beyond n", param="best_of")
+
+
+def _scoring_prompt(
+    sampling: SamplingParams, request: ChatOrCompletion, wanted: int | None
+) -> SamplingParams:
+    if request.stream and request.prompt_logprobs is not None:
+        raise BadRequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
+    if wanted is None:
+        return sampling
+    return msgspec.structs.replace(sampling, prompt_logprobs=wanted)
+
+
+def response_sampling(
+    request: Sampling, logprobs: int | None, defaults: SamplingDefaults
+) -> SamplingParams:
+    """Raises `BadRequestError` naming the field."""
+    limit = asked_limit(request)
+    if limit is None:
+        limit = defaults.max_new_tokens
+    try:
+        return _sampling(request, defaults, limit, logprobs, "top_logprobs")
+    except BadRequestError as error:
+        if error.param != "max_tokens":
+            raise
+        message = error.message.replace("max_tokens", "max_output_tokens")
+        raise BadRequestError(message, param="max_output_tokens") from None
+
+
+def _sampling(
+    request: Sampling,
+    defaults: SamplingDefaults,
+    max_tokens: int | None,
+    logprobs: int | None,
+    logprobs_name: str,
+) -> SamplingParams:
+    given = {
+        "n": request.n,
+        "temperature": _first(request.temperature, defaults.value("temperature")),
+        "top_p": _first(request.top_p, defaults.value("top_p")),
+        "top_k": _first(request.top_k, defaults.top_k),
+        "min_p": _first(request.min_p, defaults.value("min_p")),
+        "presence_penalty": request.presence_penalty,
+        "frequency_penalty": request.frequency_penalty,
+        "repetition_penalty": _first(
+            request.repetition_penalty, defaults.value("repetition_penalty")
+        ),
+        "logit_bias": _logit_bias(request.logit_bias),
+        "seed": request.seed,
+        "stop": request.stop,
+        "stop_token_ids": request.stop_token_ids,
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "grammar": grammar_of(request),
+    }
+    try:
+        return SamplingParams(
+            include_stop_str_in_output=request.include_stop_str_in_output,
+            ignore_eos=request.ignore_eos,
+            min_tokens=request.min_tokens,
+            skip_special_tokens=request.skip_special_tokens,
+            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+        )
+    except BadRequestError as error:
+        if error.param == "logprobs":
+            message = error.message.replace("logprobs", logprobs_name, 1)
+            raise BadRequestError(message, param=logprobs_name) from None
+        raise
+
+
+def _first(asked: float | None, default: float | None) -> float | None:
+    return default if asked is None else asked
+
+
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
+    """JSON's keys are text; the tokens they name are numbers."""
+    if not bias:
+        return None
+    tokens = {}
+    for key, value in bias.items():
+        if not key.isdecimal() or len(key) > 10:
+            raise BadRequestError(f"logit_bias: {key[:20]!r} is not a token id", param="logit_bias")
+        tokens[int(key)] = value
+    return tokens

@@ -1,0 +1,140 @@
+"""Answers in OpenAI's harmony format, which gpt-oss speaks: messages, each on a channel.
+
+<|channel|>analysis<|message|>They ask for the weather …<|end|><|start|>assistant
+<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": …}<|call|>
+
+(The prompt ends with <|start|>assistant.) What is on `analysis` was thought, what is addressed to
+a function is a call, all else is said. Text that is in no message is said too: an answer that was
+begun in the prompt is none of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from lookonce.frontend.tools.deltas import Arguments, CallStart, Delta, Thought, Words, joined
+from lookonce.frontend.tools.scanner import MarkerSearch
+
+START, CHANNEL, CONSTRAIN = "<|start|>", "<|channel|>", "<|constrain|>"
+MESSAGE, END, RETURN, CALL = "<|message|>", "<|end|>", "<|return|>", "<|call|>"
+MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, RETURN, CALL)
+FUNCTIONS = "functions."
+RECIPIENT = re.compile(r"to=([^\s<]+)")
+ON_ANALYSIS = re.compile(rf"{re.escape(CHANNEL)}\s*analysis")
+LONGEST_HEADER = 512
+
+Where = Literal["outside", "header", "words", "thought", "call"]
+
+
+class HarmonyParser:
+    def __init__(self, *, calls: bool) -> None:
+        """`calls`: functions may be called; else what is addressed to one is said."""
+        self._may_call = calls
+        self._search = MarkerSearch(*MARKERS)
+        self._where: Where = "outside"
+        self._header = ""
+        """Of a message; outside of one, what may begin it without a marker."""
+        self._fresh: set[Where] = set()
+        """Of words and thoughts: there were some, and a message on the same channel began since."""
+        self._begun: set[Where] = set()
+        self._num_calls = 0
+        self._bare = False
+        """The call has no arguments yet."""
+        self._deltas: list[Delta] = []
+
+    def push(self, text: str) -> list[Delta]:
+        for character in text:
+            passed, marker = self._search.take(character)
+            self._take(passed)
+            if marker:
+                self._mark(marker)
+        return self._take_deltas()
+
+    def finish(self) -> list[Delta]:
+        """A header that is cut off is nobody's."""
+        self._take(self._search.held)
+        self._search.held = ""
+        self._leave()
+        return self._take_deltas()
+
+    @property
+    def num_held(self) -> int:
+        return len(self._header) + len(self._search.held)
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _take(self, text: str) -> None:
+        if self._where not in ("outside", "header"):
+            self._tell(text)
+            return
+        for number, character in enumerate(text):
+            self._header += character
+            if not self._may_be_header():
+                said, self._header = self._header + text[number + 1 :], ""
+                self._enter("words")
+                self._tell(said)
+                return
+
+    def _may_be_header(self) -> bool:
+        if len(self._header) > LONGEST_HEADER:
+            return False
+        beginning = self._header.lstrip()[:3]
+        return self._where == "header" or "to=".startswith(beginning)
+
+    def _mark(self, marker: str) -> None:
+        in_header = self._where in ("outside", "header")
+        match marker:
+            case "<|message|>" if in_header:
+                header, self._header = self._header, ""
+                self._begin_message(header)
+            case "<|channel|>" | "<|constrain|>" if in_header:
+                self._where = "header"
+                self._header += marker
+            case "<|start|>" | "<|channel|>":
+                self._leave()
+                self._where, self._header = "header", marker
+            case "<|end|>" | "<|return|>" | "<|call|>":
+                self._leave()
+
+    def _begin_message(self, header: str) -> None:
+        recipient = RECIPIENT.search(header)
+        name = recipient[1] if recipient else ""
+        if self._may_call and name.startswith(FUNCTIONS) and name != FUNCTIONS:
+            self._deltas.append(CallStart(self._num_calls, name.removeprefix(FUNCTIONS)))
+            self._num_calls += 1
+            self._where, self._bare = "call", True
+        else:
+            self._enter("thought" if ON_ANALYSIS.search(header) else "words")
+
+    def _enter(self, where: Where) -> None:
+        self._where = where
+        if where in self._begun:
+            self._fresh.add(where)
+
+    def _tell(self, text: str) -> None:
+        if not text:
+            return
+        if self._where == "call":
+            self._bare = self._bare and text.isspace()
+            self._deltas.append(Arguments(self._num_calls - 1, text))
+            return
+        if self._where in self._fresh:
+            self._fresh.discard(self._where)
+            text = "\n" + text
+        self._begun.add(self._where)
+        self._deltas.append(Thought(text) if self._where == "thought" else Words(text))
+
+    def _leave(self) -> None:
+        """The message has ended, or there was none."""
+        if self._where == "call" and self._bare:
+            self._deltas.append(Arguments(self._num_calls - 1, "{}"))
+        header, self._header = self._header, ""
+        if self._where == "outside" and header.strip():
+            self._enter("words")
+            self._tell(header)
+        self._where = "outside"
+
+    def _take_deltas(self) -> list[Delta]:
+        taken, self._deltas = self._deltas, []
+        return joined(taken)

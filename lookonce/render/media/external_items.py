@@ -1,0 +1,261 @@
+"""Prompts that come as token ids, with their media placed by somebody else.
+
+Each item comes as encoded media (whose digest is verified), as arrays (which are judged), or as a
+name alone, to be found in the cache. Names are not trusted:
+
+    64 hex digits, and media that has this digest        the MediaHash
+    64 hex digits, arrays, a client trusted to inject    the MediaHash
+    any other name with arrays                           external: no real item has such a hash
+    a name alone                                         whichever of both this scope holds
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lookonce.cache.identity import external_hash, item_key
+from lookonce.errors import BadRequestError, MediaNotCachedError, RequestError
+from lookonce.render.families.base import ProcessorFamily
+from lookonce.render.media.injection import decode_kwargs, given_item
+from lookonce.render.media.load import OFF_LOOP_BYTES
+from lookonce.render.media.resolver import MediaResolver
+from lookonce.render.media.sources import MediaSource, for_part
+from lookonce.types.media import Expansion, MediaFeature, Modality, feature_at
+from lookonce.types.request import RenderedItem
+
+REAL_HASH = re.compile(r"[0-9a-f]{64}")
+MAX_NAME_LENGTH = 256
+Ranges = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenMedia:
+    """One item of a prompt whose placeholder is in the token ids already."""
+
+    modality: Modality
+    name: str
+    """A MediaHash in hex, or any name the client chose."""
+    offset: int
+    length: int
+    param: str
+    is_embed: tuple[tuple[int, int], ...] | None = None
+    """`(start, end)`, relative to `offset`, of the positions that take encoder output."""
+    kwargs_data: str | None = None
+    media_data: str | None = None
+
+
+def digest_to_write(name: str, modality: Modality, *, trusted: bool) -> bytes:
+    """The MediaHash arrays are stored under. Raises `BadRequestError` for an impossible name."""
+    real = real_digest(name)
+    if trusted and real is not None:
+        return real
+    if not 0 < len(name) <= MAX_NAME_LENGTH:
+        raise BadRequestError(f"a hash is a text of 1 to {MAX_NAME_LENGTH} characters")
+    return external_hash(name.encode("utf-8", "surrogatepass"), modality=modality)
+
+
+def real_digest(name: str) -> bytes | None:
+    return bytes.fromhex(name) if REAL_HASH.fullmatch(name) else None
+
+
+class GivenResolver:
+    """Given media → rendered items; shares directory and processing with `resolver`."""
+
+    def __init__(self, family: ProcessorFamily, resolver: MediaResolver) -> None:
+        self._family = family
+        self._directory = resolver.directory
+        self._resolver = resolver
+
+    async def resolve(
+        self,
+        media: Sequence[GivenMedia],
+        scope: bytes,
+        kwargs: Mapping[str, object],
+        *,
+        trusted: bool,
+    ) -> list[RenderedItem]:
+        """One item per given one, in order; counted, one query each.
+
+        Raises a `RequestError` naming the part; then, as when cancelled, no pin is left.
+        """
+        encoded = [number for number, each in enumerate(media) if _is_encoded(each)]
+        sources = [_source(media[number]) for number in encoded]
+        items = dict(zip(encoded, await self._encoded(sources, scope, kwargs), strict=True))
+        made: list[RenderedItem] = []
+        try:
+            for number, each in enumerate(media):
+                if number not in items:
+                    items[number] = await self._named(each, scope, trusted=trusted)
+                    made.append(items[number])
+        except BaseException:
+            self._resolver.release(items.values())
+            raise
+        for item in made:
+            item.uncounted = item.outcome == "not_needed"
+            if not item.uncounted:
+                self._directory.count(item.outcome)
+        return [items[number] for number in range(len(media))]
+
+    async def _encoded(
+        self, sources: Sequence[MediaSource], scope: bytes, kwargs: Mapping[str, object]
+    ) -> list[RenderedItem]:
+        return await self._resolver.resolve(sources, scope, kwargs) if sources else []
+
+    async def _named(self, given: GivenMedia, scope: bytes, *, trusted: bool) -> RenderedItem:
+        try:
+            if given.kwargs_data is None:
+                return self._referenced(given, scope)
+            return await self._by_value(given, given.kwargs_data, scope, trusted=trusted)
+        except RequestError as error:
+            raise error if error.param else for_part(error, given.param) from None
+
+    async def _by_value(
+        self, given: GivenMedia, data: str, scope: bytes, *, trusted: bool
+    ) -> RenderedItem:
+        """What is held already is used, not what came."""
+        digest = digest_to_write(given.name, given.modality, trusted=trusted)
+        held = self._held_under_any(given, scope)
+        if held is not None:
+            return held
+        if len(data) > OFF_LOOP_BYTES:
+            arrays = await asyncio.to_thread(decode_kwargs, data)
+        else:
+            arrays = decode_kwargs(data)
+        item = given_item(self._family, given.modality, arrays)
+        fits = item.nbytes <= self._directory.capacity_bytes
+        return RenderedItem(
+            key=item_key(scope, digest),
+            media_hash=digest,
+            modality=given.modality,
+            expansion=item.expansion,
+            item=item,
+            outcome="miss" if fits else "bypass",
+        )
+
+    def _referenced(self, given: GivenMedia, scope: bytes) -> RenderedItem:
+        held = self._held_under_any(given, scope)
+        if held is not None:
+            return held
+        for digest in _digests(given):
+            key = item_key(scope, digest)
+            expansion = self._directory.known_expansion(key)
+            if expansion is not None:
+                return RenderedItem(
+                    key, digest, given.modality, expansion, None, outcome="not_needed"
+                )
+        raise MediaNotCachedError("no item is held under this hash; send it with its data")
+
+    def _held_under_any(self, given: GivenMedia, scope: bytes) -> RenderedItem | None:
+        """Under the MediaHash first: what is held there is right for certain."""
+        held = (self._held(given, scope, digest) for digest in _digests(given))
+        return next((item for item in held if item is not None), None)
+
+    def _held(self, given: GivenMedia, scope: bytes, digest: bytes) -> RenderedItem | None:
+        key = item_key(scope, digest)
+        expansion = self._directory.lookup(key)
+        if expansion is None:
+            return None
+        outcome = self._directory.held_as(key)
+        return RenderedItem(
+            key, digest, given.modality, expansion, None, outcome=outcome, pinned=True
+        )
+
+
+def place_given(
+    token_ids: Sequence[int], media: Sequence[GivenMedia], items: Sequence[RenderedItem]
+) -> tuple[MediaFeature, ...]:
+    """Features in the order of `media`, which is by offset; each placeholder is its item's.
+
+    Raises `BadRequestError` for a placeholder that is not its item's expansion, or an overlap.
+    """
+    features = []
+    end = 0
+    for given, item in zip(media, items, strict=True):
+        start = _start(given, item.expansion)
+        if start < end:
+            raise _misplaced(given, "it overlaps the placeholder before it")
+        end = start + item.expansion.length
+        if list(token_ids[start:end]) != item.expansion.token_ids():
+            raise _misplaced(given, "the tokens there are not the item's placeholder")
+        features.append(feature_at(item.key, given.modality, item.expansion, start))
+    return tuple(features)
+
+
+def placeholder_span(feature: MediaFeature, item: RenderedItem) -> tuple[int, int]:
+    """Where an item's whole expansion lies, which may begin before its first embed position."""
+    start = feature.offset - item.expansion.embed_ranges()[0][0]
+    return start, start + item.expansion.length
+
+
+def check_token_ids(
+    token_ids: Sequence[int],
+    vocab_size: int,
+    placeholders: frozenset[int],
+    spans: Sequence[tuple[int, int]] = (),
+    param: str = "prompt",
+) -> None:
+    """Outside `spans`, ids are the vocabulary's and none stands for media. `BadRequestError`."""
+    start = 0
+    for begin, end in [*spans, (len(token_ids), len(token_ids))]:
+        for number in range(start, begin):
+            token_id = token_ids[number]
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                problem = f"token ids are 0 to {vocab_size - 1}"
+            elif token_id in placeholders:
+                problem = f"token {token_id} stands for media, which there is none of here"
+            else:
+                continue
+            name = f"{param}[{number}]"
+            raise BadRequestError(f"{name}: {problem}", param=name)
+        start = end
+
+
+def _digests(given: GivenMedia) -> list[bytes]:
+    """What the name may mean in its client's scope."""
+    external = external_hash(given.name.encode("utf-8", "surrogatepass"), modality=given.modality)
+    real = real_digest(given.name)
+    return [external] if real is None else [real, external]
+
+
+def _is_encoded(given: GivenMedia) -> bool:
+    return given.kwargs_data is None and given.media_data is not None
+
+
+def _source(given: GivenMedia) -> MediaSource:
+    digest = real_digest(given.name)
+    if digest is None:
+        raise BadRequestError(
+            f"{given.param}: encoded media is named by its MediaHash, 64 hex digits",
+            param=given.param,
+        )
+    return MediaSource(given.modality, "inline", given.media_data or "", given.param, digest=digest)
+
+
+def _start(given: GivenMedia, expansion: Expansion) -> int:
+    """Where the item's expansion begins. Raises `BadRequestError`.
+
+    A placeholder names the embed positions, or all of the expansion.
+    """
+    embeds = list(expansion.embed_ranges())
+    lead = embeds[0][0]
+    if given.is_embed is None:
+        if given.length == expansion.length:
+            return given.offset
+        ranges: Ranges = [(given.offset, given.offset + given.length)]
+    else:
+        ranges = [(given.offset + a, given.offset + b) for a, b in given.is_embed]
+    start = ranges[0][0] - lead if ranges else -1
+    if start < 0 or ranges != [(start + a, start + b) for a, b in embeds]:
+        raise _misplaced(
+            given,
+            f"its item takes {expansion.num_embeds} embed positions, in {len(embeds)} stretches; "
+            f"the placeholder names others (length {given.length})",
+        )
+    return start
+
+
+def _misplaced(given: GivenMedia, problem: str) -> BadRequestError:
+    return BadRequestError(f"{given.param}: {problem}", param=given.param)

@@ -1,0 +1,194 @@
+"""OpenAI's messages → what chat templates take, with the media parts listed beside.
+
+Nothing is fetched or decoded here. A message's content stays the text or the list of parts its
+author chose; `chat` shapes it for the template at hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+
+from lookonce.errors import BadRequestError
+from lookonce.render.media.sources import MediaSource, media_source
+from lookonce.render.prompt.placeholder_escaping import refuse_reserved
+from lookonce.types.media import Modality
+
+FEW_VALUES = 2048
+"""What a conversation may hold and still be converted and rendered on the event loop: 5 ms."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+Json = dict[str, Any]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Chat:
+    """`conversation` in templates' terms: a media part is only `{"type": its modality}`."""
+
+    conversation: list[Json] = field(default_factory=list)
+    sources: list[MediaSource] = field(default_factory=list)
+    """One per media part, in the order of the messages."""
+
+
+def read_messages(
+    messages: Sequence[object],
+    modalities: Collection[Modality],
+    limits: Mapping[str, int],
+    max_tokens: int | None = None,
+) -> Chat:
+    """Check and convert a request's messages. `limits` is media parts per modality.
+
+    Raises `BadRequestError` naming the part, e.g. `messages[1].content[0]`; before anything is
+    converted for more messages or parts than `max_tokens`.
+    """
+    if not messages:
+        raise BadRequestError("messages must not be empty", param="messages")
+    if max_tokens is not None:
+        _check_count(messages, max_tokens)
+    chat = Chat()
+    for number, message in enumerate(messages):
+        chat.conversation.append(_message(message, f"messages[{number}]", chat.sources))
+    if not chat.sources:
+        return chat
+    for source in chat.sources:
+        if source.modality not in modalities:
+            raise BadRequestError(
+                f"{source.param}: the model takes no {source.modality}", param=source.param
+            )
+    _check_limits(chat.sources, limits)
+    return chat
+
+
+def _check_count(messages: Sequence[object], most: int) -> None:
+    """A prompt has a token at least for each message, and for each part that says something."""
+    if len(messages) > most:
+        raise _too_many("messages", f"there are {len(messages)}", most)
+    count = 0
+    for number, message in enumerate(messages):
+        for name in ("content", "tool_calls"):
+            parts = message.get(name) if isinstance(message, Mapping) else None
+            count += len(parts) if isinstance(parts, list) else 0
+            if count > most:
+                raise _too_many(f"messages[{number}].{name}", f"{count} parts up to here", most)
+
+
+def _too_many(param: str, what: str, most: int) -> BadRequestError:
+    return BadRequestError(
+        f"{param}: {what}, more than the model's context of {most} tokens can hold",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def has_many_values(*values: object) -> bool:
+    """Whether JSON values hold more than a few others; looks at no more than it has to."""
+    waiting: list[object] = list(values)
+    count = 0
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, (dict, list, tuple)):
+            count += len(part)
+            if count > FEW_VALUES:
+                return True
+            waiting += part.values() if isinstance(part, dict) else part
+    return False
+
+
+async def in_thread_if(large: bool, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+    """What `work` makes of what was given; `large`: other requests go on meanwhile."""
+    if large:
+        return await asyncio.to_thread(work, *given, **named)
+    return work(*given, **named)
+
+
+def _check_limits(sources: Sequence[MediaSource], limits: Mapping[str, int]) -> None:
+    for modality, count in Counter(source.modality for source in sources).items():
+        allowed = limits.get(modality, 0)
+        if count > allowed:
+            raise BadRequestError(
+                f"the messages have {count} parts of type {modality}, {allowed} are allowed",
+                param="messages",
+            )
+
+
+def _message(message: object, param: str, sources: list[MediaSource]) -> Json:
+    if not isinstance(message, Mapping):
+        raise BadRequestError(f"{param}: a message is an object", param=param)
+    role = message.get("role")
+    if role not in ROLES:
+        raise BadRequestError(
+            f"{param}.role: must be one of {', '.join(ROLES)}", param=f"{param}.role"
+        )
+    # Absent rather than None: templates handle a missing key, and print `None`.
+    fields = {key: value for key, value in message.items() if value is not None}
+    content = fields.pop("content", None)
+    tool_calls = fields.pop("tool_calls", None)
+    refuse_reserved(fields, param)
+    converted: Json = {"role": role}
+    if content is not None:
+        converted["content"] = _content(content, f"{param}.content", sources)
+    elif role != "assistant" or not tool_calls:
+        raise BadRequestError(f"{param}.content is missing", param=f"{param}.content")
+    if tool_calls is not None:
+        converted["tool_calls"] = _tool_calls(tool_calls, f"{param}.tool_calls")
+    return {**fields, **converted}
+
+
+def _content(content: object, param: str, sources: list[MediaSource]) -> str | list[Json]:
+    if isinstance(content, str):
+        refuse_reserved(content, param)
+        return content
+    if isinstance(content, list):
+        return [_part(part, f"{param}[{number}]", sources) for number, part in enumerate(content)]
+    raise BadRequestError(f"{param}: must be a text or a list of parts", param=param)
+
+
+def _part(part: object, param: str, sources: list[MediaSource]) -> Json:
+    if not isinstance(part, Mapping):
+        raise BadRequestError(f"{param}: a content part is an object", param=param)
+    kind = part.get("type")
+    if kind in ("text", "refusal"):
+        text = part.get(kind)
+        if not isinstance(text, str):
+            raise BadRequestError(f"{param}.{kind}: must be a text", param=f"{param}.{kind}")
+        refuse_reserved(text, param)
+        return {"type": "text", "text": text}
+    source = media_source(part, param)
+    sources.append(source)
+    return {"type": source.modality}
+
+
+def _tool_calls(calls: object, param: str) -> list[Json]:
+    if not isinstance(calls, list):
+        raise BadRequestError(f"{param}: must be a list", param=param)
+    return [_tool_call(call, f"{param}[{number}]") for number, call in enumerate(calls)]
+
+
+def _tool_call(call: object, param: str) -> Json:
+    """Clients send arguments as JSON text; templates print the object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise BadRequestError(f"{param}: a tool call needs a function", param=param)
+    if not isinstance(function.get("name"), str):
+        raise BadRequestError(f"{param}.function.name: must be a text", param=param)
+    arguments = _arguments(function.get("arguments"), f"{param}.function.arguments")
+    converted = {**call, "function": {**function, "arguments": arguments}}
+    refuse_reserved(converted, param)
+    return converted
+
+
+def _arguments(arguments: object, param: str) -> object:
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    try:
+        return msgspec.json.decode(arguments) if arguments.strip() else {}
+    except (msgspec.DecodeError, RecursionError):
+        raise BadRequestError(f"{param}: not valid JSON", param=param) from None

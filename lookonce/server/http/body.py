@@ -1,0 +1,201 @@
+"""Request bodies: JSON bytes → declared structs, with errors that name the part at fault.
+
+msgspec reports list positions as `[...]`; a client needs the number. So when decoding fails, and
+only then, the body is walked once more to find the exact part (`messages[1].content[0]`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import types
+import typing
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from lookonce.config import MediaConfig
+from lookonce.errors import BadRequestError, TooLargeError
+from lookonce.frontend.auth import header
+from lookonce.frontend.services import Services
+from lookonce.frontend.unsupported_parameters import NOTHING, Refusing, raw_bytes
+from lookonce.server.http.connection import ClientLeftError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+MISSING_FIELD = re.compile("missing required field `(.+)`")
+
+BASE_BODY_BYTES = 16 * 1024 * 1024
+LARGEST_MEDIA_PER_BODY = 4
+SMALL_BODY_BYTES = 64 * 1024
+FEW_VALUES = 2048
+"""Commas up to which a body is read on the event loop, whatever its size."""
+MAX_VALUES = 1 << 21
+"""Commas and brackets a body may have: making values of so many takes a quarter of a second."""
+SLICE_BYTES = 1 << 20
+
+HARMLESS_VALUES = (b"", b"null", b"false", b"[]", b"{}", b'""')
+"""Values of an unbuilt field that ask for nothing."""
+
+
+async def receive(request: Request, kind: type[T]) -> T:
+    """Read and decode the body; raises `TooLargeError` or `BadRequestError` naming the part."""
+    services: Services = request.app.state.services
+    body = await read_body(request, body_limit(services.config.media))
+    if not _has_many_values(body):
+        return parse(body, kind)
+    return await asyncio.to_thread(_parse_many, body, kind)
+
+
+def body_limit(media: MediaConfig) -> int:
+    """Bytes a body may have: room for a few of the largest media in base64, and for the text."""
+    return BASE_BODY_BYTES + LARGEST_MEDIA_PER_BODY * (media.max_bytes + 2) // 3 * 4
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body; raises `TooLargeError` as soon as it is known to exceed `limit` bytes."""
+    declared = header(request.scope, b"content-length")
+    if declared.isdigit() and int(declared) > limit:
+        raise TooLargeError(f"the body has {declared} bytes, {limit} are allowed")
+    chunks: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeftError
+        chunk, more = message.get("body", b""), message.get("more_body", False)
+        size += len(chunk)
+        if size > limit:
+            raise TooLargeError(f"the body has more than {limit} bytes, which is the limit")
+        chunks.append(chunk)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def _has_many_values(body: bytes) -> bool:
+    """Whether reading it may take long. Media do not make it so: they hold no commas, and looking
+    for one passes over 10 MB in less than a millisecond."""
+    if len(body) <= SMALL_BODY_BYTES:
+        return False
+    at = -1
+    for _ in range(FEW_VALUES):
+        at = body.find(b",", at + 1)
+        if at < 0:
+            return False
+    return True
+
+
+def _parse_many(body: bytes, kind: type[T]) -> T:
+    """As `parse`, for a thread: other requests go on, but while values are made of the JSON."""
+    count = 0
+    for start in range(0, len(body), SLICE_BYTES):
+        count += sum(body.count(mark, start, start + SLICE_BYTES) for mark in (b",", b"[", b"{"))
+        if count > MAX_VALUES:
+            raise TooLargeError(
+                f"the body has more than {MAX_VALUES} commas and brackets, which is the limit: "
+                "a prompt of so many parts or token ids would fit no model"
+            )
+    return parse(body, kind)
+
+
+def parse(body: bytes, kind: type[T]) -> T:
+    """Decode `body` as `kind`; raises `BadRequestError` naming the part at fault."""
+    try:
+        request: T = _decoder(kind).decode(body)
+    except (ValueError, RecursionError) as error:  # ValueError: JSON, UTF-8 or types
+        raise _explain(body, kind, error) from None
+    if isinstance(request, Refusing):
+        refuse_unbuilt(request)
+    return request
+
+
+def refuse_unbuilt(request: Refusing) -> None:
+    """Refuse fields that would change the answer and that this version does not serve."""
+    for name in type(request).unbuilt_fields():
+        value = getattr(request, name)
+        if value is not NOTHING and raw_bytes(value) not in HARMLESS_VALUES:
+            raise BadRequestError(
+                f"{name} is not supported; leave it out", param=name, code="unsupported_parameter"
+            )
+
+
+@cache
+def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    return msgspec.json.Decoder(kind)
+
+
+def _explain(body: bytes, kind: type, error: Exception) -> BadRequestError:
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        return BadRequestError("the body is nested too deeply", code="invalid_json")
+    except ValueError as broken:
+        return BadRequestError(f"the body is not valid JSON: {broken}", code="invalid_json")
+    path, message = _locate(value, kind, "", _strip_path(str(error)))
+    where = f"{path}: " if path else ""
+    missing = MISSING_FIELD.search(message)
+    if missing is not None:
+        path = f"{path}.{missing[1]}" if path else missing[1]
+    return BadRequestError(f"{where}{message}", param=path or None, code="invalid_value")
+
+
+def _strip_path(message: str) -> str:
+    """msgspec's message without its own path, in plain words."""
+    text = message.split(" - at `")[0]
+    return text[:1].lower() + text[1:]
+
+
+def _locate(value: Any, kind: Any, path: str, message: str) -> tuple[str, str]:
+    """The deepest part of `value` that does not fit its declared type, and what is wrong."""
+    for name, part, part_kind in _parts(value, _member(value, kind)):
+        problem = _problem(part, part_kind)
+        if problem is not None:
+            inner = f"{path}{name}" if name.startswith("[") or not path else f"{path}.{name}"
+            return _locate(part, part_kind, inner, problem)
+    return path, message
+
+
+def _problem(value: Any, kind: Any) -> str | None:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        return _strip_path(str(error))
+    except RecursionError:
+        return "nested too deeply"
+    return None
+
+
+def _member(value: Any, kind: Any) -> Any:
+    """Of a union the member that `value` was meant to be, by tag or by JSON type."""
+    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+        return kind
+    for member in typing.get_args(kind):
+        if _is_meant(value, member):
+            return member
+    return None
+
+
+def _is_meant(value: Any, member: Any) -> bool:
+    origin = typing.get_origin(member) or member
+    if isinstance(value, dict) and isinstance(origin, type):
+        if issubclass(origin, msgspec.Struct):
+            config = origin.__struct_config__
+            return config.tag is None or value.get(config.tag_field) == config.tag
+        return issubclass(origin, dict)
+    return isinstance(value, list) and origin in (list, tuple)
+
+
+def _parts(value: Any, kind: Any) -> list[tuple[str, Any, Any]]:
+    """`(path step, value, declared type)` of each direct part of a JSON object or array."""
+    origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if isinstance(value, dict) and isinstance(origin, type):
+        if issubclass(origin, msgspec.Struct):
+            hints = typing.get_type_hints(origin, include_extras=True)
+            return [(f.encode_name, value[f.encode_name], hints[f.name])
+                    for f in msgspec.structs.fields(origin) if f.encode_name in value]  # fmt: skip
+        if issubclass(origin, dict) and arguments:
+            return [(f"[{key!r}]", part, arguments[1]) for key, part in value.items()]
+    if isinstance(value, list) and origin in (list, tuple) and arguments:
+        return [(f"[{i}]", part, arguments[0]) for i, part in enumerate(value)]
+    return []

@@ -1,0 +1,209 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lookonce.errors import BadRequestError
+from lookonce.frontend.generation import Piece, Sample
+from lookonce.frontend.logprobs import chat_logprobs
+from lookonce.frontend.requests import ChatRequest, template_options
+from lookonce.frontend.responses import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+)
+from lookonce.frontend.sampling_params import chat_sampling
+from lookonce.frontend.services import Services
+from lookonce.frontend.tools.asked import read_tools
+from lookonce.frontend.tools.calls import (
+    CallReader,
+    PlainReader,
+    Told,
+    UsableTools,
+    calls_of,
+    reader_of,
+    shown_reason,
+    thoughts_of,
+    usable_tools,
+    words_of,
+)
+from lookonce.server.http.body import receive
+from lookonce.server.routes.serving_base import Exchange, answer, open_exchange
+from lookonce.types.request import TokenLogprob
+from lookonce.types.sampling import SamplingParams
+
+
+async def chat_completions(request: Request) -> Response:
+    arrival = time.monotonic()
+    body = await receive(request, ChatRequest)
+    exchange = open_exchange(request, body, arrival)
+    check_chat(body)
+    tools = chat_tools(body, exchange.services)
+    sampling = chat_sampling(body, exchange.services.defaults)
+    if tools is not None:
+        sampling = tools.constrain(sampling)
+    return await answer(request, exchange, ChatFormat(exchange, body, sampling, tools))
+
+
+def check_chat(body: ChatRequest) -> None:
+    """Raises `BadRequestError` for what no chat of this server can be."""
+    if not body.messages:
+        raise BadRequestError("messages must not be empty", param="messages")
+    if body.modalities not in (None, [], ["text"]):
+        raise BadRequestError("modalities other than text are not supported", param="modalities")
+
+
+def chat_tools(body: ChatRequest, services: Services) -> UsableTools | None:
+    """The tools the model may use. Raises `BadRequestError` naming the part at fault."""
+    asked = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    return usable_tools(asked, services.tool_dialect)
+
+
+def chat_options(body: ChatRequest, tools: UsableTools | None) -> dict[str, Any]:
+    """How messages and tools become a prompt."""
+    options = template_options(body)
+    return options if tools is None else {**options, "tools": tools.asked.for_template()}
+
+
+class ChatFormat:
+    """Chat completion objects, whole and in chunks."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        body: ChatRequest,
+        sampling: SamplingParams,
+        tools: UsableTools | None,
+    ) -> None:
+        self._exchange = exchange
+        self._body = body
+        self._sampling = sampling
+        self._tools = tools
+        self._readers: dict[int, CallReader | PlainReader] = {}
+        self._greeted: set[int] = set()
+        self._id = f"chatcmpl-{exchange.request_id}"
+
+    async def render(self) -> None:
+        exchange, body = self._exchange, self._body
+        messages, body.messages = body.messages, []  # pictures are not kept for the whole answer
+        with exchange.services.metrics.render.time():
+            rendered = await exchange.services.renderer.render_chat(
+                messages,
+                tenant=exchange.principal.tenant,
+                cache_salt=body.cache_salt,
+                options=chat_options(body, self._tools),
+            )
+        keep = () if self._tools is None else self._tools.markers
+        exchange.add_prompt(rendered, self._sampling, keep)
+
+    def whole(self, samples: Sequence[Sample]) -> ChatCompletion:
+        exchange = self._exchange
+        return ChatCompletion(
+            id=self._id,
+            created=exchange.created,
+            model=exchange.model,
+            request_id=exchange.request_id,
+            choices=[self._choice(index, sample) for index, sample in enumerate(samples)],
+            usage=exchange.usage(),
+            prompt_logprobs=exchange.prompt_entries(0, self._body.prompt_logprobs),
+            reuse_receipt=exchange.receipt(),
+            kv_transfer_params=exchange.kv_transfer(),
+        )
+
+    def _choice(self, index: int, sample: Sample) -> ChatChoice:
+        told = self._read(index, "".join(sample.text), last=True)
+        called = self._called(index)
+        message = ChatMessage(content=words_of(told))
+        message.reasoning_content = thoughts_of(told) or UNSET
+        if called:
+            message.content = message.content or None
+            message.tool_calls = self._readers[index].calls
+        return ChatChoice(
+            index=index,
+            message=message,
+            logprobs=self._logprobs(sample.token_ids, sample.logprobs),
+            finish_reason=shown_reason(sample.finish_reason, called=called),
+            stop_reason=sample.stop_reason,
+        )
+
+    def _read(self, index: int, text: str, *, last: bool) -> list[Told]:
+        """What a sample's text says."""
+        if index not in self._readers:
+            self._readers[index] = reader_of(self._tools)
+        return self._readers[index].push(text, last=last)
+
+    def _called(self, index: int) -> bool:
+        return index in self._readers and bool(self._readers[index].calls)
+
+    def chunks(self, piece: Piece) -> Iterator[ChatChunk]:
+        """The role first, then thoughts, words and calls as they come, then why it ended."""
+        if piece.index not in self._greeted:
+            self._greeted.add(piece.index)
+            yield self._chunk(piece.index, ChatDelta(role="assistant", content=""))
+        logprobs = self._logprobs(piece.token_ids, piece.logprobs)
+        told = self._read(piece.index, piece.text, last=piece.finish_reason is not None)
+        if told or logprobs is not None:
+            yield self._chunk(piece.index, _delta(told), logprobs)
+        if piece.finish_reason is not None:
+            yield self._finish_chunk(piece)
+
+    def _finish_chunk(self, piece: Piece) -> ChatChunk:
+        chunk = self._chunk(piece.index, ChatDelta())
+        called = self._called(piece.index)
+        chunk.choices[0].finish_reason = shown_reason(piece.finish_reason, called=called)
+        chunk.choices[0].stop_reason = piece.stop_reason
+        if self._exchange.finished and not self._exchange.include_usage:
+            chunk.reuse_receipt = self._exchange.receipt()
+            chunk.kv_transfer_params = self._exchange.kv_transfer()
+        return chunk
+
+    def usage_chunk(self) -> ChatChunk:
+        chunk = self._envelope([])
+        chunk.usage = self._exchange.usage()
+        chunk.reuse_receipt = self._exchange.receipt()
+        chunk.kv_transfer_params = self._exchange.kv_transfer()
+        return chunk
+
+    def _chunk(
+        self, index: int, delta: ChatDelta, logprobs: ChatLogprobs | None = None
+    ) -> ChatChunk:
+        return self._envelope([ChatChunkChoice(index=index, delta=delta, logprobs=logprobs)])
+
+    def _envelope(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        exchange = self._exchange
+        return ChatChunk(
+            id=self._id,
+            created=exchange.created,
+            model=exchange.model,
+            request_id=exchange.request_id,
+            choices=choices,
+            usage=None if exchange.include_usage else UNSET,
+        )
+
+    def _logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
+    ) -> ChatLogprobs | None:
+        if self._sampling.logprobs is None or not logprobs:
+            return None
+        return chat_logprobs(token_ids, logprobs, self._exchange.services.renderer.token_bytes)
+
+
+def _delta(told: Sequence[Told]) -> ChatDelta:
+    """Log-probabilities alone come with empty words."""
+    words = words_of(told)
+    return ChatDelta(
+        content=words if words or not told else UNSET,
+        reasoning_content=thoughts_of(told) or UNSET,
+        tool_calls=calls_of(told) or UNSET,
+    )

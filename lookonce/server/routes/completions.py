@@ -1,0 +1,209 @@
+"""`POST /v1/completions`: one or many prompts, as text or token ids."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lookonce.errors import BadRequestError, RequestError
+from lookonce.frontend.generation import Piece, Sample
+from lookonce.frontend.logprobs import CompletionFormat as LogprobsFormat
+from lookonce.frontend.logprobs import echoed_logprobs, joined_completion
+from lookonce.frontend.requests import CompletionRequest
+from lookonce.frontend.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from lookonce.frontend.sampling_params import asked_limit, completion_sampling
+from lookonce.server.http.body import receive
+from lookonce.server.routes.serving_base import Exchange, answer, open_exchange
+from lookonce.types.request import RenderedPrompt, TokenLogprob
+from lookonce.types.sampling import SamplingParams
+
+MAX_PROMPTS = 256
+
+
+async def completions(request: Request) -> Response:
+    arrival = time.monotonic()
+    body = await receive(request, CompletionRequest)
+    exchange = open_exchange(request, body, arrival)
+    sampling = completion_sampling(body, exchange.services.defaults)
+    return await answer(request, exchange, CompletionFormat(exchange, body, sampling))
+
+
+def named_prompts(prompt: str | list[str | int | list[int]]) -> dict[str, str | list[int]]:
+    """The prompts by the names errors give them: `prompt` alone, or `prompt[0]` and so on.
+
+    Raises `BadRequestError` for none, too many, or a mixture.
+    """
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    token_ids = [part for part in prompt if isinstance(part, int)]
+    if token_ids and len(token_ids) == len(prompt):
+        return {"prompt": token_ids}
+    prompts = [part for part in prompt if not isinstance(part, int)]
+    if token_ids or not prompts:
+        raise BadRequestError("prompt is text, token ids or a list of either", param="prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise BadRequestError(
+            f"prompt has {len(prompts)} prompts, {MAX_PROMPTS} are allowed", param="prompt"
+        )
+    return {f"prompt[{number}]": part for number, part in enumerate(prompts)}
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """The renderer knows one `prompt`; errors about one of several say which."""
+    try:
+        yield
+    except RequestError as error:
+        param = error.param or ""
+        if name == "prompt" or not (param == "prompt" or param.startswith("prompt[")):
+            raise
+        named = param.replace("prompt", name, 1)
+        message = error.message.replace(param, named, 1)
+        raise type(error)(message, param=named, code=error.code) from None
+
+
+class CompletionFormat:
+    """Text completion objects, whole and in chunks."""
+
+    def __init__(
+        self, exchange: Exchange, body: CompletionRequest, sampling: SamplingParams
+    ) -> None:
+        self._exchange = exchange
+        self._body = body
+        self._sampling = sampling
+        self._prompts: list[str] = []
+        """By prompt: the text that its samples begin with."""
+        self._said: set[int] = set()
+        """Samples that have begun, where they are streamed."""
+        self._prompt_only = bool(body.echo) and asked_limit(body) == 0
+        """What is generated nevertheless, for the prompt's sake, is left out."""
+        self._logprob_formats: dict[int, LogprobsFormat] = {}
+        self._echoes: dict[int, CompletionLogprobs] = {}
+        """By prompt, as all its samples show it."""
+        self._id = f"cmpl-{exchange.request_id}"
+
+    async def render(self) -> None:
+        exchange = self._exchange
+        scored_by = "logprobs" if self._body.prompt_logprobs is None else "prompt_logprobs"
+        for name, prompt in named_prompts(self._body.prompt).items():
+            with exchange.services.metrics.render.time(), _naming(name):
+                rendered = await exchange.services.renderer.render_completion(
+                    prompt,
+                    tenant=exchange.principal.tenant,
+                    cache_salt=self._body.cache_salt,
+                    add_special_tokens=self._body.add_special_tokens,
+                )
+                exchange.add_prompt(rendered, self._sampling, scored_by=scored_by)
+                if self._body.echo:
+                    self._note_prompt(rendered)
+
+    def _note_prompt(self, rendered: RenderedPrompt) -> None:
+        text = rendered.text
+        if text is None:
+            text = self._exchange.services.renderer.decode(rendered.token_ids)
+        self._prompts.append(text)
+
+    def whole(self, samples: Sequence[Sample]) -> Completion:
+        body = self._envelope([self._choice(i, sample) for i, sample in enumerate(samples)])
+        body.usage = self._usage()
+        body.reuse_receipt = self._exchange.receipt()
+        body.kv_transfer_params = self._exchange.kv_transfer()
+        return body
+
+    def _choice(self, index: int, sample: Sample) -> CompletionChoice:
+        if self._prompt_only:
+            sample = Sample(finish_reason="length")
+        return CompletionChoice(
+            index=index,
+            text=self._echoed(index) + "".join(sample.text),
+            logprobs=self._logprobs(index, sample.token_ids, sample.logprobs),
+            finish_reason=sample.finish_reason,
+            stop_reason=sample.stop_reason,
+            prompt_logprobs=self._exchange.prompt_entries(
+                index // self._sampling.n, self._body.prompt_logprobs
+            ),
+        )
+
+    def _echoed(self, index: int) -> str:
+        """What a sample's text begins with before anything of its own."""
+        return self._prompts[index // self._sampling.n] if self._prompts else ""
+
+    def chunks(self, piece: Piece) -> Iterator[Completion]:
+        if self._prompt_only:
+            piece = Piece(piece.index, "", [], finish_reason=piece.finish_reason and "length")
+        logprobs = self._logprobs(piece.index, piece.token_ids, piece.logprobs)
+        text = piece.text
+        if piece.index not in self._said:
+            self._said.add(piece.index)
+            text = self._echoed(piece.index) + text
+        if text or logprobs is not None or piece.finish_reason is not None:
+            choice = CompletionChoice(index=piece.index, text=text, logprobs=logprobs)
+            chunk = self._envelope([choice])
+            if piece.finish_reason is not None:
+                choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
+                if self._exchange.finished and not self._exchange.include_usage:
+                    chunk.reuse_receipt = self._exchange.receipt()
+                    chunk.kv_transfer_params = self._exchange.kv_transfer()
+            yield chunk
+
+    def usage_chunk(self) -> Completion:
+        return self.whole([])
+
+    def _usage(self) -> Usage:
+        usage = self._exchange.usage()
+        if self._prompt_only:
+            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
+        return usage
+
+    def _envelope(self, choices: list[CompletionChoice]) -> Completion:
+        exchange = self._exchange
+        return Completion(
+            id=self._id,
+            created=exchange.created,
+            model=exchange.model,
+            request_id=exchange.request_id,
+            choices=choices,
+            usage=None if exchange.include_usage else UNSET,
+        )
+
+    def _logprobs(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
+    ) -> CompletionLogprobs | None:
+        """Of these tokens; an echoed prompt's come before a sample's first."""
+        wanted, renderer = self._sampling.logprobs, self._exchange.services.renderer
+        if wanted is None:
+            return None
+        parts = []
+        if index not in self._logprob_formats:
+            echo = self._echo(index, wanted)
+            parts += [] if echo is None else [echo]
+            self._logprob_formats[index] = LogprobsFormat(
+                renderer.token_bytes,
+                wanted,
+                renderer.skipped(self._sampling),
+                offset=0 if echo is None else len(self._echoed(index)),
+            )
+        if logprobs:
+            parts.append(self._logprob_formats[index].take(token_ids, logprobs))
+        return joined_completion(parts) if parts else None
+
+    def _echo(self, index: int, wanted: int) -> CompletionLogprobs | None:
+        """Of the sample's prompt; None where it is not echoed, or was aborted before."""
+        number = index // self._sampling.n
+        generation = self._exchange.generations[number]
+        if not self._body.echo or generation.prompt_logprobs is None:
+            return None
+        if number not in self._echoes:
+            self._echoes[number] = echoed_logprobs(
+                self._prompts[number],
+                generation.rendered.token_ids,
+                generation.prompt_logprobs,
+                wanted,
+                self._exchange.services.renderer.token_bytes,
+            )
+        return self._echoes[number]

@@ -1,0 +1,178 @@
+"""`GET /openapi.json`: the routes described, from the very structs that decode and encode them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lookonce.frontend.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from lookonce.frontend.responses import (
+    ChatCompletion,
+    Completion,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+    Prompt,
+    Tokens,
+)
+from lookonce.frontend.unsupported_parameters import Refusing
+from lookonce.server.routes.abort import AbortRequest, AbortResponse
+from lookonce.server.routes.generate import GenerateRequest, GenerateResponse
+from lookonce.server.routes.media_cache import MediaCacheInfo, MediaCacheRequest, MediaCacheResponse
+from lookonce.server.routes.render import RenderChatRequest, RenderCompletionRequest, RenderedBody
+from lookonce.server.routes.responses_api.body import ResponsesRequest
+from lookonce.server.routes.responses_api.objects import ResponseObject
+from lookonce.server.routes.status import Status, Version
+
+Json = dict[str, Any]
+Struct = type[msgspec.Struct]
+
+REF = "#/components/schemas/{name}"
+ERRORS = {
+    "400": "the request is at fault; `error.param` names the part",
+    "401": "the API key is missing or unknown",
+    "403": "the key lacks a right, or the media's source is not allowed",
+    "404": "no such model or route",
+    "409": "a media uuid is bound to other bytes",
+    "413": "too large",
+    "422": "media cannot be decoded or is not cached",
+    "429": "too many requests are waiting",
+    "503": "not ready, draining, or the engine is gone",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One route. `answer` None: text or nothing. `streams`: `"stream": true` brings events."""
+
+    method: str
+    path: str
+    summary: str
+    body: Struct | None = None
+    answer: Struct | None = None
+    streams: bool = False
+    is_open: bool = False
+    """Needs no key."""
+
+
+OPERATIONS = (
+    Operation("GET", "/health", "Is the engine alive?", answer=Status, is_open=True),
+    Operation("GET", "/ready", "May requests come?", answer=Status, is_open=True),
+    Operation("GET", "/version", "The server's version", answer=Version, is_open=True),
+    Operation("GET", "/metrics", "Prometheus metrics", is_open=True),
+    Operation("GET", "/openapi.json", "This description", is_open=True),
+    Operation("GET", "/v1/models", "The served model, as a list", answer=ModelList),
+    Operation("GET", "/v1/models/{model}", "The served model", answer=ModelCard),
+    Operation(
+        "POST", "/v1/chat/completions", "Answer a conversation", ChatRequest, ChatCompletion, True
+    ),
+    Operation("POST", "/v1/completions", "Continue a text", CompletionRequest, Completion, True),
+    Operation("POST", "/v1/responses", "Answer items", ResponsesRequest, ResponseObject, True),
+    Operation(
+        "POST", "/v1/chat/completions/render", "Render only", RenderChatRequest, RenderedBody
+    ),
+    Operation("POST", "/v1/completions/render", "Render only", RenderCompletionRequest),
+    Operation("POST", "/tokenize", "Text or messages to token ids", TokenizeRequest, Tokens),
+    Operation("POST", "/detokenize", "Token ids to text", DetokenizeRequest, Prompt),
+    Operation(
+        "POST", "/inference/v1/generate", "Tokens in, tokens out",
+        GenerateRequest, GenerateResponse, True,
+    ),
+    Operation(
+        "POST", "/inference/v1/abort_requests", "End requests", AbortRequest, AbortResponse
+    ),
+    Operation(
+        "POST", "/inference/v1/media_cache", "Inject processed media",
+        MediaCacheRequest, MediaCacheResponse,
+    ),
+    Operation(
+        "GET", "/inference/v1/media_cache", "What injection needs to know", answer=MediaCacheInfo
+    ),
+    Operation("POST", "/reset_mm_cache", "Empty the cache of processed media"),
+    Operation("POST", "/reset_encoder_cache", "Empty the cache of encoder outputs"),
+    Operation("POST", "/reset_prefix_cache", "Empty the prefix cache"),
+)  # fmt: skip
+
+
+async def show_openapi(request: Request) -> Response:
+    """Of the routes this application has."""
+    paths = frozenset(route.path.replace(":path", "") for route in request.app.routes)
+    return Response(_encoded(paths), media_type="application/json")
+
+
+@cache
+def _encoded(paths: frozenset[str]) -> bytes:
+    return msgspec.json.encode(describe([op for op in OPERATIONS if op.path in paths]))
+
+
+def describe(operations: Iterable[Operation]) -> Json:
+    """An OpenAPI 3.1 document."""
+    operations = list(operations)
+    structs = {struct for op in operations for struct in (op.body, op.answer) if struct is not None}
+    components = _components([*structs, ErrorResponse])
+    paths: dict[str, Json] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "LookOnce", "version": version("lookonce")},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _components(structs: list[Struct]) -> Json:
+    """Schemas by name. Fields that are only declared so as to be refused are left out."""
+    structs = sorted(structs, key=lambda struct: struct.__name__)
+    _, components = msgspec.json.schema_components(structs, ref_template=REF)
+    for struct in structs:
+        if issubclass(struct, Refusing):
+            for name in struct.unbuilt_fields():
+                del components[struct.__name__]["properties"][name]
+    return components
+
+
+def _described(operation: Operation) -> Json:
+    described: Json = {"summary": operation.summary, "responses": _responses(operation)}
+    described["security"] = [] if operation.is_open else [{}, {"key": []}]
+    if "{model}" in operation.path:
+        described["parameters"] = [
+            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    if operation.body is not None:
+        content = {"application/json": {"schema": _ref(operation.body)}}
+        described["requestBody"] = {"required": True, "content": content}
+    return described
+
+
+def _responses(operation: Operation) -> Json:
+    content: Json = {}
+    if operation.answer is not None:
+        content["application/json"] = {"schema": _ref(operation.answer)}
+    if operation.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    answered: Json = {"description": "answered"}
+    if content:
+        answered["content"] = content
+    error = {"application/json": {"schema": _ref(ErrorResponse)}}
+    failed = {status: {"description": text, "content": error} for status, text in ERRORS.items()}
+    return {"200": answered, **({} if operation.is_open else failed)}
+
+
+def _ref(struct: Struct) -> Json:
+    return {"$ref": REF.format(name=struct.__name__)}

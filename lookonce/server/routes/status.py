@@ -1,0 +1,72 @@
+"""How the server is: health, readiness, version, models and metrics."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lookonce import __version__
+from lookonce.errors import LookOnceError
+from lookonce.frontend.responses import ModelCard, ModelList
+from lookonce.frontend.services import Services
+from lookonce.server.http.error_responses import json_response
+
+METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
+STARTED = int(time.time())
+
+
+class Status(msgspec.Struct):
+    status: str
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+async def health(request: Request) -> Response:
+    """503 once the engine process is dead or stuck; a server that still loads is healthy."""
+    services: Services = request.app.state.services
+    state = services.engine.state
+    return json_response(Status(state), 503 if state in ("dead", "stuck") else 200)
+
+
+async def ready(request: Request) -> Response:
+    """200 only after warm-up, and only while new requests are served."""
+    services: Services = request.app.state.services
+    state: str = "draining" if services.drain.draining else services.engine.state
+    if state == "ready" and services.warming:
+        state = "warming"
+    return json_response(Status(state), 200 if state == "ready" else 503)
+
+
+async def show_version(request: Request) -> Response:
+    return json_response(Version(__version__))
+
+
+async def list_models(request: Request) -> Response:
+    return json_response(ModelList(data=[_card(request.app.state.services)]))
+
+
+async def show_model(request: Request) -> Response:
+    services: Services = request.app.state.services
+    services.require_model(request.path_params["model"])
+    return json_response(_card(services))
+
+
+def _card(services: Services) -> ModelCard:
+    name = services.config.model.served_name
+    return ModelCard(id=name, created=STARTED, root=name, max_model_len=services.max_model_len())
+
+
+async def metrics(request: Request) -> Response:
+    """Counters of this process, its peers and the engine; a dead engine's are left out."""
+    services: Services = request.app.state.services
+    try:
+        engine = await services.engine.stats()
+    except LookOnceError:
+        engine = {}
+    local = await services.local_metrics()
+    return Response(services.metrics.exposition(local, engine), media_type=METRICS_TYPE)

@@ -1,0 +1,94 @@
+"""Drives a scheduler with the fake runner and gathers what comes out of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from lookonce.core.scheduler_output import SchedulerOutput
+from lookonce.types.request import GenerateRequest, PrefillFacts, PromptLogprob, TokenDelta
+from lookonce.types.step import StepPlan
+from tests.support.core.builders import ROW_BYTES, Limits, items_for, make_scheduler
+from tests.support.core.fake_runner import FakeRunner
+
+
+class Engine:
+    """One scheduler and one fake runner that checks every plan against the same limits.
+
+    Its time stands still but for whoever sets `now`.
+    """
+
+    def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008 - frozen
+        self.limits = limits
+        self.now = 0.0
+        self.scheduler = make_scheduler(limits, lambda: self.now)
+        self.runner = FakeRunner(limits)
+        self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.ended: dict[tuple[str, int], TokenDelta] = {}
+        self.facts: dict[str, PrefillFacts] = {}
+        self.scored: dict[str, list[PromptLogprob]] = {}
+        """Log-probabilities of prompts."""
+        self.accepted: list[str] = []
+        self.needs: list[tuple[str, tuple[bytes, ...]]] = []
+        self.released: list[str] = []
+        self.plans: list[StepPlan] = []
+
+    def add(self, request: GenerateRequest, *, missing: Iterable[bytes] = ()) -> None:
+        """Submit with all items but the missing ones."""
+        absent = tuple(missing)
+        items = {k: v for k, v in items_for(request.features).items() if k not in absent}
+        self.scheduler.add(request, items, absent)
+
+    def supply(self, request: GenerateRequest) -> None:
+        self.scheduler.supply(request.request_id, items_for(request.features))
+
+    def step(self) -> StepPlan | None:
+        plan = self.scheduler.plan()
+        if plan is None:
+            self.take(self.scheduler.take_output())
+            return None
+        self.plans.append(plan)
+        self.take(self.scheduler.apply(plan, self.runner.execute(plan)))
+        self.scheduler.check_integrity()
+        return plan
+
+    def run(self, *, max_steps: int = 10_000) -> None:
+        """Step until there is nothing left to do; everything eventually finishes."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise AssertionError("the scheduler does not come to an end")
+
+    def take(self, output: SchedulerOutput) -> None:
+        self.accepted += output.accepted
+        self.needs += output.needs
+        self.released += output.released
+        for delta in output.deltas:
+            name = (delta.request_id, delta.index)
+            assert name not in self.ended, "nothing comes after the last delta"
+            if delta.token_ids:
+                assert delta.request_id in self.accepted, "accepted comes before the first token"
+            self.tokens[name] += delta.token_ids
+            if delta.facts is not None:
+                assert delta.request_id not in self.facts
+                self.facts[delta.request_id] = delta.facts
+            if delta.prompt_logprobs is not None:
+                assert delta.request_id not in self.scored
+                assert delta.facts is not None, "both come with the prompt's first token"
+                self.scored[delta.request_id] = delta.prompt_logprobs
+            if delta.finish_reason is not None:
+                self.ended[name] = delta
+
+    def reason(self, name: str, index: int = 0) -> str | None:
+        return self.ended[name, index].finish_reason
+
+    def assert_all_free(self) -> None:
+        """Nothing running, waiting or held; every block free."""
+        self.scheduler.check_integrity()
+        stats = self.scheduler.stats()
+        assert stats["kv_cache_usage_ratio"] == 0.0
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert not self.runner.known
+        held = self.runner.outputs.values()
+        assert stats["encoder_cache_bytes"] == sum(held) * ROW_BYTES

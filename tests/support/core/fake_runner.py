@@ -1,0 +1,309 @@
+"""A runner without a model, that computes honestly and objects to every plan that is wrong.
+
+The "K/V" of a position is a digest of the K/V before it and of its input (token, or encoder row).
+It is read back from the block the plan's tables name, so a clobbered block, a wrong prefix hit, a
+wrong row or a skipped position changes every token that is sampled after it. With an
+encoder-decoder model every position reads all inputs of its sequence. `reference` computes the same
+tokens without any scheduling.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lookonce.core.mm_features import EncoderInputs, Features
+from lookonce.errors import LookOnceError, RequestFailedError
+from lookonce.types.media import MediaFeature
+from lookonce.types.request import GenerateRequest, PromptLogprob
+from lookonce.types.step import Extension, NewSequence, ScheduledSequence, StepPlan, StepResult
+from tests.support.core.builders import VOCAB, Limits
+
+
+class PlanError(AssertionError):
+    """A plan broke a rule."""
+
+
+def require(condition: object, rule: str) -> None:
+    if not condition:
+        raise PlanError(rule)
+
+
+@dataclass
+class _Known:
+    tokens: list[int]
+    features: Features
+    sample_index: int
+    scored: range
+    """Positions after which the log-probability of the prompt's next token is asked for."""
+    blocks: list[int] = field(default_factory=list)
+    computed: int | None = None
+    """None until its first chunk says how much the prefix cache covers."""
+    sampled: bool = False
+
+
+class FakeRunner:
+    """Implements `types.ports.ModelRunner`."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.block_size = limits.block_size
+        self.unsplittable = limits.model.unsplittable
+        self.known: dict[int, _Known] = {}
+        self.kv: dict[tuple[int, int], bytes] = {}
+        """(block, slot) → what was computed there."""
+        self.outputs: dict[bytes, int] = {}
+        """Key → rows of the encoder output."""
+        self.copies: dict[bytes, int] = {}
+        """Key → rows of the host's copy of an encoder output."""
+        self.losing_copies = False
+        self.failing_items: set[bytes] = set()
+        self.failing_sequences: set[int] = set()
+        self.encoded: list[bytes] = []
+        """Every key that was encoded, in order."""
+        self.lost: set[bytes] = set()
+        self.computed_tokens = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for seq_id in plan.finished:
+            require(self.known.pop(seq_id, None), "only a known sequence is forgotten")
+        for new in plan.new:
+            self._learn(new)
+        for extension in plan.extended:
+            self._extend(extension)
+        failed: dict[bytes, LookOnceError] = {}
+        lost_copies = self._move_outputs(plan, failed)
+        self._encode(plan, failed)
+        self._check_budgets(plan)
+        broken: dict[int, LookOnceError] = {}
+        prompt_logprobs = {chunk.seq_id: self._score(chunk) for chunk in plan.scheduled}
+        tokens = [
+            token
+            for chunk in plan.scheduled
+            if (token := self._compute(chunk, failed, broken)) is not None
+        ]
+        seconds = {e.key: 0.001 * e.item.expansion.num_embeds for e in plan.encode}
+        return StepResult(
+            token_ids=tuple(tokens),
+            prompt_logprobs={s: scored for s, scored in prompt_logprobs.items() if scored},
+            failed_items=failed,
+            failed_sequences=broken,
+            lost_copies=tuple(lost_copies),
+            encode_seconds={k: s for k, s in seconds.items() if k not in failed},
+        )
+
+    def _learn(self, new: NewSequence) -> None:
+        require(new.seq_id not in self.known, "a known sequence is not announced again")
+        require(not new.token_ids.flags.writeable, "the runner cannot write the tokens")
+        features = collect(new.features, encoder_decoder=self.limits.model.encoder_decoder)
+        asked = new.sampling.prompt_logprobs is not None and new.sample_index == 0
+        scored = range(new.num_prompt_tokens - 1 if asked else 0)
+        self.known[new.seq_id] = _Known(new.token_ids.tolist(), features, new.sample_index, scored)
+        require(len(self.known) <= self.limits.max_num_seqs, "no more sequences than max_num_seqs")
+
+    def _extend(self, extension: Extension) -> None:
+        require(extension.seq_id in self.known, "only a known sequence is extended")
+        sequence = self.known[extension.seq_id]
+        require(extension.start == len(sequence.tokens), "nothing lies between")
+        sequence.tokens += extension.token_ids.tolist()
+        for feature in extension.features:
+            sequence.features.append(feature)
+        sequence.sampled = False
+
+    def _move_outputs(self, plan: StepPlan, failed: dict[bytes, LookOnceError]) -> list[bytes]:
+        """Offloaded outputs of which no copy was made."""
+        lost = []
+        for key in plan.dropped_host:
+            known = self.copies.pop(key, None) is not None or key in self.lost
+            require(known, "only a copy there is is dropped")
+        for key in plan.offload:
+            require(key in self.outputs or key in self.lost, "only an output there is is copied")
+            require(key in plan.dropped_outputs, "a copy is made of what leaves the device")
+            if self.losing_copies or key not in self.outputs:
+                self.lost.add(key)
+                lost.append(key)
+            else:
+                self.copies[key] = self.outputs[key]
+        within = sum(self.copies.values()) <= self.limits.host_rows
+        require(within, "copies stay within the host tier")
+        for key in plan.dropped_outputs:
+            known = self.outputs.pop(key, None) is not None or key in self.lost
+            require(known, "only an output that is held is dropped")
+        for key in plan.restore:
+            require(key not in self.outputs, "an output that is held is not restored")
+            if key in self.copies:
+                self.outputs[key] = self.copies[key]
+            else:
+                require(key in self.lost, "only a copy there is is restored")
+                failed[key] = RequestFailedError("the copy is lost")
+        return lost
+
+    def _encode(self, plan: StepPlan, failed: dict[bytes, LookOnceError]) -> None:
+        rows = [e.item.expansion.num_embeds for e in plan.encode]
+        within = sum(rows) <= self.limits.max_encoder_tokens or len(rows) == 1
+        require(within, "encoder rows stay within the budget, or one item runs alone")
+        for encode in plan.encode:
+            require(encode.key not in self.outputs, "an output that is held is not encoded again")
+            if encode.key in self.failing_items:
+                failed[encode.key] = RequestFailedError("the encoder failed")
+                self.lost.add(encode.key)
+            else:
+                self.outputs[encode.key] = encode.item.expansion.num_embeds
+                self.encoded.append(encode.key)
+        fits = sum(self.outputs.values()) <= self.limits.encoder_rows
+        require(fits, "outputs stay within the encoder cache")
+
+    def _check_budgets(self, plan: StepPlan) -> None:
+        within = plan.num_tokens <= self.limits.max_num_batched_tokens
+        require(within, "tokens stay within the budget")
+        seq_ids = [chunk.seq_id for chunk in plan.scheduled]
+        require(len(set(seq_ids)) == len(seq_ids), "a sequence is scheduled once a step")
+        decodes = [self.known[seq_id].sampled for seq_id in seq_ids]
+        require(decodes == sorted(decodes, reverse=True), "decodes come first")
+
+    def _compute(
+        self,
+        chunk: ScheduledSequence,
+        failed: dict[bytes, LookOnceError],
+        broken: dict[int, LookOnceError],
+    ) -> int | None:
+        """The sampled token, -1 where it failed, None where nothing is sampled."""
+        sequence = self.known[chunk.seq_id]
+        self._check_chunk(chunk, sequence)
+        sequence.blocks += chunk.new_block_ids
+        if chunk.seq_id in self.failing_sequences:
+            broken[chunk.seq_id] = RequestFailedError("the forward pass failed")
+        read = (*(e.key for e in chunk.embeds), *attended(sequence.features))
+        if chunk.seq_id in broken or any(key in failed for key in read):
+            return -1 if chunk.sample else None
+        self._write(chunk, sequence)
+        sequence.computed = chunk.start + chunk.num_tokens
+        self.computed_tokens += chunk.num_tokens
+        if not chunk.sample:
+            return None
+        state = self._read(sequence, sequence.computed - 1)
+        token = sample(state, sequence.sample_index)
+        sequence.tokens.append(token)
+        sequence.sampled = True
+        return token
+
+    def _score(self, chunk: ScheduledSequence) -> list[PromptLogprob]:
+        """Each names its position and the token after it."""
+        sequence, end = self.known[chunk.seq_id], chunk.start + chunk.num_tokens
+        positions = sequence.scored[chunk.start : end]
+        return [PromptLogprob(-float(at), sequence.tokens[at + 1]) for at in positions]
+
+    def _check_chunk(self, chunk: ScheduledSequence, sequence: _Known) -> None:
+        end = chunk.start + chunk.num_tokens
+        require(chunk.num_tokens > 0, "a chunk has at least one token")
+        if sequence.computed is None:
+            require(chunk.start % self.block_size == 0, "a prefix hit covers whole blocks")
+        else:
+            require(chunk.start == sequence.computed, "positions are computed exactly in order")
+        require(end <= len(sequence.tokens), "only known tokens are computed")
+        require(chunk.sample == (end == len(sequence.tokens)), "sampled exactly after the last")
+        touched = [sequence.features[i] for i in sequence.features.overlapping(chunk.start, end)]
+        whole = [f for f in touched if f.modality in self.unsplittable]
+        require(all(f.end <= end for f in whole), "an unsplittable item is not cut")
+        spans = tuple((f.offset, f.end) for f in whole)
+        require(chunk.bidirectional == spans, "bidirectional names the unsplittable items touched")
+
+    def _write(self, chunk: ScheduledSequence, sequence: _Known) -> None:
+        rows, inputs = self._delivered_rows(chunk), attended(sequence.features)
+        require(all(key in self.outputs for key in inputs), "what every position reads is held")
+        end = chunk.start + chunk.num_tokens
+        require(end <= len(sequence.blocks) * self.block_size, "every position has a block")
+        for position in range(chunk.start, end):
+            block = sequence.blocks[position // self.block_size]
+            users = [s for s in self.known.values() if block in s.blocks]
+            require(len(users) == 1, "no block is written while another sequence uses it")
+            expected = row_at(sequence.features, position)
+            require(rows.get(position) == expected, "each embed position gets its own row")
+            before = self._read(sequence, position - 1) if position else b""
+            slot = (block, position % self.block_size)
+            self.kv[slot] = advance(before, sequence.tokens[position], expected, inputs)
+
+    def _delivered_rows(self, chunk: ScheduledSequence) -> dict[int, tuple[bytes, int]]:
+        rows: dict[int, tuple[bytes, int]] = {}
+        for part in chunk.embeds:
+            require(part.key in self.outputs, "a delivered row has been encoded and is held")
+            require(part.end <= self.outputs[part.key], "a delivered row exists")
+            for count, row in enumerate(range(part.start, part.end)):
+                position = chunk.start + part.row + count
+                require(position not in rows, "a position gets one row")
+                rows[position] = (part.key, row)
+        within = all(chunk.start <= p < chunk.start + chunk.num_tokens for p in rows)
+        require(within, "rows go to positions of the chunk")
+        return rows
+
+    def _read(self, sequence: _Known, position: int) -> bytes:
+        slot = (sequence.blocks[position // self.block_size], position % self.block_size)
+        require(slot in self.kv, "what is read has been computed")
+        return self.kv[slot]
+
+
+def collect(features: tuple[MediaFeature, ...], *, encoder_decoder: bool) -> Features:
+    """By the rule of where the model's items are."""
+    return EncoderInputs(features) if encoder_decoder else Features(features)
+
+
+def attended(features: Features) -> tuple[bytes, ...]:
+    """The inputs that cross-attention reads at every position."""
+    return tuple(features.keys) if isinstance(features, EncoderInputs) else ()
+
+
+def advance(
+    before: bytes, token: int, row: tuple[bytes, int] | None, inputs: tuple[bytes, ...] = ()
+) -> bytes:
+    """The "K/V" of the next position."""
+    entry = token.to_bytes(4, "little") if row is None else row[0] + row[1].to_bytes(4, "little")
+    return hashlib.blake2b(b"".join((before, entry, *inputs)), digest_size=16).digest()
+
+
+def sample(state: bytes, sample_index: int) -> int:
+    """A token that depends on everything before it, and on which sample it is for."""
+    digest = hashlib.blake2b(state + bytes([sample_index]), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % (VOCAB - 1)
+
+
+def row_at(features: Features, position: int) -> tuple[bytes, int] | None:
+    """Which encoder row a position takes, found by plain scanning."""
+    if isinstance(features, EncoderInputs):
+        return None
+    found = [f for f in features.as_tuple() if f.offset <= position < f.end]
+    return _row_in(found[0], position - found[0].offset) if found else None
+
+
+def _row_in(feature: MediaFeature, at: int) -> tuple[bytes, int] | None:
+    ranges = feature.is_embed or ((0, feature.length),)
+    positions = [p for first, last in ranges for p in range(first, last)]
+    return (feature.key, positions.index(at)) if at in positions else None
+
+
+def prompt_scores(request: GenerateRequest) -> list[PromptLogprob]:
+    """What a request that asked for its prompt's log-probabilities must get."""
+    tokens = np.frombuffer(request.prompt.data, dtype="<i4").tolist()
+    return [PromptLogprob(-float(at), token) for at, token in enumerate(tokens[1:])]
+
+
+def reference(
+    request: GenerateRequest,
+    num_tokens: int,
+    sample_index: int = 0,
+    *,
+    encoder_decoder: bool = False,
+) -> list[int]:
+    """The tokens the request must get, computed in one go without a scheduler."""
+    features = collect(request.features, encoder_decoder=encoder_decoder)
+    inputs = attended(features)
+    tokens = np.frombuffer(request.prompt.data, dtype="<i4").tolist()
+    state = b""
+    for position, token in enumerate(tokens):
+        state = advance(state, token, row_at(features, position), inputs)
+    generated: list[int] = []
+    while len(generated) < num_tokens:
+        generated.append(sample(state, sample_index))
+        state = advance(state, generated[-1], None, inputs)
+    return generated

@@ -1,0 +1,49 @@
+"""An engine process as it is started for real, around a fake runner: `python -m ...fake_process`.
+
+The model's folder in the settings says how it behaves: "refuse", "break", "crash" once loaded, or
+anything else to serve.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+from lookonce.core.block_pool import BlockPool
+from lookonce.core.encoder_cache import EncoderCache
+from lookonce.core.request_validation import Door
+from lookonce.engine.process.engine_core import EngineCore
+from lookonce.engine.process.main import host_engine
+from lookonce.engine.process.request_validation import Judge
+from lookonce.engine.settings import EngineSettings
+from lookonce.errors import ConfigError
+from tests.support.core.builders import ROW_BYTES, Limits, make_scheduler
+from tests.support.core.fake_runner import FakeRunner
+
+LIMITS = Limits(num_blocks=1100, max_num_seqs=16)
+CRASH_AFTER = 0.2
+
+
+def build(
+    settings: EngineSettings, progress: Callable[[int, int], None]
+) -> tuple[EngineCore, Judge]:
+    sys.stdout.write("libraries may print what they like\n")
+    progress(0, 2)
+    progress(2, 2)
+    match settings.model.folder:
+        case "refuse":
+            raise ConfigError("--max-num-batched-tokens must be at least 900 for this model")
+        case "break":
+            raise RuntimeError("a bug")
+        case "crash":
+            threading.Timer(CRASH_AFTER, os._exit, [7]).start()
+    pool = BlockPool(LIMITS.num_blocks, LIMITS.block_size)
+    encoder_cache = EncoderCache(LIMITS.encoder_rows * ROW_BYTES, ROW_BYTES)
+    door = Door(pool, encoder_cache, LIMITS.model, LIMITS.max_num_batched_tokens)
+    return EngineCore(make_scheduler(LIMITS), FakeRunner(LIMITS)), Judge(LIMITS.model, door)
+
+
+if __name__ == "__main__":
+    host_engine(build)

@@ -1,0 +1,146 @@
+"""A scheduler, a runner that checks every position, and real transfer workers between them.
+
+The fake runner's "K/V" are digests, so a block that was loaded wrongly, late, or into the wrong
+place changes every token after it; `Pages` copies them as `model.kv_copier` copies tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from lookonce.config import SchedulerConfig
+from lookonce.core.block_pool import BlockPool
+from lookonce.core.encoder_cache import EncoderCache
+from lookonce.core.scheduler import Scheduler
+from lookonce.kv.chain import TierChain
+from lookonce.kv.connector import Connector
+from lookonce.kv.tier import KVTier
+from lookonce.types.kv import KVLayout, KVLoadPolicy
+from tests.support.core.builders import ROW_BYTES, Limits
+from tests.support.core.engine import Engine
+from tests.support.core.fake_runner import FakeRunner
+
+ENTRY_BYTES = 16
+"""Of one position's "K/V" in the fake runner."""
+LAYOUT = KVLayout(num_layers=1, block_size=4, num_kv_heads=1, head_dim=2, dtype="float32")
+assert LAYOUT.block_bytes == LAYOUT.block_size * ENTRY_BYTES
+
+
+class Pages:
+    """Implements `KVPageCopier` over the fake runner's slots."""
+
+    layout = LAYOUT
+
+    def __init__(self, runner: FakeRunner, pool: BlockPool) -> None:
+        self._runner = runner
+        self._pool = pool
+        self.errors: list[str] = []
+        """Blocks that were written though they were not the load's alone."""
+
+    def gather(self, block_ids: Sequence[int], out: memoryview) -> None:
+        rows = [self._runner.kv[block, row] for block in block_ids for row in range(4)]
+        out[:] = b"".join(rows)
+
+    def scatter(self, block_ids: Sequence[int], data: memoryview) -> None:
+        for index, block in enumerate(block_ids):
+            references = self._pool._references[block]
+            if references != 1:
+                self.errors.append(f"block {block} is loaded into with {references} references")
+            for row in range(4):
+                start = (4 * index + row) * ENTRY_BYTES
+                self._runner.kv[block, row] = bytes(data[start : start + ENTRY_BYTES])
+
+
+class World(Engine):
+    """`tests.support.core.engine.Engine` with external tiers; use as a context manager."""
+
+    def __init__(
+        self,
+        *tiers: KVTier,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        policy: KVLoadPolicy = "always",
+        fail_on_loss: bool = False,
+        lookup_seconds: float = 5.0,
+        load_seconds: float = 5.0,
+        max_queued_bytes: int = 1 << 20,
+    ) -> None:
+        super().__init__(limits)
+        self.chain = TierChain(tiers)
+        pool = BlockPool(limits.num_blocks, limits.block_size)
+        self.pages = Pages(self.runner, pool)
+        self.connector = Connector(
+            self.chain,
+            self.pages,
+            policy=policy,
+            lookup_seconds=lookup_seconds,
+            load_seconds=load_seconds,
+            max_queued_bytes=max_queued_bytes,
+        )
+        self.scheduler = Scheduler(
+            block_pool=pool,
+            encoder_cache=EncoderCache(limits.encoder_rows * ROW_BYTES, ROW_BYTES),
+            model=limits.model,
+            config=SchedulerConfig(
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                max_encoder_tokens=limits.max_encoder_tokens,
+                max_queue=limits.max_queue,
+            ),
+            prefix_caching=limits.prefix_caching,
+            external=self.connector,
+            fail_on_loss=fail_on_loss,
+        )
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connector.close()
+
+    def assert_all_free(self) -> None:
+        super().assert_all_free()
+        assert not self.pages.errors, self.pages.errors
+
+    def settle(self, *, seconds: float = 10.0) -> None:
+        """Step until every request has ended and every transfer is acknowledged."""
+        end = time.monotonic() + seconds
+        while True:
+            if self.step() is None:
+                stats = self.scheduler.stats()
+                idle = not self.scheduler.num_waiting and not self.scheduler.num_running
+                if idle and not stats["kv_transfer_blocks_held"]:
+                    return
+                time.sleep(0.001)
+            assert time.monotonic() < end, "the scheduler does not come to an end"
+
+    def run_until_ended(self, name: str, *, or_hang: threading.Event | None = None) -> None:
+        """Step until one request has ended, whatever transfers are under way.
+
+        `or_hang` is let go when nothing can be done any more without it.
+        """
+        end = time.monotonic() + 10.0
+        while (name, 0) not in self.ended:
+            if self.step() is None:
+                if or_hang is not None and self.scheduler.num_waiting:
+                    or_hang.set()
+                time.sleep(0.001)
+            assert time.monotonic() < end, f"{name} does not come to an end"
+
+    def wait_stored(self) -> None:
+        """Until every tier has written what it was offered."""
+        end = time.monotonic() + 10.0
+        while any(v for k, v in self.connector.stats().items() if "queue_bytes" in k):
+            assert time.monotonic() < end, "the stores do not come to an end"
+            time.sleep(0.001)
+
+    def serve(self, *requests: object) -> None:
+        for one in requests:
+            self.add(one)  # type: ignore[arg-type]
+        self.settle()
+        self.wait_stored()
+
+    def forget_device(self) -> None:
+        """What a restart does: the device holds nothing any more, the tiers what they hold."""
+        self.scheduler.reset_prefix_cache()

@@ -1,0 +1,251 @@
+"""Drives cases through the engine core, in process, and compares with Hugging Face."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+from lookonce.config import ModelConfig, SchedulerConfig
+from lookonce.core.block_pool import BlockPool
+from lookonce.core.encoder_cache import EncoderCache
+from lookonce.core.scheduler import Scheduler
+from lookonce.engine.process.engine_core import EngineCore
+from lookonce.model.attention.backend import AttentionBackend
+from lookonce.model.attention.select import select_backend
+from lookonce.model.loader import LoadedModel, load_model
+from lookonce.model.runner import Runner
+from lookonce.model.step_inputs import StepInputs
+from lookonce.types.model import ModelInfo
+from lookonce.types.request import GenerateRequest, PromptLogprob
+from lookonce.types.sampling import SamplingParams
+from lookonce.types.step import StepPlan, StepResult
+from tests.support.model.cases import Case, CaseMaker, array, picture, sound
+
+NUM_TOKENS = 24
+NEAR_TIE = 1e-4
+"""Logit gap between the two best tokens below which two computations may differ."""
+
+TEXT = "Tell me about this please "
+PlanEdit = Callable[[StepPlan], StepPlan]
+
+
+@dataclasses.dataclass
+class Answer:
+    token_ids: list[int]
+    logits: torch.Tensor
+    """[tokens, V], what each token was chosen from."""
+
+
+@dataclasses.dataclass
+class Subject:
+    """One folder, loaded for us, with cases and Hugging Face's own answers to them."""
+
+    loaded: LoadedModel
+    cases: list[Case]
+    expected: list[Answer]
+
+
+@dataclasses.dataclass
+class Served:
+    answers: list[Answer]
+    stats: dict[str, float]
+    scored: dict[int, list[PromptLogprob]]
+    """By case: log-probabilities of its prompt, where they were asked for."""
+
+
+class CapturingRunner(Runner):
+    """Keeps the logits every token was sampled from, by sequence; edits plans before it runs."""
+
+    def __init__(self, *args: Any, edit: PlanEdit, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.captured: dict[int, list[torch.Tensor]] = {}
+        self._edit = edit
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return super().execute(self._edit(plan))
+
+    def logits(
+        self, inputs: StepInputs, seq_ids: Sequence[int], hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        logits = super().logits(inputs, seq_ids, hidden)
+        for seq_id, row in zip(seq_ids, logits, strict=True):
+            self.captured.setdefault(seq_id, []).append(row.clone())
+        return logits
+
+
+def make_subject(folder: Path) -> Subject:
+    loaded = load_model(ModelConfig(folder=str(folder), served_name="test"))
+    maker = CaseMaker(folder, loaded.family.config)
+    cases = text_cases(maker) if not loaded.info.modalities else media_cases(maker)
+    return Subject(loaded, cases, expected_answers(folder, loaded.info, cases))
+
+
+def text_cases(maker: CaseMaker) -> list[Case]:
+    return [maker.case(TEXT * 3), maker.case("Hi"), maker.case(TEXT * 3 + "now"), maker.case(TEXT)]
+
+
+def media_cases(maker: CaseMaker) -> list[Case]:
+    """One item; none; several of which one came before; the first prompt again, word for word."""
+    media = pictures() if maker.sees else sounds()
+    first = ("See: ", media[0], " what is it?")
+    several = ("A", media[1], " and B ", media[2], media[0], " which?")
+    cases = [maker.case(*first), maker.case(TEXT), maker.case(*several), maker.case(*first)]
+    if maker.sees and maker.hears:
+        one, two, three = sounds()
+        both = (picture(4), "and", two, "then", three, "ok")
+        cases += [maker.case("Hear ", one, " what?"), maker.case(*both)]
+    return cases
+
+
+def pictures() -> list[Image.Image]:
+    return [picture(1), picture(2, 90, 140), picture(3, 200, 60)]
+
+
+def sounds() -> list[np.ndarray]:
+    return [sound(1), sound(2, 0.3), sound(3, 2.2)]
+
+
+def expected_answers(folder: Path, info: ModelInfo, cases: list[Case]) -> list[Answer]:
+    """Greedy tokens and logits of plain Hugging Face `generate`, one prompt at a time, fp32."""
+    model = reference_model(folder, info)
+    return [_reference_answer(model, case) for case in cases]
+
+
+def reference_model(folder: Path, info: ModelInfo) -> Any:
+    """Plain Hugging Face's, fp32; it never stops by itself."""
+    auto = AutoModelForMultimodalLM if info.modalities else AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def reference_prompt_logits(model: Any, case: Case) -> torch.Tensor:
+    """[P, V] after each token of the prompt."""
+    _forget_prompt_before(model)
+    with torch.no_grad():
+        logits: torch.Tensor = model(**case.reference).logits[0].float()
+    return logits
+
+
+def _forget_prompt_before(model: Any) -> None:
+    if hasattr(model.base_model, "rope_deltas"):
+        model.base_model.rope_deltas = None
+
+
+def _reference_answer(model: Any, case: Case) -> Answer:
+    _forget_prompt_before(model)
+    with torch.no_grad():
+        found = model.generate(
+            **case.reference,
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    tokens = found.sequences[0, len(case.token_ids) :].tolist()
+    return Answer(tokens, torch.cat(found.logits).float())
+
+
+def serve(
+    loaded: LoadedModel,
+    cases: Sequence[Case],
+    *,
+    budget: int,
+    num_blocks: int = 256,
+    block_size: int = 4,
+    backend: AttentionBackend | None = None,
+    info: ModelInfo | None = None,
+    edit: PlanEdit = lambda plan: plan,
+    prompt_logprobs: Mapping[int, int] = MappingProxyType({}),
+) -> Served:
+    """Answers of an `EngineCore` to all cases; one arrives every step: prefills and decodes mix.
+
+    `prompt_logprobs`: by case, how many of the likeliest it asks for beside its prompt's tokens.
+
+    `info` is what the scheduler believes of the model, `edit` changes plans on their way to the
+    runner: both are for taking a piece of handling away.
+    """
+    info = info or loaded.info
+    scheduler = Scheduler(
+        block_pool=BlockPool(num_blocks, block_size),
+        encoder_cache=EncoderCache(1 << 20, info.encoder_row_bytes),
+        model=info,
+        config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget),
+        prefix_caching=True,
+    )
+    runner = CapturingRunner(
+        loaded,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        backend=backend or select_backend("cpu", loaded.family.attention_features(loaded.dtype)),
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        edit=edit,
+    )
+    core = EngineCore(scheduler, runner)
+    tokens: dict[str, list[int]] = {str(i): [] for i in range(len(cases))}
+    scored: dict[int, list[PromptLogprob]] = {}
+    waiting = list(enumerate(cases))
+    while waiting or core.has_work:
+        if waiting:
+            index, case = waiting.pop(0)
+            core.add(_request(index, case, prompt_logprobs.get(index)), case.items)
+        output = core.step()
+        for delta in output.deltas if output else ():
+            assert delta.error is None, delta.error
+            tokens[delta.request_id] += delta.token_ids
+            if delta.prompt_logprobs is not None:
+                scored[int(delta.request_id)] = delta.prompt_logprobs
+    core.check_integrity()
+    answers = [Answer(tokens[str(i)], torch.stack(runner.captured[i])) for i in range(len(cases))]
+    return Served(answers, core.stats(), scored)
+
+
+def _request(index: int, case: Case, prompt_logprobs: int | None) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=str(index),
+        scope=bytes(32),
+        prompt=array(case.token_ids),
+        features=case.features,
+        sampling=SamplingParams(
+            temperature=0,
+            max_tokens=NUM_TOKENS,
+            ignore_eos=True,
+            prompt_logprobs=prompt_logprobs,
+        ),
+        arrival=0.0,
+    )
+
+
+@dataclasses.dataclass
+class Difference:
+    near_ties: int
+    """Answers that part from the reference at a gap below `NEAR_TIE`."""
+    wrong: int
+    """Answers that part from it at a larger gap."""
+    max_logit_error: float
+    """Over all tokens up to where an answer parts, the parting one included."""
+
+
+def compare(answers: Sequence[Answer], expected: Sequence[Answer]) -> Difference:
+    total = Difference(0, 0, 0.0)
+    for ours, theirs in zip(answers, expected, strict=True):
+        assert len(ours.token_ids) == len(theirs.token_ids)
+        same = np.array(ours.token_ids) == np.array(theirs.token_ids)
+        parted = int(same.argmin()) if not same.all() else len(same) - 1
+        error = (ours.logits - theirs.logits)[: parted + 1].abs().max()
+        total.max_logit_error = max(total.max_logit_error, float(error))
+        if not same.all():
+            best, second = theirs.logits[parted].topk(2).values.tolist()
+            total.near_ties += best - second < NEAR_TIE
+            total.wrong += best - second >= NEAR_TIE
+    return total

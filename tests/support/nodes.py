@@ -1,0 +1,217 @@
+"""Whole servers inside the test's process: real application, renderer, channel, engine and model.
+
+An engine node computes in a thread of its own; nothing is started as a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from lookonce.cache.uuids import UuidBindings
+from lookonce.config import Config, Options, resolve
+from lookonce.engine.client.engine_client import EngineClient
+from lookonce.engine.process.build import build_engine
+from lookonce.engine.process.input_thread import Reception
+from lookonce.engine.process.receiver_cache import Intake
+from lookonce.engine.process.step_loop import StepLoop, Stop
+from lookonce.engine.settings import engine_settings
+from lookonce.frontend.auth import KeyRing
+from lookonce.frontend.metrics import Metrics
+from lookonce.frontend.render_only_engine import NoEngine
+from lookonce.frontend.services import Services
+from lookonce.ipc.channel import EngineChannel
+from lookonce.ipc.double import InProcessHub
+from lookonce.render.media.load import MediaLoader
+from lookonce.render.media.processing import MediaJob, Processed
+from lookonce.render.media.resolver import MediaResolver
+from lookonce.render.media.resolver_ports import NameBindings, RendererDirectory
+from lookonce.render.prompt.encoder import PromptEncoder
+from lookonce.render.prompt.template import template_sources
+from lookonce.render.prompt.tokenizer import Tokenizer
+from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
+from lookonce.render.renderer import Renderer
+from lookonce.server.http.app import RENDER_ROUTES, build_app
+from tests.support.model.chats import PoolInProcess
+
+_epochs = itertools.count(1)
+
+
+class CountingPool(PoolInProcess):
+    """Remembers its jobs."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.jobs: list[MediaJob] = []
+
+    async def run(self, job: MediaJob) -> Processed:
+        self.jobs.append(job)
+        return await super().run(job)
+
+
+@dataclass
+class Node:
+    """A server, and a client of it."""
+
+    services: Services
+    http: httpx.AsyncClient
+    pool: CountingPool
+    engine: EngineClient | None = None
+
+    async def post(self, path: str, body: object, *, key: str | None = None) -> httpx.Response:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return await self.http.post(path, json=body, headers=headers)
+
+    async def ok(self, path: str, body: object, *, key: str | None = None) -> Any:
+        answer = await self.post(path, body, key=key)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def jobs(self) -> int:
+        """Media decoded and processed for the main path."""
+        stats = self.services.renderer._resolver.stats  # type: ignore[attr-defined]
+        assert stats.decoded == stats.processed
+        return stats.processed.total()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Queries and hits of the processor cache."""
+        assert self.engine is not None
+        return self.engine.directory.queries, self.engine.directory.hits
+
+    @property
+    def memory(self) -> object:
+        """All of the processor cache that anything could change: what is listed, in which order,
+        pins, expansions known, counters, bindings."""
+        assert self.engine is not None
+        directory = self.engine.directory
+        return (
+            list(directory.sizes().items()), directory.num_pins, directory.nbytes, self.counts,
+            directory.evictions, list(directory._known._values.items()),
+            dict(self.services.renderer.counts()), self.engine.sender.resends,
+        )  # fmt: skip
+
+
+def make_config(folder: Path, **options: Any) -> Config:
+    plain = {"kv_cache_gb": 0.02, "encoder_cache_gb": 0.05, "mm_processor_cache_gb": 0.05}
+    return resolve(Options(**{"model": str(folder), "served_model_name": "m", **plain, **options}))
+
+
+@asynccontextmanager
+async def engine_node(folder: Path, **options: Any) -> AsyncIterator[Node]:
+    """As `lookonce serve`."""
+    config = make_config(folder, **options)
+    hub = InProcessHub()
+    client = EngineClient(
+        config.channel,
+        processor_cache_bytes=config.media.processor_cache_bytes,
+        connect=hub.client_link,
+    )
+    with _running_engine(config, hub):
+        async with client, _renderer(config, client.directory, client.sender.uuids) as main:
+            await client.wait_ready()
+            renderer, pool = main
+            async with open_readonly(
+                renderer, config.media, directory=client.directory, uuids=client.sender.uuids
+            ) as readonly, _node(config, pool, client, renderer, readonly) as node:  # fmt: skip
+                yield node
+
+
+@asynccontextmanager
+async def render_node(folder: Path, **options: Any) -> AsyncIterator[Node]:
+    """As `lookonce render`."""
+    config = make_config(folder, **options)
+    async with (
+        _renderer(config, ReadOnlyDirectory(), ReadOnlyBindings()) as (renderer, pool),
+        open_readonly(renderer, config.media) as readonly,
+        _node(config, pool, None, renderer, readonly) as node,
+    ):
+        yield node
+
+
+@asynccontextmanager
+async def _node(
+    config: Config, pool: CountingPool, engine: EngineClient | None, renderer: Any, readonly: Any
+) -> AsyncIterator[Node]:
+    services = Services(
+        config=config,
+        renderer=renderer,
+        readonly=readonly,
+        engine=engine or NoEngine(),
+        metrics=Metrics("m"),
+        keys=KeyRing.of(config.server),
+    )
+    app = build_app(services) if engine else build_app(services, RENDER_ROUTES)
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://node") as http:
+        yield Node(services, http, pool, engine)
+        assert services.drain.active == 0
+        if engine is not None:
+            assert engine.directory.num_pins == 0
+
+
+@contextmanager
+def _running_engine(config: Config, hub: InProcessHub) -> Iterator[None]:
+    """A real engine on two threads: step loop and input."""
+    settings = engine_settings(config)
+    core, judge = build_engine(settings, lambda done, total: None)
+    reception = Reception(
+        EngineChannel(hub.engine_link()), Intake(next(_epochs)), num_senders=1, max_queue=64
+    )
+    loop = StepLoop(core, reception.exchange)
+    threads = [threading.Thread(target=run) for run in (reception.run, loop.run)]
+    for thread in threads:
+        thread.start()
+    reception.open_doors(judge)
+    try:
+        yield
+    finally:
+        reception.exchange.command(Stop())
+        reception.stop()
+        for thread in threads:
+            thread.join(30)
+        core.check_integrity()
+
+
+@asynccontextmanager
+async def _renderer(
+    config: Config, directory: RendererDirectory, uuids: NameBindings | UuidBindings
+) -> AsyncIterator[tuple[Renderer, CountingPool]]:
+    """The real renderer, except that it decodes and processes right here."""
+    folder = Path(config.model.folder)
+    pool, loader = CountingPool(folder), MediaLoader(config.media)
+    tokenizer = Tokenizer.load(folder)
+    resolver = MediaResolver(
+        family=pool.family,
+        directory=directory,
+        uuids=uuids,
+        loader=loader,
+        pool=pool,
+        max_bytes=config.media.max_bytes,
+    )
+    renderer = Renderer(
+        tokenizer=tokenizer,
+        encoder=PromptEncoder(tokenizer, template_sources(folder, tokenizer), pool.family),
+        family=pool.family,
+        resolver=resolver,
+        limits=config.media.limit_per_prompt,
+    )
+    try:
+        yield renderer, pool
+    finally:
+        await loader.aclose()
+
+
+def run(scenario: Any) -> None:
+    """Runs `async def scenario()` with one torch thread."""
+    torch.set_num_threads(1)
+    asyncio.run(asyncio.wait_for(scenario, 60))

@@ -1,0 +1,89 @@
+"""Doubles of what the resolver talks to. Data is its own meaning: `b"abc"` has 3 embed tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from lookonce.errors import UnprocessableMediaError
+from lookonce.render.media.processing import MediaJob, Processed
+from lookonce.render.media.sources import MediaSource, for_part
+from lookonce.types.media import Array, Expansion, Modality, ProcessedItem
+
+PLACEHOLDERS: dict[Modality, int] = {"image": 9, "audio": 3}
+
+
+def processed_item(modality: Modality, data: bytes) -> ProcessedItem:
+    token = PLACEHOLDERS[modality]
+    expansion = Expansion(((token, max(1, len(data))),), token)
+    return ProcessedItem(modality, {"x": Array("uint8", (len(data),), data)}, expansion)
+
+
+class FakePool:
+    """Processes instantly while `gate` is open; data that begins with "bad" cannot be decoded."""
+
+    def __init__(self) -> None:
+        self.jobs: list[MediaJob] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def run(self, job: MediaJob) -> Processed:
+        self.jobs.append(job)
+        await self.gate.wait()
+        data = bytes(job.data)
+        if data.startswith(b"bad"):
+            raise UnprocessableMediaError("the image is broken")
+        return Processed(processed_item(job.modality, data), 1.0, 2.0)
+
+
+class FakeLoader:
+    """URL → bytes; loading takes as long as `gate` is closed, an unknown URL fails."""
+
+    def __init__(self, web: Mapping[str, bytes]) -> None:
+        self.web = dict(web)
+        self.loaded: list[str] = []
+        self.fetched: Counter[str] = Counter()
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def load(self, source: MediaSource, scope: bytes = b"") -> bytes:
+        if source.origin == "inline":
+            return source.inline_bytes(2**30)
+        self.loaded.append(source.value)
+        await self.gate.wait()
+        if source.value not in self.web:
+            raise for_part(UnprocessableMediaError("the media could not be fetched"), source.param)
+        self.fetched[source.modality] += 1
+        return self.web[source.value]
+
+
+class FakeFamily:
+    """Pictures take the option `max_pixels`."""
+
+    def fingerprint(self) -> bytes:
+        return b"fake"
+
+    def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> dict[str, object]:
+        wanted = {"image": ("max_pixels",), "audio": ()}[modality]
+        return {name: kwargs[name] for name in wanted if name in kwargs}
+
+
+def inline(data: bytes, *, param: str = "messages[0].content[0]", **fields: str) -> MediaSource:
+    encoded = base64.b64encode(data).decode()
+    return MediaSource("image", "inline", encoded, param, **fields)
+
+
+def remote(url: str, *, param: str = "messages[0].content[0]", **fields: str) -> MediaSource:
+    return MediaSource("image", "remote", url, param, **fields)
+
+
+def named(uuid: str, *, param: str = "messages[0].content[0]") -> MediaSource:
+    return MediaSource("image", "nothing", "", param, uuid)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """For what nothing announces: it happens in other tasks, threads or processes."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
