@@ -31,7 +31,7 @@ from benchmarks.lmcache_server import LMCacheServer
 from benchmarks.report import Report, median, percentile
 from benchmarks.valkey_server import ValkeyServer
 from lookonce.errors import ConfigError
-from lookonce.kv.connector import Connector
+from lookonce.kv.connector import KVConnector
 from lookonce.model.loader import LoadedModel
 from lookonce.types.kv import TierSpec
 
@@ -119,7 +119,7 @@ class LoopStopwatch:
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
-    def watch(self, connector: Connector) -> None:
+    def watch(self, connector: KVConnector) -> None:
         for name in self.CALLS:
             setattr(connector, name, self._timed(getattr(connector, name)))
 

@@ -10,10 +10,9 @@ from itertools import count
 import numpy as np
 
 from benchmarks.report import Report
-from lookonce.kv.namespace import namespace_digest
-from lookonce.kv.objects import ObjectFormat
-from lookonce.kv.registry import open_chain
-from lookonce.kv.resp import Connection, command, packed
+from lookonce.kv.chain import open_chain
+from lookonce.kv.objects import ObjectFormat, namespace_digest
+from lookonce.kv.valkey import RespConnection, command, packed
 from lookonce.model.kv_copier import PageCopier
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.loader import LoadedModel
@@ -115,7 +114,7 @@ def _raw_files(folder: str, size: int, source: np.ndarray) -> tuple[float, float
 
 
 def _raw_valkey(path: str, size: int, source: np.ndarray) -> tuple[float, float]:
-    connection = Connection(path, time.monotonic() + 5)
+    connection = RespConnection(path, time.monotonic() + 5)
     into = memoryview(bytearray(size))
     rounds = count()
 

@@ -13,7 +13,7 @@ from lookonce.core.block_pool import BlockPool
 from lookonce.engine.process.build import assemble
 from lookonce.engine.process.kv_tiers import open_external, rope_of
 from lookonce.engine.settings import EngineSettings
-from lookonce.kv.connector import Connector
+from lookonce.kv.connector import KVConnector
 from lookonce.model.attention.select import resolve_block_size, select_backend
 from lookonce.model.kv_copier import PageCopier
 from lookonce.model.loader import LoadedModel, load_model
@@ -39,7 +39,7 @@ class BenchEngine:
         loaded: LoadedModel,
         *tiers: TierSpec,
         scheduler: SchedulerConfig = SchedulerConfig(),  # noqa: B008 - frozen
-        stopwatch: Callable[[Connector], None] = lambda connector: None,
+        stopwatch: Callable[[KVConnector], None] = lambda connector: None,
     ) -> None:
         kv = KVConfig(tiers=tiers, load_policy="always")
         settings = EngineSettings(
@@ -61,7 +61,7 @@ class BenchEngine:
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
         )
         _touch(runner.page_copier())
-        self.external: Connector | None = None
+        self.external: KVConnector | None = None
         self._woken = threading.Event()
         if tiers:
             rope = rope_of(family.text_config)

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from lookonce.errors import ConfigError
-from lookonce.kv.resp import Connection, packed
+from lookonce.kv.valkey import RespConnection, packed
 
 
 def valkey_binary() -> str:
@@ -62,7 +62,7 @@ class ValkeyServer:
     def call(self, *words: bytes) -> bytes | int | None:
         """One command; its integer, status or value."""
         deadline = time.monotonic() + 5.0
-        connection = Connection(self.socket, deadline)
+        connection = RespConnection(self.socket, deadline)
         try:
             connection.send([packed(*words)], deadline)
             return connection.read_any(deadline)
@@ -77,7 +77,7 @@ class ValkeyServer:
         end = time.monotonic() + 10.0
         while True:
             try:
-                Connection(self.socket, time.monotonic() + 1.0).close()
+                RespConnection(self.socket, time.monotonic() + 1.0).close()
                 return
             except OSError:
                 assert time.monotonic() < end, "valkey-server does not start"

@@ -28,7 +28,7 @@ def matched_tokens(num_held: int, num_local: int, num_prompt_tokens: int, block_
     return max(0, usable_tokens(num_held, num_prompt_tokens, block_size) - num_local)
 
 
-class ExternalRecord:
+class ExternalAccount:
     """One request's way through the tiers."""
 
     __slots__ = (

@@ -1,4 +1,9 @@
-"""The tiers of one engine, nearest first, each behind its breaker and with its own figures."""
+"""The KV tiers of one engine, nearest first, each behind a circuit breaker and with its figures.
+
+closed ──failures in a row──▶ open ──cooldown──▶ half open ──success──▶ closed
+                               ▲                     │
+                               └──── failure: cooldown doubled
+"""
 
 from __future__ import annotations
 
@@ -8,17 +13,82 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Literal
 
-from lookonce.kv.breaker import Breaker
+from lookonce.kv.disk import DiskTier
+from lookonce.kv.host import HostTier
+from lookonce.kv.lmcache import LMCacheTier
+from lookonce.kv.objects import ObjectFormat
 from lookonce.kv.tier import FAULTS, KVTier, ReadOutcome, Reason, TierError
+from lookonce.kv.valkey import ValkeyTier
+from lookonce.types.kv import TierKind, TierSpec
+
+BreakerState = Literal["closed", "half_open", "open"]
+FAILURES_TO_OPEN = 3
+FIRST_COOLDOWN = 1.0
+LONGEST_COOLDOWN = 30.0
+
+
+class CircuitBreaker:
+    """Says whether a tier may be asked. Thread-safe.
+
+    A timeout opens it at once: one request has waited for the whole of it already.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], *, first_cooldown: float = FIRST_COOLDOWN
+    ) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._first_cooldown = self._cooldown = first_cooldown
+        self._failures = 0
+        self._opened_at: float | None = None
+        self._probing = False
+
+    @property
+    def state(self) -> BreakerState:
+        with self._lock:
+            if self._opened_at is None:
+                return "closed"
+            cooled = self._clock() - self._opened_at >= self._cooldown
+            return "half_open" if cooled or self._probing else "open"
+
+    def try_enter(self) -> bool:
+        """Whether the tier may be asked now; each True is followed by `succeed` or `fail`."""
+        with self._lock:
+            if self._opened_at is None:
+                return True
+            if self._probing or self._clock() - self._opened_at < self._cooldown:
+                return False
+            self._probing = True
+            return True
+
+    def succeed(self) -> None:
+        with self._lock:
+            self._opened_at = None
+            self._probing = False
+            self._failures = 0
+            self._cooldown = self._first_cooldown
+
+    def fail(self, *, timed_out: bool = False) -> None:
+        with self._lock:
+            self._failures += 1
+            if self._probing:
+                self._probing = False
+                self._cooldown = min(2 * self._cooldown, LONGEST_COOLDOWN)
+            elif self._opened_at is not None or not (
+                timed_out or self._failures >= FAILURES_TO_OPEN
+            ):
+                return
+            self._opened_at = self._clock()
+
 
 logger = logging.getLogger(__name__)
-
 BREAKER_VALUES = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
 
 
 class GuardedTier:
-    """A tier that never raises and is left alone while it is broken. Thread-safe.
+    """A tier that never raises, and is not asked while its circuit breaker is open. Thread-safe.
 
     Counts blocks; the metrics speak of tokens, `block_size` to a block.
     """
@@ -28,7 +98,7 @@ class GuardedTier:
     ) -> None:
         self.name = name
         self._tier = tier
-        self._breaker = Breaker(clock)
+        self._breaker = CircuitBreaker(clock)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._load_seconds = self._store_seconds = 0.0
@@ -182,3 +252,35 @@ def _distinct(names: Sequence[str]) -> list[str]:
         seen[name] += 1
         distinct.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
     return distinct
+
+
+def open_chain(specs: Sequence[TierSpec], objects: ObjectFormat) -> TierChain:
+    """Open every tier, nearest first. Raises `ConfigError` for one this machine cannot have.
+
+    A server that does not answer is no error: it may come later.
+    """
+    return TierChain([_OPENERS[spec.kind](objects, spec) for spec in specs])
+
+
+def _host(objects: ObjectFormat, spec: TierSpec) -> KVTier:
+    return HostTier(objects, spec.capacity_bytes)
+
+
+def _disk(objects: ObjectFormat, spec: TierSpec) -> KVTier:
+    return DiskTier(objects, spec.path or "", spec.capacity_bytes)
+
+
+def _valkey(objects: ObjectFormat, spec: TierSpec) -> KVTier:
+    return ValkeyTier(objects, spec)
+
+
+def _lmcache(objects: ObjectFormat, spec: TierSpec) -> KVTier:
+    return LMCacheTier(objects, f"{spec.host}:{spec.port}")
+
+
+_OPENERS: dict[TierKind, Callable[[ObjectFormat, TierSpec], KVTier]] = {
+    "host": _host,
+    "disk": _disk,
+    "valkey": _valkey,
+    "lmcache": _lmcache,
+}

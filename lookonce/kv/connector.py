@@ -1,7 +1,7 @@
 """The scheduler's half of the external tiers: who asked for what, and what came of it.
 
-Used by the step thread alone; workers hand their events over through a queue. Answers are kept
-here until the scheduler polls, so nothing changes under it in the middle of a plan.
+Used by the step thread alone; workers put their events into a queue. The events wait until the
+scheduler polls, so nothing changes in the middle of a plan.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
-from lookonce.kv.accounting import ExternalRecord
+from lookonce.kv.accounting import ExternalAccount
 from lookonce.kv.chain import TierChain
-from lookonce.kv.cost import CostModel
 from lookonce.kv.transfer import Acknowledged, Answered, Event, Loaded, Measured, Transfers
 from lookonce.types.kv import ExternalFacts, KVLoadPolicy, LoadReport, Lookup, TransferReport
 from lookonce.types.ports import KVPageCopier
@@ -25,7 +24,7 @@ ERROR = Lookup("error")
 class _Prompt:
     """One request between its addition and its end."""
 
-    record: ExternalRecord
+    record: ExternalAccount
     keys: Sequence[bytes] = ()
     pending: Lookup | None = None
     ticket: int | None = None
@@ -40,7 +39,7 @@ class _Prompt:
     num_local: int = 0
 
 
-class Connector:
+class KVConnector:
     """Implements `types.ports.ExternalPrefixCache` over a chain of tiers.
 
     `wake` is called, from any thread, when there is something to poll.
@@ -72,7 +71,7 @@ class Connector:
     # --- a request's way ------------------------------------------------------------------------
 
     def on_request_added(self, request_id: str, num_prompt_tokens: int) -> None:
-        self._prompts[request_id] = _Prompt(ExternalRecord(num_prompt_tokens, self._block_size))
+        self._prompts[request_id] = _Prompt(ExternalAccount(num_prompt_tokens, self._block_size))
 
     def lookup(
         self, request_id: str, hashes: Callable[[], Sequence[bytes]], num_local: int
@@ -236,3 +235,64 @@ class Connector:
 
 
 NOTHING = TransferReport()
+DECAY = 0.9
+"""Weight of the observations so far when the next one comes."""
+PROBE_EVERY = 8
+"""One in so many decisions against loading loads all the same, to measure the tier again."""
+
+
+class Rate:
+    """Seconds per unit, weighted by size and recency; None before the first observation."""
+
+    __slots__ = ("_seconds", "_units")
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._units = 0.0
+
+    def observe(self, units: float, seconds: float) -> None:
+        self._seconds = DECAY * self._seconds + seconds
+        self._units = DECAY * self._units + units
+
+    @property
+    def seconds_per_unit(self) -> float | None:
+        return self._seconds / self._units if self._units else None
+
+
+class CostModel:
+    """Compares seconds per block of loading and of prefill. A tier that was never measured counts
+    as free, since only a load measures it.
+
+    Computing grows faster than linearly with position, and spares encoder runs besides; both are
+    left out, so a prefix near the break-even point may be computed though loading were cheaper.
+    """
+
+    def __init__(self, num_tiers: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._prefill = Rate()
+        self._loads = [Rate() for _ in range(num_tiers)]
+        self._refusals = 0
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        self._prefill.observe(num_tokens / self._block_size, seconds)
+
+    def observe_load(self, tier: int, num_blocks: int, seconds: float) -> None:
+        self._loads[tier].observe(num_blocks, seconds)
+
+    def worth_loading(self, sources: Sequence[int], num_local: int) -> int:
+        """Up to which of the prompt's leading blocks to load; `num_local`: none of them.
+
+        `sources` names the tier of each leading block, local ones included.
+        """
+        compute = self._prefill.seconds_per_unit
+        if compute is None:
+            return len(sources)
+        best, best_gain, gain = num_local, 0.0, 0.0
+        for index in range(num_local, len(sources)):
+            gain += compute - (self._loads[sources[index]].seconds_per_unit or 0.0)
+            if gain > best_gain:
+                best, best_gain = index + 1, gain
+        if best > num_local:
+            return best
+        self._refusals += 1
+        return len(sources) if self._refusals % PROBE_EVERY == 0 else num_local

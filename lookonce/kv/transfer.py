@@ -1,32 +1,31 @@
-"""The threads that wait for tiers, so that the step loop does not.
+"""Worker threads that wait for KV tiers, so that the step loop does not.
 
     submit_lookup, submit_load ──▶ loaders ──▶ tiers ──▶ pages
     submit_store ──▶ gatherer (pages → host memory, then acknowledged) ──▶ a writer per tier
 
 A lookup or load past its deadline is over for its request at once; the worker that is still at it
-acknowledges later. Until then the blocks it may write belong to nobody else.
+acknowledges later. Until then the blocks that it may write are given to no other request.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TypeAlias
 
 import numpy as np
 
-from lookonce.kv.chain import TierChain
-from lookonce.kv.deadlines import Deadlines
+from lookonce.kv.chain import GuardedTier, TierChain
 from lookonce.kv.tier import Reason
-from lookonce.kv.writer import TierWriter
 from lookonce.types.ports import KVPageCopier
 
 logger = logging.getLogger(__name__)
-
 NUM_LOADERS = 2
 SLICE_BYTES = 4 << 20
 """Blocks are moved in slices of about this size: what a deadline and a cancellation wait for."""
@@ -83,7 +82,7 @@ class _Job:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def settle(self) -> bool:
-        """True for whoever comes first."""
+        """True for the first call."""
         with self.lock:
             first, self.settled = not self.settled, True
             return first
@@ -239,7 +238,7 @@ class Transfers:
         return None
 
     def _keep_nearer(self, tier: int, keys: Sequence[bytes], payloads: memoryview) -> None:
-        """What was found far is kept near, as far as their queues have room."""
+        """Store blocks of a farther tier in the nearer ones, as far as their queues have room."""
         if tier:
             copy = np.array(np.frombuffer(payloads, dtype=np.uint8))
             self._offer(self._writers[:tier], keys, copy.data)
@@ -299,3 +298,92 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         except Exception:
             logger.exception("a KV transfer failed")
         del job
+
+
+class TierWriter:
+    """One thread that writes to one tier, behind a bounded queue: a slow tier only loses stores."""
+
+    def __init__(self, tier: GuardedTier, max_queued_bytes: int) -> None:
+        self._tier = tier
+        self._max_queued_bytes = max_queued_bytes
+        self._lock = threading.Lock()
+        self._queued_bytes = 0
+        self._queue: queue.SimpleQueue[tuple[Sequence[bytes], Sequence[memoryview]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name=f"kv-store-{tier.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def queued_bytes(self) -> int:
+        return self._queued_bytes
+
+    def offer(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> bool:
+        """Queue blocks to be written; the payloads must not change. False: dropped and counted."""
+        nbytes = sum(payload.nbytes for payload in payloads)
+        with self._lock:
+            room = self._queued_bytes + nbytes <= self._max_queued_bytes
+            if room:
+                self._queued_bytes += nbytes
+        if room:
+            self._queue.put((keys, payloads))
+        else:
+            self._tier.count_dropped(len(keys))
+        return room
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            keys, payloads = job
+            try:
+                self._tier.write(keys, payloads)
+            except Exception:
+                logger.exception("storing KV failed")
+            with self._lock:
+                self._queued_bytes -= sum(payload.nbytes for payload in payloads)
+            del job, payloads  # the last reference to the bytes
+
+
+class Deadlines:
+    """One thread that makes callbacks at given monotonic seconds. They cannot be cancelled: each
+    must do nothing where it comes too late.
+
+    Callbacks must be quick and must not raise.
+    """
+
+    def __init__(self) -> None:
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kv-deadlines", daemon=True)
+        self._thread.start()
+
+    def at(self, moment: float, call: Callable[[], None]) -> None:
+        with self._changed:
+            heapq.heappush(self._due, (moment, next(self._numbers), call))
+            if self._due[0][2] is call:
+                self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        while (call := self._next()) is not None:
+            call()
+
+    def _next(self) -> Callable[[], None] | None:
+        """Waits for the earliest; None once closed."""
+        with self._changed:
+            while not self._closed:
+                now = time.monotonic()
+                if self._due and self._due[0][0] <= now:
+                    return heapq.heappop(self._due)[2]
+                self._changed.wait(self._due[0][0] - now if self._due else None)
+        return None

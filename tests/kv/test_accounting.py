@@ -242,7 +242,7 @@ def test_preempted_requests_keep_the_figures_of_their_first_admission(tier: Faul
     lasting = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     crowd = [request(str(i), text(12, seed=i), arrival=i, sampling=lasting) for i in range(3)]
     with World(tier, limits=Limits(num_blocks=10)) as world:
-        world.serve(*crowd)
+        world.serve_at_once(*crowd)
         assert world.scheduler.stats()["num_preemptions_total"] > 0
         assert check(world, crowd[0]).loaded == 8
         assert [check(world, one).loaded for one in crowd[1:]] == [0, 0]

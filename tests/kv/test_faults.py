@@ -17,7 +17,7 @@ from lookonce.core.block_hashes import extend_chain, root_hash
 from lookonce.core.kv_connector_state import ExternalPrefixes
 from lookonce.core.mm_features import Features
 from lookonce.core.tokens import TokenBuffer
-from lookonce.kv.breaker import Breaker
+from lookonce.kv.chain import CircuitBreaker
 from lookonce.kv.disk import DiskTier
 from lookonce.kv.host import HostTier
 from lookonce.kv.objects import ObjectFormat
@@ -70,7 +70,7 @@ def test_a_real_valkey_paused_killed_and_restarted_while_requests_run(
 
     with World(tier, limits=LIMITS, lookup_seconds=1.0, load_seconds=2.0) as world:
         (guarded,) = world.chain.tiers
-        guarded._breaker = Breaker(time.monotonic, first_cooldown=0.02)
+        guarded._breaker = CircuitBreaker(time.monotonic, first_cooldown=0.02)
         statuses = work(world, 60, between=disturb)
         assert statuses[4:20] == ["loaded"] * 16
         assert "loaded" not in statuses[20:30] + statuses[40:50]

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.lmcache_server import LMCacheServer
 from lookonce.kv import lmcache as tier_module
-from lookonce.kv.breaker import Breaker
+from lookonce.kv.chain import CircuitBreaker
 from lookonce.kv.lmcache import LMCacheTier
 from lookonce.kv.objects import ObjectFormat
 from lookonce.kv.tier import TierError
@@ -128,7 +128,7 @@ def test_paused_killed_and_restarted_while_requests_run(own_server: LMCacheServe
 
     with World(tier, limits=limits, lookup_seconds=0.3, load_seconds=0.5) as world:
         (guarded,) = world.chain.tiers
-        guarded._breaker = Breaker(time.monotonic, first_cooldown=0.02)
+        guarded._breaker = CircuitBreaker(time.monotonic, first_cooldown=0.02)
 
         def work(count: int) -> list[str]:
             statuses = []

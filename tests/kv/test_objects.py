@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookonce.kv.namespace import namespace_digest
-from lookonce.kv.objects import HEADER_BYTES, ObjectFormat
+from lookonce.kv.objects import HEADER_BYTES, ObjectFormat, namespace_digest
 from lookonce.types.kv import KVLayout
 from tests.support.kv.tiers import LAYOUT, NAMESPACE, OBJECTS, SIZE, key, payload
 

@@ -15,7 +15,7 @@ from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
 from lookonce.kv.chain import TierChain
-from lookonce.kv.connector import Connector
+from lookonce.kv.connector import KVConnector
 from lookonce.kv.tier import KVTier
 from lookonce.types.kv import KVLayout, KVLoadPolicy
 from tests.support.core.builders import ROW_BYTES, Limits
@@ -70,7 +70,7 @@ class World(Engine):
         self.chain = TierChain(tiers)
         pool = BlockPool(limits.num_blocks, limits.block_size)
         self.pages = Pages(self.runner, pool)
-        self.connector = Connector(
+        self.connector = KVConnector(
             self.chain,
             self.pages,
             policy=policy,
@@ -138,6 +138,18 @@ class World(Engine):
     def serve(self, *requests: object) -> None:
         for one in requests:
             self.add(one)  # type: ignore[arg-type]
+        self.settle()
+        self.wait_stored()
+
+    def serve_at_once(self, *requests: object) -> None:
+        """`serve`, but no request begins before the tiers have answered for all of them."""
+        for one in requests:
+            self.add(one)  # type: ignore[arg-type]
+        assert self.step() is None, "every request waits for its lookup"
+        end = time.monotonic() + 10.0
+        while len(self.connector._events) < len(requests):
+            assert time.monotonic() < end, "the tiers do not answer"
+            time.sleep(0.001)
         self.settle()
         self.wait_stored()
 

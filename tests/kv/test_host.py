@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lookonce.kv.slots import Entry, SlotTable
+from lookonce.kv.host import SlotEntry, SlotTable
 from tests.support.kv.tiers import key
 
 KEYS = st.integers(0, 9).map(key)
@@ -21,7 +21,7 @@ class SlotMachine(RuleBasedStateMachine):
         self.reserved: list[int] = []
         self.contents: dict[int, bytes] = {}
         """Slot → key written there last."""
-        self.readers: list[tuple[bytes, Entry]] = []
+        self.readers: list[tuple[bytes, SlotEntry]] = []
         self.leases: dict[bytes, tuple[int, float]] = {}
 
     def leased(self, k: bytes) -> bool:
