@@ -9,7 +9,7 @@ import pytest
 
 from lookonce.render.families.pixtral import PixtralProcessing
 from lookonce.render.families.registry import FAMILIES
-from lookonce.types.supported import SUPPORTED
+from lookonce.types.model import SUPPORTED
 
 ROOT = Path(__file__).parents[1]
 QUOTES = re.findall(

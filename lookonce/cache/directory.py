@@ -1,8 +1,8 @@
-"""The directory: what one API process lists in the engine's store. Keys, sizes, expansions.
+"""The directory of one API process: keys, sizes and expansions of its items in the engine's store.
 
-It holds no arrays. The sender alone changes it, in the one synchronous call that also enqueues the
-message that makes the same changes to the store; the renderer only looks up, pins and counts.
-One thread (the event loop's) uses it.
+It holds no arrays. Only the sender cache changes it, in the synchronous call that also enqueues the
+message with the same changes for the store; the renderer looks up, pins and counts. Only the event
+loop's thread uses it.
 
     entries   key → (bytes, Listing)   byte-bounded, least recently used first, pins
     hints     key → Hint               items other senders listed; worth adopting; count-bounded
@@ -32,9 +32,9 @@ V = TypeVar("V")
 class Listing:
     expansion: Expansion
     adopted: bool
-    """Listed on the strength of a hint: the store may turn out not to hold it."""
+    """Listed because of a hint: the store may not hold it any more."""
     injected: bool = False
-    """A client processed it, not we."""
+    """A client processed it, not this server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,7 @@ class Directory:
         return None if hint is None else hint.expansion
 
     def held_as(self, key: bytes) -> ProcessorOutcome:
-        """What kind of hit `lookup` was: of our own making, "injected", or "shared" by another
-        sender.
-        """
+        """Which hit a `lookup` was: "hit" (processed here), "injected", "shared" (by a sender)."""
         listing = self._entries.peek(key)
         if listing is None:
             return "shared"
@@ -100,7 +98,7 @@ class Directory:
         return "shared" if listing.adopted else "hit"
 
     def known_expansion(self, key: bytes) -> Expansion | None:
-        """The expansion if anybody here ever learnt it and it is still remembered."""
+        """The expansion, if it is still remembered, whether or not the item is listed."""
         return self.peek(key) or self._known.get(key)
 
     def learn(self, key: bytes, expansion: Expansion) -> None:
@@ -110,8 +108,8 @@ class Directory:
     def count(self, outcome: ProcessorOutcome) -> None:
         """Count one media part, once, when its rendering resolves; off with the cache.
 
-        `hit`, `injected`, `shared` and `not_needed` (sent ahead, and never asked for) caused no
-        processing and are hits; `miss` and `bypass` are queries only.
+        `hit`, `injected`, `shared` and `not_needed` (a reference that the engine never asked the
+        item of) caused no processing and are hits; `miss` and `bypass` are queries only.
         """
         if self.capacity_bytes:
             self.queries += 1
@@ -147,7 +145,7 @@ class Directory:
             self.learn(key, listing.expansion)
 
     def lists_for_certain(self, key: bytes) -> bool:
-        """Whether the store holds the item once it has read what we have sent."""
+        """Whether the store holds the item once it has read all messages sent so far."""
         listing = self._entries.peek(key)
         return listing is not None and not listing.adopted
 
@@ -155,7 +153,7 @@ class Directory:
         return self._entries.peek(key)
 
     def hint(self, key: bytes, nbytes: int, expansion: Expansion) -> None:
-        """Note an item of another sender, unless it could not be listed here anyway."""
+        """Remember an item of another sender, if it would fit this directory."""
         if nbytes <= self.capacity_bytes and key not in self._entries:
             self._hints.put(key, HintedItem(nbytes, expansion))
 
@@ -163,7 +161,7 @@ class Directory:
         return self._hints.get(key)
 
     def restart(self, capacity_bytes: int) -> None:
-        """A new engine holds nothing; what items expand to is still true."""
+        """Empty the directory for a new engine; expansions are kept."""
         for key, listing in self.listings().items():
             self.learn(key, listing.expansion)
         self._entries.clear()

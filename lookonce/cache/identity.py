@@ -1,4 +1,4 @@
-"""Who an item is: MediaHash says what it is, the scope for whom, the key is both.
+"""The identity of a media item: MediaHash (what), scope (for whom), key (both); and client uuids.
 
 Every digest is 32 bytes, over length-framed fields, and nothing truncates it: two inputs share a
 digest only if every field is equal. A MediaHash does not depend on how the bytes arrived.
@@ -7,21 +7,27 @@ digest only if every field is equal. A MediaHash does not depend on how the byte
                   kind, what kind needs, bytes)
     scope     = H("scope", tenant [, cache_salt])
     key       = H("key", scope, MediaHash)
+
+A uuid is a client's name for an item, bound to the MediaHash that first came with it. The MediaHash
+alone decides the content: a uuid only lets a client refer, without sending them again, to bytes
+that are still held somewhere.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 from blake3 import blake3
 
+from lookonce.errors import ConflictError
+
 HashAlgorithm = Literal["blake3", "sha256"]
 DIGEST_BYTES = 32
 SCHEMA_VERSION = b"1"
-
 _NO_OPTIONS = b"\x80"
 """The canonical form of no options (an empty msgpack map)."""
 _ORIENTATION_TAG = 0x0112
@@ -66,7 +72,7 @@ def external_hash(name: bytes, *, modality: str) -> bytes:
 
 
 def scope_digest(tenant: str, cache_salt: str | None) -> bytes:
-    """For whom: 32 bytes. A salt narrows the tenant and never replaces it."""
+    """The digest of tenant and salt, 32 bytes. A salt narrows the tenant, never replaces it."""
     fields = [b"scope", tenant.encode()]
     if cache_salt is not None:
         fields.append(cache_salt.encode())
@@ -140,3 +146,68 @@ def _array(array: Any) -> tuple[list[bytes], bytes | memoryview]:
         raise TypeError("an array of Python objects has no bytes to hash")
     described = {"dtype": [dtype.name, dtype.str], "shape": list(array.shape)}
     return [b"array", _encoder.encode(described)], array.tobytes()
+
+
+MAX_BINDINGS = 65_536
+
+
+class UuidBindings:
+    """(scope, uuid) → MediaHash; forgets the binding used longest ago beyond `max_bindings`."""
+
+    def __init__(self, max_bindings: int = MAX_BINDINGS) -> None:
+        self._max = max_bindings
+        self._digests: OrderedDict[bytes, bytes] = OrderedDict()
+        self._fresh: dict[bytes, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def bind(self, scope: bytes, uuid: str, digest: bytes, *, param: str | None = None) -> None:
+        """Bind, or confirm. Raises `ConflictError` (409) when other bytes came with it first."""
+        name = name_digest(scope, uuid)
+        if self.claim(name, digest) != digest:
+            raise ConflictError("this uuid is bound to other media", param=param)
+
+    def resolve(self, scope: bytes, uuid: str) -> bytes | None:
+        """The MediaHash bound to a uuid, if it is still remembered."""
+        name = name_digest(scope, uuid)
+        digest = self._digests.get(name)
+        if digest is not None:
+            self._digests.move_to_end(name)
+        return digest
+
+    def peek(self, scope: bytes, uuid: str) -> bytes | None:
+        """What `resolve` would answer, without counting as a use."""
+        return self._digests.get(name_digest(scope, uuid))
+
+    def claim(self, name: bytes, digest: bytes) -> bytes:
+        """Bind a name that is not bound yet; the digest that it is bound to."""
+        bound = self._digests.get(name)
+        if bound is None:
+            self._fresh[name] = bound = digest
+            if len(self._fresh) > self._max:
+                del self._fresh[next(iter(self._fresh))]
+        self._put(name, bound)
+        return bound
+
+    def learn(self, name: bytes, digest: bytes) -> None:
+        """Take over a binding that the engine announced; it replaces one made here."""
+        self._fresh.pop(name, None)
+        self._put(name, digest)
+
+    def take_fresh(self) -> tuple[tuple[bytes, bytes], ...]:
+        """`(name digest, MediaHash)` bound here since the last call."""
+        fresh = tuple(self._fresh.items())
+        self._fresh.clear()
+        return fresh
+
+    def _put(self, name: bytes, digest: bytes) -> None:
+        self._digests[name] = digest
+        self._digests.move_to_end(name)
+        if len(self._digests) > self._max:
+            self._digests.popitem(last=False)
+
+
+def name_digest(scope: bytes, uuid: str) -> bytes:
+    """32 bytes for a uuid in a scope: what travels between processes instead of the uuid."""
+    return blake3(frame(b"uuid", scope, uuid.encode())).digest()

@@ -3,9 +3,10 @@
     item ──┬── listed by senders   (each sender's share equals its directory)
            └── held by requests    (until the request is released, whatever senders drop)
 
-An item leaves when neither is left. A sender may list a key whose item the store has lost (it
-adopted a stale hint): the share accounts for it all the same, and the item comes with the resend.
-The store never evicts: directories decide. One thread (the engine's input thread) uses it.
+An item leaves the store when no sender lists it and no request holds it. A sender may list a key
+whose item the store does not hold any more (it adopted a stale hint): the share counts it all the
+same, and the item comes with the resend. The store never evicts: the directories decide. Only the
+engine's input thread uses it.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Store:
         self._held[request_id] = {}
 
     def hold(self, request_id: str, keys: Iterable[bytes]) -> dict[bytes, ProcessedItem]:
-        """Hold those of `keys` that are there for an open request; the ones now held for it."""
+        """Hold those of `keys` that have items for an open request, and return these items."""
         held = self._held[request_id]
         found = {}
         for key in keys:
@@ -129,12 +130,12 @@ class Store:
         return found
 
     def hold_loose(self, request_id: str, key: bytes, item: ProcessedItem) -> None:
-        """Hold an item that nobody lists on behalf of this message."""
+        """Hold an item for a request without listing it for a sender."""
         self._fill(self._entries.setdefault(key, _Entry(None)), item)
         self.hold(request_id, (key,))
 
     def release(self, request_id: str) -> None:
-        """Let go of all a request holds; nothing happens when it holds nothing any more."""
+        """Release everything that a request holds. May be called again."""
         for key in self._held.pop(request_id, {}):
             entry = self._entries[key]
             entry.holders -= 1

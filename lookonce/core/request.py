@@ -30,9 +30,9 @@ from lookonce.core.mm_features import Features
 from lookonce.core.reuse_stats import FactsRecord
 from lookonce.core.session import Session
 from lookonce.core.tokens import TokenBuffer
-from lookonce.types.grammar import CompiledGrammar
 from lookonce.types.media import ProcessedItem
 from lookonce.types.request import GenerateRequest, PromptLogprob
+from lookonce.types.sampling import CompiledGrammar
 
 HASHED_AHEAD = 8
 """Blocks hashed beyond the one asked for; a prompt that is not cached is not hashed at once."""

@@ -10,7 +10,7 @@ import msgspec
 
 from lookonce.config import Config
 from lookonce.errors import ConfigError
-from lookonce.types.supported import SUPPORTED, unsupported
+from lookonce.types.model import SUPPORTED, unsupported
 
 Json = dict[str, Any]
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]

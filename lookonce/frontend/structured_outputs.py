@@ -12,7 +12,7 @@ import msgspec
 
 from lookonce.errors import BadRequestError
 from lookonce.frontend.unsupported_parameters import Unbuilt
-from lookonce.types.grammar import Grammar
+from lookonce.types.sampling import Grammar
 
 Schema = dict[str, Any] | bool
 MAX_CHOICES = 10_000

@@ -89,7 +89,10 @@ class _Job:
 
 
 class Transfers:
-    """Implements `types.ports.KVTransferWorker`; `tell` gets every event, from any thread."""
+    """Lookups, loads and stores, each done by a worker thread; `tell` gets every event.
+
+    `tell` is called from any thread. A ticket that was cancelled is acknowledged all the same.
+    """
 
     def __init__(
         self,
@@ -124,6 +127,7 @@ class Transfers:
     # --- the step thread's side -----------------------------------------------------------------
 
     def submit_lookup(self, ticket: int, keys: Sequence[bytes]) -> float:
+        """Begin a lookup; its deadline, in monotonic seconds."""
         job = _Job(ticket, keys)
         deadline = time.monotonic() + self._lookup_seconds
 
@@ -155,6 +159,7 @@ class Transfers:
         self._to_load.put(lambda: self._load(job))
 
     def submit_store(self, ticket: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> bool:
+        """False, and counted, when the queue is full."""
         nbytes = len(keys) * self._block_bytes
         with self._gather_lock:
             room = self._gather_bytes + nbytes <= self._max_queued_bytes
@@ -167,6 +172,7 @@ class Transfers:
         return room
 
     def release(self, keys: Sequence[bytes], sources: Sequence[int]) -> None:
+        """Give back the leases that a lookup took."""
         if keys:
             self._to_load.put(lambda: self._chain.release(keys, sources))
 

@@ -22,9 +22,8 @@ from torch import Tensor
 from lookonce.errors import BadRequestError, LookOnceError
 from lookonce.model import logits_processors as token_logits
 from lookonce.model.logits_processors import FAILED, RowFilter, TokenCounts
-from lookonce.types.grammar import CompiledGrammar, GrammarState
 from lookonce.types.request import TokenLogprob
-from lookonce.types.sampling import SamplingParams
+from lookonce.types.sampling import CompiledGrammar, GrammarState, SamplingParams
 
 
 class Sampled(NamedTuple):

@@ -1,4 +1,4 @@
-"""External KV tiers: what crosses the seams between scheduler, transfer workers and tiers."""
+"""External KV tiers: the objects that scheduler, transfer workers and tiers hand each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ TierKind = Literal["host", "disk", "valkey", "lmcache"]
 LMCACHE_MISSING = "--kv-tier lmcache://… needs the optional extra: pip install 'lookonce[lmcache]'"
 
 _UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_DIGITS = re.compile("[0-9]{1,9}")
+DIGITS = re.compile("[0-9]{1,9}")
+"""A whole number in an option's text: ASCII digits alone, where `int` would take more."""
 MAX_CAPACITY = 1 << 50
 MAX_PORT = 65_535
 MAX_DATABASE = 999_999_999
@@ -121,7 +122,7 @@ def _address(text: str, address: str, *, default_port: int) -> tuple[str, int]:
 
 
 def _whole(text: str, digits: str, most: int) -> int:
-    if not _DIGITS.fullmatch(digits) or int(digits) > most:
+    if not DIGITS.fullmatch(digits) or int(digits) > most:
         raise _malformed(text)
     return int(digits)
 

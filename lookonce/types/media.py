@@ -1,4 +1,4 @@
-"""The vocabulary of media: arrays without a framework, processed items, and their placeholders.
+"""Media items between processes: framework-free arrays, processed items, placeholders.
 
 Nothing here imports torch. An `Array` names its dtype as text because NumPy has no bfloat16.
 """

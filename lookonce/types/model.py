@@ -1,9 +1,10 @@
-"""What every process must know about the served model, without loading its weights."""
+"""Which models are served, and what every process knows about the loaded one."""
 
 from __future__ import annotations
 
 import msgspec
 
+from lookonce.errors import ModelLoadError
 from lookonce.types.media import Modality
 
 
@@ -32,3 +33,36 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     encoder_decoder: bool = False
     """Items are inputs that cross-attention reads at every step; they take no prompt positions, and
     `unsplittable` is empty. No family of ours is one."""
+
+
+SUPPORTED: dict[str, tuple[Modality, ...]] = {
+    "gemma2": (),
+    "gemma3": ("image",),
+    "gemma3_text": (),
+    "gpt_oss": (),
+    "idefics3": ("image",),
+    "llama": (),
+    "llava": ("image",),
+    "mistral": (),
+    "mistral3": ("image",),
+    "qwen2": (),
+    "qwen2_5_omni": ("image", "audio"),
+    "qwen2_5_omni_thinker": ("image", "audio"),
+    "qwen2_5_vl": ("image",),
+    "qwen2_audio": ("audio",),
+    "qwen2_vl": ("image",),
+    "qwen3": (),
+    "qwen3_moe": (),
+    "qwen3_vl": ("image",),
+    "qwen3_vl_moe": ("image",),
+    "smolvlm": ("image",),
+    "voxtral": ("audio",),
+}
+
+
+def unsupported(model_type: str) -> ModelLoadError:
+    """What to raise for a type that is not served: it names those that are."""
+    return ModelLoadError(
+        f"models of type {model_type[:40]!r} are not supported; supported types: "
+        + ", ".join(sorted(SUPPORTED))
+    )

@@ -1,4 +1,4 @@
-"""The seams between floors: small protocols, each with an in-process double in the tests."""
+"""Protocols between packages that do not import each other; tests have a fake of each."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ModelRunner(Protocol):
 class ItemDirectory(Protocol):
     """What the renderer asks before it decodes anything.
 
-    `lookup` answers the expansion of an item the engine holds for this sender and takes one pin;
-    None means it must be fetched, decoded and processed (or its expansion is known from elsewhere,
-    see `known_expansion`, which neither pins nor changes recency). Every answered lookup is given
+    `lookup` returns the expansion of an item that the engine holds for this sender, and takes one
+    pin; None means that the item must be fetched, decoded and processed, unless `known_expansion`,
+    which neither pins nor changes recency, still has its expansion. Every answered lookup is given
     back once: by `unpin`, or by handing the pin on as `RenderedItem.pinned`. `held_as` says what
     kind of hit an answered lookup was. `count` is called once per media part when rendering
     resolves (never for resends or live sessions; see `RenderedItem.uncounted` for when later).
@@ -82,7 +82,7 @@ class ExternalPrefixCache(Protocol):
     def lookup(
         self, request_id: str, hashes: Callable[[], Sequence[bytes]], num_local: int
     ) -> Lookup:
-        """Begin or look at the lookup of a prompt's leading block `hashes` (asked for once).
+        """Begin the lookup of a prompt's leading blocks, or return its state; calls `hashes` once.
 
         `num_local` of the blocks are on the device. A hit ends where loading does not pay.
         """
@@ -106,33 +106,5 @@ class ExternalPrefixCache(Protocol):
     def poll(self) -> TransferReport: ...
 
     def stats(self) -> dict[str, float]: ...
-
-    def close(self) -> None: ...
-
-
-class KVTransferWorker(Protocol):
-    """The workers' half: everything that waits happens behind it, in threads of its own."""
-
-    def submit_lookup(self, ticket: int, keys: Sequence[bytes]) -> float:
-        """Begin a lookup; its deadline."""
-
-    def submit_load(
-        self,
-        ticket: int,
-        keys: Sequence[bytes],
-        sources: Sequence[int],
-        block_ids: Sequence[int],
-        first: int = 0,
-    ) -> None:
-        """Load blocks `first` on; keys, sources and block ids begin at the prompt's start."""
-
-    def submit_store(self, ticket: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> bool:
-        """False, counted, when the queue is full."""
-
-    def release(self, keys: Sequence[bytes], sources: Sequence[int]) -> None:
-        """Give back the leases of a lookup's hit."""
-
-    def cancel(self, ticket: int) -> None:
-        """Nobody waits for it any more; it is acknowledged all the same."""
 
     def close(self) -> None: ...

@@ -1,14 +1,64 @@
-"""How to sample: what a client may ask for, checked once at the door."""
+"""Sampling parameters and grammars, as a client asks for them and as the sampler uses them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, Protocol, get_args
 
 import msgspec
+import numpy as np
 from msgspec.structs import force_setattr
+from numpy.typing import NDArray
 
 from lookonce.errors import BadRequestError
-from lookonce.types.grammar import Grammar
+
+JSON_SPACES = r" |\r?\n[ \t]{0,64}"
+"""Between the tokens of JSON: one space or an indented line, so that it cannot go on forever."""
+Kind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """What every sample must conform to, as source that the engine compiles."""
+
+    kind: Kind
+    source: str
+    """The JSON schema or the list of choices as JSON text, the regex, or the grammar.
+
+    A "grammar" is a client's, in Lark or GBNF; "lark" is ours."""
+    param: str = "grammar"
+    """The request's field it came from, which an error names."""
+    parts: tuple[Grammar, ...] = ()
+    """The grammars that a "lark" one was made of: an error names the one that does not compile."""
+
+    def __post_init__(self) -> None:
+        """Raises `BadRequestError` for what the engine could not read."""
+        if self.kind not in get_args(Kind):
+            raise BadRequestError(f"there is no grammar of kind {self.kind!r:.40}", param="grammar")
+        if type(self.source) is not str or type(self.param) is not str:
+            raise BadRequestError("a grammar's source and param must be strings", param="grammar")
+
+
+class GrammarState(Protocol):
+    """The state of one sequence in its grammar; used by the step thread alone."""
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot tell any more which tokens may come next; None: it can."""
+
+    def fill(self, allowed: NDArray[np.uint8]) -> None:
+        """Set bit `t % 8` of byte `t // 8` for every token `t` that may come next, and no other.
+
+        `allowed` is contiguous and has a multiple of 4 bytes.
+        """
+
+    def accept(self, token_id: int) -> None:
+        """Advance by a sampled token."""
+
+
+class CompiledGrammar(Protocol):
+    """Made once per request, off the step thread."""
+
+    def start(self) -> GrammarState: ...
+
 
 _WHOLE = {int: "a whole number"}
 _NUMBER = {int: "a number", float: "a number"}

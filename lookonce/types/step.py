@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookonce.errors import LookOnceError
-from lookonce.types.grammar import CompiledGrammar
 from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.request import PromptLogprob, TokenLogprob
-from lookonce.types.sampling import SamplingParams
+from lookonce.types.sampling import CompiledGrammar, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

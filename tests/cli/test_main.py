@@ -12,9 +12,8 @@ import pytest
 from lookonce.cli.bench import BENCHMARKS, run_benchmark
 from lookonce.cli.main import main
 from lookonce.cli.options import HELP, options_from
-from lookonce.config import Options, resolve
+from lookonce.config import OPTION_RANGES, Options, resolve
 from lookonce.errors import ConfigError
-from lookonce.types.ranges import OPTION_RANGES
 from tests.support.drawing import encoded, picture
 
 

@@ -12,7 +12,7 @@ from lookonce.config import NANO_FOLDER
 from lookonce.engine.process.grammar import GrammarCompiler
 from lookonce.errors import BadRequestError
 from lookonce.render.prompt.tokenizer import Tokenizer
-from lookonce.types.grammar import Grammar
+from lookonce.types.sampling import Grammar
 
 EOS = 2
 VOCAB = 1030

@@ -6,8 +6,7 @@ import re
 
 from lookonce.config import KVConfig
 from lookonce.render.prompt.tokenizer import Tokenizer
-from lookonce.types.grammar import Grammar
-from lookonce.types.sampling import SamplingParams
+from lookonce.types.sampling import Grammar, SamplingParams
 from tests.engine.test_build import build, settings
 from tests.support.core.builders import request
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lookonce.cache.uuids import UuidBindings
+from lookonce.cache.identity import UuidBindings
 from lookonce.engine.client.sender_cache import Sender
 from lookonce.engine.process import receiver_cache as intake_module
 from lookonce.engine.process.receiver_cache import Held, Intake

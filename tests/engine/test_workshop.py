@@ -8,8 +8,7 @@ import threading
 import pytest
 
 from lookonce.errors import BadRequestError, RequestFailedError
-from lookonce.types.grammar import Grammar
-from lookonce.types.sampling import SamplingParams
+from lookonce.types.sampling import Grammar, SamplingParams
 from tests.support.core.builders import text
 from tests.support.engine.living import PATIENCE, World, expected, rendered, tokens_of
 

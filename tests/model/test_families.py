@@ -11,7 +11,7 @@ from lookonce.model.families.registry import FAMILIES, family_for
 from lookonce.model.inputs import item_tensors
 from lookonce.model.loader import load_model
 from lookonce.render.families.registry import FAMILIES as RENDER_FAMILIES
-from lookonce.types.supported import SUPPORTED
+from lookonce.types.model import SUPPORTED
 from tests.support.model.cases import CaseMaker, picture, sound
 
 BATCHED = [

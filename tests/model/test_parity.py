@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lookonce.types.supported import SUPPORTED
+from lookonce.types.model import SUPPORTED
 from tests.support.model.serving import NUM_TOKENS, Subject, compare, serve
 
 KINDS = (

@@ -11,8 +11,7 @@ import pytest
 from PIL import Image
 
 from lookonce.cache.directory import Directory
-from lookonce.cache.identity import scope_digest
-from lookonce.cache.uuids import UuidBindings
+from lookonce.cache.identity import UuidBindings, scope_digest
 from lookonce.config import NANO_FOLDER, MediaConfig, ModelConfig
 from lookonce.errors import BadRequestError, ModelLoadError, UnprocessableMediaError
 from lookonce.render.families.registry import load_family

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from lookonce.cache.directory import Directory
-from lookonce.cache.uuids import UuidBindings
+from lookonce.cache.identity import UuidBindings
 from lookonce.config import MediaConfig
 from lookonce.errors import (
     ConflictError,

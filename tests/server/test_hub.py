@@ -9,7 +9,7 @@ from huggingface_hub.utils import filter_repo_objects
 from lookonce.config import Options, resolve
 from lookonce.errors import ConfigError
 from lookonce.frontend import model_download as hub
-from lookonce.types.supported import SUPPORTED
+from lookonce.types.model import SUPPORTED
 
 
 def test_a_folder_stays_where_it_is(tmp_path):

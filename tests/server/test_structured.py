@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from lookonce.server.routes.generate import sampling_of
-from lookonce.types.grammar import Grammar
-from lookonce.types.sampling import SamplingParams
+from lookonce.types.sampling import Grammar, SamplingParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = '{"type":"object","properties":{"a":{"type":"integer"}}}'

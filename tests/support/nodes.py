@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import torch
 
-from lookonce.cache.uuids import UuidBindings
+from lookonce.cache.identity import UuidBindings
 from lookonce.config import Config, Options, resolve
 from lookonce.engine.client.engine_client import EngineClient
 from lookonce.engine.process.build import build_engine

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookonce.errors import BadRequestError
-from lookonce.types.grammar import Grammar
-from lookonce.types.sampling import SamplingParams
+from lookonce.types.sampling import Grammar, SamplingParams
 
 FIELDS = SamplingParams.__struct_fields__
 PLAIN = st.one_of(

@@ -21,7 +21,7 @@ from collections.abc import Container, Iterable, Mapping
 from typing import Self
 
 from lookonce.cache.directory import Directory
-from lookonce.cache.uuids import UuidBindings
+from lookonce.cache.identity import UuidBindings
 from lookonce.errors import MediaNotCachedError, NotReadyError
 from lookonce.ipc.messages import (
     NO_OPS,

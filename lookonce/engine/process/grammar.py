@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from lookonce.errors import BadRequestError
 from lookonce.render.prompt.tokenizer import Tokenizer
-from lookonce.types.grammar import JSON_SPACES, Grammar
+from lookonce.types.sampling import JSON_SPACES, Grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lookonce.core.request import Request
 from lookonce.errors import LookOnceError, RequestFailedError
-from lookonce.types.grammar import CompiledGrammar, Grammar
+from lookonce.types.sampling import CompiledGrammar, Grammar
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from lookonce.cache.identity import UuidBindings
 from lookonce.cache.store import Store
-from lookonce.cache.uuids import UuidBindings
 from lookonce.errors import BadRequestError
 from lookonce.ipc.messages import (
     CacheOps,

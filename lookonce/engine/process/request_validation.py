@@ -8,11 +8,10 @@ from lookonce.core.request import Request
 from lookonce.core.request_validation import Door
 from lookonce.engine.process.grammar_pool import Compile
 from lookonce.errors import BadRequestError
-from lookonce.types.grammar import CompiledGrammar, Grammar
 from lookonce.types.media import ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest
-from lookonce.types.sampling import SamplingParams
+from lookonce.types.sampling import CompiledGrammar, Grammar, SamplingParams
 
 
 def no_grammar(grammar: Grammar) -> CompiledGrammar:

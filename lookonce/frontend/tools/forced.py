@@ -19,7 +19,7 @@ from lookonce.errors import BadRequestError
 from lookonce.frontend.tools import harmony, hermes, mistral
 from lookonce.frontend.tools.asked import AskedTools, Function
 from lookonce.frontend.tools.formats import ToolDialect
-from lookonce.types.grammar import JSON_SPACES, Grammar
+from lookonce.types.sampling import JSON_SPACES, Grammar
 
 NO_OBJECT = r"/[^{<\s](.|\n)*/"
 CLIENTS_OWN = ("regex", "grammar", "lark")

@@ -11,7 +11,7 @@ from lookonce.model.families.qwen2_5_vl import Qwen2_5VLFamily
 from lookonce.model.families.qwen2_audio import Qwen2AudioFamily
 from lookonce.model.families.qwen3_vl import Qwen3VLFamily
 from lookonce.model.families.voxtral import VoxtralFamily
-from lookonce.types.supported import unsupported
+from lookonce.types.model import unsupported
 
 FAMILIES: dict[str, type[ModelFamily]] = {
     model_type: family

@@ -14,7 +14,7 @@ from lookonce.render.families.qwen2_5_omni import Qwen2_5OmniProcessing
 from lookonce.render.families.qwen2_5_vl import Qwen2_5VLProcessing
 from lookonce.render.families.qwen2_audio import Qwen2AudioProcessing
 from lookonce.render.families.voxtral import VoxtralProcessing
-from lookonce.types.supported import SUPPORTED, unsupported
+from lookonce.types.model import SUPPORTED, unsupported
 
 FAMILIES: dict[str, type[ProcessorFamily]] = {
     model_type: family

@@ -14,8 +14,7 @@ from lookonce.frontend.tools.asked import Function, Tool, read_tools
 from lookonce.frontend.tools.calls import UsableTools, calls_of, words_of
 from lookonce.frontend.tools.formats import choose_dialect
 from lookonce.render.prompt.tokenizer import Tokenizer
-from lookonce.types.grammar import Grammar
-from lookonce.types.sampling import SamplingParams
+from lookonce.types.sampling import Grammar, SamplingParams
 from tests.engine.test_grammar import EOS, VOCAB, walk
 
 CITY = {

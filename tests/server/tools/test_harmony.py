@@ -17,8 +17,7 @@ from lookonce.frontend.tools.formats import choose_dialect
 from lookonce.frontend.tools.harmony import MARKERS, HarmonyParser
 from lookonce.render.prompt.detokenizer import Detokenizer
 from lookonce.render.prompt.tokenizer import Tokenizer
-from lookonce.types.grammar import Grammar
-from lookonce.types.sampling import SamplingParams
+from lookonce.types.sampling import Grammar, SamplingParams
 from tests.server.test_chat import events
 from tests.server.test_tools import CLOCK, with_tools
 

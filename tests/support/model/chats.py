@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from lookonce.cache.directory import Directory
-from lookonce.cache.uuids import UuidBindings
+from lookonce.cache.identity import UuidBindings
 from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.families.registry import load_family
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings

@@ -19,7 +19,7 @@ from lookonce.frontend.tools.asked import (
     read_tools,
 )
 from lookonce.frontend.unsupported_parameters import NOTHING, Raw
-from lookonce.types.grammar import Grammar
+from lookonce.types.sampling import Grammar
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")

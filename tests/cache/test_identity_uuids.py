@@ -2,7 +2,7 @@
 
 import pytest
 
-from lookonce.cache.uuids import UuidBindings, name_digest
+from lookonce.cache.identity import UuidBindings, name_digest
 from lookonce.errors import ConflictError, http_status
 
 MINE, YOURS = b"m" * 32, b"y" * 32
