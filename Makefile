@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup serve test test-lmcache test-page test-openapi test-clients check format soak clean
+.PHONY: setup serve test test-lmcache test-page test-openapi test-clients check structure format soak clean
 
 # One thread of numeric libraries in tests, which run side by side; a server takes what it finds.
 check test test-lmcache test-page test-openapi test-clients soak: export OMP_NUM_THREADS ?= 1
@@ -28,6 +28,10 @@ check: $(STAMP)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+# How the package is built: files, lines, imports, names, and the way of one picture on a real server.
+structure: $(STAMP)
+	@$(BIN)/python tools/structure.py --walk
 
 test: check
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
