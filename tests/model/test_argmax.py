@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from lookonce.model import token_logits
+from lookonce.model.native import compiled
 from lookonce.model.token_logits import FAILED
 
 SCORES = st.one_of(
@@ -22,7 +23,7 @@ SCORES = st.one_of(
 pytestmark = pytest.mark.usefixtures("each_build")
 
 
-@pytest.mark.skipif(token_logits.native_argmax is None, reason="argmax is not compiled here")
+@pytest.mark.skipif(compiled.kernels is None, reason="argmax is not compiled here")
 @given(arrays(np.float32, array_shapes(min_dims=2, max_dims=2, max_side=70), elements=SCORES))
 def test_both_ways_agree(scores: np.ndarray) -> None:
     assert token_logits.argmax(torch.from_numpy(scores)) == token_logits._argmax_in_place(scores)
