@@ -4,14 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup serve test test-lmcache test-page test-openapi test-clients check structure format soak clean
+.PHONY: setup serve wheel test test-lmcache test-page test-openapi test-clients check structure format soak clean
 
 # One thread of numeric libraries in tests, which run side by side; a server takes what it finds.
 check test test-lmcache test-page test-openapi test-clients soak: export OMP_NUM_THREADS ?= 1
 
 setup: $(STAMP)
 
-COMPILED := $(wildcard lookonce/core/*.c lookonce/model/*.c lookonce/model/*/*.cpp lookonce/model/*/*.h)
+COMPILED := $(wildcard lookonce/*/*.c lookonce/model/*/*.cpp lookonce/model/*/*.h)
 
 $(STAMP): pyproject.toml setup.py $(COMPILED)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -64,6 +64,12 @@ test-clients: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,dev-clients]"
 	@$(BIN)/python -m pytest tests/clients/test_other_clients.py -rs
 
+# A wheel in dist/, tried in an empty environment in another folder.
+wheel: $(STAMP)
+	@rm -rf build dist
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@$(BIN)/python tools/wheel_smoke.py dist/lookonce-*.whl
+
 soak: $(STAMP)
 	@SOAK_REQUESTS=10000 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_soak.py
 
@@ -72,4 +78,4 @@ format: $(STAMP)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(LMCACHE_VENV) build *.egg-info
+	rm -rf $(VENV) $(LMCACHE_VENV) build dist *.egg-info

@@ -1,50 +1,70 @@
-"""The one part of the build that pyproject.toml cannot state: optional compiled code.
+"""The part of the build that pyproject.toml cannot state: optional compiled code.
 
-Attention and the native decoder are compiled for the CPU they are built on (they refuse to load on
-a lesser one). Without a compiler the package installs without any of it: torch, NumPy and Python do
-the work.
+The CPU kernels are built once for each variant of CPU, side by side, and never for the CPU they are
+built on: lookonce/model/native/compiled.py chooses among them when it is imported. Without a
+compiler the package installs without any of it: torch, NumPy and Python do the work.
 """
 
+import os
+import platform
+from copy import copy
+
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 ATTENTION, NATIVE = "lookonce/model/attention", "lookonce/model/native"
-HEADERS = [f"{ATTENTION}/{name}.h" for name in ("vectors", "problem", "chunk", "step")]
-HEADERS += [f"{ATTENTION}/{name}.h" for name in ("arguments", "machine", "units")]
-ARITHMETIC = {
-    "extra_compile_args": ["-O3", "-march=native", "-std=gnu++17", "-fopenmp"],
-    "extra_link_args": ["-fopenmp"],
-    "language": "c++",
-    "optional": True,
+HEADERS = [
+    f"{ATTENTION}/{name}.h"
+    for name in ("arguments", "chunk", "problem", "step", "threads", "units", "vectors")
+] + [f"{NATIVE}/{name}.h" for name in ("linear", "decoder", "rows", "windows")]
+X86_64 = {
+    "x86_64_v2": ["-march=x86-64-v2"],
+    "avx2": ["-march=x86-64-v3"],
+    "avx512": ["-march=x86-64-v4"],
+    "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16"],
 }
+# Warnings: GCC 12 takes its own AVX-512 headers for faulty.
+COMMON = ["-fvisibility=hidden", "-Wno-maybe-uninitialized", "-Wno-psabi"]
+AARCH64 = {"aarch64": ["-march=armv8-a"]}
+VARIANTS = {"x86_64": X86_64, "amd64": X86_64, "aarch64": AARCH64, "arm64": AARCH64}
+
+
+def kernels(variant: str, flags: list[str]) -> Extension:
+    # Compiled for OpenMP but not linked with a runtime of it: torch has loaded one, and with a
+    # second one threads of both would compete for the cores.
+    return Extension(
+        f"lookonce.model.native._native_{variant}",
+        sources=[f"{NATIVE}/module.cpp"],
+        depends=[*HEADERS, "setup.py"],
+        define_macros=[("MODULE_NAME", f"_native_{variant}")],
+        extra_compile_args=["-O3", "-g0", "-std=gnu++17", "-fopenmp", *COMMON, *flags],
+        language="c++",
+        optional=True,
+    )
+
+
+def helper(name: str, source: str) -> Extension:
+    return Extension(name, sources=[source], extra_compile_args=["-O2", "-g0"], optional=True)
+
+
+class BuildInFolders(build_ext):
+    """Compiles extensions beside each other, one source file into a folder for each."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
+
+    def build_extension(self, ext: Extension) -> None:
+        builder = copy(self)
+        builder.build_temp = os.path.join(self.build_temp, ext.name)
+        build_ext.build_extension(builder, ext)
+
 
 setup(
+    cmdclass={"build_ext": BuildInFolders},
     ext_modules=[
-        Extension(
-            "lookonce.model.attention._paged",
-            sources=[f"{ATTENTION}/paged.cpp"],
-            depends=HEADERS,
-            **ARITHMETIC,
-        ),
-        Extension(
-            "lookonce.model.native._native",
-            sources=[f"{NATIVE}/module.cpp"],
-            depends=[
-                *HEADERS,
-                *(f"{NATIVE}/{name}.h" for name in ("linear", "decoder", "rows", "windows")),
-            ],
-            **ARITHMETIC,
-        ),
-        Extension(
-            "lookonce.model._decode_inputs",
-            sources=["lookonce/model/decode_inputs.c"],
-            extra_compile_args=["-O2"],
-            optional=True,
-        ),
-        Extension(
-            "lookonce.core._columns",
-            sources=["lookonce/core/columns.c"],
-            extra_compile_args=["-O2"],
-            optional=True,
-        ),
-    ]
+        *(kernels(*variant) for variant in VARIANTS.get(platform.machine().lower(), {}).items()),
+        helper("lookonce.model._decode_inputs", "lookonce/model/decode_inputs.c"),
+        helper("lookonce.core._columns", "lookonce/core/columns.c"),
+    ],
 )

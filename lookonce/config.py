@@ -1,7 +1,8 @@
 """All configuration: one frozen dataclass per component, resolved once by `resolve`.
 
-Components receive the values they use, never this tree. Environment variables read anywhere in
-LookOnce: none (the Hugging Face libraries read their own).
+Components receive the values they use, never this tree. LookOnce reads one environment variable:
+`LOOKONCE_CPU_KERNELS`, in `model/native/compiled.py`, when that is imported (torch, OpenMP and the
+Hugging Face libraries read their own).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ all kept, so the outcome never depends on the order in which a sort leaves ties.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,13 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from lookonce.model.native.compiled import _native
+from lookonce.model.native import compiled
 from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
-native_argmax: Callable[[int, int, int], list[int]] | None = (
-    None if _native is None else _native.argmax
-)
 FAILED = -1
 """The token of a row whose logits are not finite."""
 
@@ -127,8 +124,8 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def argmax(scores: Tensor) -> list[int]:
     """[n, V] → n tokens; `FAILED` where the largest is NaN or infinite."""
-    if native_argmax is not None and scores.is_cpu and _is_plain(scores):
-        return native_argmax(scores.data_ptr(), *scores.shape)
+    if compiled.kernels is not None and scores.is_cpu and _is_plain(scores):
+        return compiled.kernels.argmax(scores)
     if scores.is_cpu:
         return _argmax_in_place(scores.numpy())
     highest, best = scores.max(dim=-1)

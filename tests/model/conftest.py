@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
 
 import pytest
 
-from tests.support.model.builds import OTHER_CPUS, Build, build_for, in_use
+from tests.support.model.builds import VARIANTS, in_use
 from tests.support.model.serving import Subject, make_subject
 
 
@@ -23,21 +22,10 @@ def subjects(folder) -> Callable[[str], Subject]:
     return get
 
 
-@pytest.fixture(scope="session")
-def other_build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Build]:
-    root = tmp_path_factory.mktemp("builds")
-    return cache(lambda machine: build_for(machine, root))
-
-
-@pytest.fixture(scope="module", params=("this CPU", *OTHER_CPUS))
-def each_build(
-    request: pytest.FixtureRequest, other_build: Callable[[str], Build]
-) -> Iterator[None]:
-    """A module's tests with compiled code as it is on one CPU after the other."""
-    if request.param == "this CPU":
-        yield
-        return
-    with in_use(other_build(request.param)):
+@pytest.fixture(scope="module", params=VARIANTS)
+def each_build(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A module's tests with the kernels of one variant after the other."""
+    with in_use(request.param):
         yield
 
 

@@ -13,6 +13,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from lookonce.model import logits_processors as token_logits
 from lookonce.model.logits_processors import FAILED
+from lookonce.model.native import compiled
 
 SCORES = st.one_of(
     st.floats(width=32), st.sampled_from([0.0, -0.0, 1.0, math.inf, -math.inf, math.nan])
@@ -22,7 +23,7 @@ SCORES = st.one_of(
 pytestmark = pytest.mark.usefixtures("each_build")
 
 
-@pytest.mark.skipif(token_logits.native_argmax is None, reason="argmax is not compiled here")
+@pytest.mark.skipif(compiled.kernels is None, reason="argmax is not compiled here")
 @given(arrays(np.float32, array_shapes(min_dims=2, max_dims=2, max_side=70), elements=SCORES))
 def test_both_ways_agree(scores: np.ndarray) -> None:
     assert token_logits.argmax(torch.from_numpy(scores)) == token_logits._argmax_in_place(scores)

@@ -17,6 +17,7 @@ from lookonce.model.attention.cpu import KernelBackend
 from lookonce.model.attention.cuda import VarlenBackend
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.attention.select import resolve_block_size, select_backend
+from lookonce.model.native import compiled
 
 PLAIN = AttentionFeatures(torch.float32, 64)
 HALF = AttentionFeatures(torch.bfloat16, 64)
@@ -36,8 +37,8 @@ def test_the_kernel_leaves_fp16_to_torch() -> None:
 def test_without_the_kernel_torch_serves_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cpu, "_kernel", None)
-    monkeypatch.setattr(cpu, "_why_missing", "no compiler")
+    monkeypatch.setattr(compiled, "kernels", None)
+    monkeypatch.setattr(compiled, "chosen", compiled.Choice(why="no compiler"))
     with caplog.at_level(logging.WARNING):
         assert isinstance(select_backend("cpu", PLAIN), ReferenceBackend)
     assert [record.getMessage() for record in caplog.records] == [

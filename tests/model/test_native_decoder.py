@@ -15,12 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from lookonce.config import ModelConfig
 from lookonce.model.attention.backend import AttentionBuffers, AttentionMetadata
-from lookonce.model.attention.cpu import KernelBackend
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.decoders import LeanDecoder, Step, choose_decoder, plain_positions
 from lookonce.model.families.base import ModelFamily, TextFamily
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.loader import load_model
+from lookonce.model.native import compiled
 from lookonce.model.native import decoder as native
 from lookonce.model.native.decoder import DecodeInputs, NativeDecoder, native_decoder
 from lookonce.model.step_inputs import StepInputs
@@ -28,7 +28,7 @@ from lookonce.model.text_model import TextModel
 from tests.support.model_folders.folders import make_folder, randomise
 
 pytestmark = [
-    pytest.mark.skipif(native._native is None, reason="the decoder is not compiled here"),
+    pytest.mark.skipif(compiled.kernels is None, reason="the decoder is not compiled here"),
     pytest.mark.usefixtures("each_build"),
 ]
 
@@ -338,13 +338,16 @@ def test_a_model_that_computes_something_else_is_noticed(
 def test_without_compiled_code_steps_run_in_torch(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "_native", None)
+    monkeypatch.setattr(compiled, "kernels", None)
     loaded = load_model(ModelConfig(folder=str(folder("llama")), served_name="test"))
     family = loaded.family
     pages = KVPages(
         family.num_layers, BLOCKS, BLOCK, family.num_kv_heads, family.head_dim, loaded.dtype
     )
-    model = TextModel(family, loaded.dtype, loaded.device, KernelBackend(), pages)
+    lean = choose_decoder(family, loaded.dtype, loaded.device)
+    assert isinstance(lean, LeanDecoder)
+    assert native_decoder(lean, family, loaded.dtype, pages) is None
+    model = TextModel(family, loaded.dtype, loaded.device, ReferenceBackend(), pages)
     assert not model.is_native
     metadata = decode_metadata([1, 1])
     ids = torch.tensor([5, 6])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from lookonce.model.native import rows
+from lookonce.model.native import compiled
 from lookonce.model.native.rows import rms_norm, silu_gate
 
 pytestmark = pytest.mark.usefixtures("each_build")
@@ -88,7 +88,7 @@ def test_a_weight_of_another_width_is_refused() -> None:
 
 
 def test_without_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "_native", None)
+    monkeypatch.setattr(compiled, "kernels", None)
     hidden, weight = noise(3, 20, seed=0), noise(20, seed=1)
     agree(rms_norm(hidden, weight, 1e-6), torch_norm(hidden, weight), torch.float32, 1e-5)
     agree(silu_gate(hidden), torch_gate(hidden), torch.float32, 1e-5)

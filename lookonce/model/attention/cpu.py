@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from lookonce.model.attention.backend import AttentionCall, AttentionFeatures, A
 from lookonce.model.attention.probe import PROBE_TOKENS, probe_metadata, probe_pages
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.kv_pages import LayerPages
+from lookonce.model.native import compiled
 
 logger = logging.getLogger(__name__)
 
@@ -20,21 +20,9 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 that the kernel computes."""
 
 
-def _load_kernel() -> tuple[Callable[..., None] | None, str]:
-    """The compiled function, or None and why it is not there."""
-    try:
-        from lookonce.model.attention._paged import paged_attention
-    except ImportError as error:
-        return None, str(error)
-    return paged_attention, ""
-
-
-_kernel, _why_missing = _load_kernel()
-
-
 def kernel_available() -> bool:
-    """Whether the C++ kernel was built for this machine."""
-    return _kernel is not None
+    """Whether the C++ kernel is there, built for this CPU."""
+    return compiled.kernels is not None
 
 
 class KernelBackend:
@@ -60,58 +48,43 @@ class KernelBackend:
         metadata: AttentionMetadata,
         call: AttentionCall,
     ) -> Tensor:
-        if _kernel is None:
+        if compiled.kernels is None:
             raise RuntimeError("the attention kernel is not built")
-        _check(layer, query, key, value, metadata)
-        keys, values = layer
-        tokens, num_heads, head_dim = query.shape
-        output = torch.empty((tokens, num_heads, head_dim), dtype=query.dtype)
-        sinks = None if call.sinks is None else call.sinks.float().contiguous()
-        visible_end = metadata.visible_end
-        query_token, query_head, _ = query.stride()
-        key_token, key_head, _ = key.stride()
-        value_token, value_head, _ = value.stride()
-        _kernel(
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
-            output.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-            metadata.query_start.data_ptr(),
-            metadata.kv_lens.data_ptr(),
-            metadata.block_tables.data_ptr(),
-            metadata.slot_mapping.data_ptr(),
-            0 if visible_end is None else visible_end.data_ptr(),
-            0 if sinks is None else sinks.data_ptr(),
-            query_token,
-            query_head,
-            key_token,
-            key_head,
-            value_token,
-            value_head,
-            metadata.block_tables.stride(0),
-            metadata.num_sequences,
-            num_heads,
-            key.shape[1],
-            head_dim,
-            keys.shape[1],
-            keys.shape[0],
+        output = torch.empty(query.shape, dtype=query.dtype)
+        compiled.kernels.paged_attention(
+            query,
+            key,
+            value,
+            output,
+            layer.keys,
+            layer.values,
+            metadata.query_start,
+            metadata.kv_lens,
+            metadata.block_tables,
+            metadata.slot_mapping,
+            metadata.visible_end,
+            None if call.sinks is None else call.sinks.float().contiguous(),
             call.sliding_window or 0,
             call.scale,
             call.softcap or 0.0,
             torch.get_num_threads(),
-            query.dtype == torch.bfloat16,
         )
         return output
 
 
 def cpu_backend(features: AttentionFeatures) -> KernelBackend | ReferenceBackend:
-    """The kernel where it was built and says what torch says; otherwise torch, said once."""
+    """The kernel where it was built and says what torch says; otherwise torch, said once.
+
+    Raises `ConfigError` where the kernels that were asked for cannot be had.
+    """
+    compiled.report()
     kernel = KernelBackend()
     if not kernel.supports(features):
         return ReferenceBackend()
-    fault = f"is missing ({_why_missing})" if _kernel is None else _find_fault(kernel, features)
+    if compiled.kernels is None:
+        fault: str | None = f"is missing ({compiled.chosen.why})"
+    else:
+        fault = _find_fault(kernel, features)
     if fault is None:
         return kernel
     logger.warning("attention runs in plain torch, several times slower: the C++ kernel %s", fault)
@@ -142,22 +115,3 @@ def _probe(backend: KernelBackend | ReferenceBackend, features: AttentionFeature
         sinks=torch.linspace(-1, 1, 4) if features.sinks else None,
     )
     return backend.forward(layer, query, key, value, probe_metadata(), call).float()
-
-
-def _check(
-    layer: LayerPages, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata
-) -> None:
-    """The kernel trusts these; it checks slots, blocks and lengths itself."""
-    keys, values = layer
-    tokens, _, head_dim = query.shape
-    fitting = (tokens, *keys.shape[2:])
-    if key.shape != fitting or value.shape != fitting or keys.shape != values.shape:
-        raise ValueError(f"keys {key.shape} and values {value.shape} do not fit {keys.shape}")
-    if head_dim != fitting[2]:
-        raise ValueError(f"queries of head size {head_dim} do not fit pages of {fitting[2]}")
-    if tokens != metadata.num_tokens:
-        raise ValueError(f"{tokens} queries, {metadata.num_tokens} tokens in the metadata")
-    if not query.dtype == key.dtype == value.dtype == keys.dtype == values.dtype:
-        raise ValueError(f"queries are {query.dtype}, pages {keys.dtype}")
-    if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
-        raise ValueError("head vectors must be contiguous")

@@ -19,12 +19,13 @@ struct Problem {
     void *key_pages, *value_pages;    // [blocks, block_size, Hkv, D], contiguous
     const int32_t *query_start;       // [B + 1]
     const int32_t *kv_lens;           // [B]
-    const int32_t *block_tables;      // [B, table_stride]
+    const int32_t *block_tables;      // [B, table_columns], rows `table_stride` apart
     const int64_t *slots;             // [T]
     const int32_t *visible_end;       // [T] or null
     const float *sinks;               // [Hq] or null
     int64_t query_token, query_head, key_token, key_head, value_token, value_head;  // in elements
-    int64_t table_stride, num_sequences, num_heads, num_kv_heads, head_dim, block_size, num_blocks;
+    int64_t table_columns, table_stride, num_sequences;
+    int64_t num_heads, num_kv_heads, head_dim, block_size, num_blocks;
     int64_t window;                   // 0: none
     float scale, softcap;             // softcap 0: none
     int num_threads;
@@ -59,7 +60,8 @@ struct Scratch {
             *parts[i] = next;
             next += pad(sizes[i], LANES);
         }
-        if (int64_t(low.size()) < rows) low.resize(rows), high.resize(rows);
+        if (int64_t(low.size()) < rows) low.resize(rows);
+        if (int64_t(high.size()) < rows) high.resize(rows);
     }
 };
 

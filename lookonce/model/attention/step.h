@@ -12,11 +12,11 @@
 // its weight zero, it is never multiplied.
 //
 // No torch headers, so it compiles in seconds; no fast-math, so NaN comes out where NaN went in.
-// Sizes are checked in cpu.py; what is cheap is checked again here.
 
 #pragma once
 
 #include "chunk.h"
+#include "threads.h"
 
 namespace paged {
 
@@ -217,14 +217,17 @@ void run_step(const Problem& p) {
     const int64_t count = int64_t(tasks.size());
 #ifdef _OPENMP
     if (p.num_threads > 1) {
+        FirstException caught;
 #pragma omp parallel num_threads(p.num_threads)
         {
             static thread_local Scratch scratch;
 #pragma omp for
             for (int64_t i = 0; i < tokens; ++i) write_token<T>(p, i);
 #pragma omp for schedule(dynamic)
-            for (int64_t i = 0; i < count; ++i) Attention<T>(p, tasks[i], scratch).run();
+            for (int64_t i = 0; i < count; ++i)
+                caught.guard([&] { Attention<T>(p, tasks[i], scratch).run(); });
         }
+        caught.rethrow();
         return;
     }
 #endif
@@ -237,12 +240,14 @@ inline const char* find_fault(const Problem& p) {
     if (p.num_kv_heads < 1 || p.num_heads % p.num_kv_heads || p.head_dim < 1 || p.block_size < 1)
         return "query heads must be a multiple of key-value heads, and sizes positive";
     const int64_t num_slots = p.num_blocks * p.block_size;
+    if (p.num_sequences < 0 || p.query_start[0] != 0) return "the first sequence begins at row 0";
     for (int64_t i = 0; i < p.num_tokens(); ++i)
         if (p.slots[i] < 0 || p.slots[i] >= num_slots) return "slot outside the pages";
     for (int64_t i = 0; i < p.num_sequences; ++i) {
         const int64_t length = p.kv_lens[i], blocks = (length + p.block_size - 1) / p.block_size;
         const int64_t chunk = p.query_start[i + 1] - p.query_start[i];
         if (chunk < 1 || chunk > length) return "a sequence's new tokens must be among its keys";
+        if (blocks > p.table_columns) return "a sequence has more keys than its block table";
         for (int64_t b = 0; b < blocks; ++b) {
             const int32_t block = p.block_tables[i * p.table_stride + b];
             if (block < 0 || block >= p.num_blocks) return "block outside the pages";

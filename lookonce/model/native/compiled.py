@@ -1,10 +1,144 @@
-"""The compiled module, or None: no compiler where it was installed, or built for another CPU."""
+"""Chooses, at import, which build of the CPU kernels this process uses.
+
+setup.py compiles the same sources once for each variant; the fastest one that this CPU can run is
+loaded, or the one that the environment variable LOOKONCE_CPU_KERNELS names. Where none is, torch
+computes the same, several times slower.
+"""
 
 from __future__ import annotations
 
-try:
-    from lookonce.model.native import _native
-except ImportError:
-    _native = None  # type: ignore[assignment]
+import logging
+import os
+import platform
+import re
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple, Protocol, cast
 
-__all__ = ["_native"]
+from torch import Tensor  # and with torch its OpenMP runtime, which compiled code uses
+
+from lookonce.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "LOOKONCE_CPU_KERNELS"
+NONE = "none"
+_V2 = frozenset(("cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"))
+_AVX2 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+_AVX512 = _AVX2 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+X86_64 = {
+    "avx512-bf16": _AVX512 | {"avx512_bf16"},
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "x86-64-v2": _V2,
+}
+"""Variants, the fastest first, and what each needs: flags as Linux names them."""
+AARCH64: dict[str, frozenset[str]] = {"aarch64": frozenset()}
+VARIANTS = {"x86_64": X86_64, "amd64": X86_64, "aarch64": AARCH64, "arm64": AARCH64}.get(
+    platform.machine().lower(), {}
+)
+
+
+class Kernels(Protocol):
+    """One compiled module. Every call raises `ValueError` for tensors that do not fit together."""
+
+    multiplies_bf16: int
+    """Whether `attend_windows` takes bf16."""
+
+    def paged_attention(self, *step: Tensor | float | None) -> None: ...
+    def make(self, model: tuple[object, ...], layers: tuple[object, ...], /) -> object: ...
+    def run(self, decoder: object, *step: Tensor | int | None) -> int: ...
+    def attend_windows(self, *windows: Tensor | float) -> None: ...
+    def argmax(self, scores: Tensor, /) -> list[int]: ...
+    def norm_rows(self, *norm: Tensor | float) -> None: ...
+    def gate_rows(self, *gate: Tensor | int) -> None: ...
+
+
+class Choice(NamedTuple):
+    variant: str = NONE
+    kernels: Kernels | None = None
+    why: str = ""
+    """Why it is this one."""
+    is_wrong: bool = False
+    """`LOOKONCE_CPU_KERNELS` names what cannot be had."""
+
+
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """What the first CPU can do and Linux lets it; empty where Linux does not say."""
+    try:
+        with cpuinfo.open() as lines:
+            line = next((line for line in lines if line.startswith("flags")), "")
+    except OSError:
+        return frozenset()
+    return frozenset(line.partition(":")[2].split())
+
+
+def runnable(flags: frozenset[str]) -> list[str]:
+    """The variants that a CPU with these flags can run, the fastest first."""
+    return [variant for variant, needed in VARIANTS.items() if needed <= flags]
+
+
+def load(variant: str) -> Kernels:
+    """Raises `ImportError` for a variant that was not compiled."""
+    name = f"lookonce.model.native._native_{variant.replace('-', '_')}"
+    return cast(Kernels, import_module(name))
+
+
+def choose(forced: str | None, flags: frozenset[str]) -> Choice:
+    """The variant to use on a CPU with these flags; `forced` names one, or "none"."""
+    if forced == NONE:
+        return Choice(why=f"{VARIABLE}=none")
+    can_run = runnable(flags)
+    if forced:
+        return _forced(forced, can_run)
+    missing = []
+    for variant in can_run:
+        try:
+            return Choice(variant, load(variant), "the fastest that this CPU can run")
+        except ImportError as error:
+            missing.append(str(error))
+    return Choice(why="; ".join(missing) or "this CPU can run no variant")
+
+
+def _forced(variant: str, can_run: list[str]) -> Choice:
+    if variant not in VARIANTS:
+        known = ", ".join((*VARIANTS, NONE))
+        return Choice(why=f"{VARIABLE} must be one of {known}, got {variant!r}", is_wrong=True)
+    if variant not in can_run:
+        return Choice(why=f"{VARIABLE}={variant}: this CPU cannot run it", is_wrong=True)
+    try:
+        return Choice(variant, load(variant), f"{VARIABLE} says so")
+    except ImportError as error:
+        return Choice(why=f"{VARIABLE}={variant}: it was not compiled ({error})", is_wrong=True)
+
+
+def openmp_runtimes(maps: Path = Path("/proc/self/maps")) -> list[str]:
+    """The files of OpenMP runtimes that this process has mapped; none where Linux does not say."""
+    try:
+        found = re.findall(r"/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*", maps.read_text())
+    except OSError:
+        return []
+    return sorted(set(found))
+
+
+@cache
+def report() -> None:
+    """Log the choice, and whether more than one OpenMP runtime is there; once in a process.
+
+    Raises `ConfigError` if `LOOKONCE_CPU_KERNELS` names what cannot be had.
+    """
+    if chosen.is_wrong:
+        raise ConfigError(chosen.why)
+    logger.info("CPU kernels: %s (%s)", chosen.variant, chosen.why)
+    runtimes = openmp_runtimes()
+    if len(runtimes) > 1:
+        logger.warning(
+            "%d OpenMP runtimes are loaded, whose threads compete for the cores: %s",
+            len(runtimes),
+            ", ".join(runtimes),
+        )
+
+
+chosen = choose(os.environ.get(VARIABLE), cpu_flags())
+kernels = chosen.kernels

@@ -25,7 +25,7 @@ from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.decoders import LeanDecoder, LeanLayer, Linear, Norm, Step, plain_positions
 from lookonce.model.families.base import ModelFamily
 from lookonce.model.kv_pages import KVPages
-from lookonce.model.native.compiled import _native
+from lookonce.model.native import compiled
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class NativeDecoder:
     def __init__(self, lean: LeanDecoder, family: ModelFamily) -> None:
         """Raises `ValueError` for a model it does not compute."""
         embedding, head, layers = family.embed_tokens, family.lm_head, lean.layers
-        _require(_native is not None, "it is not compiled")
+        _require(compiled.kernels is not None, "it is not compiled")
         if not isinstance(embedding, nn.Embedding) or type(embedding).forward is not _PLAIN_LOOKUP:
             raise ValueError("the embedding is not a plain one")
         _require(type(head) is nn.Linear and head.bias is None, "the head is not a plain one")
@@ -73,34 +73,31 @@ class NativeDecoder:
         self.position_axes = family.position_axes
         self.reads_bf16 = self._dtype is torch.float32 and _are_bf16(_matrices(lean, head))
         """Matrices are read as bf16: the same numbers in half the memory traffic."""
-        self._kept: list[Tensor] = []
-        """What compiled code holds addresses of."""
         self._num_outputs = head.out_features
         first = layers[0]
-        self._sizes = (
-            family.hidden_size,
-            first.down[0].shape[1],
+        self._model = (
+            self._plain(embedding.weight),
+            *self._norm(lean.norm),
+            self._matrix(head.weight),
             first.num_heads,
             first.num_kv_heads,
             first.head_dim,
-            embedding.num_embeddings,
-            self._address(embedding.weight),
+            first.down[0].shape[1],
         )
-        self._ending = (*self._norm(lean.norm), head.out_features, self._matrix(head.weight))
-        self._weights = [self._layer_weights(layer) for layer in layers]
+        """As `make` in module.cpp reads it."""
+        self._layers = [self._layer_weights(layer) for layer in layers]
         self._handle: object = None
         self._cos = self._sin = torch.empty((0, first.head_dim))
 
     def bind(self, kv_pages: KVPages) -> None:
-        """Attend over these pages from now on; they must outlive the decoder."""
+        """Attend over these pages from now on."""
         layers = tuple(
-            (*weights, pages.keys.data_ptr(), pages.values.data_ptr(), *_asked_of(layer))
+            (*weights, pages.keys, pages.values, *_asked_of(layer))
             for layer, weights, pages in zip(
-                self._lean.layers, self._weights, kv_pages.layers, strict=True
+                self._lean.layers, self._layers, kv_pages.layers, strict=True
             )
         )
-        model = (*self._sizes, kv_pages.num_blocks, kv_pages.block_size, *self._ending)
-        self._handle = _native.make(model, layers, self._dtype is torch.bfloat16, self.reads_bf16)
+        self._handle = _kernels().make(self._model, layers)
 
     def logits(self, inputs: DecodeInputs) -> Tensor | None:
         """Logits [S, V] float32; None for a step it does not compute.
@@ -123,29 +120,22 @@ class NativeDecoder:
         return logits if outcome == _DONE else None
 
     def _run(self, inputs: DecodeInputs, logits: Tensor) -> int:
-        metadata, positions = inputs.metadata, inputs.position_ids
-        return _native.run(
+        metadata = inputs.metadata
+        return _kernels().run(
             self._handle,
-            _pointer(inputs.embeds),
-            inputs.token_ids.data_ptr(),
-            positions.data_ptr(),
-            positions.shape[0],
-            positions.stride(0),
-            _pointer(inputs.sample_rows),
-            logits.shape[0],
-            logits.data_ptr(),
-            self._cos.data_ptr(),
-            self._sin.data_ptr(),
-            self._cos.shape[0],
-            metadata.query_start.data_ptr(),
-            metadata.kv_lens.data_ptr(),
-            metadata.block_tables.data_ptr(),
-            metadata.slot_mapping.data_ptr(),
-            _pointer(metadata.visible_end),
-            metadata.block_tables.stride(0),
-            metadata.num_sequences,
+            inputs.token_ids,
+            inputs.embeds,
+            inputs.position_ids,
+            inputs.sample_rows,
+            logits,
+            self._cos,
+            self._sin,
+            metadata.query_start,
+            metadata.kv_lens,
+            metadata.block_tables,
+            metadata.slot_mapping,
+            metadata.visible_end,
             torch.get_num_threads(),
-            metadata.num_tokens,
         )
 
     def _grow(self, positions: int) -> None:
@@ -155,7 +145,7 @@ class NativeDecoder:
         cos, sin = self._lean.rotation(like, plain_positions(count, self.position_axes))
         self._cos, self._sin = cos.float().contiguous(), sin.float().contiguous()
 
-    def _layer_weights(self, layer: LeanLayer) -> tuple[float, ...]:
+    def _layer_weights(self, layer: LeanLayer) -> tuple[object, ...]:
         _require(layer.gate.is_silu, "the activation is not SiLU")
         _require(layer.asked.sinks is None, "attention has sinks")
         return (
@@ -169,24 +159,20 @@ class NativeDecoder:
             *self._linear(layer.down),
         )
 
-    def _norm(self, norm: Norm | None) -> tuple[int, float]:
-        return (0, 0.0) if norm is None else (self._address(norm.weight), norm.eps)
+    def _norm(self, norm: Norm | None) -> tuple[Tensor | None, float]:
+        return (None, 0.0) if norm is None else (self._plain(norm.weight), norm.eps)
 
-    def _linear(self, linear: Linear) -> tuple[int, int]:
+    def _linear(self, linear: Linear) -> tuple[Tensor, Tensor | None]:
         weight, bias = linear
-        return self._matrix(weight), 0 if bias is None else self._address(bias)
+        return self._matrix(weight), None if bias is None else self._plain(bias)
 
-    def _matrix(self, weight: Tensor) -> int:
-        if not self.reads_bf16:
-            return self._address(weight)
-        self._kept.append(weight.bfloat16())
-        return self._kept[-1].data_ptr()
+    def _matrix(self, weight: Tensor) -> Tensor:
+        return weight.bfloat16() if self.reads_bf16 else self._plain(weight)
 
-    def _address(self, tensor: Tensor) -> int:
+    def _plain(self, tensor: Tensor) -> Tensor:
         _require(tensor.is_contiguous(), "a weight is not contiguous")
         _require(tensor.dtype == self._dtype, f"a weight is {tensor.dtype}")
-        self._kept.append(tensor)
-        return tensor.data_ptr()
+        return tensor
 
 
 @torch.inference_mode()
@@ -241,9 +227,9 @@ def _sizes(layer: LeanLayer) -> tuple[int, ...]:
 
 
 def _asked_of(layer: LeanLayer) -> tuple[float, ...]:
-    """Sinks (none), window, scale and softcap of its attention; 0 for what there is not."""
+    """Window, scale and softcap of its attention; 0 for what there is not."""
     asked = layer.asked
-    return 0, asked.sliding_window or 0, asked.scale, asked.softcap or 0.0
+    return asked.sliding_window or 0, asked.scale, asked.softcap or 0.0
 
 
 def _matrices(lean: LeanDecoder, head: nn.Linear) -> list[Tensor]:
@@ -265,8 +251,10 @@ def _are_bf16(weights: list[Tensor]) -> bool:
     return all(torch.equal(weight.bfloat16().float(), weight) for weight in weights)
 
 
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _kernels() -> compiled.Kernels:
+    if compiled.kernels is None:
+        raise RuntimeError("the decoder is not compiled")
+    return compiled.kernels
 
 
 def _require(condition: bool, otherwise: str) -> None:

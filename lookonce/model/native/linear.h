@@ -8,6 +8,7 @@
 
 #include <vector>
 
+#include "../attention/threads.h"
 #include "../attention/units.h"
 
 namespace native {
@@ -182,16 +183,8 @@ void apply(const Linear<T, W>& layer, const float* x, int64_t num_tokens, float*
         const int64_t end = std::min(layer.outputs, (i + 1) * STRETCH);
         stretch(layer, inputs, num_tokens, i * STRETCH, end, y, add);
     };
-#ifdef _OPENMP
     const int64_t work = layer.outputs * layer.inputs * num_tokens / THREAD_WORK;
-    num_threads = int(std::min<int64_t>(num_threads, work));
-    if (num_threads > 1) {
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-        for (int64_t i = 0; i < count; ++i) part(i);
-        return;
-    }
-#endif
-    for (int64_t i = 0; i < count; ++i) part(i);
+    for_each<false>(count, int(std::min<int64_t>(num_threads, work)), part);
 }
 
 }  // namespace native

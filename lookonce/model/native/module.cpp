@@ -1,166 +1,301 @@
-// The Python module of the native decoder; what it computes is in decoder.h. Sizes and addresses
-// come from decoder.py, which keeps the tensors alive and has checked their shapes.
+// The Python module of the compiled CPU kernels: paged attention, the native decoder, window
+// attention and some operators. It is built once for each variant of CPU, as MODULE_NAME (setup.py).
+// Every call takes tensors, and refuses with ValueError what does not fit together.
+
+#include <memory>
 
 #include "../attention/arguments.h"
-#include "../attention/machine.h"
 #include "rows.h"
 #include "windows.h"
 
 namespace {
 
 using namespace native;
+using arguments::Arguments;
+using arguments::guarded;
+using arguments::refuse;
+using arguments::require;
+using arguments::Tensor;
+using arguments::WithoutGil;
 
-constexpr const char* NAME = "lookonce native decoder";
-constexpr Py_ssize_t MODEL_NUMBERS = 13, LAYER_NUMBERS = 22, STEP_NUMBERS = 20;
+constexpr const char* DECODER = "lookonce native decoder";
 
-template <typename T, typename W>
-Linear<T, W> read_linear(Arguments& a, int64_t inputs, int64_t outputs) {
-    Linear<T, W> linear;
-    linear.weight = a.pointer<W>(), linear.bias = a.pointer<T>();
-    linear.inputs = inputs, linear.outputs = outputs;
-    return linear;
+// Calls run(T{}) with the type of the tensor, float or BFloat16.
+template <typename F>
+void with_type_of(const Tensor& tensor, F run) {
+    if (tensor.is<float>()) return run(float{});
+    if (tensor.is<BFloat16>()) return run(BFloat16{});
+    refuse(std::string(tensor.name) + " is neither float32 nor bfloat16");
 }
 
-template <typename T>
-Norm<T> read_norm(Arguments& a) {
-    Norm<T> norm;
-    norm.weight = a.pointer<T>(), norm.eps = a.real();
-    return norm;
+// ---------------------------------------------------------------- paged attention
+
+// Reads query_start, kv_lens, block_tables, slot_mapping and visible_end of a step of T tokens.
+void read_metadata(Arguments& a, Problem& p, int64_t num_tokens) {
+    const Tensor query_start = a.tensor("query_start").of_dimensions(1).contiguous();
+    const Tensor kv_lens = a.tensor("kv_lens").of_dimensions(1).contiguous();
+    const Tensor block_tables = a.tensor("block_tables").of_dimensions(2).rows_contiguous();
+    const Tensor slots = a.tensor("slot_mapping").of_dimensions(1).contiguous();
+    p.num_sequences = kv_lens.size(0);
+    if (slots.size(0) != num_tokens)
+        refuse(std::to_string(num_tokens) + " queries, " + std::to_string(slots.size(0)) +
+               " tokens in the metadata");
+    query_start.shaped({p.num_sequences + 1});
+    p.visible_end = a.optional_tensor("visible_end").shaped({num_tokens}).contiguous()
+                        .data<int32_t>();
+    p.table_columns = block_tables.size(1), p.table_stride = block_tables.stride(0);
+    block_tables.shaped({p.num_sequences, p.table_columns});
+    p.query_start = query_start.data<int32_t>(), p.kv_lens = kv_lens.data<int32_t>();
+    p.block_tables = block_tables.data<int32_t>(), p.slots = slots.data<int64_t>();
+    require(p.num_tokens() == num_tokens, "the metadata tells another number of tokens");
 }
 
-template <typename T, typename W>
-Layer<T, W> read_layer(const Model<T, W>& m, PyObject* const* numbers) {
-    Arguments a(numbers);
-    Layer<T, W> layer;
-    layer.before = read_norm<T>(a), layer.between = read_norm<T>(a);
-    layer.query = read_norm<T>(a), layer.key = read_norm<T>(a);
-    layer.qkv = read_linear<T, W>(a, m.hidden, m.qkv_width());
-    layer.out = read_linear<T, W>(a, m.heads * m.head_dim, m.hidden);
-    layer.gate_up = read_linear<T, W>(a, m.hidden, 2 * m.ffn);
-    layer.down = read_linear<T, W>(a, m.ffn, m.hidden);
-    layer.keys = a.pointer<T>(), layer.values = a.pointer<T>();
-    layer.sinks = a.pointer<float>(), layer.window = a.integer();
-    layer.scale = a.real(), layer.softcap = a.real();
-    return layer;
+// What of the problem stands in queries [T, Hq, D], keys and values [T, Hkv, D] and their pages.
+void read_heads(Arguments& a, Problem& p, Tensor& query) {
+    query = a.tensor("query").of_dimensions(3);
+    const Tensor key = a.tensor("key").of_dimensions(3), value = a.tensor("value").of_dimensions(3);
+    const Tensor output = a.tensor("output");
+    const Tensor keys = a.tensor("key pages").of_dimensions(4).contiguous();
+    const Tensor values = a.tensor("value pages").contiguous();
+    p.num_heads = query.size(1), p.head_dim = query.size(2);
+    p.num_blocks = keys.size(0), p.block_size = keys.size(1), p.num_kv_heads = keys.size(2);
+    for (const Tensor* written : {&key, &value})
+        written->shaped({query.size(0), p.num_kv_heads, keys.size(3)});
+    query.shaped({query.size(0), p.num_heads, keys.size(3)});
+    output.shaped({query.size(0), p.num_heads, p.head_dim}).contiguous();
+    values.shaped({p.num_blocks, p.block_size, p.num_kv_heads, p.head_dim});
+    const Tensor* const others[] = {&query, &key, &value, &output, &values};
+    for (const Tensor* other : others)
+        if (!other->same_type(keys))
+            refuse("queries are " + std::string(query.type_name()) + ", " + other->name + " " +
+                   other->type_name() + ", pages " + keys.type_name());
+    query.rows_contiguous(), key.rows_contiguous(), value.rows_contiguous();
+    p.query = query.any_data(), p.key = key.any_data(), p.value = value.any_data();
+    p.output = output.any_data();
+    p.key_pages = keys.any_data(), p.value_pages = values.any_data();
+    p.query_token = query.stride(0), p.query_head = query.stride(1);
+    p.key_token = key.stride(0), p.key_head = key.stride(1);
+    p.value_token = value.stride(0), p.value_head = value.stride(1);
 }
 
-// A decoder of some types, for Python to hold.
+// paged_attention(query, key, value, output, key pages, value pages, query_start, kv_lens,
+//                 block_tables, slot_mapping, visible_end, sinks, window, scale, softcap, threads)
+PyObject* paged_attention(PyObject* const* args, Py_ssize_t count) {
+    Arguments a(args, count, 16);
+    Problem p = {};
+    Tensor query;
+    read_heads(a, p, query);
+    read_metadata(a, p, query.size(0));
+    p.sinks = a.optional_tensor("sinks").shaped({p.num_heads}).contiguous().data<float>();
+    p.window = a.integer(), p.scale = a.real(), p.softcap = a.real();
+    p.num_threads = int(a.integer());
+    if (const char* fault = find_fault(p)) refuse(fault);
+    with_type_of(query, [&](auto typed) {
+        const WithoutGil others_run;
+        run_step<decltype(typed)>(p);
+    });
+    Py_RETURN_NONE;
+}
+
+// ---------------------------------------------------------------- the native decoder
+
+// A decoder of some types, for Python to hold together with the tensors it computes with.
 class Decoder {
   public:
-    virtual ~Decoder() = default;
-    // Fills in what the model knows of the step; what is wrong with it, or null.
-    virtual const char* complete(Step& step, int64_t num_tokens) const = 0;
-    virtual int64_t run(const Step& step) const = 0;
+    Decoder(PyObject* model, PyObject* layers) : model(Py_NewRef(model)), layers(Py_NewRef(layers)) {}
+    virtual ~Decoder() { Py_DECREF(model), Py_DECREF(layers); }
+    Decoder(const Decoder&) = delete;
+    // Reads a step and checks it; see Pass::run for the answer.
+    virtual int64_t run(Arguments& a) const = 0;
+
+  private:
+    PyObject *model, *layers;
 };
+
+template <typename T>
+Norm<T> read_norm(Arguments& a, const char* name, int64_t width) {
+    const T* weight = a.optional_tensor(name).shaped({width}).contiguous().data<T>();
+    return {weight, a.real()};
+}
+
+template <typename T, typename W>
+Linear<T, W> read_linear(Arguments& a, const char* name, int64_t inputs, int64_t outputs) {
+    const W* weight = a.tensor(name).shaped({outputs, inputs}).contiguous().data<W>();
+    return {weight, a.optional_tensor(name).shaped({outputs}).contiguous().data<T>(), inputs,
+            outputs};
+}
 
 template <typename T, typename W>
 class Typed : public Decoder {
   public:
-    Typed(PyObject* const* numbers, PyObject* layers) {
-        Arguments a(numbers);
-        m.hidden = a.integer(), m.ffn = a.integer();
+    Typed(PyObject* model, PyObject* layers) : Decoder(model, layers) {
+        Arguments a(model, MODEL_ITEMS);
+        const Tensor embedding = a.tensor("embedding").of_dimensions(2).contiguous();
+        m.vocab = embedding.size(0), m.hidden = embedding.size(1);
+        m.embedding = embedding.data<T>();
+        m.norm = read_norm<T>(a, "last norm", m.hidden);
+        require(m.norm.weight, "the last norm has no weight");
+        const Tensor head = a.tensor("head").of_dimensions(2).contiguous();
+        m.head = {head.shaped({head.size(0), m.hidden}).template data<W>(), nullptr, m.hidden, head.size(0)};
         m.heads = a.integer(), m.kv_heads = a.integer(), m.head_dim = a.integer();
-        m.vocab = a.integer(), m.embedding = a.pointer<T>();
-        m.num_blocks = a.integer(), m.block_size = a.integer();
-        m.norm = read_norm<T>(a);
-        const int64_t outputs = a.integer();
-        m.head.weight = a.pointer<W>(), m.head.bias = nullptr;
-        m.head.inputs = m.hidden, m.head.outputs = outputs;
-        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(layers); ++i) {
-            PyObject* layer = PyTuple_GET_ITEM(layers, i);
-            m.layers.push_back(read_layer(m, PySequence_Fast_ITEMS(layer)));
-        }
+        m.ffn = a.integer();
+        require(m.kv_heads > 0 && m.heads > 0 && m.heads % m.kv_heads == 0 && m.head_dim > 0 &&
+                    m.ffn > 0,
+                "query heads must be a multiple of key-value heads, and sizes positive");
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(layers); ++i)
+            m.layers.push_back(read_layer(PyTuple_GET_ITEM(layers, i)));
     }
 
-    const char* complete(Step& s, int64_t num_tokens) const override {
+    int64_t run(Arguments& a) const override {
+        Step s = {};
         Problem& p = s.attention;
+        const Tensor ids = a.tensor("token_ids").of_dimensions(1).contiguous();
+        const int64_t num_tokens = ids.size(0);
+        s.token_ids = ids.data<int64_t>();
+        s.embeds = a.optional_tensor("embeds").shaped({num_tokens, m.hidden}).contiguous()
+                       .template data<T>();
+        read_positions(a, s, num_tokens);
+        read_samples(a, s, num_tokens);
+        const Tensor cos = a.tensor("cos").of_dimensions(2).contiguous();
+        s.num_positions = cos.shaped({cos.size(0), m.head_dim}).size(0);
+        const Tensor sin = a.tensor("sin").shaped({s.num_positions, m.head_dim}).contiguous();
+        s.cos = cos.data<float>(), s.sin = sin.data<float>();
+        read_metadata(a, p, num_tokens);
         p.num_heads = m.heads, p.num_kv_heads = m.kv_heads, p.head_dim = m.head_dim;
         p.block_size = m.block_size, p.num_blocks = m.num_blocks;
-        if (p.num_tokens() != num_tokens) return "the metadata tells another number of tokens";
-        for (int64_t i = 0; i < s.num_samples; ++i)
-            if (s.sample_rows && (s.sample_rows[i] < 0 || s.sample_rows[i] >= num_tokens))
-                return "sample row outside the step";
-        return find_fault(p);
+        p.num_threads = int(a.integer());
+        if (const char* fault = find_fault(p)) refuse(fault);
+        const WithoutGil others_run;
+        return Pass<T, W>(m, s).run();
     }
 
-    int64_t run(const Step& step) const override { return Pass<T, W>(m, step).run(); }
-
   private:
-    Model<T, W> m;
+    static constexpr Py_ssize_t MODEL_ITEMS = 8, LAYER_ITEMS = 21;
+    Model<T, W> m = {};
+
+    Layer<T, W> read_layer(PyObject* items) {
+        Arguments a(items, LAYER_ITEMS);
+        Layer<T, W> layer = {};
+        layer.before = read_norm<T>(a, "norm before attention", m.hidden);
+        layer.between = read_norm<T>(a, "norm after attention", m.hidden);
+        require(layer.before.weight && layer.between.weight, "a layer's norm has no weight");
+        layer.query = read_norm<T>(a, "norm of queries", m.head_dim);
+        layer.key = read_norm<T>(a, "norm of keys", m.head_dim);
+        layer.qkv = read_linear<T, W>(a, "qkv", m.hidden, m.qkv_width());
+        layer.out = read_linear<T, W>(a, "attention output", m.heads * m.head_dim, m.hidden);
+        layer.gate_up = read_linear<T, W>(a, "gate and up", m.hidden, 2 * m.ffn);
+        layer.down = read_linear<T, W>(a, "down", m.ffn, m.hidden);
+        read_pages(a, layer);
+        layer.window = a.integer(), layer.scale = a.real(), layer.softcap = a.real();
+        return layer;
+    }
+
+    void read_pages(Arguments& a, Layer<T, W>& layer) {
+        const Tensor keys = a.tensor("key pages").of_dimensions(4).contiguous();
+        if (m.layers.empty()) m.num_blocks = keys.size(0), m.block_size = keys.size(1);
+        const auto sizes = {m.num_blocks, m.block_size, m.kv_heads, m.head_dim};
+        layer.keys = keys.shaped(sizes).template data<T>();
+        layer.values = a.tensor("value pages").shaped(sizes).contiguous().template data<T>();
+    }
+
+    void read_positions(Arguments& a, Step& s, int64_t num_tokens) const {
+        const Tensor positions = a.tensor("position_ids").rows_contiguous();
+        s.axes = positions.ndim() < 2 ? 0 : positions.size(0);
+        if (positions.ndim() == 3)
+            positions.shaped({s.axes, 1, num_tokens});
+        else
+            positions.shaped({1, num_tokens});
+        s.axis_stride = positions.stride(0), s.positions = positions.data<int64_t>();
+    }
+
+    void read_samples(Arguments& a, Step& s, int64_t num_tokens) const {
+        const Tensor rows = a.optional_tensor("sample_rows").of_dimensions(1).contiguous();
+        s.num_samples = rows ? rows.size(0) : num_tokens;
+        s.sample_rows = rows.data<int64_t>();
+        for (int64_t i = 0; rows && i < s.num_samples; ++i)
+            require(s.sample_rows[i] >= 0 && s.sample_rows[i] < num_tokens,
+                    "sample row outside the step");
+        const Tensor logits = a.tensor("logits").shaped({s.num_samples, m.head.outputs});
+        s.logits = logits.contiguous().data<float>();
+    }
 };
 
 void destroy(PyObject* capsule) {
-    delete static_cast<Decoder*>(PyCapsule_GetPointer(capsule, NAME));
+    delete static_cast<Decoder*>(PyCapsule_GetPointer(capsule, DECODER));
 }
 
-bool has_count(Py_ssize_t count, Py_ssize_t expected) {
-    if (count == expected) return true;
-    PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, count);
-    return false;
-}
-
-bool is_tuple_of(PyObject* object, Py_ssize_t length) {
-    if (PyTuple_Check(object) && PyTuple_GET_SIZE(object) == length) return true;
-    PyErr_Format(PyExc_TypeError, "expected a tuple of %zd numbers", length);
-    return false;
-}
-
-// make(model numbers, layers' numbers, half, half weights) → capsule
-PyObject* make(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (count != 4 || !PyTuple_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "expected a model, a tuple of layers and two flags");
-        return nullptr;
+// make(model, layers) → capsule; the tuples are those of decoder.py
+PyObject* make(PyObject* const* args, Py_ssize_t count) {
+    Arguments a(args, count, 2);
+    PyObject *model = a.object(), *layers = a.object();
+    if (!PyTuple_Check(model) || PyTuple_GET_SIZE(model) < 4 || !PyTuple_Check(layers)) {
+        PyErr_SetString(PyExc_TypeError, "expected a tuple of the model and one of its layers");
+        throw arguments::Raised();
     }
-    if (!is_tuple_of(args[0], MODEL_NUMBERS)) return nullptr;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[1]); ++i)
-        if (!is_tuple_of(PyTuple_GET_ITEM(args[1], i), LAYER_NUMBERS)) return nullptr;
-    PyObject* const* numbers = PySequence_Fast_ITEMS(args[0]);
+    Arguments types(model, PyTuple_GET_SIZE(model));
+    const Tensor embedding = types.tensor("embedding");
+    types.object(), types.object();
+    const Tensor head = types.tensor("head");
     std::unique_ptr<Decoder> decoder;
-    if (PyObject_IsTrue(args[2]))
-        decoder = std::make_unique<Typed<BFloat16, BFloat16>>(numbers, args[1]);
-    else if (PyObject_IsTrue(args[3]))
-        decoder = std::make_unique<Typed<float, BFloat16>>(numbers, args[1]);
+    if (embedding.is<BFloat16>())
+        decoder = std::make_unique<Typed<BFloat16, BFloat16>>(model, layers);
+    else if (head.is<BFloat16>())
+        decoder = std::make_unique<Typed<float, BFloat16>>(model, layers);
     else
-        decoder = std::make_unique<Typed<float, float>>(numbers, args[1]);
-    if (PyErr_Occurred()) return nullptr;
-    return PyCapsule_New(decoder.release(), NAME, destroy);
+        decoder = std::make_unique<Typed<float, float>>(model, layers);
+    PyObject* capsule = PyCapsule_New(decoder.get(), DECODER, destroy);
+    if (capsule) decoder.release();
+    return capsule;
 }
 
-Step read_step(PyObject* const* numbers) {
-    Arguments a(numbers);
-    Step s = {};
-    s.embeds = a.pointer<void>(), s.token_ids = a.pointer<int64_t>();
-    s.positions = a.pointer<int64_t>(), s.axes = a.integer(), s.axis_stride = a.integer();
-    s.sample_rows = a.pointer<int64_t>(), s.num_samples = a.integer();
-    s.logits = a.pointer<float>();
-    s.cos = a.pointer<float>(), s.sin = a.pointer<float>(), s.num_positions = a.integer();
-    Problem& p = s.attention;
-    p.query_start = a.pointer<int32_t>(), p.kv_lens = a.pointer<int32_t>();
-    p.block_tables = a.pointer<int32_t>(), p.slots = a.pointer<int64_t>();
-    p.visible_end = a.pointer<int32_t>();
-    p.table_stride = a.integer(), p.num_sequences = a.integer();
-    p.num_threads = int(a.integer());
-    return s;
+// run(capsule, token_ids, embeds, position_ids, sample_rows, logits, cos, sin, query_start, kv_lens,
+//     block_tables, slot_mapping, visible_end, threads) → what Pass::run says
+PyObject* run(PyObject* const* args, Py_ssize_t count) {
+    Arguments a(args, count, 14);
+    auto* decoder = static_cast<Decoder*>(PyCapsule_GetPointer(a.object(), DECODER));
+    if (!decoder) throw arguments::Raised();
+    return PyLong_FromLongLong(decoder->run(a));
 }
 
-// run(capsule, step numbers...) → what Pass::run says
-PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!has_count(count, 1 + STEP_NUMBERS)) return nullptr;
-    auto* decoder = static_cast<Decoder*>(PyCapsule_GetPointer(args[0], NAME));
-    if (!decoder) return nullptr;
-    Step step = read_step(args + 1);
-    const int64_t num_tokens = PyLong_AsLongLong(args[STEP_NUMBERS]);
-    if (PyErr_Occurred()) return nullptr;
-    if (const char* fault = decoder->complete(step, num_tokens)) {
-        PyErr_SetString(PyExc_ValueError, fault);
-        return nullptr;
-    }
-    int64_t outcome;
-    Py_BEGIN_ALLOW_THREADS;
-    outcome = decoder->run(step);
-    Py_END_ALLOW_THREADS;
-    return PyLong_FromLongLong(outcome);
+// ---------------------------------------------------------------- window attention
+
+// Windows are kept in units, so only of types whose rows are units.
+template <typename T>
+void run_windows(const Windows& windows) {
+    if constexpr (LIES_IN_UNITS<T>)
+        WindowAttention<typename Arithmetic<T>::U>(windows).run();
+    else
+        refuse("windows of bf16 are not compiled for this CPU");
 }
+
+// attend_windows(qkv [S, 3, heads, D], cos and sin [S, D], bounds [windows + 1],
+//                output [S, heads * D], scale, threads)
+PyObject* attend_windows(PyObject* const* args, Py_ssize_t count) {
+    Arguments a(args, count, 7);
+    Windows w = {};
+    const Tensor qkv = a.tensor("qkv").of_dimensions(4).contiguous();
+    const int64_t rows = qkv.size(0);
+    w.heads = qkv.size(2), w.dim = qkv.size(3);
+    qkv.shaped({rows, 3, w.heads, w.dim});
+    w.cos = a.tensor("cos").shaped({rows, w.dim}).contiguous().data<float>();
+    w.sin = a.tensor("sin").shaped({rows, w.dim}).contiguous().data<float>();
+    const Tensor bounds = a.tensor("bounds").of_dimensions(1).contiguous();
+    const Tensor output = a.tensor("output").shaped({rows, w.heads * w.dim}).contiguous();
+    require(output.same_type(qkv), "output is of another type than qkv");
+    w.scale = a.real(), w.num_threads = int(a.integer());
+    w.qkv = qkv.any_data(), w.bounds = bounds.data<int32_t>(), w.output = output.any_data();
+    w.count = bounds.size(0) - 1;
+    bool fits = w.count >= 0 && w.bounds[0] == 0 && w.bounds[w.count] == rows;
+    for (int64_t i = 0; fits && i < w.count; ++i) fits = w.bounds[i] <= w.bounds[i + 1];
+    require(fits, "windows do not cover the rows");
+    with_type_of(qkv, [&](auto typed) {
+        const WithoutGil others_run;
+        run_windows<decltype(typed)>(w);
+    });
+    Py_RETURN_NONE;
+}
+
+// ---------------------------------------------------------------- operators
 
 // The largest score's index; -1 where a score is NaN, or the largest infinite.
 int64_t best_of(const float* scores, int64_t count) {
@@ -177,13 +312,12 @@ int64_t best_of(const float* scores, int64_t count) {
     return std::find(scores, scores + count, best) - scores;
 }
 
-// argmax(scores, rows, columns) → a list
-PyObject* argmax(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!has_count(count, 3)) return nullptr;
-    Arguments a(args);
-    const float* scores = a.pointer<float>();
-    const int64_t rows = a.integer(), columns = a.integer();
-    if (PyErr_Occurred()) return nullptr;
+// argmax(scores [rows, columns]) → a list
+PyObject* argmax(PyObject* const* args, Py_ssize_t count) {
+    Arguments a(args, count, 1);
+    const Tensor tensor = a.tensor("scores").of_dimensions(2).contiguous();
+    const float* scores = tensor.data<float>();
+    const int64_t rows = tensor.size(0), columns = tensor.size(1);
     PyObject* best = PyList_New(rows);
     for (int64_t i = 0; best && i < rows; ++i) {
         PyObject* token = PyLong_FromLongLong(best_of(scores + i * columns, columns));
@@ -193,79 +327,51 @@ PyObject* argmax(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return best;
 }
 
-// Windows are kept in units, so only of types whose rows are units.
-template <typename T>
-void run_windows(const Windows& windows) {
-    if constexpr (LIES_IN_UNITS<T>) WindowAttention<typename Arithmetic<T>::U>(windows).run();
+// The number of rows of a contiguous tensor whose last dimension has `width` entries.
+int64_t count_rows(const Tensor& tensor, int64_t width) {
+    int64_t rows = 1;
+    for (int axis = 0; axis + 1 < tensor.ndim(); ++axis) rows *= tensor.size(axis);
+    if (tensor.ndim() < 1 || tensor.size(tensor.ndim() - 1) != width)
+        tensor.refuse_sizes();
+    tensor.contiguous();
+    return rows;
 }
 
-// attend_windows(numbers...) → None
-PyObject* attend_windows(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!has_count(count, 12)) return nullptr;
-    Arguments a(args);
-    Windows w;
-    w.qkv = a.pointer<void>(), w.cos = a.pointer<float>(), w.sin = a.pointer<float>();
-    w.bounds = a.pointer<int32_t>(), w.output = a.pointer<void>();
-    w.count = a.integer(), w.heads = a.integer(), w.dim = a.integer();
-    const int64_t rows = a.integer();
-    w.scale = a.real(), w.num_threads = int(a.integer());
-    const bool half = a.integer() != 0;
-    if (PyErr_Occurred()) return nullptr;
-    bool fits = w.bounds[0] == 0 && w.bounds[w.count] == rows;
-    for (int64_t i = 0; i < w.count; ++i) fits = fits && w.bounds[i] <= w.bounds[i + 1];
-    if (!fits) {
-        PyErr_SetString(PyExc_ValueError, "windows do not cover the rows");
-        return nullptr;
-    }
-    if (half && !LIES_IN_UNITS<BFloat16>) {
-        PyErr_SetString(PyExc_ValueError, "windows of bf16 are not compiled for this CPU");
-        return nullptr;
-    }
-    Py_BEGIN_ALLOW_THREADS;
-    half ? run_windows<BFloat16>(w) : run_windows<float>(w);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
-}
-
-// norm_rows(from, weight, to, rows, width, eps, threads, half)
-PyObject* norm_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!has_count(count, 8)) return nullptr;
-    Arguments a(args);
-    void *from = a.pointer<void>(), *weight = a.pointer<void>(), *to = a.pointer<void>();
-    const int64_t rows = a.integer(), width = a.integer();
+// norm_rows(from [..., width], weight [width], to [..., width], eps, threads)
+PyObject* norm_rows(PyObject* const* args, Py_ssize_t count) {
+    Arguments a(args, count, 5);
+    const Tensor from = a.tensor("hidden"), weight = a.tensor("weight").of_dimensions(1);
+    const Tensor to = a.tensor("output");
+    const int64_t width = weight.contiguous().size(0), rows = count_rows(from, width);
+    require(count_rows(to, width) == rows, "the output is of another size");
     const float eps = a.real();
     const int num_threads = int(a.integer());
-    const bool half = a.integer() != 0;
-    if (PyErr_Occurred()) return nullptr;
-    auto run = [&](auto typed) {
+    with_type_of(from, [&](auto typed) {
         using T = decltype(typed);
-        const Norm<T> norm = {static_cast<const T*>(weight), eps};
-        native::norm_rows(norm, static_cast<const T*>(from), rows, width, static_cast<T*>(to),
-                          num_threads);
-    };
-    Py_BEGIN_ALLOW_THREADS;
-    half ? run(BFloat16{}) : run(0.0f);
-    Py_END_ALLOW_THREADS;
+        const Norm<T> norm = {weight.data<T>(), eps};
+        const T* input = from.data<T>();
+        T* output = to.data<T>();
+        const WithoutGil others_run;
+        native::norm_rows(norm, input, rows, width, output, num_threads);
+    });
     Py_RETURN_NONE;
 }
 
-// gate_rows(gate_up, to, rows, width, threads, half)
-PyObject* gate_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!has_count(count, 6)) return nullptr;
-    Arguments a(args);
-    void *from = a.pointer<void>(), *to = a.pointer<void>();
-    const int64_t rows = a.integer(), width = a.integer();
+// gate_rows(gate_up [..., 2 * width], to [..., width], threads)
+PyObject* gate_rows(PyObject* const* args, Py_ssize_t count) {
+    Arguments a(args, count, 3);
+    const Tensor from = a.tensor("gate_up"), to = a.tensor("output");
     const int num_threads = int(a.integer());
-    const bool half = a.integer() != 0;
-    if (PyErr_Occurred()) return nullptr;
-    auto run = [&](auto typed) {
+    require(to.ndim() > 0, "the output has no dimensions");
+    const int64_t width = to.size(to.ndim() - 1), rows = count_rows(to, width);
+    require(count_rows(from, 2 * width) == rows, "the output is of another size");
+    with_type_of(from, [&](auto typed) {
         using T = decltype(typed);
-        native::gate_rows(static_cast<const T*>(from), rows, width, static_cast<T*>(to),
-                          num_threads);
-    };
-    Py_BEGIN_ALLOW_THREADS;
-    half ? run(BFloat16{}) : run(0.0f);
-    Py_END_ALLOW_THREADS;
+        const T* input = from.data<T>();
+        T* output = to.data<T>();
+        const WithoutGil others_run;
+        native::gate_rows(input, rows, width, output, num_threads);
+    });
     Py_RETURN_NONE;
 }
 
@@ -275,25 +381,30 @@ PyCFunction as_method(F function) {
 }
 
 PyMethodDef methods[] = {
-    {"make", as_method(make), METH_FASTCALL, "A decoder of these weights; see decoder.py."},
-    {"run", as_method(run), METH_FASTCALL, "One step from embedding to logits; see decoder.py."},
-    {"argmax", as_method(argmax), METH_FASTCALL, "Of each row; see token_logits.py."},
-    {"norm_rows", as_method(norm_rows), METH_FASTCALL, "See rows.py."},
-    {"gate_rows", as_method(gate_rows), METH_FASTCALL, "See rows.py."},
-    {"attend_windows", as_method(attend_windows), METH_FASTCALL, "See windows.py."},
+    {"paged_attention", as_method(guarded<paged_attention>), METH_FASTCALL,
+     "Write new keys and values and attend over the pages; see attention/cpu.py."},
+    {"make", as_method(guarded<make>), METH_FASTCALL, "A decoder of these weights; see decoder.py."},
+    {"run", as_method(guarded<run>), METH_FASTCALL,
+     "One step from embedding to logits; see decoder.py."},
+    {"argmax", as_method(guarded<argmax>), METH_FASTCALL, "Of each row; see token_logits.py."},
+    {"norm_rows", as_method(guarded<norm_rows>), METH_FASTCALL, "See rows.py."},
+    {"gate_rows", as_method(guarded<gate_rows>), METH_FASTCALL, "See rows.py."},
+    {"attend_windows", as_method(guarded<attend_windows>), METH_FASTCALL, "See windows.py."},
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", nullptr, 0, methods,
+#define AS_TEXT(name) #name
+#define TEXT_OF(name) AS_TEXT(name)
+#define JOINED(first, second) first##second
+#define INIT_OF(name) JOINED(PyInit_, name)
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, TEXT_OF(MODULE_NAME), nullptr, 0, methods,
                       nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__native() {
-    if (!runs_here()) {
-        PyErr_SetString(PyExc_ImportError, "built for another CPU");
-        return nullptr;
-    }
+PyMODINIT_FUNC INIT_OF(MODULE_NAME)() {
+    if (arguments::find_torch() < 0) return nullptr;
     PyObject* made = PyModule_Create(&module);
     if (made) PyModule_AddIntConstant(made, "multiplies_bf16", LIES_IN_UNITS<BFloat16>);
     return made;

@@ -10,14 +10,7 @@ constexpr int64_t ROWS_FOR_THREADS = 256;
 
 template <typename F>
 void each_row(int64_t rows, int num_threads, F part) {
-#ifdef _OPENMP
-    if (num_threads > 1 && rows >= ROWS_FOR_THREADS) {
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-        for (int64_t i = 0; i < rows; ++i) part(i);
-        return;
-    }
-#endif
-    for (int64_t i = 0; i < rows; ++i) part(i);
+    for_each<false>(rows, rows < ROWS_FOR_THREADS ? 1 : num_threads, part);
 }
 
 // from [rows][width] → to [rows][width]

@@ -10,54 +10,39 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lookonce.model.native.compiled import _native
+from lookonce.model.native import compiled
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """hidden [..., H] over its last dimension, times weight [H]."""
-    if not _is_plain(hidden) or not _is_plain(weight) or weight.dtype is not hidden.dtype:
+    kernels, plain = compiled.kernels, _is_plain(hidden) and _is_plain(weight)
+    if kernels is None or not plain or weight.dtype is not hidden.dtype:
         return functional.rms_norm(hidden, weight.shape, weight, eps)
     width = hidden.shape[-1]
     if weight.shape != (width,):
         raise ValueError(f"a weight of {tuple(weight.shape)} does not fit {tuple(hidden.shape)}")
     output = torch.empty_like(hidden)
-    _native.norm_rows(
-        hidden.data_ptr(),
-        weight.data_ptr(),
-        output.data_ptr(),
-        hidden.numel() // width,
-        width,
-        eps,
-        torch.get_num_threads(),
-        hidden.dtype is torch.bfloat16,
-    )
+    kernels.norm_rows(hidden, weight, output, eps, torch.get_num_threads())
     return output
 
 
 def silu_gate(gate_up: Tensor) -> Tensor:
     """gate_up [..., 2 F], the gates first → silu(gate) * up [..., F]."""
-    if not _is_plain(gate_up):
+    kernels = compiled.kernels
+    if kernels is None or not _is_plain(gate_up):
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
     width = gate_up.shape[-1] // 2
     output = gate_up.new_empty((*gate_up.shape[:-1], width))
-    _native.gate_rows(
-        gate_up.data_ptr(),
-        output.data_ptr(),
-        gate_up.numel() // (2 * width),
-        width,
-        torch.get_num_threads(),
-        gate_up.dtype is torch.bfloat16,
-    )
+    kernels.gate_rows(gate_up, output, torch.get_num_threads())
     return output
 
 
 def _is_plain(tensor: Tensor) -> bool:
     return (
-        _native is not None
-        and tensor.device.type == "cpu"
+        tensor.device.type == "cpu"
         and tensor.dtype in _DTYPES
         and tensor.is_contiguous()
         and tensor.numel() > 0

@@ -12,6 +12,7 @@
 #include <memory>
 
 #include "../attention/chunk.h"
+#include "../attention/threads.h"
 
 namespace native {
 
@@ -64,14 +65,7 @@ class WindowAttention {
 
     template <typename F>
     void each(int64_t count, F part) const {
-#ifdef _OPENMP
-        if (w.num_threads > 1) {
-#pragma omp parallel for schedule(dynamic) num_threads(w.num_threads)
-            for (int64_t i = 0; i < count; ++i) part(i);
-            return;
-        }
-#endif
-        for (int64_t i = 0; i < count; ++i) part(i);
+        for_each<true>(count, w.num_threads, part);
     }
 
     void plan() {

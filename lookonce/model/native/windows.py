@@ -9,15 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lookonce.model.native.compiled import _native
+from lookonce.model.native import compiled
 
 
 def attends_windows(like: Tensor) -> bool:
     """Whether tensors of this type and place can be given to `attend_windows`."""
-    if _native is None or like.device.type != "cpu":
+    kernels = compiled.kernels
+    if kernels is None or like.device.type != "cpu":
         return False
     return like.dtype is torch.float32 or (
-        like.dtype is torch.bfloat16 and bool(_native.multiplies_bf16)
+        like.dtype is torch.bfloat16 and bool(kernels.multiplies_bf16)
     )
 
 
@@ -33,18 +34,7 @@ def attend_windows(qkv: Tensor, cos: Tensor, sin: Tensor, bounds: Tensor, scale:
     qkv, cos, sin = qkv.contiguous(), cos.float().contiguous(), sin.float().contiguous()
     bounds = bounds.to(torch.int32).contiguous()
     output = torch.empty((rows, heads * dim), dtype=qkv.dtype)
-    _native.attend_windows(
-        qkv.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        bounds.data_ptr(),
-        output.data_ptr(),
-        bounds.shape[0] - 1,
-        heads,
-        dim,
-        rows,
-        scale,
-        torch.get_num_threads(),
-        qkv.dtype is torch.bfloat16,
-    )
+    if compiled.kernels is None:
+        raise RuntimeError("window attention is not compiled")
+    compiled.kernels.attend_windows(qkv, cos, sin, bounds, output, scale, torch.get_num_threads())
     return output
