@@ -22,9 +22,8 @@ from itertools import repeat
 
 import msgspec
 
-from lookonce.core.eviction import EvictionOrder
+from lookonce.core.eviction import EncoderCacheEntry, EvictionOrder
 from lookonce.core.host_outputs import HostOutputs
-from lookonce.core.outputs import Entry
 from lookonce.errors import TooLargeError
 
 MANY = 16
@@ -51,8 +50,8 @@ class EncoderCache:
         self.capacity_bytes = capacity_bytes
         self.row_bytes = row_bytes
         self.host = HostOutputs(host_capacity_bytes)
-        self._entries: dict[bytes, Entry] = {}
-        self._held: dict[int, dict[bytes, Entry]] = {}
+        self._entries: dict[bytes, EncoderCacheEntry] = {}
+        self._held: dict[int, dict[bytes, EncoderCacheEntry]] = {}
         """Holder → keys it holds; each entry counts how often."""
         self._used_bytes = 0
         self._unheld_bytes = 0
@@ -137,11 +136,11 @@ class EncoderCache:
             evicted = self._evict_until(self.capacity_bytes - num_bytes)
         self._used_bytes += num_bytes
         if holder is None:
-            entry = entries[key] = Entry(key, num_bytes, self._usual_cost)
+            entry = entries[key] = EncoderCacheEntry(key, num_bytes, self._usual_cost)
             self._unheld_bytes += num_bytes
             self._order.add(entry)
         else:
-            entry = entries[key] = Entry(key, num_bytes, self._usual_cost, holder)
+            entry = entries[key] = EncoderCacheEntry(key, num_bytes, self._usual_cost, holder)
             self._held.setdefault(holder, {})[key] = entry
         return Allocation(key, num_bytes, evicted)
 
@@ -169,7 +168,7 @@ class EncoderCache:
         ):
             return False
         sizes = [num_rows * row_bytes for num_rows in rows]
-        made = map(Entry, keys, sizes, repeat(self._usual_cost), repeat(holder))
+        made = map(EncoderCacheEntry, keys, sizes, repeat(self._usual_cost), repeat(holder))
         new = dict(zip(keys, made, strict=True))
         if len(new) != len(keys):
             return False
@@ -197,7 +196,7 @@ class EncoderCache:
             return False
         if self._used_bytes + num_bytes > self.capacity_bytes:
             self._evict_until(self.capacity_bytes - num_bytes)
-        self._entries[key] = Entry(key, num_bytes, self._usual_cost)
+        self._entries[key] = EncoderCacheEntry(key, num_bytes, self._usual_cost)
         self._used_bytes += num_bytes
         self._unheld_bytes += num_bytes
         self._awaited[key] = None
@@ -253,7 +252,9 @@ class EncoderCache:
             entry.forget(holder)
             self._settle(entry)
 
-    def _release_alike(self, holder: int, entries: Collection[Entry]) -> list[Entry]:
+    def _release_alike(
+        self, holder: int, entries: Collection[EncoderCacheEntry]
+    ) -> list[EncoderCacheEntry]:
         """Release in one pass all that cost the same and are held once by nobody else; the rest."""
         first = next(iter(entries))
         cost, lane, used = first.cost_per_byte, self._order.lane_of(first), self._order.clock
@@ -274,7 +275,7 @@ class EncoderCache:
         self._forget_held(holder, released)
         return rest
 
-    def _forget_held(self, holder: int, entries: Collection[Entry]) -> None:
+    def _forget_held(self, holder: int, entries: Collection[EncoderCacheEntry]) -> None:
         held = self._held[holder]
         if len(entries) == len(held):
             del self._held[holder]
@@ -357,7 +358,7 @@ class EncoderCache:
         if not keys:
             del self._held[holder]
 
-    def _settle(self, entry: Entry) -> None:
+    def _settle(self, entry: EncoderCacheEntry) -> None:
         """After a holder left: the entry becomes evictable, or goes if it was condemned."""
         if entry.is_held:
             return
@@ -387,7 +388,7 @@ class EncoderCache:
         self._dropped += evicted
         return evicted
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: EncoderCacheEntry) -> None:
         del self._entries[entry.key]
         self._order.remove(entry)
         if entry.key in self._awaited:
@@ -395,6 +396,6 @@ class EncoderCache:
         self._used_bytes -= entry.num_bytes
         self._dropped.append(entry.key)
 
-    def _forget_awaited(self, entry: Entry) -> None:
+    def _forget_awaited(self, entry: EncoderCacheEntry) -> None:
         del self._awaited[entry.key]
         self._awaited_bytes -= entry.num_bytes

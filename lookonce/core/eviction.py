@@ -21,13 +21,13 @@ from collections import deque
 from collections.abc import Collection
 from math import inf, log2
 
-from lookonce.core.outputs import Entry
+import msgspec
 
 SPARE_PLACES = 64
 """Places that nobody has any more, beyond as many as there are entries, before a lane is tidied."""
 
 
-class Lane:
+class CostClass:
     """Places of the entries of one cost class, earliest use first."""
 
     __slots__ = ("cost", "entries", "first", "live")
@@ -35,7 +35,7 @@ class Lane:
     def __init__(self, cost: float) -> None:
         self.cost = cost
         """Per byte, rounded."""
-        self.entries: deque[Entry] = deque()
+        self.entries: deque[EncoderCacheEntry] = deque()
         """Who had each place first."""
         self.first = 0
         """Number of the first place; they count on for ever."""
@@ -54,7 +54,7 @@ class EvictionOrder:
     __slots__ = ("_lanes", "clock")
 
     def __init__(self) -> None:
-        self._lanes: dict[float, Lane] = {}
+        self._lanes: dict[float, CostClass] = {}
         """Cost per byte, rounded to its class → lane."""
         self.clock = 0.0
 
@@ -66,7 +66,7 @@ class EvictionOrder:
         """Those that an entry has and those to be passed over."""
         return sum(len(lane.entries) for lane in self._lanes.values())
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: EncoderCacheEntry) -> None:
         """Give an entry that was used now its place, instead of any it had."""
         self.remove(entry)
         lane = self.lane_of(entry)
@@ -74,12 +74,12 @@ class EvictionOrder:
         lane.entries.append(entry)
         lane.live += 1
 
-    def append(self, lane: Lane, entries: Collection[Entry]) -> None:
+    def append(self, lane: CostClass, entries: Collection[EncoderCacheEntry]) -> None:
         """As one by one, for entries that have been told their new places already."""
         lane.entries.extend(entries)
         lane.live += len(entries)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: EncoderCacheEntry) -> None:
         """Take away the place of an entry, if it has one."""
         if entry.lane is None:
             return
@@ -89,12 +89,12 @@ class EvictionOrder:
         if len(lane.entries) > 2 * lane.live + SPARE_PLACES:
             _tidy(lane)
 
-    def take(self, num_bytes: int) -> list[Entry]:
+    def take(self, num_bytes: int) -> list[EncoderCacheEntry]:
         """Remove the next entries until they free `num_bytes`, or until there are none left."""
-        taken: list[Entry] = []
+        taken: list[EncoderCacheEntry] = []
         while num_bytes > 0:
             best = until = inf
-            chosen: Lane | None = None
+            chosen: CostClass | None = None
             for lane in self._lanes.values():
                 if lane.live:
                     priority = _pass_over(lane).used + lane.cost
@@ -111,16 +111,18 @@ class EvictionOrder:
         """Every entry that has a place."""
         return {entry.key for lane in self._lanes.values() for entry in _living(lane)}
 
-    def lane_of(self, entry: Entry) -> Lane:
+    def lane_of(self, entry: EncoderCacheEntry) -> CostClass:
         """The lane of entries of that cost per byte."""
         cost = entry.cost_per_byte
         rounded = 2.0 ** round(log2(cost)) if cost > 0 else 0.0
         lane = self._lanes.get(rounded)
         if lane is None:
-            lane = self._lanes[rounded] = Lane(rounded)
+            lane = self._lanes[rounded] = CostClass(rounded)
         return lane
 
-    def _take_from(self, lane: Lane, until: float, num_bytes: int, taken: list[Entry]) -> int:
+    def _take_from(
+        self, lane: CostClass, until: float, num_bytes: int, taken: list[EncoderCacheEntry]
+    ) -> int:
         """From one lane, while its next is the next of all; the bytes freed."""
         if until == inf and lane.live == len(lane.entries):
             return self._take_any_from(lane, num_bytes, taken)
@@ -141,7 +143,9 @@ class EvictionOrder:
         self.clock = max(self.clock, taken[-1].used + cost)
         return freed
 
-    def _take_any_from(self, lane: Lane, num_bytes: int, taken: list[Entry]) -> int:
+    def _take_any_from(
+        self, lane: CostClass, num_bytes: int, taken: list[EncoderCacheEntry]
+    ) -> int:
         """As `_take_from` the only lane, where no place has to be passed over."""
         entries, freed, before = lane.entries, 0, len(taken)
         take_first, take_in = entries.popleft, taken.append
@@ -157,7 +161,7 @@ class EvictionOrder:
         return freed
 
 
-def _pass_over(lane: Lane) -> Entry:
+def _pass_over(lane: CostClass) -> EncoderCacheEntry:
     """The first entry that has its place: there is one."""
     entries = lane.entries
     while True:
@@ -168,7 +172,7 @@ def _pass_over(lane: Lane) -> Entry:
         lane.first += 1
 
 
-def _living(lane: Lane) -> list[Entry]:
+def _living(lane: CostClass) -> list[EncoderCacheEntry]:
     return [
         entry
         for place, entry in enumerate(lane.entries, lane.first)
@@ -176,8 +180,70 @@ def _living(lane: Lane) -> list[Entry]:
     ]
 
 
-def _tidy(lane: Lane) -> None:
+def _tidy(lane: CostClass) -> None:
     """Drop the places that nobody has; as many have to be left before it happens again."""
     lane.entries = deque(_living(lane))
     for place, entry in enumerate(lane.entries, lane.first):
         entry.place = place
+
+
+class EncoderCacheEntry(msgspec.Struct, gc=False):
+    """An output that the device holds.
+
+    Nearly always one holder holds it once: `holder`, without a dict. `holders` is for the rest.
+    """
+
+    key: bytes
+    num_bytes: int
+    cost_per_byte: float
+    holder: int | None = None
+    """Who alone holds it, once."""
+    holders: dict[int, int] | None = None
+    """Holder → how many times it holds this entry; None while `holder` is enough."""
+    lane: float | None = None
+    """In which lane of the eviction order its place is; None where it has none."""
+    place: int = 0
+    used: float = 0.0
+    """The order's clock when it was used last."""
+    condemned: bool = False
+    """Cleared while held: leaves with its last holder."""
+
+    @property
+    def is_held(self) -> bool:
+        return self.holder is not None or self.holders is not None
+
+    def hold(self, holder: int) -> None:
+        """Count one more hold."""
+        if self.holders is None:
+            if self.holder is None:
+                self.holder = holder
+                return
+            self.holders, self.holder = {self.holder: 1}, None
+        self.holders[holder] = self.holders.get(holder, 0) + 1
+
+    def release(self, holder: int) -> bool:
+        """Count one hold less; whether the holder has none any more. `KeyError` if it had none."""
+        if self.holders is None:
+            if self.holder != holder:
+                raise KeyError(holder)
+            self.holder = None
+            return True
+        self.holders[holder] -= 1
+        if self.holders[holder]:
+            return False
+        self.forget(holder)
+        return True
+
+    def forget(self, holder: int) -> None:
+        """As if the holder had never held it."""
+        if self.holders is None:
+            self.holder = None
+        elif len(self.holders) > 1:
+            del self.holders[holder]
+        else:
+            self.holders = None
+
+    def all_holders(self) -> tuple[int, ...]:
+        if self.holders is not None:
+            return tuple(self.holders)
+        return () if self.holder is None else (self.holder,)

@@ -15,20 +15,19 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lookonce.core.block_pool import BlockPool
-from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.request import Request, Sequence
-from lookonce.core.request_queues import Roster
+from lookonce.core.scheduler_state import RequestQueues, SchedulerState
 from lookonce.errors import UnavailableError
 from lookonce.types.kv import ExternalFacts, LoadReport
 from lookonce.types.ports import ExternalPrefixCache
 
 
-class Prospect(Enum):
+class LoadDecision(Enum):
     """What a waiting sequence does about its external prefix."""
 
     NONE = "none"
     """Go on and compute."""
-    ASIDE = "aside"
+    LOADING = "loading"
     """It left the waiting lane until the tiers have answered."""
     NO_ROOM = "no room"
     """There is one, but not the blocks to compute the rest of the prompt."""
@@ -44,15 +43,15 @@ class _Load:
     generation: int
 
 
-class ExternalPrefixes:
+class KVConnectorState:
     """The scheduler's dealings with `ExternalPrefixCache`; nothing here waits."""
 
     def __init__(
         self,
         cache: ExternalPrefixCache,
         pool: BlockPool,
-        roster: Roster,
-        lifecycle: Lifecycle,
+        roster: RequestQueues,
+        lifecycle: SchedulerState,
         *,
         fail_on_loss: bool,
     ) -> None:
@@ -71,7 +70,7 @@ class ExternalPrefixes:
     def add(self, request: Request) -> None:
         self._cache.on_request_added(request.request_id, request.num_prompt_tokens)
 
-    def consider(self, sequence: Sequence, cached: list[int], reserve: int) -> Prospect:
+    def consider(self, sequence: Sequence, cached: list[int], reserve: int) -> LoadDecision:
         """For a sequence that is about to compute its prompt, `cached` blocks of it being here."""
         request, block_size = sequence.request, self._pool.block_size
         limit = (request.num_prompt_tokens - 1) // block_size
@@ -80,26 +79,26 @@ class ExternalPrefixes:
         )
         if answer.state == "pending":
             self._lifecycle.begin_loading(sequence)
-            return Prospect.ASIDE
+            return LoadDecision.LOADING
         if answer.state != "hit":
-            return Prospect.NONE
+            return LoadDecision.NONE
         return self._begin_load(sequence, cached, min(answer.num_blocks, limit), reserve)
 
     def _begin_load(
         self, sequence: Sequence, cached: list[int], num_blocks: int, reserve: int
-    ) -> Prospect:
+    ) -> LoadDecision:
         """Takes the blocks of the load, if those of the rest of the prompt are free beside them."""
         rest = self._pool.blocks_for(len(sequence.tokens)) - num_blocks
         blocks = self._pool.try_allocate(num_blocks - len(cached), cached, reserve=reserve + rest)
         if blocks is None:
-            return Prospect.NO_ROOM
+            return LoadDecision.NO_ROOM
         request_id, num_local = sequence.request.request_id, len(cached)
         ticket = self._cache.on_allocated(request_id, blocks, num_local)
         sequence.extend_chain(self._pool.block_size, num_blocks)  # another sample may have asked
         hashes = sequence.chain[:num_blocks]
         self._loads[ticket] = _Load(request_id, blocks, hashes, num_local, self._pool.generation)
         self._lifecycle.begin_loading(sequence)
-        return Prospect.ASIDE
+        return LoadDecision.LOADING
 
     def admitted(self, request: Request, cached: list[int]) -> ExternalFacts:
         """At a request's first admission, with `cached` blocks of any origin."""

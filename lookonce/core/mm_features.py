@@ -14,24 +14,26 @@ from __future__ import annotations
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from itertools import repeat
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookonce.core.columns import KEY_BYTES, MAX_NUMBER, one_run_items, plain_columns
 from lookonce.errors import BadRequestError
-from lookonce.types.media import MediaFeature, Modality, ProcessedItem
+from lookonce.types.media import Expansion, MediaFeature, Modality, ProcessedItem
 from lookonce.types.step import EmbedSlice
 
 SPARE_FEATURES = 16
 """Passed features that are kept at least, so that forgetting them is not worth a look each step."""
+
+
 MANY = 16
 """Features from which on checking whole columns is cheaper than one after the other."""
 
 
-class Features:
+class MultiModalFeatures:
     """The features of one prompt, checked once when they are added, append-only in O(1).
 
     Raises `BadRequestError` for an item with a wrong shape, and for two that overlap or are out
@@ -254,7 +256,7 @@ class Features:
         return self._as_tuple
 
 
-class EncoderInputs(Features):
+class EncoderInputs(MultiModalFeatures):
     """Inputs of an encoder-decoder request: all sit at offset 0, none takes a decoder position.
 
     Cross-attention reads all rows at each position, so every chunk and every decode needs each
@@ -375,3 +377,84 @@ def _conflict(before: MediaFeature, after: MediaFeature, index: int) -> str:
         f"items {index - 1} and {index} {problem}: positions [{before.offset}, {before.end}) "
         f"and [{after.offset}, {after.end})"
     )
+
+
+KEY_BYTES = 32
+
+
+MAX_NUMBER = 2**62 - 1
+"""The greatest offset and length, far beyond any prompt: their sum is a 64-bit integer still."""
+
+
+FeatureColumns: TypeAlias = "tuple[list[bytes], bytes, bytes, int, set[Modality]]"
+"""Keys, offsets and ends (int64), the greatest length, and the modalities there are."""
+
+
+def plain_columns_in_python(
+    features: tuple[MediaFeature, ...], start: int
+) -> FeatureColumns | None:
+    """Of features that take a row at each of their positions, in order from `start` on.
+
+    None unless all are like that; `features` are at least one.
+    """
+    keys = [feature.key for feature in features]
+    rows = [feature.length for feature in features]
+    places = [feature.offset for feature in features]
+    if min(places) < 0 or max(max(places), max(rows)) > MAX_NUMBER or min(rows) < 1:
+        return None  # before NumPy is given what no 64 bits hold
+    offsets = np.array(places, dtype=np.int64)
+    lengths = np.array(rows, dtype=np.int64)
+    ends = offsets + lengths
+    if (
+        offsets[0] < start
+        or bool((offsets[1:] < ends[:-1]).any())
+        or [feature.num_embeds for feature in features] != rows
+        or set(map(len, keys)) != {KEY_BYTES}
+        or {feature.is_embed for feature in features} != {None}
+    ):
+        return None
+    modalities = {feature.modality for feature in features}
+    return keys, offsets.tobytes(), ends.tobytes(), int(lengths.max()), modalities
+
+
+def one_run_items_in_python(
+    keys: list[bytes],
+    items: dict[bytes, ProcessedItem],
+    offsets: array[int],
+    ends: array[int],
+) -> list[ProcessedItem] | None:
+    """The item of each key, in order.
+
+    None unless each is there, and expands to one run of as many rows as its feature has positions.
+    """
+    if len(items) == len(keys) and list(items) == keys:
+        found = list(items.values())  # they came in order, as most do
+    else:
+        found = [item for item in map(items.get, keys) if item is not None]
+    expansions = [item.expansion for item in found]
+    try:
+        runs = [run for (run,) in [expansion.runs for expansion in expansions]]
+    except ValueError:
+        return None
+    rows = (np.frombuffer(ends, np.int64) - np.frombuffer(offsets, np.int64)).tolist()
+    embeds = [expansion.embed_token_id for expansion in expansions]
+    fit = [count for _, count in runs] == rows and [token for token, _ in runs] == embeds
+    return found if fit else None
+
+
+plain_columns: Callable[[tuple[MediaFeature, ...], int], FeatureColumns | None]
+
+
+one_run_items: Callable[
+    [list[bytes], dict[bytes, ProcessedItem], array[int], array[int]],
+    list[ProcessedItem] | None,
+]
+
+
+try:
+    from lookonce.core import _columns
+
+    _columns.bind(MediaFeature, ProcessedItem, Expansion)
+    plain_columns, one_run_items = _columns.plain_columns, _columns.one_run_items
+except (ImportError, TypeError):  # no compiler where it was installed, or other classes
+    plain_columns, one_run_items = plain_columns_in_python, one_run_items_in_python

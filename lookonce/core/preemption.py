@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lookonce.core.block_pool import BlockPool
-from lookonce.core.counters import Counters
-from lookonce.core.lifecycle import Lifecycle
-from lookonce.core.request import Sequence, State
-from lookonce.core.request_queues import Roster
+from lookonce.core.request import Sequence, SequenceState
+from lookonce.core.scheduler_state import Counters, RequestQueues, SchedulerState
 from lookonce.errors import SessionEvictedError
+from lookonce.types.ports import Clock
 
 
 class Preemption:
@@ -18,7 +19,7 @@ class Preemption:
     """
 
     def __init__(
-        self, pool: BlockPool, roster: Roster, lifecycle: Lifecycle, counters: Counters
+        self, pool: BlockPool, roster: RequestQueues, lifecycle: SchedulerState, counters: Counters
     ) -> None:
         self._pool = pool
         self._roster = roster
@@ -36,7 +37,7 @@ class Preemption:
                 self._grow(sequence)
 
     def _grow(self, sequence: Sequence) -> None:
-        while sequence.state is State.DECODING:
+        while sequence.state is SequenceState.DECODING:
             blocks = self._pool.try_allocate(1)
             if blocks is not None:
                 sequence.block_ids += blocks
@@ -46,7 +47,7 @@ class Preemption:
     def complete_blocks(self, sequence: Sequence) -> None:
         """All blocks for the tokens of a live session that was extended, or its end."""
         missing = self._pool.blocks_for(len(sequence.tokens)) - len(sequence.block_ids)
-        while missing > 0 and sequence.state is State.PREFILLING:
+        while missing > 0 and sequence.state is SequenceState.PREFILLING:
             blocks = self._pool.try_allocate(missing)
             if blocks is not None:
                 sequence.block_ids += blocks
@@ -79,3 +80,57 @@ def _loss(sequence: Sequence) -> int:
     if sequence.request.session is not None:
         return 2
     return 0 if sequence.request.self_sufficient else 1
+
+
+IDLE_SECONDS = 30.0
+"""For so long a session may be idle though another request waits for its place."""
+
+
+class SessionEviction:
+    """Ends sessions that were idle for `IDLE_SECONDS`, for a request that waits."""
+
+    def __init__(
+        self, pool: BlockPool, roster: RequestQueues, lifecycle: SchedulerState, clock: Clock
+    ) -> None:
+        self._pool = pool
+        self._roster = roster
+        self._lifecycle = lifecycle
+        self._clock = clock
+        self.next_look: float | None = None
+        """When another session will have been idle for so long; None where nobody waits for it."""
+
+    @property
+    def seconds_to_next_eviction(self) -> float | None:
+        return None if self.next_look is None else max(0.0, self.next_look - self._clock())
+
+    def make_way(self, waiting: Sequence, blocks_wanted: Callable[[Sequence], int]) -> bool:
+        """End the session idle the longest, if that may admit `waiting`; whether it did."""
+        idle = self._roster.idle
+        if not idle:
+            return False
+        begun = self._clock() - IDLE_SECONDS
+        long_idle = [sequence for sequence in idle if sequence.idle_since <= begun]
+        if long_idle and self._are_enough(long_idle, blocks_wanted(waiting)):
+            self._end(min(long_idle, key=_idle_since))
+            return True
+        others = (sequence.idle_since for sequence in idle if sequence.idle_since > begun)
+        self.next_look = min((since + IDLE_SECONDS for since in others), default=None)
+        return False
+
+    def _are_enough(self, long_idle: list[Sequence], blocks_wanted: int) -> bool:
+        """No session ends in vain: what those that may end have is enough.
+
+        Their blocks are counted as if they shared none: that takes no walk over them.
+        """
+        blocks = self._pool.num_free + sum(len(sequence.block_ids) for sequence in long_idle)
+        return blocks >= blocks_wanted + self._roster.num_active - len(long_idle)
+
+    def _end(self, sequence: Sequence) -> None:
+        error = SessionEvictedError(
+            f"the session was idle for {IDLE_SECONDS:g} seconds and another request needs its place"
+        )
+        self._lifecycle.end(sequence.request, "error", error)
+
+
+def _idle_since(sequence: Sequence) -> float:
+    return sequence.idle_since

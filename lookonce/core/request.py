@@ -2,46 +2,53 @@
 
                     ┌──────────── preempt ────────────┐
                     ▼                                 │
-    HELD_BACK ─▶ WAITING ─ admit ─▶ PREFILLING ─ begin_decode ─▶ DECODING
+    WAITING_FOR_SIBLING ─▶ WAITING ─ admit ─▶ PREFILLING ─ begin_decode ─▶ DECODING
                   ▲   │  │             │    ▲                       │
-           resume │   │  └─ set_aside ─┤    └─ resume_prefill ─┐    │ pause (from PREFILLING too)
+           resume │   │  └─ wait_for_items ─┤    └─ resume_prefill ─┐    │ pause (from PREFILLING too)
                   │   │                ▼                       │    ▼
-                  ├───┼───────────── ASIDE                     └── IDLE
+                  ├───┼───────────── WAITING_FOR_ITEMS                     └── IDLE
                   │   ▼
                   └ LOADING                            FINISHED from every state
 
-HELD_BACK: a sibling that waits until the request's leader has computed the prompt.
-ASIDE: media items the engine lacks were asked for; supplying them resumes it.
+WAITING_FOR_SIBLING: a sibling that waits until the request's leader has computed the prompt.
+WAITING_FOR_ITEMS: media items the engine lacks were asked for; supplying them resumes it.
 LOADING: external KV tiers are asked for its prefix, or load it.
 IDLE: a live session that has computed and generated all it should, until it is extended.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+import struct
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
-from lookonce.core.block_hashes import extend_chain, root_hash
-from lookonce.core.mm_features import Features
-from lookonce.core.reuse_stats import FactsRecord
-from lookonce.core.session import Session
-from lookonce.core.tokens import TokenBuffer
+from lookonce.core.mm_features import MultiModalFeatures
 from lookonce.types.grammar import CompiledGrammar
-from lookonce.types.media import ProcessedItem
-from lookonce.types.request import GenerateRequest, PromptLogprob
+from lookonce.types.kv import ExternalFacts
+from lookonce.types.media import MediaFeature, ProcessedItem
+from lookonce.types.request import (
+    MAX_LISTED_ITEMS,
+    EncoderOutcome,
+    GenerateRequest,
+    PrefillFacts,
+    PromptLogprob,
+)
 
 HASHED_AHEAD = 8
 """Blocks hashed beyond the one asked for; a prompt that is not cached is not hashed at once."""
 
 
-class State(Enum):
-    HELD_BACK = "held back"
+class SequenceState(Enum):
+    WAITING_FOR_SIBLING = "held back"
     WAITING = "waiting"
-    ASIDE = "aside"
+    WAITING_FOR_ITEMS = "aside"
     LOADING = "loading"
     PREFILLING = "prefilling"
     DECODING = "decoding"
@@ -52,21 +59,21 @@ class State(Enum):
     """By identity: states key the scheduler's lanes, and Enum's own hash is slow."""
 
 
-ALLOWED: dict[State, frozenset[State]] = {
-    State.HELD_BACK: frozenset({State.WAITING, State.FINISHED}),
-    State.WAITING: frozenset(
-        {State.PREFILLING, State.ASIDE, State.LOADING, State.FINISHED}
+ALLOWED: dict[SequenceState, frozenset[SequenceState]] = {
+    SequenceState.WAITING_FOR_SIBLING: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
+    SequenceState.WAITING: frozenset(
+        {SequenceState.PREFILLING, SequenceState.WAITING_FOR_ITEMS, SequenceState.LOADING, SequenceState.FINISHED}
     ),
-    State.ASIDE: frozenset({State.WAITING, State.FINISHED}),
-    State.LOADING: frozenset({State.WAITING, State.FINISHED}),
-    State.PREFILLING: frozenset(
-        {State.DECODING, State.IDLE, State.WAITING, State.ASIDE, State.FINISHED}
+    SequenceState.WAITING_FOR_ITEMS: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
+    SequenceState.LOADING: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
+    SequenceState.PREFILLING: frozenset(
+        {SequenceState.DECODING, SequenceState.IDLE, SequenceState.WAITING, SequenceState.WAITING_FOR_ITEMS, SequenceState.FINISHED}
     ),
-    State.DECODING: frozenset(
-        {State.PREFILLING, State.IDLE, State.WAITING, State.FINISHED}
+    SequenceState.DECODING: frozenset(
+        {SequenceState.PREFILLING, SequenceState.IDLE, SequenceState.WAITING, SequenceState.FINISHED}
     ),
-    State.IDLE: frozenset({State.PREFILLING, State.FINISHED}),
-    State.FINISHED: frozenset(),
+    SequenceState.IDLE: frozenset({SequenceState.PREFILLING, SequenceState.FINISHED}),
+    SequenceState.FINISHED: frozenset(),
 }  # fmt: skip
 
 
@@ -103,7 +110,7 @@ class Request:
         self,
         request: GenerateRequest,
         prompt: NDArray[np.int32],
-        features: Features,
+        features: MultiModalFeatures,
         items: dict[bytes, ProcessedItem],
         eos_token_ids: tuple[int, ...],
         in_order: list[ProcessedItem] | None = None,
@@ -144,7 +151,7 @@ class Request:
         self.accepted = False
         self.prefilled = False
         """Some sample has computed the whole prompt: siblings need not wait any more."""
-        self.facts = FactsRecord(len(features))
+        self.facts = ReuseStats(len(features))
         if in_order is None:
             self.update_missing()
 
@@ -190,10 +197,10 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(s.state is State.FINISHED for s in self.sequences)
+        return all(s.state is SequenceState.FINISHED for s in self.sequences)
 
     def live_sequences(self) -> list[Sequence]:
-        return [s for s in self.sequences if s.state is not State.FINISHED]
+        return [s for s in self.sequences if s.state is not SequenceState.FINISHED]
 
 
 class Sequence:
@@ -229,7 +236,7 @@ class Sequence:
         self.index = index
         self.order = (request.arrival, seq_id)
         """First come, first served."""
-        self.state = State.WAITING if index == 0 else State.HELD_BACK
+        self.state = SequenceState.WAITING if index == 0 else SequenceState.WAITING_FOR_SIBLING
         self.tokens = TokenBuffer(request.prompt)
         self.token_limit = token_limit
         """Prompt plus generated tokens at which it ends with "length"."""
@@ -286,10 +293,213 @@ class Sequence:
                 self.extend_chain(block_size, min(limit, index + HASHED_AHEAD))
             yield self.chain[index]
 
-    def move_to(self, state: State) -> None:
+    def move_to(self, state: SequenceState) -> None:
         """Change state; an illegal transition is a bug in the scheduler and raises."""
         if state not in ALLOWED[self.state]:
             raise RuntimeError(
                 f"sequence {self.seq_id} cannot go from {self.state.value} to {state.value}"
             )
         self.state = state
+
+
+_ROOT = b"lookonce.kv-block.1\0"
+
+
+_PLAIN_ITEM = struct.Struct("<32sBqqq")
+
+
+_SHAPED_ITEM = struct.Struct("<32sBqqqqqqq")
+
+
+_RANGE = struct.Struct("<qq")
+
+
+_PLAIN, _SHAPED = 0, 1
+
+
+def root_hash(scope: bytes) -> bytes:
+    """Parent of the first block of every prompt of one scope, 32 bytes."""
+    return blake3(_ROOT + scope).digest()
+
+
+def extend_chain(
+    chain: list[bytes],
+    root: bytes,
+    tokens: TokenBuffer,
+    features: MultiModalFeatures,
+    block_size: int,
+    num_blocks: int,
+) -> None:
+    """Append hashes until `chain` covers `num_blocks` full blocks; earlier ones are not read."""
+    parent = chain[-1] if chain else root
+    for block in range(len(chain), num_blocks):
+        start, end = block * block_size, (block + 1) * block_size
+        parts = [parent, tokens.raw(start, end)]
+        parts += [_describe(features[i], start, end) for i in features.overlapping(start, end)]
+        parent = blake3(b"".join(parts)).digest()
+        chain.append(parent)
+
+
+def _describe(feature: MediaFeature, start: int, end: int) -> bytes:
+    """Self-delimiting bytes of one item as the block `[start, end)` sees it."""
+    base, length, rows = feature.offset - start, feature.length, feature.num_embeds
+    if feature.is_embed is None and feature.grid is None:
+        return _PLAIN_ITEM.pack(feature.key, _PLAIN, base, length, rows)
+    ranges = [
+        _RANGE.pack(base + first, base + last)
+        for first, last in feature.is_embed or ()
+        if base + first < end - start and base + last > 0
+    ]
+    grid = feature.grid or (-1, -1, -1)
+    head = _SHAPED_ITEM.pack(feature.key, _SHAPED, base, length, rows, *grid, len(ranges))
+    return head + b"".join(ranges)
+
+
+_INT32 = "i"
+
+
+class TokenBuffer:
+    """Token ids as int32: the prompt, never written, and what has been appended since.
+
+    The samples of one request share the prompt.
+    """
+
+    __slots__ = ("_appended", "_num_prompt", "_prompt", "append")
+
+    def __init__(self, prompt: NDArray[np.int32]) -> None:
+        self._prompt = prompt
+        self._num_prompt = len(prompt)
+        self._appended = array(_INT32)
+        self.append = self._appended.append
+        """Add one token; amortised O(1)."""
+
+    def __len__(self) -> int:
+        return self._num_prompt + len(self._appended)
+
+    def extend(self, token_ids: NDArray[np.int32]) -> None:
+        self._appended.frombytes(token_ids.tobytes())
+
+    def view(self) -> NDArray[np.int32]:
+        """All tokens, `[num_tokens]`, read-only; a copy where any were appended."""
+        view = self._prompt.view()
+        if self._appended:
+            view = np.concatenate((view, np.array(self._appended, dtype=np.int32)))
+        view.flags.writeable = False
+        return view
+
+    def raw(self, start: int, stop: int) -> bytes:
+        """Little-endian bytes of tokens `[start, stop)`."""
+        in_prompt = self._prompt[start:stop].tobytes()
+        first = max(0, start - self._num_prompt)
+        return in_prompt + self._appended[first : max(0, stop - self._num_prompt)].tobytes()
+
+
+class ReuseStats:
+    """Collects what a request reused, from its first admission to its first token."""
+
+    __slots__ = ("_encode_ms", "_external", "_outcomes", "prefix_cached_tokens")
+
+    def __init__(self, num_features: int) -> None:
+        listed = min(num_features, MAX_LISTED_ITEMS)
+        self.prefix_cached_tokens: int | None = None
+        """What the first admission found on the device; None before it."""
+        self._external: ExternalFacts | None = None
+        self._outcomes: list[EncoderOutcome] = ["skipped"] * listed
+        self._encode_ms = [0.0] * listed
+
+    @property
+    def admitted(self) -> bool:
+        return self.prefix_cached_tokens is not None
+
+    def note_admission(self, num_cached: int, external: ExternalFacts | None = None) -> None:
+        """Only the first admission counts; one after preemption finds the request's own blocks.
+
+        Of `num_cached` tokens, external tiers loaded `external.loaded`.
+        """
+        if self.prefix_cached_tokens is None:
+            self._external = external
+            loaded = 0 if external is None else external.loaded
+            self.prefix_cached_tokens = num_cached - loaded
+
+    def listed(self, indices: range) -> range:
+        """Those of the features that the receipt lists one by one."""
+        return range(indices.start, min(indices.stop, len(self._outcomes)))
+
+    def note(self, index: int, outcome: EncoderOutcome) -> None:
+        """The first use of a feature's output decides its outcome."""
+        if index < len(self._outcomes) and self._outcomes[index] == "skipped":
+            self._outcomes[index] = outcome
+
+    def note_encoding(self, index: int, seconds: float) -> None:
+        if index < len(self._encode_ms):
+            self._encode_ms[index] += 1000.0 * seconds
+
+    def freeze(self) -> PrefillFacts:
+        return PrefillFacts(
+            prefix_cached_tokens=self.prefix_cached_tokens or 0,
+            external_cached_tokens=0 if self._external is None else self._external.loaded,
+            encoder=tuple(self._outcomes),
+            encode_ms=tuple(self._encode_ms),
+            external=self._external,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInput:
+    """What one `extend` brings; offsets count from its first token."""
+
+    token_ids: NDArray[np.int32]
+    """Of its own, so that whoever gave them may use the memory again."""
+    features: MultiModalFeatures
+    items: Mapping[bytes, ProcessedItem]
+
+
+@dataclass(slots=True)
+class Session:
+    """What a request has beside others when it is live."""
+
+    limit: int
+    """Tokens the session may have in all, given and generated."""
+    turn_tokens: int | None
+    """Tokens generated after each extension; None: up to a stop token."""
+    block_size: int = 1
+    """Positions that are hashed together, with the items among them, once all are computed."""
+    inbox: deque[SessionInput] = field(default_factory=deque)
+    num_coming: int = 0
+    """Tokens in the inbox."""
+    num_passed: int = 0
+    """Leading features whose K/V are computed."""
+    unpassed: Counter[bytes] = field(default_factory=Counter)
+    """Of each key, how many of the other features have it."""
+
+    def put(self, appendix: SessionInput) -> None:
+        """Into the inbox."""
+        self.inbox.append(appendix)
+        self.num_coming += len(appendix.token_ids)
+
+    def take(self) -> SessionInput:
+        """The oldest in the inbox. Raises `IndexError` where there is none."""
+        appendix = self.inbox.popleft()
+        self.num_coming -= len(appendix.token_ids)
+        return appendix
+
+    def turn_limit(self, num_tokens: int) -> int:
+        """Where generation pauses that begins with `num_tokens` tokens."""
+        wanted = self.limit if self.turn_tokens is None else num_tokens + self.turn_tokens
+        return min(self.limit, wanted)
+
+    def let_go(
+        self, features: MultiModalFeatures, items: dict[bytes, ProcessedItem], computed: int
+    ) -> None:
+        """Drop the arrays of items whose positions are all computed; O(1) for each, once.
+
+        Their places too, but for those in the block that will be hashed once it is full.
+        """
+        while self.num_passed < len(features) and features[self.num_passed].end <= computed:
+            key = features[self.num_passed].key
+            self.num_passed += 1
+            self.unpassed[key] -= 1
+            if not self.unpassed[key]:
+                del self.unpassed[key]
+                items.pop(key, None)
+        features.forget_before(computed - computed % self.block_size)

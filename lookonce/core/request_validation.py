@@ -9,16 +9,15 @@ from numpy.typing import NDArray
 
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.mm_features import EncoderInputs, Features
-from lookonce.core.request import Request
-from lookonce.core.session import Appendix
+from lookonce.core.mm_features import EncoderInputs, MultiModalFeatures
+from lookonce.core.request import Request, SessionInput
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest
 
 
-class Door:
+class RequestValidator:
     """Builds requests and refuses, before anything is spent, what could never be served.
 
     Reads only limits that never change: another thread may have a door of its own.
@@ -53,12 +52,12 @@ class Door:
         token_ids: NDArray[np.int32],
         features: tuple[MediaFeature, ...],
         items: Mapping[bytes, ProcessedItem],
-    ) -> Appendix:
+    ) -> SessionInput:
         """What is appended to a live session, offsets counting from its first token.
 
         Copies `token_ids`. Raises `BadRequestError` or `TooLargeError` as for a request.
         """
-        tokens, checked, brought = _own_tokens(token_ids), Features(features), dict(items)
+        tokens, checked, brought = _own_tokens(token_ids), MultiModalFeatures(features), dict(items)
         if checked.end > len(tokens):
             raise BadRequestError(
                 f"an item ends at position {checked.end} of {len(tokens)} tokens",
@@ -71,7 +70,7 @@ class Door:
         self._check_items(checked)
         self._check_token_ids(tokens, checked)
         check_rows(checked, brought)
-        return Appendix(tokens, checked, brought)
+        return SessionInput(tokens, checked, brought)
 
     def token_limit(self, request: Request) -> int:
         """Prompt plus generated tokens at which a sequence of the request ends or pauses."""
@@ -80,10 +79,10 @@ class Door:
             limit = min(limit, request.num_prompt_tokens + request.sampling.max_tokens)
         return limit
 
-    def _collect(self, features: tuple[MediaFeature, ...]) -> Features:
+    def _collect(self, features: tuple[MediaFeature, ...]) -> MultiModalFeatures:
         """By the model's rule of where its items are."""
         if not self._model.encoder_decoder:
-            return Features(features)
+            return MultiModalFeatures(features)
         if len(features) > 1:  # each holding one of two, two requests might wait for ever
             raise BadRequestError(
                 f"the request has {len(features)} items; an encoder-decoder request has one input",
@@ -91,7 +90,7 @@ class Door:
             )
         return EncoderInputs(features)
 
-    def _check_lengths(self, num_tokens: int, features: Features) -> None:
+    def _check_lengths(self, num_tokens: int, features: MultiModalFeatures) -> None:
         limit = self._model.max_model_len - 1
         if num_tokens > limit:
             raise TooLargeError(
@@ -110,7 +109,7 @@ class Door:
                 param="features",
             )
 
-    def _check_items(self, features: Features) -> None:
+    def _check_items(self, features: MultiModalFeatures) -> None:
         """One after the other only where something may be wrong: there may be ten thousands."""
         known, unsplittable = self._model.modalities, self._model.unsplittable
         used = features.modalities
@@ -135,7 +134,7 @@ class Door:
                 param="features",
             )
 
-    def _check_token_ids(self, prompt: NDArray[np.int32], features: Features) -> None:
+    def _check_token_ids(self, prompt: NDArray[np.int32], features: MultiModalFeatures) -> None:
         """Ids outside the vocabulary are allowed only where an item's rows replace them."""
         outside = np.flatnonzero((prompt < 0) | (prompt >= self._model.vocab_size))
         if not len(outside):
@@ -161,7 +160,7 @@ def _own_tokens(token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
     return given.copy()
 
 
-def check_places(features: Features, items: Mapping[bytes, ProcessedItem]) -> None:
+def check_places(features: MultiModalFeatures, items: Mapping[bytes, ProcessedItem]) -> None:
     """A live session lets an item go once its place is computed: there is a place for each.
 
     Raises `BadRequestError` for items without one.
@@ -175,7 +174,9 @@ def check_places(features: Features, items: Mapping[bytes, ProcessedItem]) -> No
         )
 
 
-def check_rows(features: Features, items: dict[bytes, ProcessedItem]) -> list[ProcessedItem] | None:
+def check_rows(
+    features: MultiModalFeatures, items: dict[bytes, ProcessedItem]
+) -> list[ProcessedItem] | None:
     """The item of each feature, where that was seen while checking.
 
     Raises `BadRequestError` for an item that has not as many rows as its place in the prompt.
@@ -186,7 +187,7 @@ def check_rows(features: Features, items: dict[bytes, ProcessedItem]) -> list[Pr
     return found
 
 
-def _check_rows_one_by_one(features: Features, items: dict[bytes, ProcessedItem]) -> None:
+def _check_rows_one_by_one(features: MultiModalFeatures, items: dict[bytes, ProcessedItem]) -> None:
     for index, feature in enumerate(features.as_tuple()):
         item = items.get(feature.key)
         if item is not None and _num_rows(item) != feature.num_embeds:

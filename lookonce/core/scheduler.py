@@ -17,26 +17,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookonce.config import SchedulerConfig
-from lookonce.core.admission import Admission
 from lookonce.core.block_pool import BlockPool
-from lookonce.core.budget import StepPass
-from lookonce.core.chunking import Chunker
-from lookonce.core.counters import Counters
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.encoder_scheduling import Acquirer
-from lookonce.core.kv_connector_state import ExternalPrefixes
-from lookonce.core.lifecycle import Lifecycle
-from lookonce.core.planning import Planner
-from lookonce.core.preemption import Preemption
-from lookonce.core.prefetching import Prefetcher
-from lookonce.core.request import Request, Sequence
-from lookonce.core.request_queues import Roster
-from lookonce.core.request_validation import Door, check_rows
-from lookonce.core.reuse_stats import FactsRecord
-from lookonce.core.scheduler_output import Outbox, SchedulerOutput
-from lookonce.core.session_eviction import IdleSessions
+from lookonce.core.encoder_scheduling import EncoderPrefetcher, EncoderScheduler, StepPass
+from lookonce.core.kv_connector_state import KVConnectorState
+from lookonce.core.planning import Admission, Chunker, Planner
+from lookonce.core.preemption import Preemption, SessionEviction
+from lookonce.core.request import Request, ReuseStats, Sequence
+from lookonce.core.request_validation import RequestValidator, check_rows
+from lookonce.core.scheduler_state import (
+    Counters,
+    PendingOutput,
+    RequestQueues,
+    SchedulerOutput,
+    SchedulerState,
+)
 from lookonce.core.sessions import Sessions
-from lookonce.core.update_from_output import Applier
+from lookonce.core.update_from_output import UpdateFromOutput
 from lookonce.errors import BadRequestError, ConfigError, QueueFullError
 from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
@@ -75,24 +72,26 @@ class Scheduler:
         self._pool = block_pool
         self._encoder_cache = encoder_cache
         self._max_queue = config.max_queue
-        self._roster = roster = Roster()
-        self._outbox = Outbox()
+        self._roster = roster = RequestQueues()
+        self._outbox = PendingOutput()
         self._counters = counters = Counters()
-        self._lifecycle = lifecycle = Lifecycle(
+        self._lifecycle = lifecycle = SchedulerState(
             block_pool, encoder_cache, roster, self._outbox, clock
         )
-        self._external: ExternalPrefixes | None = None
+        self._external: KVConnectorState | None = None
         if external is not None:
-            self._external = ExternalPrefixes(
+            self._external = KVConnectorState(
                 external, block_pool, roster, lifecycle, fail_on_loss=fail_on_loss
             )
             lifecycle.on_end = self._external.finished
-        self._door = Door(block_pool, encoder_cache, model, config.max_num_batched_tokens)
+        self._door = RequestValidator(
+            block_pool, encoder_cache, model, config.max_num_batched_tokens
+        )
         preemption = Preemption(block_pool, roster, lifecycle, counters)
         self._sessions = Sessions(self._door, roster, lifecycle, preemption, self._outbox)
-        self._idle = IdleSessions(block_pool, roster, lifecycle, clock)
+        self._idle = SessionEviction(block_pool, roster, lifecycle, clock)
         self._planner = self._make_planner(model, config, preemption, prefix_caching=prefix_caching)
-        self._applier = Applier(
+        self._applier = UpdateFromOutput(
             block_pool,
             encoder_cache,
             roster,
@@ -104,7 +103,7 @@ class Scheduler:
         )
         self._next_seq_id = 0
         self._step_id = 0
-        self._encode_owners: Iterable[tuple[FactsRecord, int]] = ()
+        self._encode_owners: Iterable[tuple[ReuseStats, int]] = ()
 
     def _make_planner(
         self,
@@ -124,9 +123,9 @@ class Scheduler:
             prefix_caching=prefix_caching,
             external=self._external,
         )
-        prefetcher = Prefetcher(
+        prefetcher = EncoderPrefetcher(
             roster,
-            admission,
+            admission.num_cached,
             self._encoder_cache,
             counters,
             ahead_of_admission=self._external is None,
@@ -137,7 +136,8 @@ class Scheduler:
             admission,
             preemption,
             Chunker(
-                Acquirer(self._encoder_cache, counters, model.unsplittable), model.unsplittable
+                EncoderScheduler(self._encoder_cache, counters, model.unsplittable),
+                model.unsplittable,
             ),
             prefetcher if config.encoder_prefetch else None,
             self._idle,
@@ -318,10 +318,10 @@ class Scheduler:
         )
 
     @property
-    def seconds_to_next_look(self) -> float | None:
+    def seconds_to_next_eviction(self) -> float | None:
         """After a plan that was None: when the next may have something to do although nothing has
         happened until then. None: not before something does."""
-        return self._idle.seconds_to_next_look
+        return self._idle.seconds_to_next_eviction
 
     def stats(self) -> dict[str, float]:
         """Metric names without prefix → values."""

@@ -20,19 +20,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.mm_features import EncoderInputs
 from lookonce.core.preemption import Preemption
-from lookonce.core.request import Request, Sequence, State
-from lookonce.core.request_queues import Roster
-from lookonce.core.request_validation import Door, check_places
-from lookonce.core.scheduler_output import Outbox
-from lookonce.core.session import Appendix, Session
+from lookonce.core.request import Request, Sequence, SequenceState, Session, SessionInput
+from lookonce.core.request_validation import RequestValidator, check_places
+from lookonce.core.scheduler_state import PendingOutput, RequestQueues, SchedulerState
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.step import Extension
 
-UNADMITTED = (State.WAITING, State.LOADING)
+UNADMITTED = (SequenceState.WAITING, SequenceState.LOADING)
 
 
 class Sessions:
@@ -40,11 +37,11 @@ class Sessions:
 
     def __init__(
         self,
-        door: Door,
-        roster: Roster,
-        lifecycle: Lifecycle,
+        door: RequestValidator,
+        roster: RequestQueues,
+        lifecycle: SchedulerState,
         preemption: Preemption,
-        outbox: Outbox,
+        outbox: PendingOutput,
     ) -> None:
         self._door = door
         self._roster = roster
@@ -105,7 +102,7 @@ class Sessions:
         """Append what has come to its sessions, with blocks for it. Before a step is planned."""
         for request in list(self._given.values()):
             sequence = request.sequences[0]
-            if sequence.state is State.FINISHED:
+            if sequence.state is SequenceState.FINISHED:
                 del self._given[request.request_id]
             elif sequence.state not in UNADMITTED:
                 del self._given[request.request_id]
@@ -121,12 +118,12 @@ class Sessions:
         while session.inbox:
             self._append(request, session, sequence, session.take())
         sequence.token_limit = session.turn_limit(len(sequence.tokens))
-        if sequence.state is not State.PREFILLING:
+        if sequence.state is not SequenceState.PREFILLING:
             self._lifecycle.resume_prefill(sequence)
         self._preemption.complete_blocks(sequence)
 
     def _append(
-        self, request: Request, session: Session, sequence: Sequence, appendix: Appendix
+        self, request: Request, session: Session, sequence: Sequence, appendix: SessionInput
     ) -> None:
         start = len(sequence.tokens)
         if not sequence.num_generated:

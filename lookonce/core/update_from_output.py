@@ -5,34 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lookonce.core.block_pool import BlockPool
-from lookonce.core.completion import finish_reason
-from lookonce.core.counters import Counters
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.kv_connector_state import ExternalPrefixes
-from lookonce.core.lifecycle import Lifecycle
-from lookonce.core.request import Sequence, State
-from lookonce.core.request_queues import Roster
-from lookonce.core.reuse_stats import FactsRecord
-from lookonce.core.scheduler_output import Outbox
+from lookonce.core.kv_connector_state import KVConnectorState
+from lookonce.core.request import ReuseStats, Sequence, SequenceState
+from lookonce.core.scheduler_state import Counters, PendingOutput, RequestQueues, SchedulerState
 from lookonce.errors import LookOnceError
-from lookonce.types.request import TokenDelta, TokenLogprob
+from lookonce.types.request import FinishReason, TokenDelta, TokenLogprob
 from lookonce.types.step import StepPlan, StepResult
 
 
-class Applier:
+class UpdateFromOutput:
     """Moves every scheduled sequence on by what was computed for it."""
 
     def __init__(
         self,
         pool: BlockPool,
         encoder_cache: EncoderCache,
-        roster: Roster,
-        lifecycle: Lifecycle,
-        outbox: Outbox,
+        roster: RequestQueues,
+        lifecycle: SchedulerState,
+        outbox: PendingOutput,
         counters: Counters,
         *,
         prefix_caching: bool,
-        external: ExternalPrefixes | None = None,
+        external: KVConnectorState | None = None,
     ) -> None:
         self._pool = pool
         self._encoder_cache = encoder_cache
@@ -47,7 +42,7 @@ class Applier:
         self,
         plan: StepPlan,
         result: StepResult,
-        encode_owners: Iterable[tuple[FactsRecord, int]],
+        encode_owners: Iterable[tuple[ReuseStats, int]],
     ) -> None:
         """Sequences that ended since the plan was made are passed over.
 
@@ -60,7 +55,7 @@ class Applier:
         if result.prompt_logprobs:
             self._take_prompt_logprobs(plan, result)
         sequences, token_ids, logprobs = self._roster.sequences, result.token_ids, result.logprobs
-        block_size, decoding = self._pool.block_size, State.DECODING
+        block_size, decoding = self._pool.block_size, SequenceState.DECODING
         sampled = 0
         for entry in plan.scheduled:
             sequence = sequences.get(entry.seq_id)
@@ -79,7 +74,7 @@ class Applier:
         self,
         plan: StepPlan,
         result: StepResult,
-        encode_owners: Iterable[tuple[FactsRecord, int]],
+        encode_owners: Iterable[tuple[ReuseStats, int]],
     ) -> None:
         for encoded, (facts, index) in zip(plan.encode, encode_owners, strict=True):
             if encoded.key in result.failed_items:
@@ -122,7 +117,7 @@ class Applier:
         request = sequence.request
         if request.session is not None:
             request.session.let_go(request.features, request.items, sequence.num_computed)
-        if sequence.state is State.PREFILLING:
+        if sequence.state is SequenceState.PREFILLING:
             self._lifecycle.accept_once_covered(sequence)
 
     def _register_blocks(self, sequence: Sequence) -> None:
@@ -162,7 +157,7 @@ class Applier:
         if logprob is not None:
             delta.logprobs = [logprob]
         self._outbox.output.deltas.append(delta)
-        prefilling = sequence.state is State.PREFILLING
+        prefilling = sequence.state is SequenceState.PREFILLING
         if prefilling:
             self._end_prompt(sequence, delta)
         if pausing:
@@ -186,3 +181,18 @@ def _goes_on(sequence: Sequence) -> bool:
     """What would end another request only ends the turn of a live session."""
     session = sequence.request.session
     return session is not None and len(sequence.tokens) < session.limit
+
+
+def finish_reason(sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
+    """Why the token just appended ends the sequence, and the stop token if one did.
+
+    An end token of the model wins over `stop_token_ids`, and both over length.
+    """
+    request = sequence.request
+    if token_id in request.eos_token_ids:
+        return "stop", None
+    if token_id in request.stop_token_ids:
+        return "stop", token_id
+    if sequence.num_computed + 1 >= sequence.token_limit:  # all but the new token are computed
+        return "length", None
+    return None, None

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookonce.core import columns
-from lookonce.core.columns import one_run_items_in_python, plain_columns_in_python
+from lookonce.core import mm_features as columns
+from lookonce.core.mm_features import one_run_items_in_python, plain_columns_in_python
 from lookonce.types.media import Expansion, MediaFeature, ProcessedItem
 from tests.support.core.builders import feature, item_for, items_for, key
 

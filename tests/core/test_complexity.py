@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 import lookonce
-from lookonce.core.block_hashes import extend_chain, root_hash
-from lookonce.core.mm_features import Features
+from lookonce.core.mm_features import MultiModalFeatures
+from lookonce.core.request import extend_chain, root_hash
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import StepPlan, StepResult
@@ -220,23 +220,23 @@ def test_giving_a_request_up_costs_its_blocks_and_what_it_holds_not_its_items() 
     assert counts[LARGE] < 12
 
 
-def scan_all(features: Features, start: int, end: int) -> range:
+def scan_all(features: MultiModalFeatures, start: int, end: int) -> range:
     found = [i for i, f in enumerate(features.as_tuple()) if f.end > start and f.offset < end]
     return range(found[0], found[-1] + 1) if found else range(0)
 
 
-def copy_all(features: Features, start: int, end: int) -> range:
+def copy_all(features: MultiModalFeatures, start: int, end: int) -> range:
     copied = list(features.as_tuple())
     return bisected(features, start, end) if copied else range(0)
 
 
-bisected = Features.overlapping
+bisected = MultiModalFeatures.overlapping
 
 
 def test_a_linear_scan_would_be_noticed(
     prefilling: dict[int, LongRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Features, "overlapping", scan_all)
+    monkeypatch.setattr(MultiModalFeatures, "overlapping", scan_all)
     counts = {n: count_operations(long.step) for n, long in prefilling.items()}
     assert counts[LARGE] > 10 * counts[SMALL]
 
@@ -244,5 +244,5 @@ def test_a_linear_scan_would_be_noticed(
 def test_a_copy_would_be_noticed(
     prefilling: dict[int, LongRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Features, "overlapping", copy_all)
+    monkeypatch.setattr(MultiModalFeatures, "overlapping", copy_all)
     assert peak_bytes(prefilling[LARGE].step) > 200_000

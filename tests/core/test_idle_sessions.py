@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lookonce.core.session_eviction import IDLE_SECONDS
+from lookonce.core.preemption import IDLE_SECONDS
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, feature, items_for, request, text
 from tests.support.core.engine import Engine
@@ -42,10 +42,10 @@ def engine() -> Engine:
 def test_a_session_idle_for_long_makes_way_for_who_waits_for_its_seat(engine: Engine) -> None:
     engine.add(request("a", text(6), arrival=1.0))
     assert engine.step() is None
-    assert engine.scheduler.seconds_to_next_look == IDLE_SECONDS
+    assert engine.scheduler.seconds_to_next_eviction == IDLE_SECONDS
     engine.now = IDLE_SECONDS - 1
     assert engine.step() is None
-    assert engine.scheduler.seconds_to_next_look == 1
+    assert engine.scheduler.seconds_to_next_eviction == 1
     engine.now = IDLE_SECONDS
     engine.run()
     assert_evicted(engine, "live")
@@ -56,7 +56,7 @@ def test_a_session_idle_for_long_makes_way_for_who_waits_for_its_seat(engine: En
 def test_a_session_is_idle_for_ever_where_nobody_waits(engine: Engine) -> None:
     engine.now = 1000 * IDLE_SECONDS
     assert engine.step() is None
-    assert engine.scheduler.seconds_to_next_look is None
+    assert engine.scheduler.seconds_to_next_eviction is None
     extend(engine, "live")
     engine.run()
     assert len(engine.tokens["live", 0]) == 2
@@ -78,7 +78,7 @@ def test_nothing_is_to_be_looked_for_once_the_one_that_waited_is_gone(engine: En
     engine.step()
     engine.scheduler.abort("a")
     engine.run()
-    assert engine.scheduler.seconds_to_next_look is None
+    assert engine.scheduler.seconds_to_next_eviction is None
 
 
 def test_the_one_idle_the_longest_goes_and_no_more_than_are_needed() -> None:
@@ -119,7 +119,9 @@ def test_no_session_goes_where_all_their_blocks_would_not_be_enough() -> None:
     for _ in range(3):
         engine.step()
     assert not engine.ended
-    assert engine.scheduler.seconds_to_next_look == IDLE_SECONDS, "when the other may go as well"
+    assert engine.scheduler.seconds_to_next_eviction == IDLE_SECONDS, (
+        "when the other may go as well"
+    )
     engine.now = 2 * IDLE_SECONDS
     engine.run()
     assert ("a", 0) in engine.ended

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.request_validation import Door
+from lookonce.core.request_validation import RequestValidator
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import (
@@ -41,7 +41,7 @@ def add_irreplaceable(engine: Engine, wire: GenerateRequest) -> None:
     limits = engine.limits
     pool = BlockPool(limits.num_blocks, limits.block_size)
     encoder_cache = EncoderCache(limits.encoder_rows * ROW_BYTES, ROW_BYTES)
-    door = Door(pool, encoder_cache, limits.model, limits.max_num_batched_tokens)
+    door = RequestValidator(pool, encoder_cache, limits.model, limits.max_num_batched_tokens)
     built = door.build_request(wire, {})
     built.recoverable = False
     engine.scheduler.take_in(built)

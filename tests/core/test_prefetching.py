@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lookonce.core.prefetching import BROUGHT_ALONG
+from lookonce.core.encoder_scheduling import BROUGHT_ALONG
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, feature, request, text
 from tests.support.core.engine import Engine

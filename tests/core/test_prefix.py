@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lookonce.core.block_hashes import extend_chain, root_hash
-from lookonce.core.mm_features import Features
-from lookonce.core.tokens import TokenBuffer
+from lookonce.core.mm_features import MultiModalFeatures
+from lookonce.core.request import TokenBuffer, extend_chain, root_hash
 from lookonce.types.media import MediaFeature
 from tests.support.core.builders import feature, text
 
@@ -20,7 +19,9 @@ def chain_of(
 ) -> list[bytes]:
     chain: list[bytes] = []
     buffer = TokenBuffer(np.asarray(tokens, np.int32))
-    extend_chain(chain, root_hash(scope), buffer, Features(features), BLOCK, len(tokens) // BLOCK)
+    extend_chain(
+        chain, root_hash(scope), buffer, MultiModalFeatures(features), BLOCK, len(tokens) // BLOCK
+    )
     return chain
 
 
@@ -81,7 +82,7 @@ def test_two_items_in_a_block_cannot_be_taken_for_their_exchange() -> None:
 
 def test_extending_gives_what_hashing_at_once_gives() -> None:
     tokens = text(41)
-    features = Features([feature("x", 3, 9), feature("y", 20, 8)])
+    features = MultiModalFeatures([feature("x", 3, 9), feature("y", 20, 8)])
     grown: list[bytes] = []
     buffer = TokenBuffer(np.asarray(tokens[:2], np.int32))
     for token in tokens[2:]:

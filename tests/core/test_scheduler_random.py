@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lookonce.core import encoder_cache
 from lookonce.core import encoder_scheduling as acquiring
 from lookonce.core import mm_features as features_module
-from lookonce.core.session_eviction import IDLE_SECONDS
+from lookonce.core.preemption import IDLE_SECONDS
 from lookonce.errors import TooLargeError
 from lookonce.types.media import MediaFeature, Modality
 from lookonce.types.request import GenerateRequest

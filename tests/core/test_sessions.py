@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lookonce.core import mm_features as features_module
-from lookonce.core.mm_features import Features
+from lookonce.core.mm_features import MultiModalFeatures
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import MediaFeature
 from lookonce.types.sampling import SamplingParams
@@ -64,7 +64,7 @@ class Live:
     def expected(self) -> list[int]:
         """What it generates when each extension comes once the turn before it is over."""
         tokens: list[int] = []
-        features, generated, state = Features(), [], b""
+        features, generated, state = MultiModalFeatures(), [], b""
         for given, coming in self.given:
             for at in coming:
                 shifted = MediaFeature(

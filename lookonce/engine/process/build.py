@@ -16,7 +16,7 @@ import torch
 from lookonce.config import GIB, KVConfig
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.request_validation import Door
+from lookonce.core.request_validation import RequestValidator
 from lookonce.core.scheduler import Scheduler
 from lookonce.engine.process.engine_core import EngineCore
 from lookonce.engine.process.grammar import GrammarCompiler
@@ -125,7 +125,7 @@ def assemble(
         fail_on_loss=settings.kv.load_failure_policy == "fail",
     )
     grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
-    door = Door(pool, encoder_cache, info, settings.scheduler.max_num_batched_tokens)
+    door = RequestValidator(pool, encoder_cache, info, settings.scheduler.max_num_batched_tokens)
     return EngineCore(scheduler, runner, external), Judge(info, door, grammars.compile)
 
 

@@ -114,10 +114,10 @@ class EngineCore:
         return self._scheduler.has_work
 
     @property
-    def seconds_to_next_look(self) -> float | None:
+    def seconds_to_next_eviction(self) -> float | None:
         """After a step with nothing to do: when the next may have something, though nothing has
         happened until then. None: not before something does."""
-        return self._scheduler.seconds_to_next_look
+        return self._scheduler.seconds_to_next_eviction
 
     @property
     def num_waiting(self) -> int:

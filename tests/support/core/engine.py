@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from lookonce.core.scheduler_output import SchedulerOutput
+from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.types.request import GenerateRequest, PrefillFacts, PromptLogprob, TokenDelta
 from lookonce.types.step import StepPlan
 from tests.support.core.builders import ROW_BYTES, Limits, items_for, make_scheduler
