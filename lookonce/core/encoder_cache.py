@@ -4,13 +4,14 @@
        ▲                       │  ▲                │
        └── evicted, cleared ───┘  └── last release ┘
 
-Only unheld entries leave. The next to leave is the least recently used, weighted by what it cost
-to compute per byte (see `eviction`).
+Only unheld entries are evicted: the least recently used first, weighted by what they cost to
+compute per byte (`eviction`). Evicted outputs are copied to the host tier, if there is one, and
+restored from there.
 
-What leaves for room goes to the host tier, if there is one, and is restored from there. Outputs
-that were prefetched are awaited: until somebody holds them they leave only when nothing else can.
+Prefetched outputs are awaited: until a sequence holds them they are evicted only when nothing else
+can be.
 
-The index runs both ways, holder → keys and key → holders, and every change updates both.
+The cache is indexed both ways, holder → keys and key → holders; every change updates both.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from itertools import repeat
 import msgspec
 
 from lookonce.core.eviction import EncoderCacheEntry, EvictionOrder
-from lookonce.core.host_outputs import HostOutputs
+from lookonce.core.host_outputs import NO_MOVES, HostOutputs, Moves
 from lookonce.errors import TooLargeError
 
 MANY = 16
-"""Keys released at once from which on one pass is cheaper than settling one after the other."""
+"""Number of keys from which on releasing them in one pass is cheaper than one by one."""
 
 
 class Allocation(msgspec.Struct, frozen=True, gc=False):
-    """Room made for one output, and the keys that had to leave for it."""
+    """Room for one output, and the keys that were evicted for it."""
 
     key: bytes
     num_bytes: int
@@ -41,9 +42,8 @@ class Allocation(msgspec.Struct, frozen=True, gc=False):
 class EncoderCache:
     """Accounts for encoder outputs; the runner keeps the tensors under the same keys.
 
-    A holder is a sequence id. One holder may hold one key several times (the same picture twice
-    in a prompt); each hold needs its release. `take_dropped` names the keys that left since it
-    was last asked: the runner must free those.
+    A holder is a sequence id. It may hold one key several times (the same picture twice in a
+    prompt), and each hold needs its release. The runner must free the keys of `take_dropped`.
     """
 
     def __init__(self, capacity_bytes: int, row_bytes: int, host_capacity_bytes: int = 0) -> None:
@@ -52,16 +52,16 @@ class EncoderCache:
         self.host = HostOutputs(host_capacity_bytes)
         self._entries: dict[bytes, EncoderCacheEntry] = {}
         self._held: dict[int, dict[bytes, EncoderCacheEntry]] = {}
-        """Holder → keys it holds; each entry counts how often."""
+        """Holder → keys it holds; the entry counts how often."""
         self._used_bytes = 0
         self._unheld_bytes = 0
         self._awaited: OrderedDict[bytes, None] = OrderedDict()
-        """Unheld entries that somebody will need soon, in the order they were prefetched."""
+        """Unheld keys that were prefetched and not used yet, in that order."""
         self._awaited_bytes = 0
         self._order = EvictionOrder()
-        """Unheld entries that nobody awaits."""
+        """Unheld entries that are not awaited."""
         self._usual_cost = 0.0
-        """Running mean of the recorded costs per byte; stands in where none was recorded."""
+        """Running mean of the recorded costs per byte; assumed for entries without one."""
         self._dropped: list[bytes] = []
 
     def __contains__(self, key: bytes) -> bool:
@@ -84,30 +84,30 @@ class EncoderCache:
 
     @property
     def has_moves(self) -> bool:
-        """Whether the runner has to be told of anything that left or moves."""
-        return bool(self._dropped) or self.host.has_moves
+        """Whether the runner must drop outputs, or copy them between device and host."""
+        return bool(self._dropped) or (self.host.capacity_bytes > 0 and self.host.has_moves)
 
     def has_anywhere(self, key: bytes) -> bool:
-        """Whether the output need not be encoded: it is on the device or on the host."""
+        """Whether the output is on the device or on the host, and need not be encoded."""
         return key in self._entries or key in self.host.copies
 
     @property
     def eviction_queue_length(self) -> int:
-        """Entries that may leave and that nobody awaits."""
+        """Entries that may be evicted and are not awaited."""
         return len(self._order)
 
     @property
-    def num_places(self) -> int:
-        """Places of the eviction order in memory, those that nobody has any more too."""
-        return self._order.num_places
+    def num_eviction_positions(self) -> int:
+        """Positions of the eviction order in memory, stale ones included."""
+        return self._order.num_positions
 
     @property
     def max_rows(self) -> int:
-        """Rows of the largest output that fits at all."""
+        """Rows of the largest output that fits into an empty cache."""
         return self.capacity_bytes // self.row_bytes if self.row_bytes else sys.maxsize
 
     def refuse_oversize(self, num_embeds: int, what: str) -> None:
-        """Raise `TooLargeError` when `what` could never fit, with its size and the limit."""
+        """Raise `TooLargeError`, with size and limit, when `what` does not fit an empty cache."""
         num_bytes = num_embeds * self.row_bytes
         if num_bytes > self.capacity_bytes:
             raise TooLargeError(
@@ -119,10 +119,10 @@ class EncoderCache:
     def try_allocate(
         self, key: bytes, num_embeds: int, holder: int | None = None
     ) -> Allocation | None:
-        """Make room for an absent key, evicting unheld entries only as far as needed.
+        """Make room for an absent key, evicting no more unheld entries than needed.
 
-        None, with nothing changed, when what is held leaves too little room. With a holder the
-        new entry is held once from the start; without one it is evictable.
+        None, with nothing changed, when held entries leave too little room. With a holder the new
+        entry is held once; without one it may be evicted.
         """
         entries = self._entries
         if key in entries:
@@ -145,9 +145,9 @@ class EncoderCache:
         return Allocation(key, num_bytes, evicted)
 
     def try_restore(self, key: bytes, num_embeds: int, holder: int) -> Allocation | None:
-        """As `try_allocate` for a key with a host copy, which goes to the device in the next step.
+        """As `try_allocate` for a key with a host copy, which the next step copies to the device.
 
-        What leaves the device for it never pushes its own copy out.
+        Outputs evicted for it never displace its host copy.
         """
         self.host.restore(key)
         allocation = self.try_allocate(key, num_embeds, holder)
@@ -156,8 +156,10 @@ class EncoderCache:
         return allocation
 
     def try_allocate_many(self, keys: list[bytes], rows: list[int], holder: int) -> bool:
-        """As `try_allocate` for each key, held by `holder`; False, with nothing changed, when one
-        is known already, on the device or the host, named twice, or when all do not fit at once.
+        """As `try_allocate` for each key, held by `holder`.
+
+        False, with nothing changed, when a key is on the device or the host already, is named
+        twice, or when all do not fit at once.
         """
         entries, row_bytes = self._entries, self.row_bytes
         total = sum(rows) * row_bytes
@@ -184,9 +186,9 @@ class EncoderCache:
         return True
 
     def try_prefetch(self, key: bytes, num_embeds: int) -> bool:
-        """Make room for an absent key that nobody needs yet: the entry is unheld and awaited.
+        """Make room for an absent key that a later step needs: its entry is unheld and awaited.
 
-        False, with nothing changed, when something held or awaited would have to leave, or when
+        False, with nothing changed, when a held or awaited entry would have to be evicted, or when
         more than half of the cache would be awaited.
         """
         num_bytes = num_embeds * self.row_bytes
@@ -204,14 +206,14 @@ class EncoderCache:
         return True
 
     def stop_awaiting(self, key: bytes) -> None:
-        """Whoever prefetched the key does not need it any more."""
+        """Make a prefetched entry evictable: its sequence does not need it any more."""
         if key in self._awaited:
             entry = self._entries[key]
             self._forget_awaited(entry)
             self._order.add(entry)
 
     def try_hold(self, holder: int, key: bytes) -> bool:
-        """Keep an entry until `release`, as used now; False when the key is absent."""
+        """Hold an entry until `release`, as used now; False when the key is absent."""
         entry = self._entries.get(key)
         if entry is None:
             return False
@@ -225,7 +227,7 @@ class EncoderCache:
         return True
 
     def release(self, holder: int, key: bytes) -> None:
-        """Give one hold back. Raises `KeyError` when the holder has none."""
+        """Release one hold. Raises `KeyError` when the holder has none."""
         entry = self._entries[key]
         if entry.release(holder):
             self._forget_holder(holder, key)
@@ -242,36 +244,39 @@ class EncoderCache:
                 self.release(holder, key)
 
     def release_all(self, holder: int) -> None:
-        """Give back everything a holder has, however often it holds it; nothing if nothing."""
+        """Release all that a holder holds, however often; it may hold nothing."""
         held = self._held.get(holder)
         if held is None:
             return
         if len(held) >= MANY:
             self._release_alike(holder, held.values())
         for entry in self._held.pop(holder, {}).values():
-            entry.forget(holder)
+            entry.remove_holder(holder)
             self._settle(entry)
 
     def _release_alike(
         self, holder: int, entries: Collection[EncoderCacheEntry]
     ) -> list[EncoderCacheEntry]:
-        """Release in one pass all that cost the same and are held once by nobody else; the rest."""
+        """Release in one pass the entries of one cost that this holder alone holds, once.
+
+        Returns the other entries.
+        """
         first = next(iter(entries))
-        cost, lane, used = first.cost_per_byte, self._order.lane_of(first), self._order.clock
-        place, lane_cost, num_bytes, rest = lane.end, lane.cost, 0, []
+        cost, cost_class, used = first.cost_per_byte, self._order.class_of(first), self._order.clock
+        position, class_cost, num_bytes, rest = cost_class.end, cost_class.cost, 0, []
         for entry in entries:
             if entry.holder == holder and entry.cost_per_byte == cost and not entry.condemned:
                 entry.holder = None
-                entry.lane = lane_cost
-                entry.place = place
+                entry.cost_class = class_cost
+                entry.position = position
                 entry.used = used
-                place += 1
+                position += 1
                 num_bytes += entry.num_bytes
             else:
                 rest.append(entry)
         released = entries if not rest else [entry for entry in entries if not entry.is_held]
         self._unheld_bytes += num_bytes
-        self._order.append(lane, released)
+        self._order.append(cost_class, released)
         self._forget_held(holder, released)
         return rest
 
@@ -291,9 +296,9 @@ class EncoderCache:
         return tuple(self._held.get(holder, ()))
 
     def remove_failed(self, key: bytes) -> None:
-        """Forget an output that could not be computed or restored, whoever holds it.
+        """Remove an output that could not be computed or restored, and all its holds.
 
-        It counts as dropped: a runner that broke half way may have kept it.
+        It is also named in `take_dropped`: a runner that failed half way may have kept it.
         """
         self.host.forget(key)
         entry = self._entries.get(key)
@@ -306,17 +311,17 @@ class EncoderCache:
         self._drop(entry)
 
     def record_cost(self, key: bytes, seconds: float) -> None:
-        """What computing the output took; decides how long it stays once unheld."""
+        """Record how long computing the output took: costly outputs stay longer once unheld."""
         entry = self._entries.get(key)
         if entry is not None:
             entry.cost_per_byte = seconds / max(entry.num_bytes, 1)
             usual = self._usual_cost or entry.cost_per_byte
             self._usual_cost = 0.9 * usual + 0.1 * entry.cost_per_byte
-            if entry.lane is not None:
+            if entry.cost_class is not None:
                 self._order.add(entry)
 
     def clear(self) -> None:
-        """Drop everything unheld, host copies too; what is held leaves with its last holder."""
+        """Drop unheld entries and host copies; held entries are dropped with their last holder."""
         self.host.clear()
         for entry in list(self._entries.values()):
             entry.condemned = True
@@ -324,8 +329,12 @@ class EncoderCache:
                 self._unheld_bytes -= entry.num_bytes
                 self._drop(entry)
 
+    def take_moves(self) -> Moves:
+        """What the runner must do with host memory."""
+        return self.host.take_moves() if self.host.capacity_bytes else NO_MOVES
+
     def take_dropped(self) -> tuple[bytes, ...]:
-        """Keys that left since the last call, in order."""
+        """Keys that were dropped or evicted since the last call, in order."""
         dropped = tuple(self._dropped)
         self._dropped.clear()
         return dropped
@@ -359,7 +368,7 @@ class EncoderCache:
             del self._held[holder]
 
     def _settle(self, entry: EncoderCacheEntry) -> None:
-        """After a holder left: the entry becomes evictable, or goes if it was condemned."""
+        """After a release: an unheld entry becomes evictable, or is dropped if it was condemned."""
         if entry.is_held:
             return
         if entry.condemned:
@@ -369,7 +378,10 @@ class EncoderCache:
             self._order.add(entry)
 
     def _evict_until(self, room: int) -> tuple[bytes, ...]:
-        """What nobody awaits leaves first; then what was prefetched last, for the latest need."""
+        """Evict until at most `room` bytes are used.
+
+        Entries that are not awaited go first, then those prefetched last, which are needed last.
+        """
         left = self._order.take(self._used_bytes - room)
         freed = sum([entry.num_bytes for entry in left])
         while self._used_bytes - freed > room:

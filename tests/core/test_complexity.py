@@ -107,7 +107,7 @@ class LongRequest:
 
     def apply(self) -> None:
         sampled = tuple(7 for chunk in self.last.scheduled if chunk.sample)
-        self.scheduler.apply(self.last, StepResult(token_ids=sampled))
+        self.scheduler.update_from_output(self.last, StepResult(token_ids=sampled))
 
     def step(self) -> None:
         self.plan()
@@ -190,7 +190,7 @@ def test_extending_a_session_that_waits_costs_the_same_with_32_times_the_extensi
 
 def test_finding_a_window_takes_a_logarithm_of_comparisons() -> None:
     long = LongRequest(LARGE, skip=0)
-    features = long.scheduler._roster.requests["a"].features
+    features = long.scheduler._state.queues.requests["a"].features
     assert count_operations(lambda: features.overlapping(60_000, 60_048)) < 12
 
 
@@ -199,14 +199,14 @@ def test_hashing_reads_only_what_was_not_hashed_before(
 ) -> None:
     counts = {}
     for num_items, long in prefilling.items():
-        sequence = next(iter(long.scheduler._roster.prefilling))
+        sequence = next(iter(long.scheduler._state.queues.prefilling))
         tokens, features = sequence.tokens, sequence.request.features
-        chain = sequence.chain[:-1]
+        chain = sequence.block_hashes[:-1]
         root = root_hash(long.request.scope)
         counts[num_items] = count_operations(
             lambda c=chain, r=root, t=tokens, f=features: extend_chain(c, r, t, f, 16, len(c) + 1)
         )
-        assert chain == sequence.chain
+        assert chain == sequence.block_hashes
     assert max(counts.values()) < 300
 
 
@@ -214,7 +214,7 @@ def test_giving_a_request_up_costs_its_blocks_and_what_it_holds_not_its_items() 
     counts = {}
     for num_items in (SMALL, LARGE):
         long = LongRequest(num_items)
-        sequence = next(iter(long.scheduler._roster.prefilling))
+        sequence = next(iter(long.scheduler._state.queues.prefilling))
         per_block = len(sequence.block_ids)
         counts[num_items] = count_operations(lambda s=long: s.scheduler.abort("a")) / per_block
     assert counts[LARGE] < 12

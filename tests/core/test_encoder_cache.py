@@ -181,7 +181,7 @@ class ManyAtOnceMachine(EncoderCacheMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(encoder_cache, "MANY", 2)
-        self.patch.setattr(eviction, "SPARE_PLACES", 0)
+        self.patch.setattr(eviction, "SPARE_POSITIONS", 0)
 
     def teardown(self) -> None:
         super().teardown()
@@ -307,7 +307,7 @@ class TestEviction:
             cache.try_hold(1, key("a"))
             cache.release(1, key("a"))
         assert cache.eviction_queue_length == 1
-        assert cache.num_places < 100
+        assert cache.num_eviction_positions < 100
 
     @pytest.mark.parametrize(("many", "order"), [(1, "efaghb"), (1000, "efabgh")])
     def test_one_pass_over_many_gives_the_same_order_as_one_by_one_but_for_odd_ones(

@@ -12,14 +12,13 @@ from dataclasses import replace
 import pytest
 
 from lookonce.core import planning
-from lookonce.core import request as prefix
 from lookonce.core import request as request_module
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.encoder_scheduling import EncoderBudget, StepPass
 from lookonce.core.planning import Admission, Chunker, Fairness, Planner
 from lookonce.core.preemption import Preemption, SessionEviction
-from lookonce.core.request import Sequence, SequenceState
+from lookonce.core.request import Sequence, SequenceState, root_hash
 from lookonce.core.scheduler_state import RequestQueues, SchedulerState
 from lookonce.core.update_from_output import UpdateFromOutput
 from lookonce.types.request import GenerateRequest
@@ -210,7 +209,7 @@ def never(*_args: object, **_kwargs: object) -> None:
 
 
 def earliest_first(preemption: Preemption) -> Sequence:
-    return next(iter(preemption._roster.decoding))
+    return next(iter(preemption._state.queues.decoding))
 
 
 def latest_of_all(preemption: Preemption) -> Sequence:
@@ -221,21 +220,25 @@ def plan_without_stalling(planner: Planner, sequence: Sequence, step: StepPass) 
     planner._chunker.plan(sequence, step)
 
 
-def start_over(lifecycle: SchedulerState, leader: Sequence) -> None:
+def start_over(state: SchedulerState, leader: Sequence) -> None:
     """Siblings wait for the leader, but find nothing of what it computed."""
     leader.request.prefilled = True
-    lifecycle._pool.reset()
+    state.block_pool.reset()
     for sibling in leader.request.sequences[1:]:
-        lifecycle._roster.move(sibling, SequenceState.WAITING)
+        state.queues.move(sibling, SequenceState.WAITING)
 
 
-def register_regardless(applier: UpdateFromOutput, sequence: Sequence) -> None:
-    sequence.cache_generation = applier._pool.generation
-    register_blocks(applier, sequence)
+def register_regardless(update: UpdateFromOutput, sequence: Sequence) -> None:
+    sequence.cache_generation = update._state.block_pool.generation
+    register_blocks(update, sequence)
+
+
+def reuse_all(state: SchedulerState, sequence: Sequence) -> int:
+    return state.max_cached_blocks(len(sequence.tokens))
 
 
 def root_for_all(_scope: bytes) -> bytes:
-    return prefix.root_hash(b"")
+    return root_hash(b"")
 
 
 def allocate_unheld(cache: EncoderCache, key: bytes, rows: int, _holder: int) -> object:
@@ -249,7 +252,7 @@ Patch = tuple[object, str, Callable[..., object]]
 RULES: dict[str, tuple[Workload, list[Patch]]] = {
     "items enter the block hashes": (
         two_pictures_at_the_same_place,
-        [(prefix, "_describe", lambda *_: b"")],
+        [(request_module, "_describe", lambda *_: b"")],
     ),
     "scope enters the block hashes": (
         two_tenants_with_the_same_prompt,
@@ -257,11 +260,11 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     ),
     "at least one token is computed": (
         the_same_prompt_twice,
-        [(Admission, "_max_cached", lambda _, num_tokens: num_tokens // 4)],
+        [(SchedulerState, "max_cached_blocks", lambda _, num_tokens: num_tokens // 4)],
     ),
     "what is asked about a prompt is computed, not found": (
         a_prompt_scored_whose_beginning_is_cached,
-        [(Admission, "_reusable", lambda self, s: self._max_cached(len(s.tokens)))],
+        [(SchedulerState, "max_reused_blocks", reuse_all)],
     ),
     "the latest arrival is preempted": (
         three_that_outgrow_the_blocks,
@@ -269,7 +272,7 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     ),
     "a decode gets its block before it crosses into it": (
         three_that_outgrow_the_blocks,
-        [(Preemption, "make_room", never)],
+        [(Planner, "_grow_decodes", never)],
     ),
     "ended sequences give their blocks back": (
         three_that_outgrow_the_blocks,
@@ -314,11 +317,11 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     ),
     "who got nothing goes first": (
         an_item_that_takes_a_whole_step_beside_a_session,
-        [(Fairness, "due", lambda _: ())],
+        [(Fairness, "first_candidates", lambda _: ())],
     ),
     "nobody goes first in every step": (
         an_answer_beside_sessions_that_each_take_all_tokens,
-        [(Fairness, "take", never)],
+        [(Fairness, "note_first", never)],
     ),
     "other prompts keep to their order of arrival": (
         long_prompts_one_after_the_other,
@@ -334,7 +337,7 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     ),
     "idle sessions make way": (
         one_who_waits_for_the_seat_of_an_idle_session,
-        [(SessionEviction, "make_way", lambda *_: False)],
+        [(SessionEviction, "try_evict", lambda *_: False)],
     ),
     "one that would have to ask for items again is the last victim": (
         a_crowd_with_one_whose_picture_is_not_here,

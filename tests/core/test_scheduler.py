@@ -374,7 +374,7 @@ class TestAborts:
         plan = engine.scheduler.plan()
         result = engine.runner.execute(plan)
         engine.scheduler.abort("a")
-        engine.take(engine.scheduler.apply(plan, result))
+        engine.take(engine.scheduler.update_from_output(plan, result))
         engine.run()
         assert engine.tokens["a", 0] == []
         engine.assert_all_free()

@@ -201,7 +201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan is not None:
             result = self.engine.runner.execute(plan)
             self.abort(data, None)
-            self.engine.take(self.engine.scheduler.apply(plan, result))
+            self.engine.take(self.engine.scheduler.update_from_output(plan, result))
 
     @rule(failing=st.sampled_from(sorted(LENGTHS)))
     def step_with_a_failing_item(self, failing: str) -> None:

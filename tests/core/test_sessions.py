@@ -55,7 +55,7 @@ class Live:
 
     @property
     def items(self) -> dict:
-        return self.engine.scheduler._roster.requests[self.name].items
+        return self.engine.scheduler._state.queues.requests[self.name].items
 
     @property
     def got(self) -> list[int]:
@@ -182,7 +182,7 @@ def test_places_of_items_are_forgotten_once_their_blocks_are_full(
         if number == 20:
             engine.scheduler.reset_prefix_cache()
     engine.run()
-    features = engine.scheduler._roster.requests["live"].features
+    features = engine.scheduler._state.queues.requests["live"].features
     assert len(features) == 31
     assert len(features._features) < 4
     assert live.got == live.expected()

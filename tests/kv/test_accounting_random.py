@@ -68,7 +68,7 @@ def disturb(chance: random.Random, tiers: list[FaultyTier]) -> None:
 
 def rarest(world: RecordingWorld, aborted_in: Counter[SequenceState]) -> Request:
     """The request in the state that was aborted least so far."""
-    requests = world.scheduler._roster.requests.values()
+    requests = world.scheduler._state.queues.requests.values()
     return min(requests, key=lambda r: min(aborted_in[s.state] for s in r.live_sequences()))
 
 
@@ -85,7 +85,7 @@ def test_everything_adds_up() -> None:
                 one = random_request(chance, len(requests))
                 requests[one.request_id] = one
                 world.add(one)
-            if chance.random() < 0.08 and world.scheduler._roster.requests:
+            if chance.random() < 0.08 and world.scheduler._state.queues.requests:
                 victim = rarest(world, aborted_in)
                 aborted_in.update(s.state for s in victim.live_sequences())
                 world.scheduler.abort(victim.request_id)

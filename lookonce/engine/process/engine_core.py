@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookonce.core.request import Request
-from lookonce.core.scheduler import Scheduler, SchedulerOutput
+from lookonce.core.scheduler import Scheduler
+from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.errors import RequestFailedError
 from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.ports import ExternalPrefixCache, ModelRunner
@@ -57,7 +58,7 @@ class EngineCore:
         if plan is None:
             return self._scheduler.take_output() or None
         result = self._execute(plan)
-        return self._scheduler.apply(plan, result)
+        return self._scheduler.update_from_output(plan, result)
 
     def add(
         self,

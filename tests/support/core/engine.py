@@ -48,7 +48,7 @@ class Engine:
             self.take(self.scheduler.take_output())
             return None
         self.plans.append(plan)
-        self.take(self.scheduler.apply(plan, self.runner.execute(plan)))
+        self.take(self.scheduler.update_from_output(plan, self.runner.execute(plan)))
         self.scheduler.check_integrity()
         return plan
 
