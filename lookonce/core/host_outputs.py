@@ -128,7 +128,7 @@ class HostOutputs:
         self.copies.move_to_end(key)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Drop the oldest copies; copies to be restored are the most recent, and are not dropped."""
+        """Drop the oldest copies, but none that is to be restored: those are the most recent."""
         while self._used_bytes + num_bytes > self.capacity_bytes:
             oldest = next(iter(self.copies))
             if oldest in self._restore:
