@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lookonce.core import encoder_cache, eviction
+from lookonce.core import encoder_cache
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.errors import TooLargeError
 from tests.support.core.builders import key
@@ -42,15 +42,15 @@ class EncoderCacheMachine(RuleBasedStateMachine):
             copied = wanted in self.cache.host
             at_once = at_once or copied
             allocate = self.cache.try_restore if copied else self.cache.try_allocate
-            allocation = allocate(wanted, ROWS[wanted], holder if at_once else None)
+            evicted = allocate(wanted, ROWS[wanted], holder if at_once else None)
             held = {k for _, k in self.holds}
             fits = sum(ROWS[k] for k in held) + ROWS[wanted] <= 8
-            assert (allocation is not None) == fits
-            if allocation is None:
+            assert (evicted is not None) == fits
+            if evicted is None:
                 assert before == {k for k in KEYS if k in self.cache}
                 return
-            assert not held & set(allocation.evicted)
-            assert before - set(allocation.evicted) == {k for k in before if k in self.cache}
+            assert not held & set(evicted)
+            assert before - set(evicted) == {k for k in before if k in self.cache}
             self.follow_moves()
             assert copied == (wanted in self.device)
             self.device.add(wanted)
@@ -181,7 +181,7 @@ class ManyAtOnceMachine(EncoderCacheMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(encoder_cache, "MANY", 2)
-        self.patch.setattr(eviction, "SPARE_POSITIONS", 0)
+        self.patch.setattr(encoder_cache, "SPARE_POSITIONS", 0)
 
     def teardown(self) -> None:
         super().teardown()
@@ -223,7 +223,7 @@ class TestIndex:
         cache.release(1, key("a"))
         assert cache.try_allocate(key("b"), 1) is None
         cache.release(1, key("a"))
-        assert cache.try_allocate(key("b"), 1).evicted == (key("a"),)
+        assert cache.try_allocate(key("b"), 1) == (key("a"),)
 
     def test_release_all_gives_every_hold_of_a_leftback(self, cache: EncoderCache) -> None:
         cache.try_allocate(key("a"), 1)
@@ -256,12 +256,12 @@ class TestEviction:
             put(cache, name, cost=1.0)
         cache.try_hold(1, key("a"))
         cache.release(1, key("a"))
-        assert cache.try_allocate(key("e"), 2).evicted == (key("b"), key("c"))
+        assert cache.try_allocate(key("e"), 2) == (key("b"), key("c"))
 
     def test_without_recorded_costs_too(self, cache: EncoderCache) -> None:
         for name in "abcd":
             put(cache, name)
-        assert cache.try_allocate(key("e"), 1).evicted == (key("a"),)
+        assert cache.try_allocate(key("e"), 1) == (key("a"),)
 
     def test_what_was_dear_to_compute_stays_longer(self, cache: EncoderCache) -> None:
         put(cache, "dear", cost=5.0)
@@ -269,7 +269,7 @@ class TestEviction:
             put(cache, name, cost=1.0)
         evicted = []
         for name in "efg":
-            evicted += cache.try_allocate(key(name), 1).evicted
+            evicted += cache.try_allocate(key(name), 1)
             cache.try_hold(1, key(name))
             cache.record_cost(key(name), 1.0)
             cache.release(1, key(name))
@@ -285,12 +285,12 @@ class TestEviction:
         cache = EncoderCache(6 * ROW, ROW)
         put(cache, "large", rows=4, cost=4.0)
         put(cache, "small", rows=2, cost=3.0)
-        assert cache.try_allocate(key("e"), 1).evicted == (key("large"),)
+        assert cache.try_allocate(key("e"), 1) == (key("large"),)
 
     def test_no_more_leaves_than_needed(self, cache: EncoderCache) -> None:
         put(cache, "a", rows=2)
         put(cache, "b", rows=2)
-        assert cache.try_allocate(key("c"), 2).evicted == (key("a"),)
+        assert cache.try_allocate(key("c"), 2) == (key("a"),)
 
     def test_an_attempt_that_fails_evicts_nothing(self, cache: EncoderCache) -> None:
         put(cache, "a", rows=2)
@@ -325,7 +325,7 @@ class TestEviction:
         cache.release_all(1)
         cache.check_integrity()
         assert cache.held_keys(2) == (key("c"),)
-        evicted = cache.try_allocate(key("z"), 10).evicted
+        evicted = cache.try_allocate(key("z"), 10)
         assert evicted == tuple(map(key, order))
 
 
