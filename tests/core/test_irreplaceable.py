@@ -41,8 +41,8 @@ def add_irreplaceable(engine: Engine, wire: GenerateRequest) -> None:
     limits = engine.limits
     pool = BlockPool(limits.num_blocks, limits.block_size)
     encoder_cache = EncoderCache(limits.encoder_rows * ROW_BYTES, ROW_BYTES)
-    door = RequestValidator(pool, encoder_cache, limits.model, limits.max_num_batched_tokens)
-    built = door.build_request(wire, {})
+    validator = RequestValidator(pool, encoder_cache, limits.model, limits.max_num_batched_tokens)
+    built = validator.build_request(wire, {})
     built.recoverable = False
     engine.scheduler.take_in(built)
 

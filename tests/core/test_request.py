@@ -61,50 +61,50 @@ def test_only_the_first_sample_starts_waiting() -> None:
     ]
 
 
-class TestRoster:
-    def test_lanes_are_in_order_of_arrival_whatever_the_order_of_moves(self) -> None:
-        roster = RequestQueues()
+class TestRequestQueues:
+    def test_queues_are_in_order_of_arrival_whatever_the_order_of_moves(self) -> None:
+        queues = RequestQueues()
         requests = [new_request(str(i), arrival=arrival) for i, arrival in enumerate((3, 1, 2))]
         for one in requests:
-            roster.add(one)
-        assert [s.order[0] for s in roster.waiting] == [1, 2, 3]
+            queues.add(one)
+        assert [s.order[0] for s in queues.waiting] == [1, 2, 3]
         for one in requests:
-            roster.move(one.sequences[0], SequenceState.PREFILLING)
-        assert [s.order[0] for s in roster.prefilling] == [1, 2, 3]
-        roster.check_integrity()
+            queues.move(one.sequences[0], SequenceState.PREFILLING)
+        assert [s.order[0] for s in queues.prefilling] == [1, 2, 3]
+        queues.check_integrity()
 
     def test_a_request_runs_while_one_of_its_samples_does(self) -> None:
-        roster = RequestQueues()
+        queues = RequestQueues()
         one = new_request(samples=2)
-        roster.add(one)
+        queues.add(one)
         first, second = one.sequences
-        roster.move(first, SequenceState.PREFILLING)
-        roster.move(second, SequenceState.WAITING)
-        roster.move(second, SequenceState.PREFILLING)
-        assert (roster.num_running_requests, roster.num_waiting_requests) == (1, 0)
-        roster.move(first, SequenceState.FINISHED)
-        assert roster.num_running_requests == 1
-        roster.move(second, SequenceState.WAITING)
-        assert (roster.num_running_requests, roster.num_waiting_requests) == (0, 1)
-        roster.check_integrity()
+        queues.move(first, SequenceState.PREFILLING)
+        queues.move(second, SequenceState.WAITING)
+        queues.move(second, SequenceState.PREFILLING)
+        assert (queues.num_running_requests, queues.num_waiting_requests) == (1, 0)
+        queues.move(first, SequenceState.FINISHED)
+        assert queues.num_running_requests == 1
+        queues.move(second, SequenceState.WAITING)
+        assert (queues.num_running_requests, queues.num_waiting_requests) == (0, 1)
+        queues.check_integrity()
 
 
-class TestFacts:
+class TestReuseStats:
     def test_the_first_use_of_an_output_decides(self) -> None:
-        facts = ReuseStats(2)
-        facts.note(1, "miss")
-        facts.note(1, "hit")
-        assert facts.freeze().encoder == ("skipped", "miss")
+        stats = ReuseStats(2)
+        stats.note(1, "miss")
+        stats.note(1, "hit")
+        assert stats.freeze().encoder == ("skipped", "miss")
 
     def test_the_first_admission_decides_what_was_cached(self) -> None:
-        facts = ReuseStats(0)
-        assert not facts.admitted
-        facts.note_admission(8)
-        facts.note_admission(16)
-        assert facts.freeze().prefix_cached_tokens == 8
+        stats = ReuseStats(0)
+        assert not stats.admitted
+        stats.note_admission(8)
+        stats.note_admission(16)
+        assert stats.freeze().prefix_cached_tokens == 8
 
     def test_at_most_a_thousand_items_are_listed(self) -> None:
-        facts = ReuseStats(5000)
-        facts.note(4000, "miss")
-        facts.note_encoding(4000, 1.0)
-        assert len(facts.freeze().encoder) == len(facts.freeze().encode_ms) == MAX_LISTED_ITEMS
+        stats = ReuseStats(5000)
+        stats.note(4000, "miss")
+        stats.note_encoding(4000, 1.0)
+        assert len(stats.freeze().encoder) == len(stats.freeze().encode_ms) == MAX_LISTED_ITEMS

@@ -14,9 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lookonce.core import encoder_cache
-from lookonce.core import encoder_scheduling as acquiring
-from lookonce.core import mm_features as features_module
+from lookonce.core import encoder_cache, encoder_scheduling, mm_features
 from lookonce.core.preemption import IDLE_SECONDS
 from lookonce.errors import TooLargeError
 from lookonce.types.media import MediaFeature, Modality
@@ -97,8 +95,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(features_module, "SPARE_FEATURES", 1)
-        for module in (features_module, acquiring, encoder_cache):
+        self.patch.setattr(mm_features, "SPARE_FEATURES", 1)
+        for module in (mm_features, encoder_scheduling, encoder_cache):
             self.patch.setattr(module, "MANY", 2)
 
     @initialize(chosen=limits())

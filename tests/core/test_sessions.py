@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lookonce.core import mm_features as features_module
+from lookonce.core import mm_features
 from lookonce.core.mm_features import MultiModalFeatures
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import MediaFeature
@@ -172,7 +172,7 @@ def test_an_item_is_let_go_as_soon_as_its_kv_is_computed() -> None:
 def test_places_of_items_are_forgotten_once_their_blocks_are_full(
     monkeypatch: pytest.MonkeyPatch, max_tokens: int, prefix_caching: bool
 ) -> None:
-    monkeypatch.setattr(features_module, "SPARE_FEATURES", 1)
+    monkeypatch.setattr(mm_features, "SPARE_FEATURES", 1)
     limits = Limits(max_num_batched_tokens=max_tokens, prefix_caching=prefix_caching)
     engine = Engine(limits)
     live = Live(engine)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lookonce.core import preemption as idleness
+from lookonce.core import preemption
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.request_validation import RequestValidator
@@ -59,7 +59,7 @@ def core() -> CountingCore:
 def test_who_waits_for_an_idle_session_gets_its_place_though_nothing_else_happens(
     core: CountingCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(idleness, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(preemption, "IDLE_SECONDS", 0.3)
     outlet = Outlet()
     exchange = Exchange(lambda: None, outlet)
     pool, outputs = BlockPool(LIMITS.num_blocks, LIMITS.block_size), EncoderCache(64, ROW_BYTES)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lookonce.core import mm_features as features_module
+from lookonce.core import mm_features
 from lookonce.core.mm_features import EncoderInputs, MultiModalFeatures, feature_slices, next_embed
 from lookonce.errors import BadRequestError
 from lookonce.types.media import MediaFeature
@@ -195,7 +195,7 @@ class TestAppend:
 
 class TestForgetting:
     def test_indices_and_windows_stay_what_they_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(features_module, "SPARE_FEATURES", 1)
+        monkeypatch.setattr(mm_features, "SPARE_FEATURES", 1)
         for _, plain, start, end in random_windows(5_000, seed=4):
             built = MultiModalFeatures(plain)
             built.forget_before(start)
@@ -229,7 +229,7 @@ class TestForgetting:
         for index in range(5_000):
             built.append(feature(str(index), 3 * index, 2))
             built.forget_before(3 * index)
-            assert len(built._features) <= 2 * features_module.SPARE_FEATURES
+            assert len(built._features) <= 2 * mm_features.SPARE_FEATURES
         assert len(built) == 5_000
         with pytest.raises(BadRequestError, match="items 4999 and 5000 overlap"):
             built.append(feature("x", 3 * 4_999 + 1, 2))
