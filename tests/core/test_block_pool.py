@@ -1,4 +1,4 @@
-"""The block pool: sums right under any history, and what is remembered is never wrong."""
+"""The block pool: sums right under any history, and no block under a wrong hash."""
 
 from __future__ import annotations
 

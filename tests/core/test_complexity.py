@@ -210,7 +210,7 @@ def test_hashing_reads_only_what_was_not_hashed_before(
     assert max(counts.values()) < 300
 
 
-def test_giving_a_request_up_costs_its_blocks_and_what_it_holds_not_its_items() -> None:
+def test_ending_a_request_costs_its_blocks_and_held_outputs_not_its_items() -> None:
     counts = {}
     for num_items in (SMALL, LARGE):
         long = LongRequest(num_items)

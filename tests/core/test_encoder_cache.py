@@ -216,7 +216,7 @@ class TestIndex:
         cache.release_all(1)
         cache.check_integrity()
 
-    def test_a_leftheld_twice_needs_two_releases(self, cache: EncoderCache) -> None:
+    def test_a_key_held_twice_needs_two_releases(self, cache: EncoderCache) -> None:
         cache.try_allocate(key("a"), 4)
         cache.try_hold(1, key("a"))
         cache.try_hold(1, key("a"))
@@ -225,7 +225,7 @@ class TestIndex:
         cache.release(1, key("a"))
         assert cache.try_allocate(key("b"), 1) == (key("a"),)
 
-    def test_release_all_gives_every_hold_of_a_leftback(self, cache: EncoderCache) -> None:
+    def test_release_all_gives_back_every_hold_of_a_key(self, cache: EncoderCache) -> None:
         cache.try_allocate(key("a"), 1)
         cache.try_hold(1, key("a"))
         cache.try_hold(1, key("a"))
@@ -244,7 +244,7 @@ class TestIndex:
         with pytest.raises(KeyError):
             cache.release(1, key("a"))
 
-    def test_allocating_a_lefttwice_raises(self, cache: EncoderCache) -> None:
+    def test_allocating_a_key_twice_raises(self, cache: EncoderCache) -> None:
         put(cache, "a")
         with pytest.raises(ValueError, match="already"):
             cache.try_allocate(key("a"), 1)
@@ -258,12 +258,14 @@ class TestEviction:
         cache.release(1, key("a"))
         assert cache.try_allocate(key("e"), 2) == (key("b"), key("c"))
 
-    def test_without_recorded_costs_too(self, cache: EncoderCache) -> None:
+    def test_without_recorded_costs_the_least_recently_used_leaves_too(
+        self, cache: EncoderCache
+    ) -> None:
         for name in "abcd":
             put(cache, name)
         assert cache.try_allocate(key("e"), 1) == (key("a"),)
 
-    def test_what_was_dear_to_compute_stays_longer(self, cache: EncoderCache) -> None:
+    def test_an_output_that_was_costly_to_compute_stays_longer(self, cache: EncoderCache) -> None:
         put(cache, "dear", cost=5.0)
         for name in "bcd":
             put(cache, name, cost=1.0)
@@ -275,7 +277,9 @@ class TestEviction:
             cache.release(1, key(name))
         assert evicted == [key("b"), key("c"), key("d")]
 
-    def test_what_was_dear_leaves_at_last_when_nobody_uses_it(self, cache: EncoderCache) -> None:
+    def test_a_costly_output_is_evicted_at_last_when_it_is_not_used(
+        self, cache: EncoderCache
+    ) -> None:
         put(cache, "dear", cost=5.0)
         for number in range(40):
             put(cache, str(number), cost=1.0)
@@ -287,7 +291,7 @@ class TestEviction:
         put(cache, "small", rows=2, cost=3.0)
         assert cache.try_allocate(key("e"), 1) == (key("large"),)
 
-    def test_no_more_leaves_than_needed(self, cache: EncoderCache) -> None:
+    def test_no_more_is_evicted_than_needed(self, cache: EncoderCache) -> None:
         put(cache, "a", rows=2)
         put(cache, "b", rows=2)
         assert cache.try_allocate(key("c"), 2) == (key("a"),)
@@ -347,7 +351,7 @@ def test_a_held_output_outlives_clear_and_leaves_with_its_holder(cache: EncoderC
 
 
 class TestHostTier:
-    def test_what_leaves_for_a_restored_output_does_not_push_its_copy_out(self) -> None:
+    def test_outputs_evicted_for_a_restored_one_do_not_displace_its_copy(self) -> None:
         cache = EncoderCache(2 * ROW, ROW, 2 * ROW)
         put(cache, "a", rows=2)
         put(cache, "b", rows=2)
@@ -356,7 +360,7 @@ class TestHostTier:
         assert cache.host.take_moves().restore == (key("a"),)
         assert key("b") not in cache.host, "the copy of a fills the tier"
 
-    def test_a_restore_without_room_is_called_off(self) -> None:
+    def test_a_restore_without_room_is_cancelled(self) -> None:
         cache = EncoderCache(2 * ROW, ROW, 2 * ROW)
         put(cache, "a", rows=2)
         cache.try_allocate(key("b"), 2, 1)

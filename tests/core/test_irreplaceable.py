@@ -1,4 +1,4 @@
-"""Who lacks items that nobody can bring is refused before its answer begins, or answered whole."""
+"""Requests that lack items which cannot be sent again: answered whole, or refused at once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def warmed() -> Engine:
 
 
 def run(engine: Engine, irreplaceable: set[str]) -> set[str]:
-    """Whoever is asked in vain leaves, as the client does; their names."""
+    """Abort the requests whose items are asked for, as the client does. Returns their names."""
     refused: set[str] = set()
     for _ in range(2_000):
         for name, keys in engine.needs:
@@ -103,7 +103,7 @@ def test_two_that_have_not_room_together_are_not_both_begun():
     engine.assert_all_free()
 
 
-def test_others_give_way_to_each_other_and_not_at_its_cost():
+def test_others_are_preempted_and_it_is_not():
     """The others lack an item too, and can be asked for it."""
     engine = warmed()
     add_irreplaceable(engine, about("cat", "bare", 30, arrival=2.0))

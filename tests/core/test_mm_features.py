@@ -161,7 +161,7 @@ class TestChecks:
         ("offset", "length"),
         [(2**62, 1), (2**63 - 1, 5), (2**63, 5), (2**64, 5), (1_000, 2**62), (1_000, 2**64)],
     )
-    def test_what_no_64_bits_hold_is_refused_and_named(
+    def test_numbers_beyond_64_bits_are_refused_and_named(
         self, before: int, offset: int, length: int
     ) -> None:
         """One by one, and column by column where they are many."""
