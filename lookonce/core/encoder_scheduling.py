@@ -22,9 +22,9 @@ then encoded again by the chunk that needs it; nothing ever waits for a prefetch
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from enum import Enum
-from itertools import repeat
+from typing import TypeAlias
 
 from lookonce.core.mm_features import MANY, next_embed
 from lookonce.core.request import ReuseStats, Sequence, SequenceState
@@ -39,6 +39,11 @@ MAX_PREFETCHED_ITEMS = 64
 BROUGHT_ALONG = 3
 """Rows that are prefetched for each row that a step must encode. Even where items of one run share
 no cost, the first in line then waits at most so many times its own encoding."""
+
+
+EncodeOwners: TypeAlias = list[tuple[ReuseStats, range]]
+"""For the encoder runs of a step, in order: the request's statistics and the feature indices. Many
+items of one request take one entry, which the garbage collector tracks at less cost."""
 
 
 class Shortage(Enum):
@@ -150,7 +155,7 @@ class EncoderScheduler:
             return False
         step.encoder.spend(total)
         step.encode += map(EncodeItem, keys, items)
-        step.encode_owners.add_many(request.reuse_stats, indices)
+        step.encode_owners.append((request.reuse_stats, indices))
         for index in request.reuse_stats.listed(indices):
             request.reuse_stats.note(index, "miss")
         self._counters.encoder_cache_queries += len(keys)
@@ -260,8 +265,7 @@ class StepPass:
         self.encoder = EncoderBudget(encoder_rows)
         self.new: list[NewSequence] = []
         self.encode: list[EncodeItem] = []
-        self.encode_owners = EncodeOwners()
-        """One for each entry of `encode`."""
+        self.encode_owners: EncodeOwners = []
         self.scheduled: list[ScheduledSequence] = []
         self.stalled = False
         """A running sequence waits for tokens or room, so no sequence is admitted that could take
@@ -278,7 +282,7 @@ class StepPass:
         """Encode `item`, for the feature `index` of the request that `stats` belongs to."""
         self.encoder.spend(rows)
         self.encode.append(EncodeItem(key, item))
-        self.encode_owners.add(stats, index)
+        self.encode_owners.append((stats, range(index, index + 1)))
 
 
 class EncoderBudget:
@@ -307,25 +311,3 @@ class EncoderBudget:
     def spend(self, rows: int) -> None:
         self.left -= rows
         self._untouched = False
-
-
-class EncodeOwners:
-    """For each encoder run of a step, in order: the request's statistics and the feature index."""
-
-    __slots__ = ("_indices", "_stats")
-
-    def __init__(self) -> None:
-        self._stats: list[ReuseStats] = []
-        self._indices: list[int] = []
-
-    def __iter__(self) -> Iterator[tuple[ReuseStats, int]]:
-        return zip(self._stats, self._indices, strict=True)
-
-    def add(self, stats: ReuseStats, index: int) -> None:
-        self._stats.append(stats)
-        self._indices.append(index)
-
-    def add_many(self, stats: ReuseStats, indices: range) -> None:
-        """Stored as columns: the garbage collector would track each pair."""
-        self._stats += repeat(stats, len(indices))
-        self._indices += indices

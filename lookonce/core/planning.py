@@ -60,7 +60,7 @@ class Planner:
         self._max_encoder_rows = config.max_encoder_tokens
         self._step_id = 0
         self.session_eviction = SessionEviction(state)
-        self.encode_owners = EncodeOwners()
+        self.encode_owners: EncodeOwners = []
         """Of the last plan's encoder runs."""
 
     def plan(self) -> StepPlan | None:

@@ -80,7 +80,7 @@ class SessionEviction:
         idle_before = self._state.clock() - IDLE_SECONDS
         evictable = [sequence for sequence in idle if sequence.idle_since <= idle_before]
         if evictable and self._are_enough(evictable, blocks_wanted(waiting)):
-            self._evict(min(evictable, key=_idle_since))
+            self._evict(min(evictable, key=lambda sequence: sequence.idle_since))
             return True
         others = (sequence.idle_since for sequence in idle if sequence.idle_since > idle_before)
         self.next_time = min((since + IDLE_SECONDS for since in others), default=None)
@@ -100,7 +100,3 @@ class SessionEviction:
             f"the session was idle for {IDLE_SECONDS:g} seconds and another request needs its place"
         )
         self._state.end(sequence.request, "error", error)
-
-
-def _idle_since(sequence: Sequence) -> float:
-    return sequence.idle_since

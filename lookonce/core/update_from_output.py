@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from lookonce.core.encoder_scheduling import EncodeOwners
 from lookonce.core.kv_connector_state import KVConnectorState
-from lookonce.core.request import ReuseStats, Sequence, SequenceState
+from lookonce.core.request import Sequence, SequenceState
 from lookonce.core.scheduler_state import SchedulerState
 from lookonce.errors import LookOnceError
 from lookonce.types.request import FinishReason, TokenDelta, TokenLogprob
@@ -19,12 +20,10 @@ class UpdateFromOutput:
         self._state = state
         self._kv_connector = kv_connector
 
-    def update(
-        self, plan: StepPlan, result: StepResult, encode_owners: Iterable[tuple[ReuseStats, int]]
-    ) -> None:
+    def update(self, plan: StepPlan, result: StepResult, encode_owners: EncodeOwners) -> None:
         """Update all sequences of `plan` except those that have ended since it was made.
 
-        `encode_owners`: for each item encoded, the request's statistics and the feature index.
+        `encode_owners`: the requests that the items of `plan.encode` were encoded for.
         """
         if plan.encode or result.lost_copies:
             self._update_encodings(plan, result, encode_owners)
@@ -50,10 +49,11 @@ class UpdateFromOutput:
             self._kv_connector.store_registered()
 
     def _update_encodings(
-        self, plan: StepPlan, result: StepResult, encode_owners: Iterable[tuple[ReuseStats, int]]
+        self, plan: StepPlan, result: StepResult, encode_owners: EncodeOwners
     ) -> None:
         encoder_cache = self._state.encoder_cache
-        for encoded, (stats, index) in zip(plan.encode, encode_owners, strict=True):
+        owners = ((stats, index) for stats, indices in encode_owners for index in indices)
+        for encoded, (stats, index) in zip(plan.encode, owners, strict=True):
             if encoded.key in result.failed_items:
                 continue
             self._state.counters.encoder_runs += 1
