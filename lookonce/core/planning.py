@@ -279,8 +279,8 @@ class Admission:
 
         The blocks of all known tokens are allocated at once, so that a prefill never stops half
         way. One more per running sequence stays free, so that their decodes do not preempt the
-        sequence at once. A request that must not be preempted (`irreplaceable`) gets the blocks of
-        its whole answer; where there are not so many, its items are asked for again.
+        sequence at once. A `non_preemptible` request gets the blocks of its whole answer; where
+        there are not so many, its items are asked for again.
         """
         headroom = self._state.queues.num_active
         if not self._worth_trying(sequence, headroom):
@@ -300,7 +300,7 @@ class Admission:
         blocks = None
         if decision is not LoadDecision.NO_ROOM:
             blocks = self._pool.try_allocate(num_new, cached, reserve=headroom)
-        if blocks is None and request.irreplaceable:
+        if blocks is None and request.non_preemptible:
             self._state.wait_for_items(sequence, tuple(request.missing))
             return True
         if blocks is None:
@@ -319,7 +319,7 @@ class Admission:
         request = sequence.request
         if not request.missing:
             return ()
-        if request.irreplaceable and len(request.sequences) > 1:  # its samples may begin apart
+        if request.non_preemptible and len(request.sequences) > 1:  # its samples may begin apart
             return tuple(request.missing)
         features = request.features
         siblings_start = self._sibling_start(request)
@@ -346,7 +346,7 @@ class Admission:
 
     def _blocks_for(self, sequence: Sequence) -> int:
         num_tokens = len(sequence.tokens)
-        if sequence.request.irreplaceable:  # the last token of an answer is never computed
+        if sequence.request.non_preemptible:  # the last token of an answer is never computed
             num_tokens = max(num_tokens, sequence.token_limit - 1)
         return self._pool.blocks_for(num_tokens)
 

@@ -1,9 +1,9 @@
-"""Who gives up KV blocks: preempted sequences when blocks are short, and idle live sessions.
+"""Which sequences give up their KV blocks: preempted ones, and idle live sessions.
 
 Preemption is by recompute: the victim waits again, at its place of arrival. A live session cannot
 be computed again, since its items are dropped once they are computed: it is the last victim, and
-ends. A request that must not be preempted (`Request.irreplaceable`) gets all its blocks when it is
-admitted, so it is never a victim and never needs one.
+ends. A request that is `non_preemptible` gets all its blocks when it is admitted, so it is never a
+victim and never needs one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Preemption:
     def _latest_first(self) -> list[Sequence]:
         queues = self._state.queues
         active = [*queues.prefilling, *queues.decoding, *queues.idle]
-        victims = (sequence for sequence in active if not sequence.request.irreplaceable)
+        victims = (sequence for sequence in active if not sequence.request.non_preemptible)
         return sorted(victims, key=lambda sequence: sequence.order, reverse=True)
 
 

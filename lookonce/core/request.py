@@ -150,25 +150,25 @@ class Request:
         return found if len(found) == len(keys) else None
 
     def note_prompt_logprobs(self, start: int, entries: list[PromptLogprob]) -> None:
-        """Set those of the positions from `start` on; computed again, they replace the old ones."""
+        """Set the log-probabilities of positions from `start` on, replacing any that are there."""
         if self.prompt_logprobs is not None:
             self.prompt_logprobs[start:] = entries
 
     def take_prompt_logprobs(self) -> list[PromptLogprob] | None:
-        """Remove and return all of them; called once the prompt is computed."""
+        """Remove and return the log-probabilities; called once the whole prompt is computed."""
         taken, self.prompt_logprobs = self.prompt_logprobs, None
         return taken
 
     @property
-    def irreplaceable(self) -> bool:
-        """Whether it must not be preempted: it lacks items, and its client cannot send them."""
+    def non_preemptible(self) -> bool:
+        """Preempted, it could not be computed again: the client cannot send the items it lacks."""
         return not self.recoverable and bool(self.missing)
 
     @property
     def finished(self) -> bool:
         return all(s.state is SequenceState.FINISHED for s in self.sequences)
 
-    def live_sequences(self) -> list[Sequence]:
+    def unfinished_sequences(self) -> list[Sequence]:
         return [s for s in self.sequences if s.state is not SequenceState.FINISHED]
 
 
@@ -274,6 +274,8 @@ class Sequence:
 
 
 class SequenceState(Enum):
+    """What a sequence does or waits for."""
+
     WAITING_FOR_SIBLING = "waiting for a sibling"
     """Until the request's first sample has computed the prompt."""
     WAITING = "waiting"

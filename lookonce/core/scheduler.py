@@ -173,7 +173,7 @@ class Scheduler:
         request = self._state.queues.requests.get(request_id)
         if request is None:
             return
-        for sequence in request.live_sequences():
+        for sequence in request.unfinished_sequences():
             if index is None or sequence.index == index:
                 self._state.end_sample(sequence, "abort")
 

@@ -150,7 +150,7 @@ class SchedulerState:
         self, request: Request, reason: FinishReason, error: LookOnceError | None = None
     ) -> None:
         """Every unfinished sample → FINISHED, each with a last delta that gives the reason."""
-        for sequence in request.live_sequences():
+        for sequence in request.unfinished_sequences():
             self.end_sample(sequence, reason, error)
 
     def end_sample(
@@ -166,7 +166,7 @@ class SchedulerState:
 
     def _promote_sibling(self, request: Request) -> None:
         """If the sample that computed the prompt has ended, let the next one compute it."""
-        live = request.live_sequences()
+        live = request.unfinished_sequences()
         if all(s.state is SequenceState.WAITING_FOR_SIBLING for s in live):
             self.queues.move(live[0], SequenceState.WAITING)
 

@@ -69,7 +69,7 @@ def disturb(chance: random.Random, tiers: list[FaultyTier]) -> None:
 def rarest(world: RecordingWorld, aborted_in: Counter[SequenceState]) -> Request:
     """The request in the state that was aborted least so far."""
     requests = world.scheduler._state.queues.requests.values()
-    return min(requests, key=lambda r: min(aborted_in[s.state] for s in r.live_sequences()))
+    return min(requests, key=lambda r: min(aborted_in[s.state] for s in r.unfinished_sequences()))
 
 
 def test_everything_adds_up() -> None:
@@ -87,7 +87,7 @@ def test_everything_adds_up() -> None:
                 world.add(one)
             if chance.random() < 0.08 and world.scheduler._state.queues.requests:
                 victim = rarest(world, aborted_in)
-                aborted_in.update(s.state for s in victim.live_sequences())
+                aborted_in.update(s.state for s in victim.unfinished_sequences())
                 world.scheduler.abort(victim.request_id)
             if chance.random() < 0.02:
                 disturb(chance, tiers)

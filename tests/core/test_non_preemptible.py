@@ -57,12 +57,12 @@ def warmed() -> Engine:
     return engine
 
 
-def run(engine: Engine, irreplaceable: set[str]) -> set[str]:
+def run(engine: Engine, non_preemptible: set[str]) -> set[str]:
     """Abort the requests whose items are asked for, as the client does. Returns their names."""
     refused: set[str] = set()
     for _ in range(2_000):
         for name, keys in engine.needs:
-            if name not in irreplaceable:
+            if name not in non_preemptible:
                 pictures = [feature(picture, 0, size) for picture, size in PICTURES.items()]
                 items = items_for(pictures)
                 engine.scheduler.supply(name, {key: items[key] for key in keys})
@@ -126,7 +126,7 @@ def test_several_samples_are_not_begun_on_a_prefix():
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["irreplaceable", "lacking", "complete"]),
+            st.sampled_from(["non_preemptible", "lacking", "complete"]),
             st.sampled_from(sorted(PICTURES)),
             st.integers(1, 70),
             st.sampled_from([1, 1, 2]),
@@ -144,7 +144,7 @@ def test_whatever_else_runs_nobody_is_asked_in_the_middle_of_an_answer(workload)
     for number, (kind, picture, tokens, n, arrival, steps) in enumerate(workload):
         name = str(number)
         wires[name] = about(picture, name, tokens, n=n, arrival=float(arrival))
-        if kind == "irreplaceable":
+        if kind == "non_preemptible":
             bare.add(name)
             add_irreplaceable(engine, wires[name])
         else:
