@@ -165,10 +165,10 @@ def _copy_tokens(token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
 
 def refuse_unused_items(features: MultiModalFeatures, items: Mapping[bytes, ProcessedItem]) -> None:
     """Raise `BadRequestError` for items without a feature: a live session would never drop them."""
-    num_homeless = len(items.keys() - set(features.keys))
-    if num_homeless:
+    num_unused = len(items.keys() - set(features.keys))
+    if num_unused:
         raise BadRequestError(
-            f"{num_homeless} of the {len(items)} items that came along have no place among the "
+            f"{num_unused} of the {len(items)} items that came along have no place among the "
             "tokens",
             param="features",
         )
