@@ -20,6 +20,7 @@ from lookonce.config import SchedulerConfig
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
+from lookonce.core.scheduler_state import SchedulerState
 from lookonce.model.encoder import Encoder
 from lookonce.model.families.base import ModelFamily, Tensors
 from lookonce.model.input_batch import SequenceTable
@@ -89,15 +90,13 @@ class World:
         row_bytes = ROW_WIDTH * 4
         info = _model_info(max_tokens, row_bytes)
         self.scheduler = Scheduler(
-            block_pool=BlockPool(-(-max_tokens // BLOCK_SIZE) + 64, BLOCK_SIZE),
-            encoder_cache=EncoderCache(
-                rows_cached * row_bytes, row_bytes, rows_on_host * row_bytes
+            SchedulerState(
+                BlockPool(-(-max_tokens // BLOCK_SIZE) + 64, BLOCK_SIZE),
+                EncoderCache(rows_cached * row_bytes, row_bytes, rows_on_host * row_bytes),
+                prefix_caching=True,
             ),
-            model=info,
-            config=SchedulerConfig(
-                max_num_seqs=1, max_num_batched_tokens=chunk, max_encoder_tokens=chunk
-            ),
-            prefix_caching=True,
+            info,
+            SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=chunk, max_encoder_tokens=chunk),
         )
         self._position_axes = position_axes
         self.table = SequenceTable(max_num_seqs=1, max_model_len=max_tokens, block_size=BLOCK_SIZE)
@@ -123,7 +122,7 @@ class World:
             return False
         result, gathering = self._execute(plan)
         executed = _now()
-        self.scheduler.apply(plan, result)
+        self.scheduler.update_from_output(plan, result)
         times.plan.append((planned - started) / 1e6)
         times.gather.append(gathering)
         times.apply.append((_now() - executed) / 1e6)

@@ -1,11 +1,11 @@
-"""Paged KV blocks: reference counts, and a free list that still remembers what its blocks hold.
+"""Paged KV blocks: reference counts, free blocks, and the prefix cache that finds blocks by hash.
 
     referenced ──release──▶ free, hash kept ──────try_allocate──▶ referenced, hash forgotten
         ▲                        │
         └──try_allocate(reuse)───┘        (a prefix hit: the block's K/V are still there)
 
-Free blocks leave in least-recently-used order; those without a hash leave first, and of one
-sequence the tail leaves before the head, because a head without its tail is still useful.
+Free blocks are reused in LRU order, blocks without a hash first. Of one sequence, the last block is
+reused first: a prefix is still useful without its end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
-    """Hands out block ids `[0, num_blocks)` of `block_size` tokens each."""
+    """Allocates block ids `[0, num_blocks)`; each block has `block_size` tokens."""
 
     __slots__ = ("_by_hash", "_free", "_hashes", "_references", "block_size", "generation")
 
@@ -24,7 +24,7 @@ class BlockPool:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens is empty")
         self.block_size = block_size
         self.generation = 0
-        """Counts resets: K/V computed under an earlier one must not be registered any more."""
+        """Number of resets. Blocks allocated in an earlier generation must not be registered."""
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
@@ -36,11 +36,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody references; some still hold a remembered prefix."""
+        """Blocks without references; some are still registered under a hash."""
         return len(self._free)
 
     @property
-    def num_remembered(self) -> int:
+    def num_registered(self) -> int:
         return len(self._by_hash)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -50,7 +50,7 @@ class BlockPool:
         return block_hash in self._by_hash
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks that hold the longest prefix of `hashes`. Changes nothing."""
+        """The blocks registered under the longest prefix of `hashes`. Changes nothing."""
         found: list[int] = []
         for block_hash in hashes:
             block = self._by_hash.get(block_hash)
@@ -60,15 +60,15 @@ class BlockPool:
         return found
 
     def count_free(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` are on the free list."""
+        """How many of `blocks` are free."""
         return sum(1 for block in blocks if not self._references[block])
 
     def try_allocate(
         self, count: int, reuse: Sequence[int] = (), *, reserve: int = 0
     ) -> list[int] | None:
-        """Reference `reuse` once more and `count` blocks taken from the free list.
+        """Add a reference to each block of `reuse`, and allocate `count` free blocks.
 
-        Answers `reuse` followed by the new blocks, or None, with nothing changed, when fewer than
+        Returns `reuse` followed by the new blocks; None, with nothing changed, when fewer than
         `reserve` blocks would stay free.
         """
         references = self._references
@@ -87,7 +87,7 @@ class BlockPool:
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give one reference of each block back; the blocks of a sequence in order."""
+        """Remove one reference from each block; `blocks` are in the order of the sequence."""
         references = self._references
         for block in reversed(blocks):
             if not references[block]:
@@ -99,9 +99,9 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def register(self, block: int, block_hash: bytes) -> bool:
-        """Remember that a referenced block holds the prefix `block_hash`.
+        """Register a referenced block under the hash of its prefix.
 
-        The first one stays: False where another block, or another hash, is remembered already.
+        False, with nothing changed, where the block or the hash is registered already.
         """
         if block_hash in self._by_hash or self._hashes[block] is not None:
             return False
@@ -110,7 +110,7 @@ class BlockPool:
         return True
 
     def reset(self) -> None:
-        """Forget every remembered prefix; referenced blocks stay with whoever uses them."""
+        """Forget all hashes; referenced blocks stay referenced."""
         self.generation += 1
         self._by_hash.clear()
         self._hashes = [None] * len(self._references)

@@ -185,9 +185,9 @@ static PyObject* one_run_items(PyObject* self, PyObject* const* args, Py_ssize_t
 static PyMethodDef methods[] = {
     {"bind", bind, METH_VARARGS, "The classes of features, items and expansions; before all else."},
     {"plain_columns", (PyCFunction)(void (*)(void))plain_columns, METH_FASTCALL,
-     "Columns of plain features; see columns.py."},
+     "Columns of plain features; see mm_features.py."},
     {"one_run_items", (PyCFunction)(void (*)(void))one_run_items, METH_FASTCALL,
-     "Items that fit their features; see columns.py."},
+     "Items that fit their features; see mm_features.py."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -4,65 +4,58 @@
        ▲                       │  ▲                │
        └── evicted, cleared ───┘  └── last release ┘
 
-Only unheld entries leave. The next to leave is the least recently used, weighted by what it cost
-to compute per byte (see `eviction`).
+Only unheld entries are evicted: the least recently used first, weighted by what they cost to
+compute per byte (`EvictionOrder`). Evicted outputs are copied to the host tier, if there is one,
+and restored from there.
 
-What leaves for room goes to the host tier, if there is one, and is restored from there. Outputs
-that were prefetched are awaited: until somebody holds them they leave only when nothing else can.
+Prefetched outputs are awaited: until a sequence holds them they are evicted only when nothing else
+can be.
 
-The index runs both ways, holder → keys and key → holders, and every change updates both.
+The cache is indexed both ways, holder → keys and key → holders; every change updates both.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection
 from itertools import repeat
+from math import inf, log2
 
 import msgspec
 
-from lookonce.core.eviction import EvictionOrder
-from lookonce.core.host_outputs import HostOutputs
-from lookonce.core.outputs import Entry
+from lookonce.core.host_outputs import NO_MOVES, HostOutputs, Moves
 from lookonce.errors import TooLargeError
 
 MANY = 16
-"""Keys released at once from which on one pass is cheaper than settling one after the other."""
-
-
-class Allocation(msgspec.Struct, frozen=True, gc=False):
-    """Room made for one output, and the keys that had to leave for it."""
-
-    key: bytes
-    num_bytes: int
-    evicted: tuple[bytes, ...] = ()
+"""Number of keys from which on releasing them in one pass is cheaper than one by one."""
+SPARE_POSITIONS = 64
+"""Stale positions, beyond as many as there are entries, from which on a class is compacted."""
 
 
 class EncoderCache:
     """Accounts for encoder outputs; the runner keeps the tensors under the same keys.
 
-    A holder is a sequence id. One holder may hold one key several times (the same picture twice
-    in a prompt); each hold needs its release. `take_dropped` names the keys that left since it
-    was last asked: the runner must free those.
+    A holder is a sequence id. It may hold one key several times (the same picture twice in a
+    prompt), and each hold needs its release. The runner must free the keys of `take_dropped`.
     """
 
     def __init__(self, capacity_bytes: int, row_bytes: int, host_capacity_bytes: int = 0) -> None:
         self.capacity_bytes = capacity_bytes
         self.row_bytes = row_bytes
         self.host = HostOutputs(host_capacity_bytes)
-        self._entries: dict[bytes, Entry] = {}
-        self._held: dict[int, dict[bytes, Entry]] = {}
-        """Holder → keys it holds; each entry counts how often."""
+        self._entries: dict[bytes, EncoderCacheEntry] = {}
+        self._held: dict[int, dict[bytes, EncoderCacheEntry]] = {}
+        """Holder → keys it holds; the entry counts how often."""
         self._used_bytes = 0
         self._unheld_bytes = 0
         self._awaited: OrderedDict[bytes, None] = OrderedDict()
-        """Unheld entries that somebody will need soon, in the order they were prefetched."""
+        """Unheld keys that were prefetched and not used yet, in that order."""
         self._awaited_bytes = 0
         self._order = EvictionOrder()
-        """Unheld entries that nobody awaits."""
+        """Unheld entries that are not awaited."""
         self._usual_cost = 0.0
-        """Running mean of the recorded costs per byte; stands in where none was recorded."""
+        """Running mean of the recorded costs per byte; assumed for entries without one."""
         self._dropped: list[bytes] = []
 
     def __contains__(self, key: bytes) -> bool:
@@ -85,30 +78,30 @@ class EncoderCache:
 
     @property
     def has_moves(self) -> bool:
-        """Whether the runner has to be told of anything that left or moves."""
-        return bool(self._dropped) or self.host.has_moves
+        """Whether the runner must drop outputs, or copy them between device and host."""
+        return bool(self._dropped) or (self.host.capacity_bytes > 0 and self.host.has_moves)
 
     def has_anywhere(self, key: bytes) -> bool:
-        """Whether the output need not be encoded: it is on the device or on the host."""
+        """Whether the output is on the device or on the host, and need not be encoded."""
         return key in self._entries or key in self.host.copies
 
     @property
     def eviction_queue_length(self) -> int:
-        """Entries that may leave and that nobody awaits."""
+        """Entries that may be evicted and are not awaited."""
         return len(self._order)
 
     @property
-    def num_places(self) -> int:
-        """Places of the eviction order in memory, those that nobody has any more too."""
-        return self._order.num_places
+    def num_eviction_positions(self) -> int:
+        """Positions of the eviction order in memory, stale ones included."""
+        return self._order.num_positions
 
     @property
     def max_rows(self) -> int:
-        """Rows of the largest output that fits at all."""
+        """Rows of the largest output that fits into an empty cache."""
         return self.capacity_bytes // self.row_bytes if self.row_bytes else sys.maxsize
 
     def refuse_oversize(self, num_embeds: int, what: str) -> None:
-        """Raise `TooLargeError` when `what` could never fit, with its size and the limit."""
+        """Raise `TooLargeError`, with size and limit, when `what` does not fit an empty cache."""
         num_bytes = num_embeds * self.row_bytes
         if num_bytes > self.capacity_bytes:
             raise TooLargeError(
@@ -119,11 +112,11 @@ class EncoderCache:
 
     def try_allocate(
         self, key: bytes, num_embeds: int, holder: int | None = None
-    ) -> Allocation | None:
-        """Make room for an absent key, evicting unheld entries only as far as needed.
+    ) -> tuple[bytes, ...] | None:
+        """Make room for an absent key. Returns the unheld keys that had to be evicted for it.
 
-        None, with nothing changed, when what is held leaves too little room. With a holder the
-        new entry is held once from the start; without one it is evictable.
+        None, with nothing changed, when held entries leave too little room. With a holder the new
+        entry is held once; without one it may be evicted.
         """
         entries = self._entries
         if key in entries:
@@ -137,28 +130,30 @@ class EncoderCache:
             evicted = self._evict_until(self.capacity_bytes - num_bytes)
         self._used_bytes += num_bytes
         if holder is None:
-            entry = entries[key] = Entry(key, num_bytes, self._usual_cost)
+            entry = entries[key] = EncoderCacheEntry(key, num_bytes, self._usual_cost)
             self._unheld_bytes += num_bytes
             self._order.add(entry)
         else:
-            entry = entries[key] = Entry(key, num_bytes, self._usual_cost, holder)
+            entry = entries[key] = EncoderCacheEntry(key, num_bytes, self._usual_cost, holder)
             self._held.setdefault(holder, {})[key] = entry
-        return Allocation(key, num_bytes, evicted)
+        return evicted
 
-    def try_restore(self, key: bytes, num_embeds: int, holder: int) -> Allocation | None:
-        """As `try_allocate` for a key with a host copy, which goes to the device in the next step.
+    def try_restore(self, key: bytes, num_embeds: int, holder: int) -> tuple[bytes, ...] | None:
+        """As `try_allocate` for a key with a host copy, which the next step copies to the device.
 
-        What leaves the device for it never pushes its own copy out.
+        Outputs evicted for it never displace its host copy.
         """
         self.host.restore(key)
-        allocation = self.try_allocate(key, num_embeds, holder)
-        if allocation is None:
+        evicted = self.try_allocate(key, num_embeds, holder)
+        if evicted is None:
             self.host.cancel_restore(key)
-        return allocation
+        return evicted
 
     def try_allocate_many(self, keys: list[bytes], rows: list[int], holder: int) -> bool:
-        """As `try_allocate` for each key, held by `holder`; False, with nothing changed, when one
-        is known already, on the device or the host, named twice, or when all do not fit at once.
+        """As `try_allocate` for each key, held by `holder`.
+
+        False, with nothing changed, when a key is on the device or the host already, is named
+        twice, or when all do not fit at once.
         """
         entries, row_bytes = self._entries, self.row_bytes
         total = sum(rows) * row_bytes
@@ -169,7 +164,7 @@ class EncoderCache:
         ):
             return False
         sizes = [num_rows * row_bytes for num_rows in rows]
-        made = map(Entry, keys, sizes, repeat(self._usual_cost), repeat(holder))
+        made = map(EncoderCacheEntry, keys, sizes, repeat(self._usual_cost), repeat(holder))
         new = dict(zip(keys, made, strict=True))
         if len(new) != len(keys):
             return False
@@ -185,9 +180,9 @@ class EncoderCache:
         return True
 
     def try_prefetch(self, key: bytes, num_embeds: int) -> bool:
-        """Make room for an absent key that nobody needs yet: the entry is unheld and awaited.
+        """Make room for an absent key that a later step needs: its entry is unheld and awaited.
 
-        False, with nothing changed, when something held or awaited would have to leave, or when
+        False, with nothing changed, when a held or awaited entry would have to be evicted, or when
         more than half of the cache would be awaited.
         """
         num_bytes = num_embeds * self.row_bytes
@@ -197,7 +192,7 @@ class EncoderCache:
             return False
         if self._used_bytes + num_bytes > self.capacity_bytes:
             self._evict_until(self.capacity_bytes - num_bytes)
-        self._entries[key] = Entry(key, num_bytes, self._usual_cost)
+        self._entries[key] = EncoderCacheEntry(key, num_bytes, self._usual_cost)
         self._used_bytes += num_bytes
         self._unheld_bytes += num_bytes
         self._awaited[key] = None
@@ -205,14 +200,14 @@ class EncoderCache:
         return True
 
     def stop_awaiting(self, key: bytes) -> None:
-        """Whoever prefetched the key does not need it any more."""
+        """Make a prefetched entry evictable: its sequence does not need it any more."""
         if key in self._awaited:
             entry = self._entries[key]
             self._forget_awaited(entry)
             self._order.add(entry)
 
     def try_hold(self, holder: int, key: bytes) -> bool:
-        """Keep an entry until `release`, as used now; False when the key is absent."""
+        """Hold an entry until `release`, as used now; False when the key is absent."""
         entry = self._entries.get(key)
         if entry is None:
             return False
@@ -226,7 +221,7 @@ class EncoderCache:
         return True
 
     def release(self, holder: int, key: bytes) -> None:
-        """Give one hold back. Raises `KeyError` when the holder has none."""
+        """Release one hold. Raises `KeyError` when the holder has none."""
         entry = self._entries[key]
         if entry.release(holder):
             self._forget_holder(holder, key)
@@ -243,38 +238,43 @@ class EncoderCache:
                 self.release(holder, key)
 
     def release_all(self, holder: int) -> None:
-        """Give back everything a holder has, however often it holds it; nothing if nothing."""
+        """Release all that a holder holds, however often; it may hold nothing."""
         held = self._held.get(holder)
         if held is None:
             return
         if len(held) >= MANY:
             self._release_alike(holder, held.values())
         for entry in self._held.pop(holder, {}).values():
-            entry.forget(holder)
+            entry.remove_holder(holder)
             self._settle(entry)
 
-    def _release_alike(self, holder: int, entries: Collection[Entry]) -> list[Entry]:
-        """Release in one pass all that cost the same and are held once by nobody else; the rest."""
+    def _release_alike(
+        self, holder: int, entries: Collection[EncoderCacheEntry]
+    ) -> list[EncoderCacheEntry]:
+        """Release in one pass the entries of one cost that this holder alone holds, once.
+
+        Returns the other entries.
+        """
         first = next(iter(entries))
-        cost, lane, used = first.cost_per_byte, self._order.lane_of(first), self._order.clock
-        place, lane_cost, num_bytes, rest = lane.end, lane.cost, 0, []
+        cost, cost_class, used = first.cost_per_byte, self._order.class_of(first), self._order.clock
+        position, class_cost, num_bytes, rest = cost_class.end, cost_class.cost, 0, []
         for entry in entries:
             if entry.holder == holder and entry.cost_per_byte == cost and not entry.condemned:
                 entry.holder = None
-                entry.lane = lane_cost
-                entry.place = place
+                entry.cost_class = class_cost
+                entry.position = position
                 entry.used = used
-                place += 1
+                position += 1
                 num_bytes += entry.num_bytes
             else:
                 rest.append(entry)
         released = entries if not rest else [entry for entry in entries if not entry.is_held]
         self._unheld_bytes += num_bytes
-        self._order.append(lane, released)
+        self._order.append(cost_class, released)
         self._forget_held(holder, released)
         return rest
 
-    def _forget_held(self, holder: int, entries: Collection[Entry]) -> None:
+    def _forget_held(self, holder: int, entries: Collection[EncoderCacheEntry]) -> None:
         held = self._held[holder]
         if len(entries) == len(held):
             del self._held[holder]
@@ -290,9 +290,9 @@ class EncoderCache:
         return tuple(self._held.get(holder, ()))
 
     def remove_failed(self, key: bytes) -> None:
-        """Forget an output that could not be computed or restored, whoever holds it.
+        """Remove an output that could not be computed or restored, and all its holds.
 
-        It counts as dropped: a runner that broke half way may have kept it.
+        It is also named in `take_dropped`: a runner that failed half way may have kept it.
         """
         self.host.forget(key)
         entry = self._entries.get(key)
@@ -305,17 +305,17 @@ class EncoderCache:
         self._drop(entry)
 
     def record_cost(self, key: bytes, seconds: float) -> None:
-        """What computing the output took; decides how long it stays once unheld."""
+        """Record how long computing the output took: costly outputs stay longer once unheld."""
         entry = self._entries.get(key)
         if entry is not None:
             entry.cost_per_byte = seconds / max(entry.num_bytes, 1)
             usual = self._usual_cost or entry.cost_per_byte
             self._usual_cost = 0.9 * usual + 0.1 * entry.cost_per_byte
-            if entry.lane is not None:
+            if entry.cost_class is not None:
                 self._order.add(entry)
 
     def clear(self) -> None:
-        """Drop everything unheld, host copies too; what is held leaves with its last holder."""
+        """Drop unheld entries and host copies; held entries are dropped with their last holder."""
         self.host.clear()
         for entry in list(self._entries.values()):
             entry.condemned = True
@@ -323,8 +323,12 @@ class EncoderCache:
                 self._unheld_bytes -= entry.num_bytes
                 self._drop(entry)
 
+    def take_moves(self) -> Moves:
+        """What the runner must do with host memory."""
+        return self.host.take_moves() if self.host.capacity_bytes else NO_MOVES
+
     def take_dropped(self) -> tuple[bytes, ...]:
-        """Keys that left since the last call, in order."""
+        """Keys that were dropped or evicted since the last call, in order."""
         dropped = tuple(self._dropped)
         self._dropped.clear()
         return dropped
@@ -357,8 +361,8 @@ class EncoderCache:
         if not keys:
             del self._held[holder]
 
-    def _settle(self, entry: Entry) -> None:
-        """After a holder left: the entry becomes evictable, or goes if it was condemned."""
+    def _settle(self, entry: EncoderCacheEntry) -> None:
+        """After a release: an unheld entry becomes evictable, or is dropped if it was condemned."""
         if entry.is_held:
             return
         if entry.condemned:
@@ -368,7 +372,10 @@ class EncoderCache:
             self._order.add(entry)
 
     def _evict_until(self, room: int) -> tuple[bytes, ...]:
-        """What nobody awaits leaves first; then what was prefetched last, for the latest need."""
+        """Evict until at most `room` bytes are used.
+
+        Entries that are not awaited go first, then those prefetched last, which are needed last.
+        """
         left = self._order.take(self._used_bytes - room)
         freed = sum([entry.num_bytes for entry in left])
         while self._used_bytes - freed > room:
@@ -387,7 +394,7 @@ class EncoderCache:
         self._dropped += evicted
         return evicted
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: EncoderCacheEntry) -> None:
         del self._entries[entry.key]
         self._order.remove(entry)
         if entry.key in self._awaited:
@@ -395,6 +402,245 @@ class EncoderCache:
         self._used_bytes -= entry.num_bytes
         self._dropped.append(entry.key)
 
-    def _forget_awaited(self, entry: Entry) -> None:
+    def _forget_awaited(self, entry: EncoderCacheEntry) -> None:
         del self._awaited[entry.key]
         self._awaited_bytes -= entry.num_bytes
+
+
+class EncoderCacheEntry(msgspec.Struct, gc=False):
+    """An encoder output on the device: its size, its holders, and its position for eviction.
+
+    Nearly every entry is held at most once, by one holder: `holder`. `holders` is for the rest.
+    """
+
+    key: bytes
+    num_bytes: int
+    cost_per_byte: float
+    holder: int | None = None
+    """The only holder, if it holds the entry once."""
+    holders: dict[int, int] | None = None
+    """Holder → how many times it holds the entry; None where `holder` is enough."""
+    cost_class: float | None = None
+    """The cost of its class in the eviction order; None where it has no position."""
+    position: int = 0
+    used: float = 0.0
+    """The clock of the eviction order at its last use."""
+    condemned: bool = False
+    """The cache was cleared while the entry was held: it is dropped with its last holder."""
+
+    @property
+    def is_held(self) -> bool:
+        return self.holder is not None or self.holders is not None
+
+    def hold(self, holder: int) -> None:
+        """Count one more hold."""
+        if self.holders is None:
+            if self.holder is None:
+                self.holder = holder
+                return
+            self.holders, self.holder = {self.holder: 1}, None
+        self.holders[holder] = self.holders.get(holder, 0) + 1
+
+    def release(self, holder: int) -> bool:
+        """Count one hold less. Returns whether it was the holder's last; `KeyError` without one."""
+        if self.holders is None:
+            if self.holder != holder:
+                raise KeyError(holder)
+            self.holder = None
+            return True
+        self.holders[holder] -= 1
+        if self.holders[holder]:
+            return False
+        self.remove_holder(holder)
+        return True
+
+    def remove_holder(self, holder: int) -> None:
+        """Remove all holds of one holder."""
+        if self.holders is None:
+            self.holder = None
+        elif len(self.holders) > 1:
+            del self.holders[holder]
+        else:
+            self.holders = None
+
+    def all_holders(self) -> tuple[int, ...]:
+        if self.holders is not None:
+            return tuple(self.holders)
+        return () if self.holder is None else (self.holder,)
+
+
+class EvictionOrder:
+    """Which entry is evicted next: GreedyDual-Size (Cao and Irani, 1997).
+
+    An entry's priority is the clock at its last use plus its cost per byte, and the clock moves up
+    to the priority of each entry that is evicted. With equal costs this is LRU; an output that
+    takes long to compute stays longer, but not for ever if it is not used.
+
+        cost class       least recent ──────────▶ most recent
+          1 ns per byte  [ k7 @ 3.1 ][ ········ ][ k2 @ 3.4 ]       key @ clock at its last use
+          8 ns per byte  [ k1 @ 0.2 ]     ▲
+                                          └ stale: evicted, or used again since
+
+    Costs are rounded to powers of two, so there are few classes. Within a class the first entry is
+    always the next, so nothing is sorted. An entry knows its class and position; a position that
+    its entry has left is stale, and is skipped when it becomes the first. So entries are added and
+    removed in O(1), and thousands of them in one pass.
+    """
+
+    __slots__ = ("_classes", "clock")
+
+    def __init__(self) -> None:
+        self._classes: dict[float, CostClass] = {}
+        """Cost per byte, rounded → class."""
+        self.clock = 0.0
+
+    def __len__(self) -> int:
+        return sum(cost_class.num_entries for cost_class in self._classes.values())
+
+    @property
+    def num_positions(self) -> int:
+        """Positions in memory, stale ones included."""
+        return sum(len(cost_class.entries) for cost_class in self._classes.values())
+
+    def add(self, entry: EncoderCacheEntry) -> None:
+        """Put an entry last in its class, as used now; leaves any position it had."""
+        self.remove(entry)
+        cost_class = self.class_of(entry)
+        entry.cost_class, entry.position, entry.used = cost_class.cost, cost_class.end, self.clock
+        cost_class.entries.append(entry)
+        cost_class.num_entries += 1
+
+    def append(self, cost_class: CostClass, entries: Collection[EncoderCacheEntry]) -> None:
+        """As `add` for each, for entries whose class, position and use the caller has set."""
+        cost_class.entries.extend(entries)
+        cost_class.num_entries += len(entries)
+
+    def remove(self, entry: EncoderCacheEntry) -> None:
+        """Take an entry out, if it is in."""
+        if entry.cost_class is None:
+            return
+        cost_class = self._classes[entry.cost_class]
+        entry.cost_class = None
+        cost_class.num_entries -= 1
+        if len(cost_class.entries) > 2 * cost_class.num_entries + SPARE_POSITIONS:
+            cost_class.compact()
+
+    def take(self, num_bytes: int) -> list[EncoderCacheEntry]:
+        """Remove and return the next entries until they free `num_bytes`, or none are left."""
+        taken: list[EncoderCacheEntry] = []
+        while num_bytes > 0:
+            best = until = inf
+            chosen: CostClass | None = None
+            for cost_class in self._classes.values():
+                if cost_class.num_entries:
+                    priority = cost_class.skip_stale().used + cost_class.cost
+                    if priority < best:
+                        best, until, chosen = priority, best, cost_class
+                    elif priority < until:
+                        until = priority
+            if chosen is None:
+                break
+            num_bytes -= self._take_from(chosen, until, num_bytes, taken)
+        return taken
+
+    def keys(self) -> set[bytes]:
+        """Keys of all entries."""
+        classes = self._classes.values()
+        return {entry.key for cost_class in classes for entry in cost_class.current_entries()}
+
+    def class_of(self, entry: EncoderCacheEntry) -> CostClass:
+        """The class of the entry's cost per byte."""
+        cost = entry.cost_per_byte
+        rounded = 2.0 ** round(log2(cost)) if cost > 0 else 0.0
+        cost_class = self._classes.get(rounded)
+        if cost_class is None:
+            cost_class = self._classes[rounded] = CostClass(rounded)
+        return cost_class
+
+    def _take_from(
+        self, source: CostClass, until: float, num_bytes: int, taken: list[EncoderCacheEntry]
+    ) -> int:
+        """Move entries of one class to `taken` while their priority is at most `until`.
+
+        Stops once they free `num_bytes`. Returns the bytes freed.
+        """
+        if until == inf and source.num_entries == len(source.entries):
+            return self._take_any_from(source, num_bytes, taken)
+        entries, cost, position, freed = source.entries, source.cost, source.first, 0
+        before = len(taken)
+        take_first, take_in = entries.popleft, taken.append
+        while freed < num_bytes and entries:
+            entry = entries[0]
+            if entry.position == position and entry.cost_class == cost:
+                if entry.used + cost > until:
+                    break
+                freed += entry.num_bytes
+                entry.cost_class = None
+                take_in(entry)
+            take_first()
+            position += 1
+        source.first = position
+        source.num_entries -= len(taken) - before
+        self.clock = max(self.clock, taken[-1].used + cost)
+        return freed
+
+    def _take_any_from(
+        self, source: CostClass, num_bytes: int, taken: list[EncoderCacheEntry]
+    ) -> int:
+        """As `_take_from` the only class with entries, where no position is stale."""
+        entries, freed, before = source.entries, 0, len(taken)
+        take_first, take_in = entries.popleft, taken.append
+        while freed < num_bytes and entries:
+            entry = take_first()
+            entry.cost_class = None
+            freed += entry.num_bytes
+            take_in(entry)
+        count = len(taken) - before
+        source.first += count
+        source.num_entries -= count
+        self.clock = max(self.clock, taken[-1].used + source.cost)
+        return freed
+
+
+class CostClass:
+    """Entries of about the same cost per byte, the least recently used first."""
+
+    __slots__ = ("cost", "entries", "first", "num_entries")
+
+    def __init__(self, cost: float) -> None:
+        self.cost = cost
+        """Per byte, rounded."""
+        self.entries: deque[EncoderCacheEntry] = deque()
+        """The entry that was put in each position, stale ones included."""
+        self.first = 0
+        """Number of the first position; numbers are not used again."""
+        self.num_entries = 0
+        """Positions that are not stale."""
+
+    @property
+    def end(self) -> int:
+        """Number of the next position."""
+        return self.first + len(self.entries)
+
+    def skip_stale(self) -> EncoderCacheEntry:
+        """The first entry, after dropping the stale positions before it; there must be one."""
+        while True:
+            entry = self.entries[0]
+            if entry.position == self.first and entry.cost_class == self.cost:
+                return entry
+            self.entries.popleft()
+            self.first += 1
+
+    def current_entries(self) -> list[EncoderCacheEntry]:
+        """The entries whose position is not stale."""
+        return [
+            entry
+            for position, entry in enumerate(self.entries, self.first)
+            if entry.position == position and entry.cost_class == self.cost
+        ]
+
+    def compact(self) -> None:
+        """Drop all stale positions."""
+        self.entries = deque(self.current_entries())
+        for position, entry in enumerate(self.entries, self.first):
+            entry.position = position

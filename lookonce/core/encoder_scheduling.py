@@ -1,22 +1,49 @@
-"""Sees to it that every encoder output a chunk touches will be there: held, restored or encoded.
+"""Which encoder outputs are computed in a step: those that its chunks need, and some ahead of them.
 
-on the device ──────▶ hold
-on the host ────────▶ make room, hold, copy back
-nowhere ────────────▶ make room, hold, encode        (needs the item and encoder budget)
+Of an item that a chunk touches, the encoder output is
+
+    on the device    held
+    on the host      given room on the device, held, and copied back
+    nowhere          given room, held, and encoded: this needs the item, and encoder budget
+
+Outputs of later chunks and of waiting requests are encoded ahead (prefetched) in encoder budget
+that a step has left. Encoding takes as long in a later step; done earlier, it only delays the
+requests that are first in line. So it is done only where it pays:
+
+    the encoder runs anyway      several pictures in one run cost far less than one by one
+    a prompt's items exceed      its later chunks would be cut
+    the budget of one step
+    no prompt is being computed  items of requests that wait for blocks or a place are prepared
+
+A prefetched output is held by no sequence. It leaves only when held outputs need its room, and is
+then encoded again by the chunk that needs it; nothing ever waits for a prefetch.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from enum import Enum
+from typing import TypeAlias
 
-from lookonce.core.budget import StepPass
-from lookonce.core.counters import Counters
-from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.mm_features import MANY, next_embed
-from lookonce.core.request import Sequence
-from lookonce.types.media import MediaFeature, Modality
-from lookonce.types.step import EncodeItem
+from lookonce.core.request import ReuseStats, Sequence, SequenceState
+from lookonce.core.scheduler_state import SchedulerState
+from lookonce.types.media import MediaFeature, Modality, ProcessedItem
+from lookonce.types.step import EncodeItem, NewSequence, ScheduledSequence
+
+MAX_PREFETCHED_SEQUENCES = 16
+"""Sequences considered for prefetching in one step, of those that run and of those that wait."""
+MAX_PREFETCHED_ITEMS = 64
+"""Items of one sequence considered in one step; the next step continues behind them."""
+BROUGHT_ALONG = 3
+"""Rows that are prefetched for each row that a step must encode. Even where items of one run share
+no cost, the first in line then waits at most so many times its own encoding."""
+
+
+EncodeOwners: TypeAlias = list[tuple[ReuseStats, range]]
+"""For the encoder runs of a step, in order: the request's statistics and the feature indices. Many
+items of one request take one entry, which the garbage collector tracks at less cost."""
 
 
 class Shortage(Enum):
@@ -28,20 +55,21 @@ class Shortage(Enum):
     ITEM = "an item the engine lacks"
 
 
-class Acquirer:
-    """Holds outputs for sequences; what it holds is what the planned chunks need."""
+class EncoderScheduler:
+    """Holds the encoder outputs that planned chunks need, and plans the encoder runs for them."""
 
-    def __init__(
-        self, encoder_cache: EncoderCache, counters: Counters, unsplittable: Collection[Modality]
-    ) -> None:
-        self._encoder_cache = encoder_cache
-        self._counters = counters
+    def __init__(self, state: SchedulerState, unsplittable: Collection[Modality]) -> None:
+        self._encoder_cache = state.encoder_cache
+        self._counters = state.counters
         self._unsplittable = frozenset(unsplittable)
 
     def acquire(
         self, sequence: Sequence, start: int, end: int, step: StepPass
     ) -> tuple[int, Shortage | None]:
-        """Hold the outputs of items in `[start, end)`; up to where they could be had, and why."""
+        """Hold the outputs of the items in positions `[start, end)`.
+
+        Returns the position up to which all could be had, and why no further.
+        """
         features, held = sequence.request.features, sequence.held
         indices = features.overlapping(start, end)
         if held:
@@ -61,7 +89,7 @@ class Acquirer:
         return end, None
 
     def _end_before(self, feature: MediaFeature, start: int, end: int) -> int:
-        """Where a chunk from `start` ends that must do without the feature's rows."""
+        """End of the chunk from `start` that needs no row of the feature."""
         if feature.modality in self._unsplittable:
             return max(feature.offset, start)
         return next_embed(feature, start) or start
@@ -69,8 +97,8 @@ class Acquirer:
     def _acquire_one(
         self, sequence: Sequence, index: int, feature: MediaFeature, step: StepPass
     ) -> Shortage | None:
-        """Hold one output: found, brought back or about to be encoded; what is short if none."""
-        cache, facts, key = self._encoder_cache, sequence.request.facts, feature.key
+        """Hold one output: cached, restored or about to be encoded. Returns what is short."""
+        cache, stats, key = self._encoder_cache, sequence.request.reuse_stats, feature.key
         if step.room_kept:
             return Shortage.ROOM
         prefetched = index in sequence.prefetched
@@ -90,7 +118,7 @@ class Acquirer:
             del sequence.prefetched[index]
         self._counters.encoder_cache_queries += 1
         self._counters.encoder_cache_hits += hit
-        facts.note(index, "hit" if hit else "miss")
+        stats.note(index, "hit" if hit else "miss")
         return None
 
     def _encode(
@@ -105,13 +133,14 @@ class Acquirer:
             return Shortage.ENCODER_BUDGET
         if self._encoder_cache.try_allocate(key, rows, sequence.seq_id) is None:
             return Shortage.ROOM
-        step.add_encode(key, item, rows, sequence.request.facts, index)
+        step.add_encode(key, item, rows, sequence.request.reuse_stats, index)
         return None
 
     def _acquire_new(self, sequence: Sequence, indices: range, step: StepPass) -> bool:
-        """Encode them all; False, with nothing changed, unless all are new and all can be had.
+        """Encode and hold all outputs at once; False, with nothing changed, where that cannot be.
 
-        The common case of many items in one chunk, without a round of questions for each.
+        It can where no output is cached and there is enough budget and room: the common case for
+        many items in one chunk, which needs no check of each.
         """
         request, cache = sequence.request, self._encoder_cache
         if not request.features.all_plain:
@@ -126,9 +155,159 @@ class Acquirer:
             return False
         step.encoder.spend(total)
         step.encode += map(EncodeItem, keys, items)
-        step.encode_owners.add_many(request.facts, indices)
-        for index in request.facts.listed(indices):
-            request.facts.note(index, "miss")
+        step.encode_owners.append((request.reuse_stats, indices))
+        for index in request.reuse_stats.listed(indices):
+            request.reuse_stats.note(index, "miss")
         self._counters.encoder_cache_queries += len(keys)
         sequence.held.extend(indices)
         return True
+
+
+class EncoderPrefetcher:
+    """Plans encoder runs for items that later steps will need.
+
+    `ahead_of_admission`: for waiting requests too. Off where external KV tiers may hold their
+    prefixes: items within a cached prefix need not be encoded, and the tiers have not answered yet.
+    """
+
+    def __init__(self, state: SchedulerState, *, ahead_of_admission: bool) -> None:
+        self._state = state
+        self._ahead_of_admission = ahead_of_admission
+
+    def plan(self, step: StepPass) -> None:
+        """Add encoder runs while there is budget and room: prompts first, in order of arrival."""
+        queues = self._state.queues
+        rows = step.encoder.most
+        if queues.prefilling:
+            rows = BROUGHT_ALONG * step.encoder.spent
+        for sequence in queues.prefilling.head(MAX_PREFETCHED_SEQUENCES):
+            if rows > 0:
+                rows = self._prefetch_items(sequence, step, rows)
+            if self._exceeds_one_step(sequence, step):
+                self._prefetch_items(sequence, step, step.encoder.most)
+        if self._ahead_of_admission:
+            for sequence in queues.waiting.head(MAX_PREFETCHED_SEQUENCES):
+                if rows <= 0:
+                    return
+                rows = self._prefetch_items(sequence, step, rows)
+
+    def _prefetch_items(self, sequence: Sequence, step: StepPass, rows: int) -> int:
+        """Encode up to `rows` rows ahead. Returns how many are left, 0 once an item did not fit."""
+        candidates = self._candidates(sequence)
+        for index in candidates:
+            spent = self._prefetch(sequence, index, step, rows)
+            if spent is None:
+                sequence.prefetch_from = index
+                return 0
+            rows -= spent
+        sequence.prefetch_from = candidates.stop
+        return rows
+
+    def _candidates(self, sequence: Sequence) -> range:
+        """Indices of the features to consider in this step: those that must still be computed."""
+        features = sequence.request.features
+        first = sequence.prefetch_from
+        if first < len(features):
+            first = max(first, features.next_index(self._num_not_computed_again(sequence)))
+        return range(first, min(first + MAX_PREFETCHED_ITEMS, len(features)))
+
+    def _exceeds_one_step(self, sequence: Sequence, step: StepPass) -> bool:
+        """Whether the items still to encode are more than the encoder budget of one step."""
+        features = sequence.request.features
+        if sequence.prefetch_from == len(features) or step.encoder.left <= 0:
+            return False
+        return sum(features.rows(self._candidates(sequence))) > step.encoder.rows
+
+    def _num_not_computed_again(self, sequence: Sequence) -> int:
+        """Leading positions that are computed already, or covered by a cached prefix."""
+        if sequence.state is SequenceState.WAITING:
+            return self._state.num_cached_tokens(sequence)
+        return sequence.num_computed
+
+    def _prefetch(
+        self, sequence: Sequence, index: int, step: StepPass, rows_left: int
+    ) -> int | None:
+        """Rows encoded for the item: 0 when it needs nothing; None when there is no room for it."""
+        request, cache = sequence.request, self._state.encoder_cache
+        feature = request.features[index]
+        item = request.items.get(feature.key)
+        if item is None or cache.has_anywhere(feature.key):
+            return 0
+        rows = feature.num_embeds
+        if rows > rows_left or not step.encoder.affords(rows):
+            return None
+        if not cache.try_prefetch(feature.key, rows):
+            return None
+        sequence.prefetched[index] = feature.key
+        self._state.counters.encoder_prefetches += 1
+        step.add_encode(feature.key, item, rows, request.reuse_stats, index)
+        return rows
+
+
+class StepPass:
+    """One planning pass: the budgets that are left, and what has been planned so far."""
+
+    __slots__ = (
+        "encode",
+        "encode_owners",
+        "encoder",
+        "new",
+        "room_kept",
+        "scheduled",
+        "stalled",
+        "starved",
+        "tokens",
+    )
+
+    def __init__(self, tokens: int, encoder_rows: int) -> None:
+        self.tokens = tokens
+        """Token positions that can still be scheduled."""
+        self.encoder = EncoderBudget(encoder_rows)
+        self.new: list[NewSequence] = []
+        self.encode: list[EncodeItem] = []
+        self.encode_owners: EncodeOwners = []
+        self.scheduled: list[ScheduledSequence] = []
+        self.stalled = False
+        """A running sequence waits for tokens or room, so no sequence is admitted that could take
+        them."""
+        self.room_kept = False
+        """The sequence that goes first waits for room in the encoder cache, so the others continue
+        only with outputs that they hold."""
+        self.starved: list[Sequence] = []
+        """Sequences that could compute and got nothing."""
+
+    def add_encode(
+        self, key: bytes, item: ProcessedItem, rows: int, stats: ReuseStats, index: int
+    ) -> None:
+        """Encode `item`, for the feature `index` of the request that `stats` belongs to."""
+        self.encoder.spend(rows)
+        self.encode.append(EncodeItem(key, item))
+        self.encode_owners.append((stats, range(index, index + 1)))
+
+
+class EncoderBudget:
+    """Encoder rows that one step may compute. An item with more rows than that runs alone."""
+
+    __slots__ = ("_untouched", "left", "rows")
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.left = rows
+        """Rows not spent; not above zero when the budget is used up."""
+        self._untouched = True
+
+    def affords(self, rows: int) -> bool:
+        return rows <= self.left or self._untouched
+
+    @property
+    def most(self) -> int:
+        """Rows of the largest item that the budget affords."""
+        return sys.maxsize if self._untouched else self.left
+
+    @property
+    def spent(self) -> int:
+        return self.rows - self.left
+
+    def spend(self, rows: int) -> None:
+        self.left -= rows
+        self._untouched = False

@@ -1,7 +1,7 @@
-"""The second tier of encoder outputs: copies in host memory, by key, least recently used first.
+"""Copies of encoder outputs in host memory: the second tier of the encoder cache, in LRU order.
 
-An output that leaves the device unheld is copied here, and comes back instead of being encoded
-again. The copy stays when it comes back, so that the next time it leaves nothing need be copied.
+An output that is evicted from the device is copied to the host, and restored instead of being
+encoded again. The copy stays when it is restored, so a second eviction copies nothing.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 
 class Moves(NamedTuple):
-    """What the runner must do with host memory in the next step; no key is in two of them, but
-    one offloaded may be restored by the same step."""
+    """Keys that the runner must drop, copy to the host, or copy to the device in the next step.
+
+    No key is in two of them, except that an offloaded key may be restored in the same step.
+    """
 
     dropped: tuple[bytes, ...] = ()
     offload: tuple[bytes, ...] = ()
@@ -25,7 +27,7 @@ NO_MOVES = Moves()
 class HostOutputs:
     """Accounts for the copies; the runner keeps them under the same keys.
 
-    Moves gather until `take_moves`, and those that undo each other vanish.
+    Moves collect until `take_moves`; a move and its opposite cancel out.
     """
 
     __slots__ = ("_dropped", "_offload", "_restore", "_used_bytes", "capacity_bytes", "copies")
@@ -33,7 +35,7 @@ class HostOutputs:
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.copies: OrderedDict[bytes, int] = OrderedDict()
-        """Key → bytes, least recently used first; for others to look into, not to change."""
+        """Key → bytes, least recently used first. Only this class changes it."""
         self._used_bytes = 0
         self._offload: dict[bytes, None] = {}
         self._restore: dict[bytes, None] = {}
@@ -54,7 +56,7 @@ class HostOutputs:
         return bool(self._dropped or self._offload or self._restore)
 
     def keep(self, key: bytes, num_bytes: int) -> bool:
-        """The output is about to leave the device; False when it finds no room here."""
+        """Copy an output that is evicted from the device; False where there is no room."""
         if not self.capacity_bytes:
             return False
         if key in self.copies:
@@ -71,16 +73,16 @@ class HostOutputs:
         return True
 
     def restore(self, key: bytes) -> None:
-        """The copy goes back to the device in the next step, and stays at least until then."""
+        """Copy to the device in the next step; the copy stays at least until then."""
         self._touch(key)
         self._restore[key] = None
 
     def cancel_restore(self, key: bytes) -> None:
-        """There is no room on the device after all."""
+        """Undo `restore`: the device has no room."""
         self._restore.pop(key, None)
 
     def forget(self, key: bytes) -> None:
-        """Drop a copy, if there is one, whatever was planned with it."""
+        """Drop a copy, if there is one, and the moves planned for it."""
         num_bytes = self.copies.pop(key, None)
         if num_bytes is None:
             return
@@ -92,17 +94,17 @@ class HostOutputs:
             self._dropped[key] = None
 
     def lose(self, key: bytes) -> None:
-        """The copy that was planned could not be made: there is nothing to drop."""
+        """Remove a copy that the runner could not make, and so need not drop."""
         self.forget(key)
         self._dropped.pop(key, None)
 
     def clear(self) -> None:
-        """Drop every copy that is not about to be used."""
+        """Drop every copy that is not about to be restored."""
         for key in [key for key in self.copies if key not in self._restore]:
             self.forget(key)
 
     def take_moves(self) -> Moves:
-        """What was decided since the last call."""
+        """Remove and return the moves since the last call."""
         if not self.has_moves:
             return NO_MOVES
         moves = Moves(tuple(self._dropped), tuple(self._offload), tuple(self._restore))
@@ -126,7 +128,7 @@ class HostOutputs:
         self.copies.move_to_end(key)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Restored copies were touched last: meeting one, there is nothing left to drop."""
+        """Drop the oldest copies, but none that is to be restored: those are the most recent."""
         while self._used_bytes + num_bytes > self.capacity_bytes:
             oldest = next(iter(self.copies))
             if oldest in self._restore:

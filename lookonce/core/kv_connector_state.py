@@ -1,12 +1,12 @@
-"""Prefixes that are held outside the device: who waits for one, and which blocks that occupies.
+"""Prefixes held by external KV tiers: sequences that wait for them, and the blocks of transfers.
 
-    try_admit ─▶ lookup pending ─▶ LOADING ─(answered)─▶ WAITING ─▶ try_admit
-                 lookup hit: blocks taken, load begun ─▶ LOADING ─(LoadReport)─▶ WAITING ─▶ ...
+    try_admit ─▶ lookup pending ─▶ LOADING ─ answered ───▶ WAITING ─▶ try_admit
+                 lookup hit: blocks allocated, load begun ─▶ LOADING ─ LoadReport ─▶ WAITING ─▶ ...
 
-A load's blocks belong to the load, not to the sequence. What arrived is remembered under its hash
-like any computed block, and the sequence then finds it as a prefix hit. The references of a load or
-a store are given back only when its ticket is acknowledged: until then a worker may still write or
-read them, even if the request is long gone (quarantine).
+The blocks of a load belong to the load, not to the sequence. Loaded blocks are registered under
+their hashes like computed ones, and the sequence then finds them in the prefix cache. The blocks of
+a load or a store are released only when its ticket is acknowledged: until then a worker may still
+write or read them, even if the request has ended (quarantine).
 """
 
 from __future__ import annotations
@@ -14,120 +14,119 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from lookonce.core.block_pool import BlockPool
-from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.request import Request, Sequence
-from lookonce.core.request_queues import Roster
+from lookonce.core.scheduler_state import SchedulerState
 from lookonce.errors import UnavailableError
 from lookonce.types.kv import ExternalFacts, LoadReport
 from lookonce.types.ports import ExternalPrefixCache
 
 
-class Prospect(Enum):
+class LoadDecision(Enum):
     """What a waiting sequence does about its external prefix."""
 
-    NONE = "none"
-    """Go on and compute."""
-    ASIDE = "aside"
-    """It left the waiting lane until the tiers have answered."""
+    COMPUTE = "compute"
+    """There is nothing to load: compute what is not cached."""
+    LOADING = "loading"
+    """The sequence is LOADING until the tiers have answered or loaded."""
     NO_ROOM = "no room"
-    """There is one, but not the blocks to compute the rest of the prompt."""
+    """There is a prefix to load, but not enough free blocks for the whole prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
     request_id: str
     block_ids: list[int]
-    """The local prefix, then the blocks to load."""
+    """The blocks of the local prefix, then those to load."""
     hashes: list[bytes]
     num_local: int
     generation: int
 
 
-class ExternalPrefixes:
-    """The scheduler's dealings with `ExternalPrefixCache`; nothing here waits."""
+class KVConnectorState:
+    """The scheduler's side of `ExternalPrefixCache`; no method waits.
+
+    With `fail_on_loss` a request ends with an error when a prefix could not be loaded; otherwise
+    the prefix is computed.
+    """
 
     def __init__(
-        self,
-        cache: ExternalPrefixCache,
-        pool: BlockPool,
-        roster: Roster,
-        lifecycle: Lifecycle,
-        *,
-        fail_on_loss: bool,
+        self, cache: ExternalPrefixCache, state: SchedulerState, *, fail_on_loss: bool
     ) -> None:
         self._cache = cache
-        self._pool = pool
-        self._roster = roster
-        self._lifecycle = lifecycle
+        self._state = state
+        self._pool = state.block_pool
+        state.on_end = self._finish
         self._fail_on_loss = fail_on_loss
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, list[int]] = {}
-        self._completed: list[tuple[bytes, int]] = []
-        """(hash, block) completed since the last flush."""
+        self._registered: list[tuple[bytes, int]] = []
+        """(hash, block) registered since the last store."""
 
     # --- before a sequence is admitted ----------------------------------------------------------
 
     def add(self, request: Request) -> None:
         self._cache.on_request_added(request.request_id, request.num_prompt_tokens)
 
-    def consider(self, sequence: Sequence, cached: list[int], reserve: int) -> Prospect:
-        """For a sequence that is about to compute its prompt, `cached` blocks of it being here."""
+    def decide(self, sequence: Sequence, cached: list[int], reserve: int) -> LoadDecision:
+        """For a sequence that could be admitted with the `cached` blocks of its prefix.
+
+        A load leaves `reserve` blocks free beside those that the rest of the prompt needs.
+        """
         request, block_size = sequence.request, self._pool.block_size
         limit = (request.num_prompt_tokens - 1) // block_size
         answer = self._cache.lookup(
             request.request_id, lambda: list(sequence.hashes(block_size, limit)), len(cached)
         )
         if answer.state == "pending":
-            self._lifecycle.begin_loading(sequence)
-            return Prospect.ASIDE
+            self._state.begin_loading(sequence)
+            return LoadDecision.LOADING
         if answer.state != "hit":
-            return Prospect.NONE
+            return LoadDecision.COMPUTE
         return self._begin_load(sequence, cached, min(answer.num_blocks, limit), reserve)
 
     def _begin_load(
         self, sequence: Sequence, cached: list[int], num_blocks: int, reserve: int
-    ) -> Prospect:
-        """Takes the blocks of the load, if those of the rest of the prompt are free beside them."""
+    ) -> LoadDecision:
         rest = self._pool.blocks_for(len(sequence.tokens)) - num_blocks
         blocks = self._pool.try_allocate(num_blocks - len(cached), cached, reserve=reserve + rest)
         if blocks is None:
-            return Prospect.NO_ROOM
+            return LoadDecision.NO_ROOM
         request_id, num_local = sequence.request.request_id, len(cached)
         ticket = self._cache.on_allocated(request_id, blocks, num_local)
-        sequence.extend_chain(self._pool.block_size, num_blocks)  # another sample may have asked
-        hashes = sequence.chain[:num_blocks]
+        # The lookup, and with it the hashing, may have been made for another sample.
+        sequence.hash_blocks(self._pool.block_size, num_blocks)
+        hashes = sequence.block_hashes[:num_blocks]
         self._loads[ticket] = _Load(request_id, blocks, hashes, num_local, self._pool.generation)
-        self._lifecycle.begin_loading(sequence)
-        return Prospect.ASIDE
+        self._state.begin_loading(sequence)
+        return LoadDecision.LOADING
 
-    def admitted(self, request: Request, cached: list[int]) -> ExternalFacts:
-        """At a request's first admission, with `cached` blocks of any origin."""
+    def note_admission(self, request: Request, cached: list[int]) -> ExternalFacts:
+        """At a request's first admission with `cached` blocks. Returns what the tiers loaded."""
         num_cached = len(cached) * self._pool.block_size
         return self._cache.on_admitted(request.request_id, num_cached, frozenset(cached))
 
-    def finished(self, request: Request) -> None:
+    def _finish(self, request: Request) -> None:
         self._cache.on_request_finished(request.request_id)
 
     # --- stores ---------------------------------------------------------------------------------
 
-    def completed(self, block_hash: bytes, block: int) -> None:
-        """A block was computed to its end and is remembered under its hash."""
-        self._completed.append((block_hash, block))
+    def note_registered(self, block_hash: bytes, block: int) -> None:
+        """A block was computed and registered under its hash."""
+        self._registered.append((block_hash, block))
 
-    def flush(self) -> None:
-        """Offer what a step completed; a full queue drops it."""
-        if not self._completed:
+    def store_registered(self) -> None:
+        """Offer newly registered blocks to the tiers; dropped where their queue is full."""
+        if not self._registered:
             return
-        hashes = [block_hash for block_hash, _ in self._completed]
-        blocks = [block for _, block in self._completed]
-        self._completed.clear()
+        hashes = [block_hash for block_hash, _ in self._registered]
+        blocks = [block for _, block in self._registered]
+        self._registered.clear()
         ticket = self._cache.try_store(hashes, blocks)
         if ticket is not None:
             self._pool.try_allocate(0, blocks)
             self._stores[ticket] = blocks
 
-    # --- what came back -------------------------------------------------------------------------
+    # --- reports of the tiers -------------------------------------------------------------------
 
     def take_reports(self) -> None:
         report = self._cache.poll()
@@ -141,16 +140,16 @@ class ExternalPrefixes:
             self._acknowledge(ticket)
 
     def _resume(self, request_id: str) -> None:
-        request = self._roster.requests.get(request_id)
+        request = self._state.queues.requests.get(request_id)
         if request is not None:
-            self._lifecycle.end_loading(request)
+            self._state.end_loading(request)
 
     def _end_load(self, report: LoadReport) -> None:
         load = self._loads.get(report.ticket)
         if load is not None and load.generation == self._pool.generation:
             for index in range(load.num_local, load.num_local + report.num_loaded):
                 self._pool.register(load.block_ids[index], load.hashes[index])
-        request = self._roster.requests.get(report.request_id)
+        request = self._state.queues.requests.get(report.request_id)
         if request is None:
             return
         if report.failure is not None and self._fail_on_loss:
@@ -158,9 +157,9 @@ class ExternalPrefixes:
                 "a part of the prompt that an external KV tier held could not be loaded "
                 f"({report.failure}); the server is configured not to compute it again"
             )
-            self._lifecycle.end(request, "error", error)
+            self._state.end(request, "error", error)
             return
-        self._lifecycle.end_loading(request)
+        self._state.end_loading(request)
 
     def _acknowledge(self, ticket: int) -> None:
         load = self._loads.pop(ticket, None)
@@ -168,25 +167,17 @@ class ExternalPrefixes:
         if blocks:
             self._pool.release(blocks)
 
-    # --- what there is to know ------------------------------------------------------------------
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether some worker still has blocks in hand."""
-        return bool(self._loads or self._stores)
+    # --- figures --------------------------------------------------------------------------------
 
     def block_tables(self) -> list[list[int]]:
-        """Blocks held for transfers, for `BlockPool.check_integrity`."""
+        """The blocks of each transfer, for `BlockPool.check_integrity`."""
         return [load.block_ids for load in self._loads.values()] + list(self._stores.values())
 
     def stats(self) -> dict[str, float]:
-        live = self._roster.requests
+        live = self._state.queues.requests
         abandoned = [load for load in self._loads.values() if load.request_id not in live]
         return self._cache.stats() | {
             "kv_transfer_blocks_held": sum(map(len, self.block_tables())),
             "kv_transfer_blocks_quarantined": sum(len(load.block_ids) for load in abandoned),
-            "kv_transfer_requests_loading": len(self._roster.loading),
+            "kv_transfer_requests_loading": len(self._state.queues.loading),
         }
-
-    def close(self) -> None:
-        self._cache.close()

@@ -1,12 +1,15 @@
-"""A request's media features, sorted by offset, and the question which of them a window touches.
+"""A request's multimodal features, sorted by offset, and which of them a window touches.
 
             offset          end
                ▼             ▼
     . . . . . [I I I I I I I] . . [I I I] . .      features never overlap, so offsets and ends
                     └──────── window ──┘           are both sorted: two bisections find the range
 
-A window `[start, end)` touches a feature when they share a position; touching edges do not count.
-Every question costs O(log n) plus the features touched, however many lie outside the window.
+A window `[start, end)` touches a feature when they share a position. Every query costs O(log n)
+plus the features touched, however many lie outside the window.
+
+Many features at once, and the items for them, are checked as columns by compiled code
+(`columns.c`); if no compiler was there at installation, by NumPy.
 """
 
 from __future__ import annotations
@@ -14,27 +17,33 @@ from __future__ import annotations
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from itertools import repeat
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookonce.core.columns import KEY_BYTES, MAX_NUMBER, one_run_items, plain_columns
 from lookonce.errors import BadRequestError
-from lookonce.types.media import MediaFeature, Modality, ProcessedItem
+from lookonce.types.media import Expansion, MediaFeature, Modality, ProcessedItem
 from lookonce.types.step import EmbedSlice
 
+KEY_BYTES = 32
+MAX_NUMBER = 2**62 - 1
+"""The greatest offset and length: their sum is still a 64-bit integer."""
 SPARE_FEATURES = 16
-"""Passed features that are kept at least, so that forgetting them is not worth a look each step."""
+"""Number of computed features that are always kept, so that forgetting is not tried every step."""
 MANY = 16
-"""Features from which on checking whole columns is cheaper than one after the other."""
+"""Number of features from which on checking whole columns is cheaper than one by one."""
+
+FeatureColumns: TypeAlias = "tuple[list[bytes], bytes, bytes, int, set[Modality]]"
+"""Keys, offsets and ends (int64), the greatest length, and all modalities."""
 
 
-class Features:
-    """The features of one prompt, checked once when they are added, append-only in O(1).
+class MultiModalFeatures:
+    """The features of one prompt; appending one is O(1), and checks it.
 
-    Raises `BadRequestError` for an item with a wrong shape, and for two that overlap or are out
+    Raises `BadRequestError` for a feature with a wrong shape, and for two that overlap or are out
     of order (naming both).
     """
 
@@ -58,14 +67,13 @@ class Features:
         self._ends = array("q")
         self._as_tuple: tuple[MediaFeature, ...] | None = None
         self._forgotten = 0
-        """Leading features that are not stored any more; the first stored one has this index."""
+        """Number of leading features that are not stored any more."""
         self._forgotten_end = 0
         self.all_plain = True
-        """Every position of every item takes a row: there is no `is_embed` mask."""
+        """Whether every position of every item takes a row: there is no `is_embed` mask."""
         self.longest = 0
-        """Positions of the longest item; no item has more rows."""
+        """Positions of the longest item, which is also the most rows that an item has."""
         self.modalities: set[Modality] = set()
-        """Of all items."""
         self.extend(tuple(features))
 
     def append(self, feature: MediaFeature) -> None:
@@ -87,16 +95,16 @@ class Features:
         self.modalities.add(feature.modality)
 
     def extend(self, features: tuple[MediaFeature, ...]) -> None:
-        """Add features in order; column by column where many are plain and nothing is wrong.
+        """Add features in order; as columns where there are many, all plain and correct.
 
-        Whoever catches its error must not use the object any more: some may have been added.
+        After an error the object must not be used: some features may have been added.
         """
         if len(features) < MANY or not self._extend_at_once(features):
             for feature in features:
                 self.append(feature)
 
     def _extend_at_once(self, features: tuple[MediaFeature, ...]) -> bool:
-        """False, with nothing added, sends to the thorough checks one by one."""
+        """False, with nothing added, where the features must be checked one by one."""
         columns = plain_columns(features, self.end)
         if columns is None:
             return False
@@ -111,7 +119,7 @@ class Features:
         return True
 
     def __len__(self) -> int:
-        """Their number, forgotten ones too: indices stay what they are."""
+        """Their number, forgotten ones included: indices do not change."""
         return self._forgotten + len(self._features)
 
     def __getitem__(self, index: int) -> MediaFeature:
@@ -119,7 +127,7 @@ class Features:
 
     @property
     def keys(self) -> list[bytes]:
-        """Each feature's key, in order; not to be changed."""
+        """Each feature's key, in order. The caller must not change the list."""
         self._slot(0)
         return self._keys
 
@@ -129,7 +137,7 @@ class Features:
         return self._ends[-1] if self._ends else 0
 
     def needed_until(self, keys: Set[bytes]) -> int:
-        """Position from which on nothing needs an item of those keys; O(features)."""
+        """Position from which on no item of those keys is needed; O(features)."""
         return next((f.end for f in reversed(self.as_tuple()) if f.key in keys), 0)
 
     def overlapping(self, start: int, end: int) -> range:
@@ -166,9 +174,9 @@ class Features:
         return rows
 
     def forget_before(self, position: int) -> None:
-        """Nobody will ask any more for features that end at or before `position`.
+        """Stop storing features that end at or before `position`; they must not be asked for again.
 
-        O(1) on average: they go once they are as many as those that stay. The last one stays.
+        Amortised O(1): they are deleted once they are as many as the others. The last one stays.
         """
         if len(self._ends) <= SPARE_FEATURES:
             return
@@ -182,21 +190,18 @@ class Features:
         self._as_tuple = None
 
     def found_in(self, items: dict[bytes, ProcessedItem]) -> list[ProcessedItem] | None:
-        """The item of each feature, in order; None unless there is one for all."""
+        """The item of each feature, in order; None if one is missing."""
         found = [item for item in map(items.get, self.keys) if item is not None]
         return found if len(found) == len(self) else None
 
     def fitting(self, items: dict[bytes, ProcessedItem]) -> list[ProcessedItem] | None:
-        """As `found_in`, where each item has as many rows as its feature takes.
-
-        None too where one is none of the simple kind, a single run of rows.
-        """
+        """As `found_in`; also None unless each item is one run of as many rows as its feature."""
         if not self.all_plain:
             return None
         return one_run_items(self._keys, items, self._offsets, self._ends)
 
     def covered(self, length: int) -> NDArray[np.bool_]:
-        """[length]; which positions take a row of some feature."""
+        """`[length]`: which positions take a row of a feature."""
         if not self.all_plain:
             return self._covered_one_by_one(length)
         steps = np.zeros(length + 1, dtype=np.int8)
@@ -212,7 +217,7 @@ class Features:
         return covered
 
     def embed_slices(self, start: int, end: int) -> tuple[EmbedSlice, ...]:
-        """Which encoder output rows the positions `[start, end)` take; `row` counts from start."""
+        """Encoder output rows that positions `[start, end)` take; `row` counts from `start`."""
         indices = self.overlapping(start, end)
         if self.all_plain:
             return self._plain_slices(indices, start, end)
@@ -222,7 +227,7 @@ class Features:
         return tuple(slices)
 
     def _plain_slices(self, indices: range, start: int, end: int) -> tuple[EmbedSlice, ...]:
-        """As `feature_slices` for each: only the first and the last can be cut by the window."""
+        """As `feature_slices` of each plain feature; the window can cut only the first and last."""
         if not indices:
             return ()
         slots = self._slots(indices)
@@ -247,19 +252,19 @@ class Features:
         return slice(first, first + len(indices))
 
     def as_tuple(self) -> tuple[MediaFeature, ...]:
-        """All features; built once and kept until the next append."""
+        """All features; the tuple is built once and kept until the next append."""
         self._slot(0)
         if self._as_tuple is None:
             self._as_tuple = tuple(self._features)
         return self._as_tuple
 
 
-class EncoderInputs(Features):
-    """Inputs of an encoder-decoder request: all sit at offset 0, none takes a decoder position.
+class EncoderInputs(MultiModalFeatures):
+    """Inputs of an encoder-decoder request: all are at offset 0, none takes a decoder position.
 
     Cross-attention reads all rows at each position, so every chunk and every decode needs each
-    input; their outputs are held from the first chunk, wherever a cached prefix lets it begin,
-    until the sequence ends. The runner learns which they are with the sequence.
+    input: their outputs are held from the first chunk, also after a cached prefix, until the
+    sequence ends.
     """
 
     __slots__ = ()
@@ -283,23 +288,23 @@ class EncoderInputs(Features):
 
     @property
     def end(self) -> int:
-        """Of the positions they take: they take none."""
+        """0: they take no positions."""
         return 0
 
     def needed_until(self, keys: Set[bytes]) -> int:
-        """To the end, however far that is."""
+        """Beyond every position: each of them needs all inputs."""
         return sys.maxsize if keys else 0
 
     def overlapping(self, start: int, end: int) -> range:
-        """Every input, for whatever is computed."""
+        """Every input."""
         return range(len(self) if start < end else 0)
 
     def next_index(self, position: int) -> int:
-        """None is ever passed."""
+        """0: an input is needed until the sequence ends."""
         return 0
 
     def embed_slices(self, start: int, end: int) -> tuple[EmbedSlice, ...]:
-        """No position takes a row as its embedding."""
+        """None: no position takes a row as its embedding."""
         return ()
 
     def covered(self, length: int) -> NDArray[np.bool_]:
@@ -307,7 +312,7 @@ class EncoderInputs(Features):
 
 
 def feature_slices(feature: MediaFeature, start: int, end: int) -> list[EmbedSlice]:
-    """The rows of one feature's output that go to positions `[start, end)`."""
+    """The rows of one feature's output that positions `[start, end)` take."""
     slices: list[EmbedSlice] = []
     rows_before = 0
     for first, last in _embed_ranges(feature):
@@ -322,7 +327,7 @@ def feature_slices(feature: MediaFeature, start: int, end: int) -> list[EmbedSli
 
 
 def next_embed(feature: MediaFeature, start: int) -> int | None:
-    """The first position at or after `start` that takes a row of the feature; None if none does."""
+    """The first position from `start` on that takes a row of the feature; None if none does."""
     if feature.is_embed is None:
         return max(feature.offset, start) if feature.end > start else None
     for first, last in _embed_ranges(feature):
@@ -332,7 +337,7 @@ def next_embed(feature: MediaFeature, start: int) -> int | None:
 
 
 def _plain_slice(key: bytes, offset: int, last: int, start: int, end: int) -> EmbedSlice:
-    """The rows of `[offset, last)`, which takes rows everywhere, that the window touches."""
+    """The rows that positions `[start, end)` take of a plain feature at `[offset, last)`."""
     low, high = max(offset, start), min(last, end)
     return EmbedSlice(key, low - offset, high - offset, low - start)
 
@@ -375,3 +380,69 @@ def _conflict(before: MediaFeature, after: MediaFeature, index: int) -> str:
         f"items {index - 1} and {index} {problem}: positions [{before.offset}, {before.end}) "
         f"and [{after.offset}, {after.end})"
     )
+
+
+def plain_columns_in_python(
+    features: tuple[MediaFeature, ...], start: int
+) -> FeatureColumns | None:
+    """The columns of at least one feature, in order from `start` on.
+
+    None unless all are plain (they take a row at each position), correct and in order.
+    """
+    keys = [feature.key for feature in features]
+    rows = [feature.length for feature in features]
+    places = [feature.offset for feature in features]
+    if min(places) < 0 or max(max(places), max(rows)) > MAX_NUMBER or min(rows) < 1:
+        return None  # NumPy raises for what 64 bits do not hold
+    offsets = np.array(places, dtype=np.int64)
+    lengths = np.array(rows, dtype=np.int64)
+    ends = offsets + lengths
+    if (
+        offsets[0] < start
+        or bool((offsets[1:] < ends[:-1]).any())
+        or [feature.num_embeds for feature in features] != rows
+        or set(map(len, keys)) != {KEY_BYTES}
+        or {feature.is_embed for feature in features} != {None}
+    ):
+        return None
+    modalities = {feature.modality for feature in features}
+    return keys, offsets.tobytes(), ends.tobytes(), int(lengths.max()), modalities
+
+
+def one_run_items_in_python(
+    keys: list[bytes],
+    items: dict[bytes, ProcessedItem],
+    offsets: array[int],
+    ends: array[int],
+) -> list[ProcessedItem] | None:
+    """The item of each key, in order.
+
+    None unless each is in `items` and is one run of as many rows as its feature has positions.
+    """
+    if len(items) == len(keys) and list(items) == keys:
+        found = list(items.values())  # in order, as most clients send them
+    else:
+        found = [item for item in map(items.get, keys) if item is not None]
+    expansions = [item.expansion for item in found]
+    try:
+        runs = [run for (run,) in [expansion.runs for expansion in expansions]]
+    except ValueError:
+        return None
+    rows = (np.frombuffer(ends, np.int64) - np.frombuffer(offsets, np.int64)).tolist()
+    embeds = [expansion.embed_token_id for expansion in expansions]
+    fit = [count for _, count in runs] == rows and [token for token, _ in runs] == embeds
+    return found if fit else None
+
+
+plain_columns: Callable[[tuple[MediaFeature, ...], int], FeatureColumns | None]
+one_run_items: Callable[
+    [list[bytes], dict[bytes, ProcessedItem], array[int], array[int]],
+    list[ProcessedItem] | None,
+]
+try:
+    from lookonce.core import _columns
+
+    _columns.bind(MediaFeature, ProcessedItem, Expansion)
+    plain_columns, one_run_items = _columns.plain_columns, _columns.one_run_items
+except (ImportError, TypeError):  # not compiled, or compiled for other classes
+    plain_columns, one_run_items = plain_columns_in_python, one_run_items_in_python

@@ -1,85 +1,148 @@
-"""One planning pass: what the next step computes, within its budgets."""
+"""One planning pass: what the next step computes, within its budgets.
+
+Every sequence that decodes comes first, then running prompts in chunks, then waiting sequences that
+are admitted; each group in order of arrival, except that a sequence which got nothing may go first
+in the next step (`Fairness`).
+
+Every request finishes: a decode gets its block by preempting later arrivals; a prompt gets all its
+blocks when it is admitted; no sequence is admitted that could take tokens or room that a running
+prompt waits for; and idle sessions are evicted for requests that wait (`preemption`).
+"""
 
 from __future__ import annotations
 
-from lookonce.core.admission import Admission
-from lookonce.core.budget import StepPass
-from lookonce.core.chunking import Chunker
-from lookonce.core.encoder_scheduling import Shortage
-from lookonce.core.fairness import Turns
-from lookonce.core.lifecycle import Lifecycle
-from lookonce.core.preemption import Preemption
-from lookonce.core.prefetching import Prefetcher
-from lookonce.core.request import Sequence, State
-from lookonce.core.request_queues import Roster
-from lookonce.core.session_eviction import IdleSessions
-from lookonce.types.step import ScheduledSequence
+from collections.abc import Collection, Iterable
+
+from lookonce.config import SchedulerConfig
+from lookonce.core.encoder_scheduling import (
+    EncodeOwners,
+    EncoderPrefetcher,
+    EncoderScheduler,
+    Shortage,
+    StepPass,
+)
+from lookonce.core.kv_connector_state import KVConnectorState, LoadDecision
+from lookonce.core.mm_features import MultiModalFeatures
+from lookonce.core.preemption import Preemption, SessionEviction
+from lookonce.core.request import Request, Sequence, SequenceState
+from lookonce.core.scheduler_state import SchedulerState
+from lookonce.types.kv import ExternalFacts
+from lookonce.types.media import Modality
+from lookonce.types.model import ModelInfo
+from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan
 
 
 class Planner:
-    """First every sequence that decodes, then running prompts in chunks, then waiting sequences.
-
-    Each in order of arrival, but for those whose turn it is since they got nothing (`turns`).
-    Everything eventually finishes: a decode gets its block by preempting later arrivals, a prompt
-    has all its blocks from the start, nobody is admitted who could take the tokens or the room
-    that a running prompt waits for, and idle sessions make way for those who wait (`idleness`).
-    """
+    """Makes the plan of each step."""
 
     def __init__(
         self,
-        roster: Roster,
-        lifecycle: Lifecycle,
-        admission: Admission,
+        state: SchedulerState,
+        model: ModelInfo,
+        config: SchedulerConfig,
         preemption: Preemption,
-        chunker: Chunker,
-        prefetcher: Prefetcher | None,
-        idle_sessions: IdleSessions,
-        *,
-        max_num_seqs: int,
-        max_tokens: int,
-        max_encoder_rows: int,
+        kv_connector: KVConnectorState | None,
     ) -> None:
-        self._roster = roster
-        self._lifecycle = lifecycle
-        self._admission = admission
+        self._state = state
+        self._queues = state.queues
         self._preemption = preemption
-        self._chunker = chunker
-        self._prefetcher = prefetcher
-        self._idle_sessions = idle_sessions
-        self._turns = Turns(roster)
-        self._max_num_seqs = min(max_num_seqs, max_tokens)
-        """So that all that decode can do so in one step."""
-        self._max_tokens = max_tokens
-        self._max_encoder_rows = max_encoder_rows
+        self._fairness = Fairness(state)
+        self._admission = Admission(state, kv_connector)
+        self._chunker = Chunker(EncoderScheduler(state, model.unsplittable), model.unsplittable)
+        self._prefetcher = (
+            EncoderPrefetcher(state, ahead_of_admission=kv_connector is None)
+            if config.encoder_prefetch
+            else None
+        )
+        self._max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        """At most as many as a step has tokens, so that all of them can decode in one step."""
+        self._max_tokens = config.max_num_batched_tokens
+        self._max_encoder_rows = config.max_encoder_tokens
+        self._step_id = 0
+        self.session_eviction = SessionEviction(state)
+        self.encode_owners: EncodeOwners = []
+        """Of the last plan's encoder runs."""
 
-    def plan(self) -> StepPass:
+    def plan(self) -> StepPlan | None:
+        """The next step, or None with nothing to compute and nothing to tell the runner."""
+        step = self._plan_pass()
+        self.encode_owners = step.encode_owners
+        if self._state.has_runner_updates:
+            return self._plan_with_updates(step)
+        if not (step.scheduled or step.encode):
+            return None
+        self._step_id += 1
+        return StepPlan(
+            self._step_id,
+            new=tuple(step.new),
+            encode=tuple(step.encode),
+            scheduled=tuple(step.scheduled),
+        )
+
+    def _plan_with_updates(self, step: StepPass) -> StepPlan:
+        """A plan that also names what the runner must forget, move or extend."""
+        self._step_id += 1
+        extended, finished = self._state.take_extensions(), self._state.take_finished()
+        moves = self._state.encoder_cache.take_moves()
+        return StepPlan(
+            self._step_id,
+            finished=finished,
+            dropped_host=moves.dropped,
+            offload=moves.offload,
+            dropped_outputs=self._state.encoder_cache.take_dropped(),
+            restore=moves.restore,
+            new=tuple(step.new),
+            extended=extended,
+            encode=tuple(step.encode),
+            scheduled=tuple(step.scheduled),
+        )
+
+    def _plan_pass(self) -> StepPass:
         step = StepPass(self._max_tokens, self._max_encoder_rows)
-        self._idle_sessions.next_look = None
-        decodes = self._roster.decoding.head(step.tokens)
+        fairness = self._fairness
+        self.session_eviction.next_time = None
+        decodes = self._queues.decoding.head(step.tokens)
         if decodes:
-            self._preemption.make_room(decodes)
-        first = self._plan_first(step) if self._turns.queue else None
+            self._grow_decodes(decodes)
+        first = self._plan_first(step) if fairness.starved else None
         if decodes:
             self._plan_decodes(decodes, step)
-        if self._roster.has_prompts:
+        if self._queues.has_prompts:
             self._plan_prefills(first, step)
             self._plan_admissions(step)
             if self._prefetcher is not None and not step.stalled and step.encoder.left > 0:
                 self._prefetcher.plan(step)
-        if step.starved or self._turns.queue:
-            self._turns.note(step.starved)
+        if step.starved or fairness.starved:
+            fairness.note_starved(step.starved)
         return step
 
+    def _grow_decodes(self, decodes: list[Sequence]) -> None:
+        """One more block for each decode whose last block is full.
+
+        Afterwards every sequence that still decodes can compute its next token.
+        """
+        block_size, decoding = self._state.block_pool.block_size, SequenceState.DECODING
+        for sequence in decodes:
+            if (
+                sequence.num_computed == len(sequence.block_ids) * block_size
+                and sequence.state is decoding  # not preempted for one before it
+                and not self._state.try_grow(sequence, 1)
+            ):
+                self._preemption.grow(sequence, 1)
+
     def _plan_first(self, step: StepPass) -> Sequence | None:
-        """Who goes first if it is somebody's turn: served, or with the room kept that it lacks."""
-        for sequence in self._turns.due():
-            waiting = sequence.state is State.WAITING
-            if waiting and sequence is self._roster.waiting.first:
+        """Plan for a starved sequence before all others. Returns the one that went first, if any.
+
+        Where it lacks room in the encoder cache, the others may not take any (`room_kept`).
+        """
+        for sequence in self._fairness.first_candidates():
+            waiting = sequence.state is SequenceState.WAITING
+            if waiting and sequence is self._queues.waiting.first:
                 self._try_admit(sequence, step)
-            elif sequence.state is State.PREFILLING:
+            elif sequence.state is SequenceState.PREFILLING:
                 self._plan_chunk(sequence, step)
             if step.scheduled:
-                self._turns.take()
+                self._fairness.note_first()
                 return sequence
             if step.stalled:
                 step.room_kept = True
@@ -87,8 +150,8 @@ class Planner:
         return None
 
     def _plan_decodes(self, decodes: list[Sequence], step: StepPass) -> None:
-        """Decodes stand first in the plan, whoever went first in planning."""
-        scheduled, decoding = [], State.DECODING
+        """Decodes are listed first in the plan, also where a starved sequence was planned first."""
+        scheduled, decoding = [], SequenceState.DECODING
         for sequence in decodes[: step.tokens]:
             if sequence.state is decoding:
                 grown = len(sequence.block_ids) != sequence.num_delivered
@@ -102,8 +165,9 @@ class Planner:
         step.tokens -= len(scheduled)
 
     def _plan_prefills(self, first: Sequence | None, step: StepPass) -> None:
-        """All but the one that went first; where room is kept, those first who hold some."""
-        prompts = self._roster.prefilling.head(self._max_num_seqs)
+        """All but the one that went first. Where room is kept, those that hold outputs come first:
+        the others could not start an item."""
+        prompts = self._queues.prefilling.head(self._max_num_seqs)
         if step.room_kept:
             prompts.sort(key=_holds_nothing)
         for sequence in prompts:
@@ -116,22 +180,22 @@ class Planner:
 
     def _plan_admissions(self, step: StepPass) -> None:
         while step.tokens > 0 and not step.stalled:
-            sequence = self._roster.waiting.first
+            sequence = self._queues.waiting.first
             if sequence is None or not self._try_admit(sequence, step):
                 return
-        step.starved += self._roster.waiting.head(1)
+        step.starved += self._queues.waiting.head(1)
 
     def _try_admit(self, sequence: Sequence, step: StepPass) -> bool:
-        """Whether it left the waiting lane, idle sessions making way for it where they must.
+        """Whether the sequence left the waiting queue, if need be by evicting idle sessions.
 
-        What it can compute now is planned.
+        Plans what it can compute in this step.
         """
-        roster = self._roster
-        while roster.num_active >= self._max_num_seqs or not self._admission.try_admit(sequence):
-            if not self._idle_sessions.make_way(sequence, self._admission.blocks_wanted):
+        queues, admission = self._queues, self._admission
+        while queues.num_active >= self._max_num_seqs or not admission.try_admit(sequence):
+            if not self.session_eviction.try_evict(sequence, admission.blocks_wanted):
                 return False
-        if sequence.state is State.PREFILLING:
-            self._lifecycle.accept_once_covered(sequence)
+        if sequence.state is SequenceState.PREFILLING:
+            self._state.accept_once_covered(sequence)
             self._plan_chunk(sequence, step)
         return True
 
@@ -139,7 +203,7 @@ class Planner:
         shortage = self._chunker.plan(sequence, step)
         if shortage is Shortage.ITEM:
             needed = self._admission.needed_keys(sequence, sequence.num_computed)
-            self._lifecycle.set_aside(sequence, needed)
+            self._state.wait_for_items(sequence, needed)
         elif shortage is not None:
             step.starved.append(sequence)
             step.stalled |= shortage is not Shortage.ENCODER_BUDGET
@@ -147,3 +211,266 @@ class Planner:
 
 def _holds_nothing(sequence: Sequence) -> bool:
     return not sequence.held
+
+
+class Fairness:
+    """Lets sequences that got nothing in a step go first in a later one.
+
+    A live session keeps its place of arrival for hours, and is computed before all later arrivals
+    in every step in which it has been extended. It may take what another sequence needs whole: all
+    tokens of a step, or all of its encoder budget. So sequences that got nothing queue up here, and
+    in at most every second step the first of them that can go is planned before all others, decodes
+    too. It then lacks at most room in the encoder cache, which is kept for it
+    (`StepPass.room_kept`).
+
+    Beside k sessions a sequence gets something within 2 (k + 1) steps, not counting those in which
+    others finish the one item that each of them has begun.
+
+    Live sessions queue up, and of the other sequences only the first, as these keep their order of
+    arrival.
+    """
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._queues = state.queues
+        self.starved: dict[Sequence, None] = {}
+        """Sequences that got nothing in the last step, the longest waiting first."""
+        self._was_used = False
+        """A starved sequence went first in the last step, so none does in this one."""
+
+    def first_candidates(self) -> Iterable[Sequence]:
+        """The sequences that may go first in the step that begins, in order of preference."""
+        was_used, self._was_used = self._was_used, False
+        return () if was_used else tuple(self.starved)
+
+    def note_first(self) -> None:
+        """A candidate went first, and got something."""
+        self._was_used = True
+
+    def note_starved(self, starved: list[Sequence]) -> None:
+        """`starved`: the sequences that got nothing in this step, in order of arrival."""
+        first_other = self._first_other()
+        queued = {each: None for each in starved if self._may_queue(each, first_other)}
+        staying = {sequence: None for sequence in self.starved if sequence in queued}
+        self.starved = staying | queued
+        self._was_used = self._was_used and bool(queued)
+
+    def _may_queue(self, sequence: Sequence, first_other: Sequence | None) -> bool:
+        if sequence is first_other:
+            return True
+        is_session = sequence.request.session is not None
+        return is_session and sequence.state is SequenceState.PREFILLING
+
+    def _first_other(self) -> Sequence | None:
+        """The earliest running prompt that is no session's; without one, the first that waits."""
+        prompts = (s for s in self._queues.prefilling if s.request.session is None)
+        return next(prompts, self._queues.waiting.first)
+
+
+class Admission:
+    """Admits waiting sequences in order of arrival, with all blocks that their tokens need."""
+
+    def __init__(self, state: SchedulerState, kv_connector: KVConnectorState | None) -> None:
+        self._state = state
+        self._pool = state.block_pool
+        self._kv_connector = kv_connector
+
+    def try_admit(self, sequence: Sequence) -> bool:
+        """Whether the sequence left the waiting queue: admitted, or waiting for items or a load.
+
+        The blocks of all known tokens are allocated at once, so that a prefill never stops half
+        way. One more per running sequence stays free, so that their decodes do not preempt the
+        sequence at once. A `non_preemptible` request gets the blocks of its whole answer; where
+        there are not so many, its items are asked for again.
+        """
+        headroom = self._state.queues.num_active
+        if not self._worth_trying(sequence, headroom):
+            return False
+        request, cached = sequence.request, self._state.cached_blocks(sequence)
+        connector = self._connector_for(request)
+        decision = LoadDecision.COMPUTE
+        if connector is not None:
+            decision = connector.decide(sequence, cached, headroom)
+            if decision is LoadDecision.LOADING:
+                return True
+        needed = self.needed_keys(sequence, len(cached) * self._pool.block_size)
+        if needed:
+            self._state.wait_for_items(sequence, needed)
+            return True
+        num_new = self._blocks_for(sequence) - len(cached)
+        blocks = None
+        if decision is not LoadDecision.NO_ROOM:
+            blocks = self._pool.try_allocate(num_new, cached, reserve=headroom)
+        if blocks is None and request.non_preemptible:
+            self._state.wait_for_items(sequence, tuple(request.missing))
+            return True
+        if blocks is None:
+            self._remember_failure(sequence, cached, num_new)
+            return False
+        external = None if connector is None else connector.note_admission(request, cached)
+        self._admit(sequence, blocks, len(cached), external)
+        return True
+
+    def needed_keys(self, sequence: Sequence, num_computed: int) -> tuple[bytes, ...]:
+        """Keys of missing items that the positions from `num_computed` on need.
+
+        Not of those whose output is cached: should it be evicted before its chunk is computed, the
+        item is asked for then.
+        """
+        request = sequence.request
+        if not request.missing:
+            return ()
+        if request.non_preemptible and len(request.sequences) > 1:  # its samples may begin apart
+            return tuple(request.missing)
+        features = request.features
+        siblings_start = self._sibling_start(request)
+        end = max(request.num_prompt_tokens, num_computed + 1)  # decodes read encoder inputs too
+        window = features.overlapping(min(num_computed, siblings_start), end)
+        again = features.overlapping(siblings_start, request.num_prompt_tokens)
+        needed = {
+            features[i].key: None
+            for i in window
+            if features[i].key in request.missing
+            and (i in again or not self._state.encoder_cache.has_anywhere(features[i].key))
+        }
+        return tuple(needed)
+
+    def blocks_wanted(self, sequence: Sequence) -> int:
+        """Free blocks that a waiting sequence needs for admission, as far as is known.
+
+        Walks over the prompt only if admission has not been tried.
+        """
+        if not sequence.admissible_with:
+            cached = self._state.cached_blocks(sequence)
+            self._remember_failure(sequence, cached, self._blocks_for(sequence) - len(cached))
+        return sequence.admissible_with
+
+    def _blocks_for(self, sequence: Sequence) -> int:
+        num_tokens = len(sequence.tokens)
+        if sequence.request.non_preemptible:  # the last token of an answer is never computed
+            num_tokens = max(num_tokens, sequence.token_limit - 1)
+        return self._pool.blocks_for(num_tokens)
+
+    def _sibling_start(self, request: Request) -> int:
+        """Position from which each further sample computes the prompt again for itself."""
+        if len(request.sequences) == 1:
+            return request.num_prompt_tokens
+        num_blocks = self._state.max_cached_blocks(request.num_prompt_tokens)
+        return num_blocks * self._pool.block_size
+
+    def _worth_trying(self, sequence: Sequence, headroom: int) -> bool:
+        """Whether admission can succeed since it last failed. O(1): a blocked queue does not walk
+        over its first prompt in every step."""
+        if self._pool.num_free >= sequence.admissible_with + headroom:
+            return True
+        return sequence.next_hash is not None and self._pool.holds(sequence.next_hash)
+
+    def _remember_failure(self, sequence: Sequence, cached: list[int], num_new: int) -> None:
+        sequence.admissible_with = num_new + self._pool.count_free(cached)
+        hashes = sequence.block_hashes
+        limit = min(len(hashes), self._state.max_reused_blocks(sequence))
+        sequence.next_hash = hashes[len(cached)] if len(cached) < limit else None
+
+    def _connector_for(self, request: Request) -> KVConnectorState | None:
+        """External tiers are asked before a request's first admission only, which is the one that
+        its statistics report; and not for a prompt whose log-probabilities are computed."""
+        asked = not request.reuse_stats.admitted and request.prompt_logprobs is None
+        return self._kv_connector if asked else None
+
+    def _admit(
+        self, sequence: Sequence, blocks: list[int], num_cached: int, external: ExternalFacts | None
+    ) -> None:
+        """Counts a request once, at its first admission, so that totals equal its statistics."""
+        request, counters = sequence.request, self._state.counters
+        first = not request.reuse_stats.admitted
+        self._state.admit(sequence, blocks, num_cached, external)
+        if first:
+            counters.prompt_tokens += request.num_prompt_tokens
+            if self._state.prefix_caching and request.prompt_logprobs is None:
+                counters.prefix_cache_queries += request.num_prompt_tokens
+                counters.prefix_cache_hits += request.reuse_stats.prefix_cached_tokens or 0
+
+
+class Chunker:
+    """Plans prefill chunks, and holds every encoder output that a planned chunk needs.
+
+        computed │ chunk ....................│ later chunks
+        ─────────┼──────[item 3]────[item 4]─┼──[item 5]──
+                 start                       end
+
+    The end moves back to the start of the first item whose output cannot be had in this step
+    (budget, room, or the item is missing), and to the start of an unsplittable item that it would
+    cut.
+    """
+
+    def __init__(
+        self, encoder_scheduler: EncoderScheduler, unsplittable: Collection[Modality]
+    ) -> None:
+        self._encoder_scheduler = encoder_scheduler
+        self._unsplittable = frozenset(unsplittable)
+
+    def plan(self, sequence: Sequence, step: StepPass) -> Shortage | None:
+        """Schedule as much of the sequence as the step affords. Returns what is short if nothing.
+
+        Nothing is held for a sequence that gets nothing.
+        """
+        start = sequence.num_computed
+        end = min(len(sequence.tokens), start + step.tokens)
+        end = self._keep_whole(sequence.request.features, start, end)
+        if end <= start:
+            return Shortage.TOKENS
+        end, shortage = self._encoder_scheduler.acquire(sequence, start, end, step)
+        if end <= start:
+            return shortage
+        self._schedule(sequence, start, end, step)
+        return None
+
+    def _keep_whole(self, features: MultiModalFeatures, start: int, end: int) -> int:
+        """Move `end` before an unsplittable item that it would cut; `start` if none fits."""
+        if not self._unsplittable or end <= start:
+            return end
+        for index in features.overlapping(end - 1, end):
+            feature = features[index]
+            if feature.end > end and feature.modality in self._unsplittable:
+                return max(feature.offset, start)
+        return end
+
+    def _schedule(self, sequence: Sequence, start: int, end: int, step: StepPass) -> None:
+        features = sequence.request.features
+        if not sequence.announced:
+            step.new.append(_announce(sequence))
+        step.scheduled.append(
+            ScheduledSequence(
+                seq_id=sequence.seq_id,
+                start=start,
+                num_tokens=end - start,
+                new_block_ids=sequence.deliver_blocks(),
+                embeds=features.embed_slices(start, end),
+                bidirectional=self._bidirectional(features, start, end),
+                sample=end == len(sequence.tokens),
+            )
+        )
+        step.tokens -= end - start
+
+    def _bidirectional(
+        self, features: MultiModalFeatures, start: int, end: int
+    ) -> tuple[tuple[int, int], ...]:
+        """The position ranges of unsplittable items in the chunk."""
+        if not self._unsplittable:
+            return ()
+        touched = (features[index] for index in features.overlapping(start, end))
+        return tuple((f.offset, f.end) for f in touched if f.modality in self._unsplittable)
+
+
+def _announce(sequence: Sequence) -> NewSequence:
+    """What the runner is told of a sequence that it does not know."""
+    sequence.announced = True
+    request = sequence.request
+    return NewSequence(
+        seq_id=sequence.seq_id,
+        token_ids=sequence.tokens.view(),
+        num_prompt_tokens=request.num_prompt_tokens,
+        features=request.features.as_tuple(),
+        sampling=request.sampling,
+        sample_index=sequence.index,
+        grammar=request.grammar,
+    )

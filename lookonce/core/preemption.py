@@ -1,81 +1,102 @@
-"""Finds KV blocks for sequences that grow, giving up the latest arrivals if it must."""
+"""Which sequences give up their KV blocks: preempted ones, and idle live sessions.
+
+Preemption is by recompute: the victim waits again, at its place of arrival. A live session cannot
+be computed again, since its items are dropped once they are computed: it is the last victim, and
+ends. A request that is `non_preemptible` gets all its blocks when it is admitted, so it is never a
+victim and never needs one.
+"""
 
 from __future__ import annotations
 
-from lookonce.core.block_pool import BlockPool
-from lookonce.core.counters import Counters
-from lookonce.core.lifecycle import Lifecycle
-from lookonce.core.request import Sequence, State
-from lookonce.core.request_queues import Roster
+from collections.abc import Callable
+
+from lookonce.core.request import Sequence
+from lookonce.core.scheduler_state import SchedulerState
 from lookonce.errors import SessionEvictedError
+
+IDLE_SECONDS = 30.0
+"""How long a session may be idle while another request waits for its place."""
 
 
 class Preemption:
-    """Preempts by recompute: the victim waits again, at its place of arrival.
+    """Frees KV blocks for sequences that must go on."""
 
-    A live session cannot be computed again: it is the last victim, and ends. An irreplaceable
-    request has all its blocks from the start, so it need be nobody's victim.
-    """
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
 
-    def __init__(
-        self, pool: BlockPool, roster: Roster, lifecycle: Lifecycle, counters: Counters
-    ) -> None:
-        self._pool = pool
-        self._roster = roster
-        self._lifecycle = lifecycle
-        self._counters = counters
+    def grow(self, sequence: Sequence, num_blocks: int) -> None:
+        """Give a sequence `num_blocks` more blocks, preempting others or itself until it has."""
+        state = sequence.state
+        while sequence.state is state and not self._state.try_grow(sequence, num_blocks):
+            self._preempt(self._choose_victim())
 
-    def make_room(self, decodes: list[Sequence]) -> None:
-        """One more block for each decode whose last block is full.
-
-        Afterwards every sequence still in the lane of decodes can compute its next token.
-        """
-        block_size = self._pool.block_size
-        for sequence in decodes:
-            if sequence.num_computed == len(sequence.block_ids) * block_size:
-                self._grow(sequence)
-
-    def _grow(self, sequence: Sequence) -> None:
-        while sequence.state is State.DECODING:
-            blocks = self._pool.try_allocate(1)
-            if blocks is not None:
-                sequence.block_ids += blocks
-                return
-            self._give_up(self._choose_victim())
-
-    def complete_blocks(self, sequence: Sequence) -> None:
-        """All blocks for the tokens of a live session that was extended, or its end."""
-        missing = self._pool.blocks_for(len(sequence.tokens)) - len(sequence.block_ids)
-        while missing > 0 and sequence.state is State.PREFILLING:
-            blocks = self._pool.try_allocate(missing)
-            if blocks is not None:
-                sequence.block_ids += blocks
-                return
-            self._give_up(self._choose_victim())
-
-    def _give_up(self, victim: Sequence) -> None:
+    def _preempt(self, victim: Sequence) -> None:
         if victim.request.session is None:
-            self._counters.num_preemptions += 1
-            self._lifecycle.preempt(victim)
+            self._state.counters.num_preemptions += 1
+            self._state.preempt(victim)
         else:
             error = SessionEvictedError("the KV cache has no room for this session any more")
-            self._lifecycle.end(victim.request, "error", error)
+            self._state.end(victim.request, "error", error)
 
     def _choose_victim(self) -> Sequence:
-        """The latest arrival of those that can best be computed again."""
+        """The latest arrival among those that lose least."""
         victims = self._latest_first()
         if not victims:
             raise RuntimeError("KV blocks are short but no sequence holds any")
         return min(victims, key=_loss)
 
     def _latest_first(self) -> list[Sequence]:
-        active = [*self._roster.prefilling, *self._roster.decoding, *self._roster.idle]
-        victims = (sequence for sequence in active if not sequence.request.irreplaceable)
+        queues = self._state.queues
+        active = [*queues.prefilling, *queues.decoding, *queues.idle]
+        victims = (sequence for sequence in active if not sequence.request.non_preemptible)
         return sorted(victims, key=lambda sequence: sequence.order, reverse=True)
 
 
 def _loss(sequence: Sequence) -> int:
-    """What giving a sequence up costs: computing, asking for items as well, or the session."""
+    """What preemption costs: 0 computing again, 1 also asking for items again, 2 the session."""
     if sequence.request.session is not None:
         return 2
-    return 0 if sequence.request.self_sufficient else 1
+    return 1 if sequence.request.missing else 0
+
+
+class SessionEviction:
+    """Ends sessions that have been idle for `IDLE_SECONDS` while a request waits for their place.
+
+    A session that waits for its client counts as a running sequence and keeps its KV blocks. It may
+    do so for hours while no request waits. A session in use is extended many times a second, and is
+    never idle for long.
+    """
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self.next_time: float | None = None
+        """Clock time at which another session may be evicted; None while no request waits."""
+
+    def try_evict(self, waiting: Sequence, blocks_wanted: Callable[[Sequence], int]) -> bool:
+        """End the session that has been idle the longest, if that may admit `waiting`."""
+        idle = self._state.queues.idle
+        if not idle:
+            return False
+        idle_before = self._state.clock() - IDLE_SECONDS
+        evictable = [sequence for sequence in idle if sequence.idle_since <= idle_before]
+        if evictable and self._are_enough(evictable, blocks_wanted(waiting)):
+            self._evict(min(evictable, key=lambda sequence: sequence.idle_since))
+            return True
+        others = (sequence.idle_since for sequence in idle if sequence.idle_since > idle_before)
+        self.next_time = min((since + IDLE_SECONDS for since in others), default=None)
+        return False
+
+    def _are_enough(self, evictable: list[Sequence], blocks_wanted: int) -> bool:
+        """Whether evicting all of them would admit the waiting sequence: else none is evicted.
+
+        Blocks are counted as if the sessions shared none, which takes no walk over them.
+        """
+        num_free = self._state.block_pool.num_free
+        num_free += sum(len(sequence.block_ids) for sequence in evictable)
+        return num_free >= blocks_wanted + self._state.queues.num_active - len(evictable)
+
+    def _evict(self, sequence: Sequence) -> None:
+        error = SessionEvictedError(
+            f"the session was idle for {IDLE_SECONDS:g} seconds and another request needs its place"
+        )
+        self._state.end(sequence.request, "error", error)

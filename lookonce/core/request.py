@@ -1,88 +1,67 @@
-"""A request inside the engine, and its n samples as sequences with an explicit state machine.
+"""A request inside the engine, and its samples: sequences with an explicit state machine.
 
-                    ┌──────────── preempt ────────────┐
-                    ▼                                 │
-    HELD_BACK ─▶ WAITING ─ admit ─▶ PREFILLING ─ begin_decode ─▶ DECODING
-                  ▲   │  │             │    ▲                       │
-           resume │   │  └─ set_aside ─┤    └─ resume_prefill ─┐    │ pause (from PREFILLING too)
-                  │   │                ▼                       │    ▼
-                  ├───┼───────────── ASIDE                     └── IDLE
-                  │   ▼
-                  └ LOADING                            FINISHED from every state
+    WAITING_FOR_SIBLING  ─ release_siblings ─▶ WAITING
+    WAITING              ─ admit ────────────▶ PREFILLING ─ begin_decode ─▶ DECODING
+    WAITING, PREFILLING  ─ wait_for_items ───▶ WAITING_FOR_ITEMS ─ resume ▶ WAITING
+    WAITING              ─ begin_loading ────▶ LOADING ─ end_loading ─────▶ WAITING
+    PREFILLING, DECODING ─ preempt ──────────▶ WAITING
+    PREFILLING, DECODING ─ pause ────────────▶ IDLE                         live sessions only
+    DECODING, IDLE       ─ resume_prefill ───▶ PREFILLING                   live sessions only
+    every state          ─ finish ───────────▶ FINISHED
 
-HELD_BACK: a sibling that waits until the request's leader has computed the prompt.
-ASIDE: media items the engine lacks were asked for; supplying them resumes it.
-LOADING: external KV tiers are asked for its prefix, or load it.
-IDLE: a live session that has computed and generated all it should, until it is extended.
+Each arrow is a method of `scheduler_state.SchedulerState`.
+
+A full KV block is found again by its hash:
+
+    root = H(version, scope)
+    hash[i] = H(hash[i-1], tokens of block i as int32 bytes, every item that overlaps block i)
+
+The scope is in every hash through the root, so two tenants never share a block. An item is hashed
+with its full key, its offset from the block's start and everything about its shape that changes
+what is computed (length, rows, embed ranges within the block, grid): equal hashes mean equal K/V.
+Digests are not truncated (32 bytes): two contents with one hash would give a wrong answer.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+import struct
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
-from lookonce.core.block_hashes import extend_chain, root_hash
-from lookonce.core.mm_features import Features
-from lookonce.core.reuse_stats import FactsRecord
-from lookonce.core.session import Session
-from lookonce.core.tokens import TokenBuffer
-from lookonce.types.media import ProcessedItem
-from lookonce.types.request import GenerateRequest, PromptLogprob
+from lookonce.core.mm_features import MultiModalFeatures
+from lookonce.types.kv import ExternalFacts
+from lookonce.types.media import MediaFeature, ProcessedItem
+from lookonce.types.request import (
+    MAX_LISTED_ITEMS,
+    EncoderOutcome,
+    GenerateRequest,
+    PrefillFacts,
+    PromptLogprob,
+)
 from lookonce.types.sampling import CompiledGrammar
 
 HASHED_AHEAD = 8
-"""Blocks hashed beyond the one asked for; a prompt that is not cached is not hashed at once."""
-
-
-class State(Enum):
-    HELD_BACK = "held back"
-    WAITING = "waiting"
-    ASIDE = "aside"
-    LOADING = "loading"
-    PREFILLING = "prefilling"
-    DECODING = "decoding"
-    IDLE = "idle"
-    FINISHED = "finished"
-
-    __hash__ = object.__hash__
-    """By identity: states key the scheduler's lanes, and Enum's own hash is slow."""
-
-
-ALLOWED: dict[State, frozenset[State]] = {
-    State.HELD_BACK: frozenset({State.WAITING, State.FINISHED}),
-    State.WAITING: frozenset(
-        {State.PREFILLING, State.ASIDE, State.LOADING, State.FINISHED}
-    ),
-    State.ASIDE: frozenset({State.WAITING, State.FINISHED}),
-    State.LOADING: frozenset({State.WAITING, State.FINISHED}),
-    State.PREFILLING: frozenset(
-        {State.DECODING, State.IDLE, State.WAITING, State.ASIDE, State.FINISHED}
-    ),
-    State.DECODING: frozenset(
-        {State.PREFILLING, State.IDLE, State.WAITING, State.FINISHED}
-    ),
-    State.IDLE: frozenset({State.PREFILLING, State.FINISHED}),
-    State.FINISHED: frozenset(),
-}  # fmt: skip
+"""Blocks hashed beyond the one asked for. A prompt that is not cached is not hashed at once."""
 
 
 class Request:
-    """What all samples share. Built once per request, by `door.Door`."""
+    """What all samples of a request share. Built by `request_validation.RequestValidator`."""
 
     __slots__ = (
         "accepted",
         "arrival",
-        "asked",
         "eos_token_ids",
-        "facts",
         "features",
         "grammar",
-        "in_order",
         "items",
+        "items_in_order",
         "last_missing_end",
         "missing",
         "num_active",
@@ -92,7 +71,9 @@ class Request:
         "prompt_logprobs",
         "recoverable",
         "request_id",
-        "root",
+        "requested_keys",
+        "reuse_stats",
+        "root_hash",
         "sampling",
         "sequences",
         "session",
@@ -103,10 +84,10 @@ class Request:
         self,
         request: GenerateRequest,
         prompt: NDArray[np.int32],
-        features: Features,
+        features: MultiModalFeatures,
         items: dict[bytes, ProcessedItem],
         eos_token_ids: tuple[int, ...],
-        in_order: list[ProcessedItem] | None = None,
+        items_in_order: list[ProcessedItem] | None = None,
     ) -> None:
         sampling = request.sampling
         self.request_id = request.request_id
@@ -115,106 +96,101 @@ class Request:
         self.prompt = prompt
         self.num_prompt_tokens = len(prompt)
         self.features = features
-        self.root = root_hash(request.scope)
+        self.root_hash = root_hash(request.scope)
         self.items = items
-        """Every item the engine holds for this request; kept for recompute after preemption."""
-        self.in_order = in_order
-        """The item of each feature, where none is missing and none is let go."""
+        """Key → item, of those the engine holds; kept, since preemption computes them again."""
+        self.items_in_order = items_in_order
+        """The item of each feature; None where one is missing, and in a live session."""
         self.missing: set[bytes] = set()
-        """Keys of items the engine lacks."""
-        self.asked: set[bytes] = set()
-        """Of those, what was asked for since items last came."""
+        """Keys of the items that the engine lacks."""
+        self.requested_keys: set[bytes] = set()
+        """Missing keys that the client was asked for since it last sent items."""
         self.recoverable = True
-        """Its sender can make any item again."""
+        """The client can produce every item again."""
         self.last_missing_end = 0
-        """Position after which no missing item is needed."""
+        """Position from which on no missing item is needed."""
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
         self.prompt_logprobs: list[PromptLogprob] | None = None
-        """One per position computed so far; None where nobody asked or all are delivered."""
+        """One per position computed so far; None where not wanted or already delivered."""
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = []
         self.grammar: CompiledGrammar | None = None
-        """Set, once compiled, before the scheduler takes the request in."""
+        """Set before the scheduler takes the request in, once it is compiled."""
         self.session: Session | None = None
-        """What a live session has beside other requests."""
+        """Set in live sessions only."""
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
         self.sequences: list[Sequence] = []
         self.num_active = 0
         """Sequences that hold KV blocks."""
         self.accepted = False
         self.prefilled = False
-        """Some sample has computed the whole prompt: siblings need not wait any more."""
-        self.facts = FactsRecord(len(features))
-        if in_order is None:
+        """Some sample has computed the whole prompt, so its siblings need not wait any more."""
+        self.reuse_stats = ReuseStats(len(features))
+        if items_in_order is None:
             self.update_missing()
 
     def update_missing(self) -> None:
-        """Recount what the engine lacks: O(items), only when items come or the request is new."""
+        """Find out which items the engine lacks. O(items): for new requests and when items come."""
         found = self.features.found_in(self.items)
         if found is not None:
-            self.in_order = found
+            self.items_in_order = found
             self.missing, self.last_missing_end = set(), 0
             return
-        self.in_order = None
+        self.items_in_order = None
         self.missing = set(self.features.keys) - self.items.keys()
         last = self.features.needed_until(self.missing)
         self.last_missing_end = min(last, self.num_prompt_tokens)
 
     def items_of(self, indices: range) -> list[ProcessedItem] | None:
-        """The items of a range of features; None unless all are here."""
-        if self.in_order is not None:
-            return self.in_order[indices.start : indices.stop]
+        """The items of a range of features; None unless the engine has all of them."""
+        if self.items_in_order is not None:
+            return self.items_in_order[indices.start : indices.stop]
         keys = self.features.keys_of(indices)
         found = [item for item in map(self.items.get, keys) if item is not None]
         return found if len(found) == len(keys) else None
 
     def note_prompt_logprobs(self, start: int, entries: list[PromptLogprob]) -> None:
-        """Of positions from `start` on; those computed again replace what was there."""
+        """Set the log-probabilities of positions from `start` on, replacing any that are there."""
         if self.prompt_logprobs is not None:
             self.prompt_logprobs[start:] = entries
 
     def take_prompt_logprobs(self) -> list[PromptLogprob] | None:
-        """All of them, once the prompt is computed."""
+        """Remove and return the log-probabilities; called once the whole prompt is computed."""
         taken, self.prompt_logprobs = self.prompt_logprobs, None
         return taken
 
     @property
-    def self_sufficient(self) -> bool:
-        """Every item is here: the request can be recomputed without asking anyone."""
-        return not self.missing
-
-    @property
-    def irreplaceable(self) -> bool:
-        """What it computes while it lacks items must not be given up: nobody can bring them."""
+    def non_preemptible(self) -> bool:
+        """Preempted, it could not be computed again: the client cannot send the items it lacks."""
         return not self.recoverable and bool(self.missing)
 
     @property
     def finished(self) -> bool:
-        return all(s.state is State.FINISHED for s in self.sequences)
+        return all(s.state is SequenceState.FINISHED for s in self.sequences)
 
-    def live_sequences(self) -> list[Sequence]:
-        return [s for s in self.sequences if s.state is not State.FINISHED]
+    def unfinished_sequences(self) -> list[Sequence]:
+        return [s for s in self.sequences if s.state is not SequenceState.FINISHED]
 
 
 class Sequence:
-    """One sample: its tokens, how far they are computed, and the KV blocks that hold the result."""
+    """One sample: its tokens, how many are computed, and the KV blocks that hold their K/V."""
 
     __slots__ = (
         "admissible_with",
         "announced",
+        "block_hashes",
         "block_ids",
         "cache_generation",
-        "chain",
         "held",
         "idle_since",
         "index",
-        "looked_at",
         "next_hash",
         "num_computed",
         "num_delivered",
         "num_matched",
         "num_registered",
         "order",
+        "prefetch_from",
         "prefetched",
         "request",
         "seq_id",
@@ -228,68 +204,297 @@ class Sequence:
         self.request = request
         self.index = index
         self.order = (request.arrival, seq_id)
-        """First come, first served."""
-        self.state = State.WAITING if index == 0 else State.HELD_BACK
+        """Sequences are served in this order: first come, first served."""
+        self.state = SequenceState.WAITING if index == 0 else SequenceState.WAITING_FOR_SIBLING
         self.tokens = TokenBuffer(request.prompt)
         self.token_limit = token_limit
-        """Prompt plus generated tokens at which it ends with "length"."""
+        """Prompt plus generated tokens at which the sequence ends with "length"."""
         self.prefetched: dict[int, bytes] = {}
-        """Features whose output was encoded ahead for this sequence and not used yet → key."""
-        self.looked_at = 0
-        """Features before this one need not be looked at any more for encoding ahead."""
+        """Index → key, of features encoded ahead for this sequence that no chunk has used yet."""
+        self.prefetch_from = 0
+        """Index of the first feature that may still have to be encoded ahead."""
         self.num_matched = 0
-        """Leading blocks that were found cached while it waited."""
-        self.chain: list[bytes] = []
-        """Hashes of its first full blocks, as far as anyone asked."""
+        """Leading blocks that were found in the prefix cache while the sequence waited."""
+        self.block_hashes: list[bytes] = []
+        """Of the first full blocks, as far as they were needed."""
         self.idle_since = 0.0
-        """When it became IDLE last, by the scheduler's clock."""
+        """When the sequence became IDLE last, by the scheduler's clock."""
         self.clear_computed()
 
     def clear_computed(self) -> None:
         """Forget everything computed; tokens and their hashes stay."""
         self.num_computed = 0
         self.num_registered = 0
-        """Full blocks already registered under their hash."""
+        """Leading blocks that are registered in the block pool under their hash."""
         self.cache_generation = -1
+        """`BlockPool.generation` at admission."""
         self.block_ids: list[int] = []
         self.num_delivered = 0
-        """Of those, how many the runner has been told of."""
+        """Leading entries of `block_ids` that the runner has been told of."""
         self.held: deque[int] = deque()
-        """Features whose encoder output this sequence holds, ascending."""
+        """Indices of the features whose encoder output this sequence holds, ascending."""
         self.announced = False
-        """The runner knows this sequence."""
+        """Whether the runner knows this sequence."""
         self.admissible_with = 0
-        """Free blocks below which trying to admit again is in vain, unless..."""
+        """Free blocks that admission needs, as far as is known after a failed attempt. With fewer
+        it is tried again only once the block of `next_hash` is cached."""
         self.next_hash: bytes | None = None
-        """...the block after the cached prefix has become cached meanwhile."""
+        """Hash of the block after the cached prefix, at the last failed admission."""
 
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.request.num_prompt_tokens
 
     def deliver_blocks(self) -> tuple[int, ...]:
-        """The blocks the runner has not been told of; from now on it has."""
+        """The blocks that the runner has not been told of; marks them as told."""
         known, self.num_delivered = self.num_delivered, len(self.block_ids)
         return tuple(self.block_ids[known:])
 
-    def extend_chain(self, block_size: int, num_blocks: int) -> None:
-        """Hash the first `num_blocks` full blocks, as far as they are not hashed yet."""
-        request = self.request
+    def hash_blocks(self, block_size: int, num_blocks: int) -> None:
+        """Extend `block_hashes` to the first `num_blocks` full blocks."""
+        request, hashes = self.request, self.block_hashes
         extend_chain(
-            self.chain, request.root, self.tokens, request.features, block_size, num_blocks
+            hashes, request.root_hash, self.tokens, request.features, block_size, num_blocks
         )
 
     def hashes(self, block_size: int, limit: int) -> Iterator[bytes]:
-        """Hashes of the first `limit` blocks, computed as they are asked for."""
+        """Hashes of the first `limit` blocks, computed as the iterator reaches them."""
         for index in range(limit):
-            if index == len(self.chain):
-                self.extend_chain(block_size, min(limit, index + HASHED_AHEAD))
-            yield self.chain[index]
+            if index == len(self.block_hashes):
+                self.hash_blocks(block_size, min(limit, index + HASHED_AHEAD))
+            yield self.block_hashes[index]
 
-    def move_to(self, state: State) -> None:
-        """Change state; an illegal transition is a bug in the scheduler and raises."""
+    def move_to(self, state: SequenceState) -> None:
+        """Change state. Raises `RuntimeError` for a transition that is not in `ALLOWED`."""
         if state not in ALLOWED[self.state]:
             raise RuntimeError(
                 f"sequence {self.seq_id} cannot go from {self.state.value} to {state.value}"
             )
         self.state = state
+
+
+class SequenceState(Enum):
+    """What a sequence does or waits for."""
+
+    WAITING_FOR_SIBLING = "waiting for a sibling"
+    """Until the request's first sample has computed the prompt."""
+    WAITING = "waiting"
+    WAITING_FOR_ITEMS = "waiting for items"
+    """Until the client sends media items that the engine lacks."""
+    LOADING = "loading"
+    """Until external KV tiers have said whether they hold the prefix, or have loaded it."""
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    IDLE = "idle"
+    """A live session that has computed and generated all it should, until it is extended."""
+    FINISHED = "finished"
+
+    __hash__ = object.__hash__
+    """By identity: states are keys of the request queues, and Enum's own hash is slow."""
+
+
+_S = SequenceState
+ALLOWED: dict[SequenceState, frozenset[SequenceState]] = {
+    _S.WAITING_FOR_SIBLING: frozenset({_S.WAITING, _S.FINISHED}),
+    _S.WAITING: frozenset({_S.PREFILLING, _S.WAITING_FOR_ITEMS, _S.LOADING, _S.FINISHED}),
+    _S.WAITING_FOR_ITEMS: frozenset({_S.WAITING, _S.FINISHED}),
+    _S.LOADING: frozenset({_S.WAITING, _S.FINISHED}),
+    _S.PREFILLING: frozenset({_S.DECODING, _S.IDLE, _S.WAITING, _S.WAITING_FOR_ITEMS, _S.FINISHED}),
+    _S.DECODING: frozenset({_S.PREFILLING, _S.IDLE, _S.WAITING, _S.FINISHED}),
+    _S.IDLE: frozenset({_S.PREFILLING, _S.FINISHED}),
+    _S.FINISHED: frozenset(),
+}
+"""State → the states that `Sequence.move_to` accepts."""
+
+
+class TokenBuffer:
+    """Token ids (int32) of one sequence: the prompt, which its samples share, and what follows."""
+
+    __slots__ = ("_appended", "_num_prompt", "_prompt", "append")
+
+    def __init__(self, prompt: NDArray[np.int32]) -> None:
+        self._prompt = prompt
+        self._num_prompt = len(prompt)
+        self._appended = array("i")
+        self.append = self._appended.append
+        """Append one token; amortised O(1)."""
+
+    def __len__(self) -> int:
+        return self._num_prompt + len(self._appended)
+
+    def extend(self, token_ids: NDArray[np.int32]) -> None:
+        self._appended.frombytes(token_ids.tobytes())
+
+    def view(self) -> NDArray[np.int32]:
+        """All tokens, `[num_tokens]`, read-only; a copy if any token was appended."""
+        view = self._prompt.view()
+        if self._appended:
+            view = np.concatenate((view, np.array(self._appended, dtype=np.int32)))
+        view.flags.writeable = False
+        return view
+
+    def raw(self, start: int, stop: int) -> bytes:
+        """Little-endian bytes of tokens `[start, stop)`."""
+        in_prompt = self._prompt[start:stop].tobytes()
+        first = max(0, start - self._num_prompt)
+        return in_prompt + self._appended[first : max(0, stop - self._num_prompt)].tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInput:
+    """What one `Scheduler.extend` appends; offsets count from its first token."""
+
+    token_ids: NDArray[np.int32]
+    """A copy: the caller may use the memory again."""
+    features: MultiModalFeatures
+    items: Mapping[bytes, ProcessedItem]
+
+
+@dataclass(slots=True)
+class Session:
+    """The part of a request that only live sessions have."""
+
+    limit: int
+    """Tokens the session may have in all, received and generated."""
+    max_new_tokens: int | None
+    """Tokens generated after each extension; None: up to a stop token."""
+    block_size: int
+    """Tokens of a KV block."""
+    remaining_keys: Counter[bytes]
+    """Key → how many features with that key have positions that are not computed."""
+    inputs: deque[SessionInput] = field(default_factory=deque)
+    """Extensions that are not appended yet, oldest first."""
+    num_pending_tokens: int = 0
+    """Tokens of all `inputs`."""
+    num_computed_features: int = 0
+    """Leading features whose positions are all computed."""
+
+    def add_input(self, added: SessionInput) -> None:
+        self.inputs.append(added)
+        self.num_pending_tokens += len(added.token_ids)
+
+    def take_input(self) -> SessionInput:
+        """Remove and return the oldest input. Raises `IndexError` where there is none."""
+        taken = self.inputs.popleft()
+        self.num_pending_tokens -= len(taken.token_ids)
+        return taken
+
+    def next_token_limit(self, num_tokens: int) -> int:
+        """Token count at which generation pauses that begins with `num_tokens` tokens."""
+        if self.max_new_tokens is None:
+            return self.limit
+        return min(self.limit, num_tokens + self.max_new_tokens)
+
+    def release_computed(
+        self, features: MultiModalFeatures, items: dict[bytes, ProcessedItem], num_computed: int
+    ) -> None:
+        """Drop items whose positions are all computed: amortised O(1) for each item.
+
+        Their features are forgotten too, except in the last block, which is hashed once full.
+        """
+        while (
+            self.num_computed_features < len(features)
+            and features[self.num_computed_features].end <= num_computed
+        ):
+            key = features[self.num_computed_features].key
+            self.num_computed_features += 1
+            self.remaining_keys[key] -= 1
+            if not self.remaining_keys[key]:
+                del self.remaining_keys[key]
+                items.pop(key, None)
+        features.forget_before(num_computed - num_computed % self.block_size)
+
+
+class ReuseStats:
+    """What a request reused: collected from its admission on, sent with its first token."""
+
+    __slots__ = ("_encode_ms", "_external", "_outcomes", "prefix_cached_tokens")
+
+    def __init__(self, num_features: int) -> None:
+        listed = min(num_features, MAX_LISTED_ITEMS)
+        self.prefix_cached_tokens: int | None = None
+        """Tokens found on the device at the first admission; None before it."""
+        self._external: ExternalFacts | None = None
+        self._outcomes: list[EncoderOutcome] = ["skipped"] * listed
+        self._encode_ms = [0.0] * listed
+
+    @property
+    def admitted(self) -> bool:
+        return self.prefix_cached_tokens is not None
+
+    def note_admission(self, num_cached: int, external: ExternalFacts | None = None) -> None:
+        """Count the first admission only: after preemption the request finds its own blocks.
+
+        Of the `num_cached` tokens, external tiers loaded `external.loaded`.
+        """
+        if self.prefix_cached_tokens is None:
+            self._external = external
+            loaded = 0 if external is None else external.loaded
+            self.prefix_cached_tokens = num_cached - loaded
+
+    def listed(self, indices: range) -> range:
+        """Those feature indices that the statistics list one by one."""
+        return range(indices.start, min(indices.stop, len(self._outcomes)))
+
+    def note(self, index: int, outcome: EncoderOutcome) -> None:
+        """Set the outcome of a feature; only its first use counts."""
+        if index < len(self._outcomes) and self._outcomes[index] == "skipped":
+            self._outcomes[index] = outcome
+
+    def note_encoding(self, index: int, seconds: float) -> None:
+        if index < len(self._encode_ms):
+            self._encode_ms[index] += 1000.0 * seconds
+
+    def freeze(self) -> PrefillFacts:
+        return PrefillFacts(
+            prefix_cached_tokens=self.prefix_cached_tokens or 0,
+            external_cached_tokens=0 if self._external is None else self._external.loaded,
+            encoder=tuple(self._outcomes),
+            encode_ms=tuple(self._encode_ms),
+            external=self._external,
+        )
+
+
+_ROOT = b"lookonce.kv-block.1\0"
+_PLAIN_ITEM = struct.Struct("<32sBqqq")
+_SHAPED_ITEM = struct.Struct("<32sBqqqqqqq")
+_RANGE = struct.Struct("<qq")
+_PLAIN, _SHAPED = 0, 1
+
+
+def root_hash(scope: bytes) -> bytes:
+    """Parent of the first block of every prompt of one scope, 32 bytes."""
+    return blake3(_ROOT + scope).digest()
+
+
+def extend_chain(
+    chain: list[bytes],
+    root: bytes,
+    tokens: TokenBuffer,
+    features: MultiModalFeatures,
+    block_size: int,
+    num_blocks: int,
+) -> None:
+    """Append hashes until `chain` covers `num_blocks` full blocks."""
+    parent = chain[-1] if chain else root
+    for block in range(len(chain), num_blocks):
+        start, end = block * block_size, (block + 1) * block_size
+        parts = [parent, tokens.raw(start, end)]
+        parts += [_describe(features[i], start, end) for i in features.overlapping(start, end)]
+        parent = blake3(b"".join(parts)).digest()
+        chain.append(parent)
+
+
+def _describe(feature: MediaFeature, start: int, end: int) -> bytes:
+    """What the block `[start, end)` hashes of one item; self-delimiting."""
+    base, length, rows = feature.offset - start, feature.length, feature.num_embeds
+    if feature.is_embed is None and feature.grid is None:
+        return _PLAIN_ITEM.pack(feature.key, _PLAIN, base, length, rows)
+    ranges = [
+        _RANGE.pack(base + first, base + last)
+        for first, last in feature.is_embed or ()
+        if base + first < end - start and base + last > 0
+    ]
+    grid = feature.grid or (-1, -1, -1)
+    head = _SHAPED_ITEM.pack(feature.key, _SHAPED, base, length, rows, *grid, len(ranges))
+    return head + b"".join(ranges)

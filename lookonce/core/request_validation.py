@@ -1,4 +1,4 @@
-"""At the door: what could never be served is refused before anything is spent on it."""
+"""Refuses requests that could never be served, before they take a place in the queue."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from numpy.typing import NDArray
 
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.mm_features import EncoderInputs, Features
-from lookonce.core.request import Request
-from lookonce.core.session import Appendix
+from lookonce.core.mm_features import EncoderInputs, MultiModalFeatures
+from lookonce.core.request import Request, SessionInput
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest
 
 
-class Door:
-    """Builds requests and refuses, before anything is spent, what could never be served.
+class RequestValidator:
+    """Checks requests and builds them; raises `BadRequestError` or `TooLargeError`.
 
-    Reads only limits that never change: another thread may have a door of its own.
+    Reads only limits that never change, so it may be used in any thread.
     """
 
     def __init__(
@@ -30,35 +29,36 @@ class Door:
         self._encoder_cache = encoder_cache
         self._model = model
         self._token_budget = token_budget
-        self.block_size = pool.block_size
         self._kv_tokens = pool.num_blocks * pool.block_size
 
     def build_request(self, request: GenerateRequest, items: dict[bytes, ProcessedItem]) -> Request:
-        """Keeps `items`. Raises `BadRequestError` or `TooLargeError` saying what is allowed."""
+        """The checked request. Keeps the dict `items`: those of its items that the engine holds."""
         prompt = _prompt_array(request)
         features = self._collect(request.features)
-        self._check_lengths(len(prompt), features)
+        self._check_length(len(prompt))
+        _check_end(features, len(prompt))
         self._check_items(features)
         self._check_token_ids(prompt, features)
-        found = check_rows(features, items)
-        return Request(request, prompt, features, items, self._model.eos_token_ids, found)
+        in_order = check_rows(features, items)
+        return Request(request, prompt, features, items, self._model.eos_token_ids, in_order)
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens one sequence may have, given and generated; the last one needs no K/V."""
+        """Most tokens of one sequence, prompt and generated; the last one needs no K/V."""
         return min(self._model.max_model_len, self._kv_tokens + 1)
 
-    def build_extension(
+    def build_session_input(
         self,
         token_ids: NDArray[np.int32],
         features: tuple[MediaFeature, ...],
         items: Mapping[bytes, ProcessedItem],
-    ) -> Appendix:
-        """What is appended to a live session, offsets counting from its first token.
+    ) -> SessionInput:
+        """What is appended to a live session; offsets count from its first token.
 
-        Copies `token_ids`. Raises `BadRequestError` or `TooLargeError` as for a request.
+        Copies `token_ids`.
         """
-        tokens, checked, brought = _own_tokens(token_ids), Features(features), dict(items)
+        tokens, checked = _copy_tokens(token_ids), MultiModalFeatures(features)
+        brought = dict(items)
         if checked.end > len(tokens):
             raise BadRequestError(
                 f"an item ends at position {checked.end} of {len(tokens)} tokens",
@@ -67,11 +67,11 @@ class Door:
         absent = [index for index, key in enumerate(checked.keys) if key not in brought]
         if absent:
             raise BadRequestError(f"item {absent[0]} does not come along", param="features")
-        check_places(checked, brought)
+        refuse_unused_items(checked, brought)
         self._check_items(checked)
         self._check_token_ids(tokens, checked)
         check_rows(checked, brought)
-        return Appendix(tokens, checked, brought)
+        return SessionInput(tokens, checked, brought)
 
     def token_limit(self, request: Request) -> int:
         """Prompt plus generated tokens at which a sequence of the request ends or pauses."""
@@ -80,18 +80,17 @@ class Door:
             limit = min(limit, request.num_prompt_tokens + request.sampling.max_tokens)
         return limit
 
-    def _collect(self, features: tuple[MediaFeature, ...]) -> Features:
-        """By the model's rule of where its items are."""
+    def _collect(self, features: tuple[MediaFeature, ...]) -> MultiModalFeatures:
         if not self._model.encoder_decoder:
-            return Features(features)
-        if len(features) > 1:  # each holding one of two, two requests might wait for ever
+            return MultiModalFeatures(features)
+        if len(features) > 1:  # two requests that each hold one of two would wait for ever
             raise BadRequestError(
                 f"the request has {len(features)} items; an encoder-decoder request has one input",
                 param="features",
             )
         return EncoderInputs(features)
 
-    def _check_lengths(self, num_tokens: int, features: Features) -> None:
+    def _check_length(self, num_tokens: int) -> None:
         limit = self._model.max_model_len - 1
         if num_tokens > limit:
             raise TooLargeError(
@@ -103,15 +102,9 @@ class Door:
                 f"the prompt has {num_tokens} tokens; the KV cache holds {self._kv_tokens}",
                 param="prompt",
             )
-        if features.end > num_tokens:
-            raise BadRequestError(
-                f"item {len(features) - 1} ends at position {features.end}; the prompt has "
-                f"{num_tokens} tokens",
-                param="features",
-            )
 
-    def _check_items(self, features: Features) -> None:
-        """One after the other only where something may be wrong: there may be ten thousands."""
+    def _check_items(self, features: MultiModalFeatures) -> None:
+        """Check the items as a whole, and each only where one is wrong: there may be thousands."""
         known, unsplittable = self._model.modalities, self._model.unsplittable
         used = features.modalities
         limit = min(self._encoder_cache.max_rows, self._token_budget)
@@ -135,7 +128,7 @@ class Door:
                 param="features",
             )
 
-    def _check_token_ids(self, prompt: NDArray[np.int32], features: Features) -> None:
+    def _check_token_ids(self, prompt: NDArray[np.int32], features: MultiModalFeatures) -> None:
         """Ids outside the vocabulary are allowed only where an item's rows replace them."""
         outside = np.flatnonzero((prompt < 0) | (prompt >= self._model.vocab_size))
         if not len(outside):
@@ -149,8 +142,17 @@ class Door:
             )
 
 
-def _own_tokens(token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The tokens of an extension in an array that nobody else writes."""
+def _check_end(features: MultiModalFeatures, num_tokens: int) -> None:
+    if features.end > num_tokens:
+        raise BadRequestError(
+            f"item {len(features) - 1} ends at position {features.end}; the prompt has "
+            f"{num_tokens} tokens",
+            param="features",
+        )
+
+
+def _copy_tokens(token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+    """A copy of the tokens of an extension, which the caller does not write."""
     given = np.asarray(token_ids)
     if given.dtype != np.int32 or given.ndim != 1 or not len(given):
         raise BadRequestError(
@@ -161,24 +163,23 @@ def _own_tokens(token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
     return given.copy()
 
 
-def check_places(features: Features, items: Mapping[bytes, ProcessedItem]) -> None:
-    """A live session lets an item go once its place is computed: there is a place for each.
-
-    Raises `BadRequestError` for items without one.
-    """
-    num_homeless = len(items.keys() - set(features.keys))
-    if num_homeless:
+def refuse_unused_items(features: MultiModalFeatures, items: Mapping[bytes, ProcessedItem]) -> None:
+    """Raise `BadRequestError` for items without a feature: a live session would never drop them."""
+    num_unused = len(items.keys() - set(features.keys))
+    if num_unused:
         raise BadRequestError(
-            f"{num_homeless} of the {len(items)} items that came along have no place among the "
+            f"{num_unused} of the {len(items)} items that came along have no place among the "
             "tokens",
             param="features",
         )
 
 
-def check_rows(features: Features, items: dict[bytes, ProcessedItem]) -> list[ProcessedItem] | None:
-    """The item of each feature, where that was seen while checking.
+def check_rows(
+    features: MultiModalFeatures, items: dict[bytes, ProcessedItem]
+) -> list[ProcessedItem] | None:
+    """Raise `BadRequestError` for an item that has not as many rows as its feature.
 
-    Raises `BadRequestError` for an item that has not as many rows as its place in the prompt.
+    Returns the item of each feature where checking found them in order, else None.
     """
     found = features.fitting(items) if items else None
     if found is None and items:
@@ -186,7 +187,7 @@ def check_rows(features: Features, items: dict[bytes, ProcessedItem]) -> list[Pr
     return found
 
 
-def _check_rows_one_by_one(features: Features, items: dict[bytes, ProcessedItem]) -> None:
+def _check_rows_one_by_one(features: MultiModalFeatures, items: dict[bytes, ProcessedItem]) -> None:
     for index, feature in enumerate(features.as_tuple()):
         item = items.get(feature.key)
         if item is not None and _num_rows(item) != feature.num_embeds:
@@ -198,7 +199,7 @@ def _check_rows_one_by_one(features: Features, items: dict[bytes, ProcessedItem]
 
 
 def _num_rows(item: ProcessedItem) -> int:
-    """Rows of the item's encoder output; most expansions are one run, and there may be many."""
+    """Rows of the item's encoder output. Most expansions are one run, which has a fast path."""
     expansion = item.expansion
     if len(expansion.runs) == 1:
         token, count = expansion.runs[0]
@@ -207,7 +208,7 @@ def _num_rows(item: ProcessedItem) -> int:
 
 
 def _prompt_array(request: GenerateRequest) -> NDArray[np.int32]:
-    """The prompt as an array of its own, which nobody writes."""
+    """A copy of the prompt as an array."""
     prompt = request.prompt
     if prompt.dtype != "int32" or len(prompt.shape) != 1 or not prompt.shape[0]:
         raise BadRequestError(

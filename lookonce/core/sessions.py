@@ -1,14 +1,14 @@
-"""Live sessions: requests that are given more tokens and items while they run, as live audio is.
+"""Live sessions: requests that get more tokens and items while they run, such as live audio.
 
-    extend ─▶ inbox ─ deliver ─▶ PREFILLING ─▶ (DECODING) ─▶ IDLE
-                │                    ▲                         │  holds its KV, computes nothing
-                └── extend again ────┴─────────────────────────┘
+    extend ─▶ inputs ─ append_inputs ─▶ PREFILLING ─▶ (DECODING) ─▶ IDLE
+                 │                          ▲                        │  keeps its K/V, computes
+                 └───── extend again ───────┴────────────────────────┘  nothing
 
 After each extension a session generates `max_tokens` tokens, or up to a stop token, and then waits
-for the next. An item's arrays are let go as soon as its K/V are computed, so a session is as light
-in its tenth hour as in its first minute, but cannot be computed again: it is never preempted. Where
-blocks are short for another session, it ends with `session_evicted`; as does one that was idle for
-long where another request waits for its place (`idleness`).
+for the next. Items are dropped once their K/V are computed, so that memory does not grow with the
+length of the session; therefore it cannot be computed again, and is never preempted. It ends with
+`session_evicted` when blocks are short for another session, and when it has been idle for long
+while another request waits for its place (`preemption`).
 """
 
 from __future__ import annotations
@@ -20,43 +20,34 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lookonce.core.lifecycle import Lifecycle
 from lookonce.core.mm_features import EncoderInputs
 from lookonce.core.preemption import Preemption
-from lookonce.core.request import Request, Sequence, State
-from lookonce.core.request_queues import Roster
-from lookonce.core.request_validation import Door, check_places
-from lookonce.core.scheduler_output import Outbox
-from lookonce.core.session import Appendix, Session
+from lookonce.core.request import Request, Sequence, SequenceState, Session, SessionInput
+from lookonce.core.request_validation import RequestValidator, refuse_unused_items
+from lookonce.core.scheduler_state import SchedulerState
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.step import Extension
 
-UNADMITTED = (State.WAITING, State.LOADING)
+NOT_ADMITTED = (SequenceState.WAITING, SequenceState.LOADING)
 
 
 class Sessions:
-    """Opens sessions, takes what they are given, and delivers it between two steps."""
+    """Opens sessions, queues what extends them, and appends it between two steps."""
 
     def __init__(
-        self,
-        door: Door,
-        roster: Roster,
-        lifecycle: Lifecycle,
-        preemption: Preemption,
-        outbox: Outbox,
+        self, state: SchedulerState, validator: RequestValidator, preemption: Preemption
     ) -> None:
-        self._door = door
-        self._roster = roster
-        self._lifecycle = lifecycle
+        self._state = state
+        self._validator = validator
         self._preemption = preemption
-        self._outbox = outbox
-        self._given: dict[str, Request] = {}
-        """Sessions with something in their inbox."""
+        self.extended: dict[str, Request] = {}
+        """Request id → session with inputs that are not appended yet."""
 
     @property
-    def has_deliverable(self) -> bool:
-        return any(r.sequences[0].state not in UNADMITTED for r in self._given.values())
+    def has_appendable(self) -> bool:
+        """Whether `append_inputs` has something to do."""
+        return any(r.sequences[0].state not in NOT_ADMITTED for r in self.extended.values())
 
     def open(self, request: Request) -> None:
         """Make a request live before it is queued. Raises `BadRequestError` where it cannot be."""
@@ -70,13 +61,13 @@ class Sessions:
             raise BadRequestError("a live session brings its items along", param="features")
         if isinstance(request.features, EncoderInputs):
             raise BadRequestError("a live session has a decoder alone", param="live")
-        check_places(request.features, request.items)
-        request.in_order = None
+        refuse_unused_items(request.features, request.items)
+        request.items_in_order = None
         request.session = Session(
-            limit=self._door.longest_sequence,
-            turn_tokens=request.sampling.max_tokens,
-            block_size=self._door.block_size,
-            unpassed=Counter(request.features.keys),
+            limit=self._validator.longest_sequence,
+            max_new_tokens=request.sampling.max_tokens,
+            block_size=self._state.block_pool.block_size,
+            remaining_keys=Counter(request.features.keys),
         )
 
     def extend(
@@ -90,56 +81,56 @@ class Sessions:
         session = request.session
         if session is None:
             raise BadRequestError(f"{request.request_id!r} is no live session", param="request_id")
-        appendix = self._door.build_extension(token_ids, features, items)
-        coming = session.num_coming + len(appendix.token_ids)
-        total = len(request.sequences[0].tokens) + coming
+        added = self._validator.build_session_input(token_ids, features, items)
+        num_pending = session.num_pending_tokens + len(added.token_ids)
+        total = len(request.sequences[0].tokens) + num_pending
         if total >= session.limit:
             raise TooLargeError(
                 f"the session would have {total} tokens; the limit is {session.limit - 1}",
                 param="prompt",
             )
-        session.put(appendix)
-        self._given[request.request_id] = request
+        session.add_input(added)
+        self.extended[request.request_id] = request
 
-    def deliver(self) -> None:
-        """Append what has come to its sessions, with blocks for it. Before a step is planned."""
-        for request in list(self._given.values()):
+    def append_inputs(self) -> None:
+        """Append the queued inputs of all admitted sessions; called before a step is planned."""
+        for request in list(self.extended.values()):
             sequence = request.sequences[0]
-            if sequence.state is State.FINISHED:
-                del self._given[request.request_id]
-            elif sequence.state not in UNADMITTED:
-                del self._given[request.request_id]
-                self._empty_inbox(request, sequence)
+            if sequence.state is SequenceState.FINISHED:
+                del self.extended[request.request_id]
+            elif sequence.state not in NOT_ADMITTED and request.session is not None:
+                del self.extended[request.request_id]
+                self._append_all(request, request.session, sequence)
 
-    def _empty_inbox(self, request: Request, sequence: Sequence) -> None:
-        session = request.session
-        if session is None:
+    def _append_all(self, request: Request, session: Session, sequence: Sequence) -> None:
+        if len(sequence.tokens) + session.num_pending_tokens >= session.limit:
+            self._state.end(request, "length")  # tokens generated since took the room
             return
-        if len(sequence.tokens) + session.num_coming >= session.limit:
-            self._lifecycle.end(request, "length")  # what it generated meanwhile took the room
-            return
-        while session.inbox:
-            self._append(request, session, sequence, session.take())
-        sequence.token_limit = session.turn_limit(len(sequence.tokens))
-        if sequence.state is not State.PREFILLING:
-            self._lifecycle.resume_prefill(sequence)
-        self._preemption.complete_blocks(sequence)
+        while session.inputs:
+            self._append(request, session, sequence, session.take_input())
+        num_tokens = len(sequence.tokens)
+        sequence.token_limit = session.next_token_limit(num_tokens)
+        if sequence.state is not SequenceState.PREFILLING:
+            self._state.resume_prefill(sequence)
+        num_missing = self._state.block_pool.blocks_for(num_tokens) - len(sequence.block_ids)
+        if num_missing > 0:
+            self._preemption.grow(sequence, num_missing)
 
     def _append(
-        self, request: Request, session: Session, sequence: Sequence, appendix: Appendix
+        self, request: Request, session: Session, sequence: Sequence, added: SessionInput
     ) -> None:
         start = len(sequence.tokens)
         if not sequence.num_generated:
-            request.num_prompt_tokens += len(appendix.token_ids)
+            request.num_prompt_tokens += len(added.token_ids)
         features = tuple(
             msgspec.structs.replace(feature, offset=start + feature.offset)
-            for feature in appendix.features.as_tuple()
+            for feature in added.features.as_tuple()
         )
         request.features.extend(features)
-        request.items.update(appendix.items)
-        session.unpassed.update(appendix.features.keys)
-        sequence.tokens.extend(appendix.token_ids)
+        request.items.update(added.items)
+        session.remaining_keys.update(added.features.keys)
+        sequence.tokens.extend(added.token_ids)
         if sequence.announced:
-            self._outbox.extensions.append(
-                Extension(sequence.seq_id, start, appendix.token_ids, features)
+            self._state.extensions.append(
+                Extension(sequence.seq_id, start, added.token_ids, features)
             )

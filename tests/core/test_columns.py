@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookonce.core import columns
-from lookonce.core.columns import one_run_items_in_python, plain_columns_in_python
+from lookonce.core import mm_features
+from lookonce.core.mm_features import one_run_items_in_python, plain_columns_in_python
 from lookonce.types.media import Expansion, MediaFeature, ProcessedItem
 from tests.support.core.builders import feature, item_for, items_for, key
 
-compiled = columns.plain_columns is not plain_columns_in_python
+compiled = mm_features.plain_columns is not plain_columns_in_python
 BOTH = pytest.mark.parametrize(
     ("plain_columns", "one_run_items"),
     [
         (plain_columns_in_python, one_run_items_in_python),
         pytest.param(
-            columns.plain_columns,
-            columns.one_run_items,
+            mm_features.plain_columns,
+            mm_features.one_run_items,
             marks=pytest.mark.skipif(not compiled, reason="it was not compiled"),
         ),
     ],
@@ -122,18 +122,18 @@ class TestOneRunItems:
 class TestCompiled:
     @given(st.lists(odd_features, min_size=1, max_size=5), st.integers(0, 3))
     def test_says_the_same_of_any_features(self, features: list[MediaFeature], start: int):
-        answer = columns.plain_columns(tuple(features), start)
+        answer = mm_features.plain_columns(tuple(features), start)
         assert answer == plain_columns_in_python(tuple(features), start)
 
     def test_refuses_what_it_does_not_know(self):
         with pytest.raises(TypeError):
-            columns.plain_columns(list(ROW), 0)  # type: ignore[arg-type]
+            mm_features.plain_columns(list(ROW), 0)  # type: ignore[arg-type]
         with pytest.raises(TypeError):
-            columns.one_run_items((), {}, array("q"), array("q"))  # type: ignore[arg-type]
+            mm_features.one_run_items((), {}, array("q"), array("q"))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="different lengths"):
-            columns.one_run_items([key("a")], {}, array("q"), array("q"))
+            mm_features.one_run_items([key("a")], {}, array("q"), array("q"))
 
     def test_objects_of_other_classes_are_out_of_the_ordinary(self):
-        assert columns.plain_columns((object(),), 0) is None  # type: ignore[arg-type]
+        assert mm_features.plain_columns((object(),), 0) is None  # type: ignore[arg-type]
         other = {key("a"): object()}
-        assert columns.one_run_items([key("a")], other, *bounds(ROW[:1])) is None  # type: ignore
+        assert mm_features.one_run_items([key("a")], other, *bounds(ROW[:1])) is None  # type: ignore

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 import lookonce
-from lookonce.core.block_hashes import extend_chain, root_hash
-from lookonce.core.mm_features import Features
+from lookonce.core.mm_features import MultiModalFeatures
+from lookonce.core.request import extend_chain, root_hash
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import StepPlan, StepResult
@@ -107,7 +107,7 @@ class LongRequest:
 
     def apply(self) -> None:
         sampled = tuple(7 for chunk in self.last.scheduled if chunk.sample)
-        self.scheduler.apply(self.last, StepResult(token_ids=sampled))
+        self.scheduler.update_from_output(self.last, StepResult(token_ids=sampled))
 
     def step(self) -> None:
         self.plan()
@@ -190,7 +190,7 @@ def test_extending_a_session_that_waits_costs_the_same_with_32_times_the_extensi
 
 def test_finding_a_window_takes_a_logarithm_of_comparisons() -> None:
     long = LongRequest(LARGE, skip=0)
-    features = long.scheduler._roster.requests["a"].features
+    features = long.scheduler._state.queues.requests["a"].features
     assert count_operations(lambda: features.overlapping(60_000, 60_048)) < 12
 
 
@@ -199,44 +199,44 @@ def test_hashing_reads_only_what_was_not_hashed_before(
 ) -> None:
     counts = {}
     for num_items, long in prefilling.items():
-        sequence = next(iter(long.scheduler._roster.prefilling))
+        sequence = next(iter(long.scheduler._state.queues.prefilling))
         tokens, features = sequence.tokens, sequence.request.features
-        chain = sequence.chain[:-1]
+        chain = sequence.block_hashes[:-1]
         root = root_hash(long.request.scope)
         counts[num_items] = count_operations(
             lambda c=chain, r=root, t=tokens, f=features: extend_chain(c, r, t, f, 16, len(c) + 1)
         )
-        assert chain == sequence.chain
+        assert chain == sequence.block_hashes
     assert max(counts.values()) < 300
 
 
-def test_giving_a_request_up_costs_its_blocks_and_what_it_holds_not_its_items() -> None:
+def test_ending_a_request_costs_its_blocks_and_held_outputs_not_its_items() -> None:
     counts = {}
     for num_items in (SMALL, LARGE):
         long = LongRequest(num_items)
-        sequence = next(iter(long.scheduler._roster.prefilling))
+        sequence = next(iter(long.scheduler._state.queues.prefilling))
         per_block = len(sequence.block_ids)
         counts[num_items] = count_operations(lambda s=long: s.scheduler.abort("a")) / per_block
     assert counts[LARGE] < 12
 
 
-def scan_all(features: Features, start: int, end: int) -> range:
+def scan_all(features: MultiModalFeatures, start: int, end: int) -> range:
     found = [i for i, f in enumerate(features.as_tuple()) if f.end > start and f.offset < end]
     return range(found[0], found[-1] + 1) if found else range(0)
 
 
-def copy_all(features: Features, start: int, end: int) -> range:
+def copy_all(features: MultiModalFeatures, start: int, end: int) -> range:
     copied = list(features.as_tuple())
     return bisected(features, start, end) if copied else range(0)
 
 
-bisected = Features.overlapping
+bisected = MultiModalFeatures.overlapping
 
 
 def test_a_linear_scan_would_be_noticed(
     prefilling: dict[int, LongRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Features, "overlapping", scan_all)
+    monkeypatch.setattr(MultiModalFeatures, "overlapping", scan_all)
     counts = {n: count_operations(long.step) for n, long in prefilling.items()}
     assert counts[LARGE] > 10 * counts[SMALL]
 
@@ -244,5 +244,5 @@ def test_a_linear_scan_would_be_noticed(
 def test_a_copy_would_be_noticed(
     prefilling: dict[int, LongRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Features, "overlapping", copy_all)
+    monkeypatch.setattr(MultiModalFeatures, "overlapping", copy_all)
     assert peak_bytes(prefilling[LARGE].step) > 200_000

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lookonce.core import encoder_cache, eviction
+from lookonce.core import encoder_cache
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.errors import TooLargeError
 from tests.support.core.builders import key
@@ -42,15 +42,15 @@ class EncoderCacheMachine(RuleBasedStateMachine):
             copied = wanted in self.cache.host
             at_once = at_once or copied
             allocate = self.cache.try_restore if copied else self.cache.try_allocate
-            allocation = allocate(wanted, ROWS[wanted], holder if at_once else None)
+            evicted = allocate(wanted, ROWS[wanted], holder if at_once else None)
             held = {k for _, k in self.holds}
             fits = sum(ROWS[k] for k in held) + ROWS[wanted] <= 8
-            assert (allocation is not None) == fits
-            if allocation is None:
+            assert (evicted is not None) == fits
+            if evicted is None:
                 assert before == {k for k in KEYS if k in self.cache}
                 return
-            assert not held & set(allocation.evicted)
-            assert before - set(allocation.evicted) == {k for k in before if k in self.cache}
+            assert not held & set(evicted)
+            assert before - set(evicted) == {k for k in before if k in self.cache}
             self.follow_moves()
             assert copied == (wanted in self.device)
             self.device.add(wanted)
@@ -181,7 +181,7 @@ class ManyAtOnceMachine(EncoderCacheMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(encoder_cache, "MANY", 2)
-        self.patch.setattr(eviction, "SPARE_PLACES", 0)
+        self.patch.setattr(encoder_cache, "SPARE_POSITIONS", 0)
 
     def teardown(self) -> None:
         super().teardown()
@@ -216,16 +216,16 @@ class TestIndex:
         cache.release_all(1)
         cache.check_integrity()
 
-    def test_a_leftheld_twice_needs_two_releases(self, cache: EncoderCache) -> None:
+    def test_a_key_held_twice_needs_two_releases(self, cache: EncoderCache) -> None:
         cache.try_allocate(key("a"), 4)
         cache.try_hold(1, key("a"))
         cache.try_hold(1, key("a"))
         cache.release(1, key("a"))
         assert cache.try_allocate(key("b"), 1) is None
         cache.release(1, key("a"))
-        assert cache.try_allocate(key("b"), 1).evicted == (key("a"),)
+        assert cache.try_allocate(key("b"), 1) == (key("a"),)
 
-    def test_release_all_gives_every_hold_of_a_leftback(self, cache: EncoderCache) -> None:
+    def test_release_all_gives_back_every_hold_of_a_key(self, cache: EncoderCache) -> None:
         cache.try_allocate(key("a"), 1)
         cache.try_hold(1, key("a"))
         cache.try_hold(1, key("a"))
@@ -244,7 +244,7 @@ class TestIndex:
         with pytest.raises(KeyError):
             cache.release(1, key("a"))
 
-    def test_allocating_a_lefttwice_raises(self, cache: EncoderCache) -> None:
+    def test_allocating_a_key_twice_raises(self, cache: EncoderCache) -> None:
         put(cache, "a")
         with pytest.raises(ValueError, match="already"):
             cache.try_allocate(key("a"), 1)
@@ -256,26 +256,30 @@ class TestEviction:
             put(cache, name, cost=1.0)
         cache.try_hold(1, key("a"))
         cache.release(1, key("a"))
-        assert cache.try_allocate(key("e"), 2).evicted == (key("b"), key("c"))
+        assert cache.try_allocate(key("e"), 2) == (key("b"), key("c"))
 
-    def test_without_recorded_costs_too(self, cache: EncoderCache) -> None:
+    def test_without_recorded_costs_the_least_recently_used_leaves_too(
+        self, cache: EncoderCache
+    ) -> None:
         for name in "abcd":
             put(cache, name)
-        assert cache.try_allocate(key("e"), 1).evicted == (key("a"),)
+        assert cache.try_allocate(key("e"), 1) == (key("a"),)
 
-    def test_what_was_dear_to_compute_stays_longer(self, cache: EncoderCache) -> None:
+    def test_an_output_that_was_costly_to_compute_stays_longer(self, cache: EncoderCache) -> None:
         put(cache, "dear", cost=5.0)
         for name in "bcd":
             put(cache, name, cost=1.0)
         evicted = []
         for name in "efg":
-            evicted += cache.try_allocate(key(name), 1).evicted
+            evicted += cache.try_allocate(key(name), 1)
             cache.try_hold(1, key(name))
             cache.record_cost(key(name), 1.0)
             cache.release(1, key(name))
         assert evicted == [key("b"), key("c"), key("d")]
 
-    def test_what_was_dear_leaves_at_last_when_nobody_uses_it(self, cache: EncoderCache) -> None:
+    def test_a_costly_output_is_evicted_at_last_when_it_is_not_used(
+        self, cache: EncoderCache
+    ) -> None:
         put(cache, "dear", cost=5.0)
         for number in range(40):
             put(cache, str(number), cost=1.0)
@@ -285,12 +289,12 @@ class TestEviction:
         cache = EncoderCache(6 * ROW, ROW)
         put(cache, "large", rows=4, cost=4.0)
         put(cache, "small", rows=2, cost=3.0)
-        assert cache.try_allocate(key("e"), 1).evicted == (key("large"),)
+        assert cache.try_allocate(key("e"), 1) == (key("large"),)
 
-    def test_no_more_leaves_than_needed(self, cache: EncoderCache) -> None:
+    def test_no_more_is_evicted_than_needed(self, cache: EncoderCache) -> None:
         put(cache, "a", rows=2)
         put(cache, "b", rows=2)
-        assert cache.try_allocate(key("c"), 2).evicted == (key("a"),)
+        assert cache.try_allocate(key("c"), 2) == (key("a"),)
 
     def test_an_attempt_that_fails_evicts_nothing(self, cache: EncoderCache) -> None:
         put(cache, "a", rows=2)
@@ -307,7 +311,7 @@ class TestEviction:
             cache.try_hold(1, key("a"))
             cache.release(1, key("a"))
         assert cache.eviction_queue_length == 1
-        assert cache.num_places < 100
+        assert cache.num_eviction_positions < 100
 
     @pytest.mark.parametrize(("many", "order"), [(1, "efaghb"), (1000, "efabgh")])
     def test_one_pass_over_many_gives_the_same_order_as_one_by_one_but_for_odd_ones(
@@ -325,7 +329,7 @@ class TestEviction:
         cache.release_all(1)
         cache.check_integrity()
         assert cache.held_keys(2) == (key("c"),)
-        evicted = cache.try_allocate(key("z"), 10).evicted
+        evicted = cache.try_allocate(key("z"), 10)
         assert evicted == tuple(map(key, order))
 
 
@@ -347,7 +351,7 @@ def test_a_held_output_outlives_clear_and_leaves_with_its_holder(cache: EncoderC
 
 
 class TestHostTier:
-    def test_what_leaves_for_a_restored_output_does_not_push_its_copy_out(self) -> None:
+    def test_outputs_evicted_for_a_restored_one_do_not_displace_its_copy(self) -> None:
         cache = EncoderCache(2 * ROW, ROW, 2 * ROW)
         put(cache, "a", rows=2)
         put(cache, "b", rows=2)
@@ -356,7 +360,7 @@ class TestHostTier:
         assert cache.host.take_moves().restore == (key("a"),)
         assert key("b") not in cache.host, "the copy of a fills the tier"
 
-    def test_a_restore_without_room_is_called_off(self) -> None:
+    def test_a_restore_without_room_is_cancelled(self) -> None:
         cache = EncoderCache(2 * ROW, ROW, 2 * ROW)
         put(cache, "a", rows=2)
         cache.try_allocate(key("b"), 2, 1)

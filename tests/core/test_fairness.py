@@ -76,7 +76,7 @@ def test_sessions_that_contend_for_all_room_let_a_newcomer_in() -> None:
     assert all(longest_wait(engine, seq_id) <= 6 for seq_id in range(2))
 
 
-def test_all_that_decode_do_so_in_one_step_however_many_seats_there_are() -> None:
+def test_all_that_decode_do_so_in_one_step_whatever_max_num_seqs_is() -> None:
     engine = Engine(replace(ROOMY, max_num_seqs=8, max_num_batched_tokens=4))
     engine.add(request("a", text(4), arrival=1.0))
     engine.step()

@@ -7,10 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from lookonce.core.mm_features import Features
-from lookonce.core.request import ALLOWED, Request, Sequence, State
-from lookonce.core.request_queues import Roster
-from lookonce.core.reuse_stats import FactsRecord
+from lookonce.core.mm_features import MultiModalFeatures
+from lookonce.core.request import ALLOWED, Request, ReuseStats, Sequence, SequenceState
+from lookonce.core.scheduler_state import RequestQueues
 from lookonce.types.request import MAX_LISTED_ITEMS
 from tests.support.core.builders import request, text
 
@@ -18,21 +17,27 @@ from tests.support.core.builders import request, text
 def new_request(name: str = "a", *, samples: int = 1, arrival: float = 0.0) -> Request:
     tokens = text(6)
     built = Request(
-        request(name, tokens, arrival=arrival), np.asarray(tokens, np.int32), Features(), {}, (2,)
+        request(name, tokens, arrival=arrival),
+        np.asarray(tokens, np.int32),
+        MultiModalFeatures(),
+        {},
+        (2,),
     )
     first_id = int(1000 * arrival)
     built.sequences = [Sequence(first_id + i, built, i, 10) for i in range(samples)]
     return built
 
 
-def in_state(state: State) -> Sequence:
+def in_state(state: SequenceState) -> Sequence:
     sequence = new_request().sequences[0]
     sequence.state = state
     return sequence
 
 
-@pytest.mark.parametrize(("start", "end"), itertools.product(State, State))
-def test_a_sequence_moves_only_along_the_drawn_transitions(start: State, end: State) -> None:
+@pytest.mark.parametrize(("start", "end"), itertools.product(SequenceState, SequenceState))
+def test_a_sequence_moves_only_along_the_drawn_transitions(
+    start: SequenceState, end: SequenceState
+) -> None:
     sequence = in_state(start)
     if end in ALLOWED[start]:
         sequence.move_to(end)
@@ -43,59 +48,63 @@ def test_a_sequence_moves_only_along_the_drawn_transitions(start: State, end: St
 
 
 def test_every_state_but_the_last_can_finish() -> None:
-    finishing = {state for state in State if State.FINISHED in ALLOWED[state]}
-    assert finishing == set(State) - {State.FINISHED}
+    finishing = {state for state in SequenceState if SequenceState.FINISHED in ALLOWED[state]}
+    assert finishing == set(SequenceState) - {SequenceState.FINISHED}
 
 
 def test_only_the_first_sample_starts_waiting() -> None:
     states = [s.state for s in new_request(samples=3).sequences]
-    assert states == [State.WAITING, State.HELD_BACK, State.HELD_BACK]
+    assert states == [
+        SequenceState.WAITING,
+        SequenceState.WAITING_FOR_SIBLING,
+        SequenceState.WAITING_FOR_SIBLING,
+    ]
 
 
-class TestRoster:
-    def test_lanes_are_in_order_of_arrival_whatever_the_order_of_moves(self) -> None:
-        roster = Roster()
+class TestRequestQueues:
+    def test_queues_are_in_order_of_arrival_whatever_the_order_of_moves(self) -> None:
+        queues = RequestQueues()
         requests = [new_request(str(i), arrival=arrival) for i, arrival in enumerate((3, 1, 2))]
         for one in requests:
-            roster.add(one)
-        assert [s.order[0] for s in roster.waiting] == [1, 2, 3]
+            queues.add(one)
+        assert [s.order[0] for s in queues.waiting] == [1, 2, 3]
         for one in requests:
-            roster.move(one.sequences[0], State.PREFILLING)
-        assert [s.order[0] for s in roster.prefilling] == [1, 2, 3]
-        roster.check_integrity()
+            queues.move(one.sequences[0], SequenceState.PREFILLING)
+        assert [s.order[0] for s in queues.prefilling] == [1, 2, 3]
+        queues.check_integrity()
 
     def test_a_request_runs_while_one_of_its_samples_does(self) -> None:
-        roster = Roster()
+        queues = RequestQueues()
         one = new_request(samples=2)
-        roster.add(one)
+        queues.add(one)
         first, second = one.sequences
-        roster.move(first, State.PREFILLING)
-        roster.move(second, State.WAITING)
-        roster.move(second, State.PREFILLING)
-        assert (roster.num_running_requests, roster.num_waiting_requests) == (1, 0)
-        roster.move(first, State.FINISHED)
-        assert roster.num_running_requests == 1
-        roster.move(second, State.WAITING)
-        assert (roster.num_running_requests, roster.num_waiting_requests) == (0, 1)
-        roster.check_integrity()
+        queues.move(first, SequenceState.PREFILLING)
+        queues.move(second, SequenceState.WAITING)
+        queues.move(second, SequenceState.PREFILLING)
+        assert (queues.num_running_requests, queues.num_waiting_requests) == (1, 0)
+        queues.move(first, SequenceState.FINISHED)
+        assert queues.num_running_requests == 1
+        queues.move(second, SequenceState.WAITING)
+        assert (queues.num_running_requests, queues.num_waiting_requests) == (0, 1)
+        queues.check_integrity()
 
 
-class TestFacts:
+class TestReuseStats:
     def test_the_first_use_of_an_output_decides(self) -> None:
-        facts = FactsRecord(2)
-        facts.note(1, "miss")
-        facts.note(1, "hit")
-        assert facts.freeze().encoder == ("skipped", "miss")
+        stats = ReuseStats(2)
+        stats.note(1, "miss")
+        stats.note(1, "hit")
+        assert stats.freeze().encoder == ("skipped", "miss")
 
     def test_the_first_admission_decides_what_was_cached(self) -> None:
-        facts = FactsRecord(0)
-        assert not facts.admitted
-        facts.note_admission(8)
-        facts.note_admission(16)
-        assert facts.freeze().prefix_cached_tokens == 8
+        stats = ReuseStats(0)
+        assert not stats.admitted
+        stats.note_admission(8)
+        stats.note_admission(16)
+        assert stats.freeze().prefix_cached_tokens == 8
 
     def test_at_most_a_thousand_items_are_listed(self) -> None:
-        facts = FactsRecord(5000)
-        facts.note(4000, "miss")
-        facts.note_encoding(4000, 1.0)
-        assert len(facts.freeze().encoder) == len(facts.freeze().encode_ms) == MAX_LISTED_ITEMS
+        stats = ReuseStats(5000)
+        stats.note(4000, "miss")
+        stats.note_encoding(4000, 1.0)
+        assert len(stats.freeze().encoder) == len(stats.freeze().encode_ms) == MAX_LISTED_ITEMS

@@ -11,22 +11,16 @@ from dataclasses import replace
 
 import pytest
 
-from lookonce.core import block_hashes as prefix
 from lookonce.core import planning
 from lookonce.core import request as request_module
-from lookonce.core.admission import Admission
 from lookonce.core.block_pool import BlockPool
-from lookonce.core.budget import EncoderBudget, StepPass
-from lookonce.core.chunking import Chunker
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.fairness import Turns
-from lookonce.core.lifecycle import Lifecycle
-from lookonce.core.planning import Planner
-from lookonce.core.preemption import Preemption
-from lookonce.core.request import Sequence, State
-from lookonce.core.request_queues import Roster
-from lookonce.core.session_eviction import IdleSessions
-from lookonce.core.update_from_output import Applier
+from lookonce.core.encoder_scheduling import EncoderBudget, StepPass
+from lookonce.core.planning import Admission, Chunker, Fairness, Planner
+from lookonce.core.preemption import Preemption, SessionEviction
+from lookonce.core.request import Sequence, SequenceState, root_hash
+from lookonce.core.scheduler_state import RequestQueues, SchedulerState
+from lookonce.core.update_from_output import UpdateFromOutput
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, feature, model_info, request, text
@@ -215,7 +209,7 @@ def never(*_args: object, **_kwargs: object) -> None:
 
 
 def earliest_first(preemption: Preemption) -> Sequence:
-    return next(iter(preemption._roster.decoding))
+    return next(iter(preemption._state.queues.decoding))
 
 
 def latest_of_all(preemption: Preemption) -> Sequence:
@@ -226,21 +220,25 @@ def plan_without_stalling(planner: Planner, sequence: Sequence, step: StepPass) 
     planner._chunker.plan(sequence, step)
 
 
-def start_over(lifecycle: Lifecycle, leader: Sequence) -> None:
+def start_over(state: SchedulerState, leader: Sequence) -> None:
     """Siblings wait for the leader, but find nothing of what it computed."""
     leader.request.prefilled = True
-    lifecycle._pool.reset()
+    state.block_pool.reset()
     for sibling in leader.request.sequences[1:]:
-        lifecycle._roster.move(sibling, State.WAITING)
+        state.queues.move(sibling, SequenceState.WAITING)
 
 
-def register_regardless(applier: Applier, sequence: Sequence) -> None:
-    sequence.cache_generation = applier._pool.generation
-    register_blocks(applier, sequence)
+def register_regardless(update: UpdateFromOutput, sequence: Sequence) -> None:
+    sequence.cache_generation = update._state.block_pool.generation
+    register_blocks(update, sequence)
+
+
+def reuse_all(state: SchedulerState, sequence: Sequence) -> int:
+    return state.max_cached_blocks(len(sequence.tokens))
 
 
 def root_for_all(_scope: bytes) -> bytes:
-    return prefix.root_hash(b"")
+    return root_hash(b"")
 
 
 def allocate_unheld(cache: EncoderCache, key: bytes, rows: int, _holder: int) -> object:
@@ -248,13 +246,13 @@ def allocate_unheld(cache: EncoderCache, key: bytes, rows: int, _holder: int) ->
 
 
 try_allocate = EncoderCache.try_allocate
-register_blocks = Applier._register_blocks
+register_blocks = UpdateFromOutput._register_blocks
 
 Patch = tuple[object, str, Callable[..., object]]
 RULES: dict[str, tuple[Workload, list[Patch]]] = {
     "items enter the block hashes": (
         two_pictures_at_the_same_place,
-        [(prefix, "_describe", lambda *_: b"")],
+        [(request_module, "_describe", lambda *_: b"")],
     ),
     "scope enters the block hashes": (
         two_tenants_with_the_same_prompt,
@@ -262,11 +260,11 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     ),
     "at least one token is computed": (
         the_same_prompt_twice,
-        [(Admission, "_max_cached", lambda _, num_tokens: num_tokens // 4)],
+        [(SchedulerState, "max_cached_blocks", lambda _, num_tokens: num_tokens // 4)],
     ),
     "what is asked about a prompt is computed, not found": (
         a_prompt_scored_whose_beginning_is_cached,
-        [(Admission, "_reusable", lambda self, s: self._max_cached(len(s.tokens)))],
+        [(SchedulerState, "max_reused_blocks", reuse_all)],
     ),
     "the latest arrival is preempted": (
         three_that_outgrow_the_blocks,
@@ -274,7 +272,7 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     ),
     "a decode gets its block before it crosses into it": (
         three_that_outgrow_the_blocks,
-        [(Preemption, "make_room", never)],
+        [(Planner, "_grow_decodes", never)],
     ),
     "ended sequences give their blocks back": (
         three_that_outgrow_the_blocks,
@@ -291,7 +289,7 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     ),
     "outputs behind the window are released": (
         two_items_that_each_fill_the_encoder_cache,
-        [(Applier, "_release_passed_items", never)],
+        [(UpdateFromOutput, "_release_passed_items", never)],
     ),
     "dropped outputs are named to the runner": (
         many_items_in_a_small_encoder_cache,
@@ -319,15 +317,15 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     ),
     "who got nothing goes first": (
         an_item_that_takes_a_whole_step_beside_a_session,
-        [(Turns, "due", lambda _: ())],
+        [(Fairness, "first_candidates", lambda _: ())],
     ),
     "nobody goes first in every step": (
         an_answer_beside_sessions_that_each_take_all_tokens,
-        [(Turns, "take", never)],
+        [(Fairness, "note_first", never)],
     ),
     "other prompts keep to their order of arrival": (
         long_prompts_one_after_the_other,
-        [(Turns, "_may_queue", lambda *_: True)],
+        [(Fairness, "_may_queue", lambda *_: True)],
     ),
     "room is kept for the first in turn": (
         an_item_that_takes_all_room_beside_a_session_that_always_holds_some,
@@ -339,7 +337,7 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     ),
     "idle sessions make way": (
         one_who_waits_for_the_seat_of_an_idle_session,
-        [(IdleSessions, "make_way", lambda *_: False)],
+        [(SessionEviction, "try_evict", lambda *_: False)],
     ),
     "one that would have to ask for items again is the last victim": (
         a_crowd_with_one_whose_picture_is_not_here,
@@ -347,7 +345,7 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     ),
     "samples share the computed prompt": (
         samples_of_one_long_prompt,
-        [(Lifecycle, "release_siblings", start_over)],
+        [(SchedulerState, "release_siblings", start_over)],
     ),
     "a blocked queue does not walk over the prompt in every step": (
         a_blocked_queue_of_long_prompts,
@@ -355,11 +353,11 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     ),
     "what was computed before a reset is not registered after it": (
         prefixes_reset_under_a_running_request,
-        [(Applier, "_register_blocks", register_regardless)],
+        [(UpdateFromOutput, "_register_blocks", register_regardless)],
     ),
     "an ended request is forgotten": (
         the_same_prompt_twice,
-        [(Roster, "forget", never)],
+        [(RequestQueues, "forget", never)],
     ),
 }
 

@@ -192,7 +192,7 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="at least 40"):
             make_scheduler(Limits(model=model))
 
-    def test_a_full_queue_is_said_so(self) -> None:
+    def test_a_full_queue_is_an_error_that_says_so(self) -> None:
         engine = Engine(Limits(max_queue=2))
         engine.add(request("a", text(5)))
         engine.add(request("b", text(5)))
@@ -341,7 +341,7 @@ class TestPreemption:
         assert engine.needs == []
         assert engine.released == ["seed", "b", "a"]
 
-    def test_receipts_keep_what_the_first_admission_found(self) -> None:
+    def test_reuse_stats_keep_what_the_first_admission_found(self) -> None:
         engine = Engine(Limits(num_blocks=10))
         for i, name in enumerate("abc"):
             one = request(name, text(12), arrival=i, sampling=sampling(max_tokens=20))
@@ -374,7 +374,7 @@ class TestAborts:
         plan = engine.scheduler.plan()
         result = engine.runner.execute(plan)
         engine.scheduler.abort("a")
-        engine.take(engine.scheduler.apply(plan, result))
+        engine.take(engine.scheduler.update_from_output(plan, result))
         engine.run()
         assert engine.tokens["a", 0] == []
         engine.assert_all_free()

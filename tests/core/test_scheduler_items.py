@@ -317,7 +317,7 @@ class TestMissingItems:
         engine.run()
         assert engine.needs == [("a", (at.key,))]
 
-    def test_samples_put_aside_for_the_same_item_ask_once(self) -> None:
+    def test_samples_that_wait_for_the_same_item_ask_once(self) -> None:
         """Both lose their blocks, and meanwhile the output that they had shared has left."""
         at = feature("x", 0, 8)
         engine = Engine(Limits(num_blocks=7))

@@ -14,10 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lookonce.core import encoder_cache
-from lookonce.core import encoder_scheduling as acquiring
-from lookonce.core import mm_features as features_module
-from lookonce.core.session_eviction import IDLE_SECONDS
+from lookonce.core import encoder_cache, encoder_scheduling, mm_features
+from lookonce.core.preemption import IDLE_SECONDS
 from lookonce.errors import TooLargeError
 from lookonce.types.media import MediaFeature, Modality
 from lookonce.types.request import GenerateRequest
@@ -97,8 +95,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(features_module, "SPARE_FEATURES", 1)
-        for module in (features_module, acquiring, encoder_cache):
+        self.patch.setattr(mm_features, "SPARE_FEATURES", 1)
+        for module in (mm_features, encoder_scheduling, encoder_cache):
             self.patch.setattr(module, "MANY", 2)
 
     @initialize(chosen=limits())
@@ -201,7 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan is not None:
             result = self.engine.runner.execute(plan)
             self.abort(data, None)
-            self.engine.take(self.engine.scheduler.apply(plan, result))
+            self.engine.take(self.engine.scheduler.update_from_output(plan, result))
 
     @rule(failing=st.sampled_from(sorted(LENGTHS)))
     def step_with_a_failing_item(self, failing: str) -> None:

@@ -1,12 +1,12 @@
-"""Live sessions: extended while they run, light for ever, never computed twice."""
+"""Live sessions: extended while they run, of bounded memory, never computed twice."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from lookonce.core import mm_features as features_module
-from lookonce.core.mm_features import Features
+from lookonce.core import mm_features
+from lookonce.core.mm_features import MultiModalFeatures
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import MediaFeature
 from lookonce.types.sampling import SamplingParams
@@ -55,16 +55,16 @@ class Live:
 
     @property
     def items(self) -> dict:
-        return self.engine.scheduler._roster.requests[self.name].items
+        return self.engine.scheduler._state.queues.requests[self.name].items
 
     @property
     def got(self) -> list[int]:
         return self.engine.tokens[self.name, 0]
 
     def expected(self) -> list[int]:
-        """What it generates when each extension comes once the turn before it is over."""
+        """The tokens generated when each extension comes after the answer to the one before."""
         tokens: list[int] = []
-        features, generated, state = Features(), [], b""
+        features, generated, state = MultiModalFeatures(), [], b""
         for given, coming in self.given:
             for at in coming:
                 shifted = MediaFeature(
@@ -120,8 +120,8 @@ def test_what_comes_while_it_computes_or_waits_is_kept_for_it() -> None:
     assert len(engine.runner.encoded) == 5
 
 
-def test_what_was_given_may_be_used_again_by_the_giver() -> None:
-    """Before it is delivered, too: the memory of the tokens, and the mapping of the items."""
+def test_the_caller_may_reuse_the_memory_of_an_extension() -> None:
+    """Also before it is appended: the memory of the tokens, and the mapping of the items."""
     engine = Engine(Limits(max_num_batched_tokens=4))
     live = Live(engine)
     at = feature("live x", 1, 2, modality="audio")
@@ -148,7 +148,7 @@ def test_tokens_may_have_gaps_between_them_in_memory() -> None:
     assert live.got == live.expected()
 
 
-def test_the_first_token_carries_the_receipt_even_when_extended_before_it() -> None:
+def test_the_first_token_carries_the_reuse_stats_even_when_extended_before_it() -> None:
     engine = Engine(Limits(max_num_batched_tokens=4))
     live = Live(engine)
     live.give("x")
@@ -156,7 +156,7 @@ def test_the_first_token_carries_the_receipt_even_when_extended_before_it() -> N
     assert live.name in engine.facts
 
 
-def test_an_item_is_let_go_as_soon_as_its_kv_is_computed() -> None:
+def test_an_item_is_dropped_as_soon_as_its_kv_is_computed() -> None:
     engine = Engine()
     live = Live(engine)
     for number in range(20):
@@ -169,10 +169,10 @@ def test_an_item_is_let_go_as_soon_as_its_kv_is_computed() -> None:
 
 @pytest.mark.parametrize("max_tokens", [3, 32])
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_places_of_items_are_forgotten_once_their_blocks_are_full(
+def test_features_are_forgotten_once_their_blocks_are_full(
     monkeypatch: pytest.MonkeyPatch, max_tokens: int, prefix_caching: bool
 ) -> None:
-    monkeypatch.setattr(features_module, "SPARE_FEATURES", 1)
+    monkeypatch.setattr(mm_features, "SPARE_FEATURES", 1)
     limits = Limits(max_num_batched_tokens=max_tokens, prefix_caching=prefix_caching)
     engine = Engine(limits)
     live = Live(engine)
@@ -182,7 +182,7 @@ def test_places_of_items_are_forgotten_once_their_blocks_are_full(
         if number == 20:
             engine.scheduler.reset_prefix_cache()
     engine.run()
-    features = engine.scheduler._roster.requests["live"].features
+    features = engine.scheduler._state.queues.requests["live"].features
     assert len(features) == 31
     assert len(features._features) < 4
     assert live.got == live.expected()
@@ -274,7 +274,7 @@ class TestRefusals:
         with pytest.raises(BadRequestError, match="item 0 does not come along"):
             self.extend(live, [5] * 4, [feature("x", 0, 2)], other=None)
 
-    def test_every_item_has_a_place(self, live: Live) -> None:
+    def test_an_item_without_a_feature_is_refused(self, live: Live) -> None:
         """One without would be kept for as long as the session lives."""
         at, homeless = feature("x", 0, 2), feature("y", 2, 2)
         with pytest.raises(BadRequestError, match=r"1 of the 2 items .* no place") as refused:

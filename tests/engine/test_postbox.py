@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lookonce.core.scheduler_output import SchedulerOutput
+from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.engine.process.output_sender import Postbox, Unreachable
 from lookonce.ipc.messages import Accepted, Deltas
 from lookonce.types.request import TokenDelta

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from lookonce.core import session_eviction as idleness
+from lookonce.core import preemption
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.request_validation import Door
+from lookonce.core.request_validation import RequestValidator
 from lookonce.engine.process.engine_core import EngineCore
 from lookonce.engine.process.step_loop import Add, Exchange, StepLoop, Stop
 from lookonce.types.sampling import SamplingParams
@@ -59,11 +59,11 @@ def core() -> CountingCore:
 def test_who_waits_for_an_idle_session_gets_its_place_though_nothing_else_happens(
     core: CountingCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(idleness, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(preemption, "IDLE_SECONDS", 0.3)
     outlet = Outlet()
     exchange = Exchange(lambda: None, outlet)
     pool, outputs = BlockPool(LIMITS.num_blocks, LIMITS.block_size), EncoderCache(64, ROW_BYTES)
-    door = Door(pool, outputs, LIMITS.model, LIMITS.max_num_batched_tokens)
+    door = RequestValidator(pool, outputs, LIMITS.model, LIMITS.max_num_batched_tokens)
     exchange.command(Add(door.build_request(request("a", text(6)), {}), "sender", accepted=True))
     thread = threading.Thread(target=StepLoop(core, exchange).run)
     thread.start()

@@ -6,7 +6,7 @@ import random
 import time
 from collections import Counter
 
-from lookonce.core.request import Request, State
+from lookonce.core.request import Request, SequenceState
 from lookonce.kv.tier import Reason
 from lookonce.types.kv import ExternalFacts
 from lookonce.types.request import GenerateRequest
@@ -66,17 +66,17 @@ def disturb(chance: random.Random, tiers: list[FaultyTier]) -> None:
             tier.fault = tier.fail_reads_after = None
 
 
-def rarest(world: RecordingWorld, aborted_in: Counter[State]) -> Request:
+def rarest(world: RecordingWorld, aborted_in: Counter[SequenceState]) -> Request:
     """The request in the state that was aborted least so far."""
-    requests = world.scheduler._roster.requests.values()
-    return min(requests, key=lambda r: min(aborted_in[s.state] for s in r.live_sequences()))
+    requests = world.scheduler._state.queues.requests.values()
+    return min(requests, key=lambda r: min(aborted_in[s.state] for s in r.unfinished_sequences()))
 
 
 def test_everything_adds_up() -> None:
     chance = random.Random(7)
     tiers = [FaultyTier(name="near"), FaultyTier(name="far")]
     requests: dict[str, GenerateRequest] = {}
-    aborted_in: Counter[State] = Counter()
+    aborted_in: Counter[SequenceState] = Counter()
     with RecordingWorld(*tiers) as world:
         started = time.monotonic()
         while len(requests) < NUM_REQUESTS or world.scheduler.has_work:
@@ -85,9 +85,9 @@ def test_everything_adds_up() -> None:
                 one = random_request(chance, len(requests))
                 requests[one.request_id] = one
                 world.add(one)
-            if chance.random() < 0.08 and world.scheduler._roster.requests:
+            if chance.random() < 0.08 and world.scheduler._state.queues.requests:
                 victim = rarest(world, aborted_in)
-                aborted_in.update(s.state for s in victim.live_sequences())
+                aborted_in.update(s.state for s in victim.unfinished_sequences())
                 world.scheduler.abort(victim.request_id)
             if chance.random() < 0.02:
                 disturb(chance, tiers)
@@ -99,7 +99,13 @@ def test_everything_adds_up() -> None:
         world.assert_all_free()
         check_each(world, requests)
         check_sums(world, requests)
-    waiting = {State.WAITING, State.LOADING, State.PREFILLING, State.DECODING, State.HELD_BACK}
+    waiting = {
+        SequenceState.WAITING,
+        SequenceState.LOADING,
+        SequenceState.PREFILLING,
+        SequenceState.DECODING,
+        SequenceState.WAITING_FOR_SIBLING,
+    }
     assert waiting <= aborted_in.keys(), "aborts came in every state"
     statuses = Counter(facts.status for facts in world.frozen.values())
     assert statuses.keys() == {"loaded", "partial", "failed", "shadowed", "none"}

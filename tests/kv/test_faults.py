@@ -13,10 +13,9 @@ import pytest
 
 from benchmarks.valkey_server import ValkeyServer
 from lookonce.cache.identity import item_key, media_hash
-from lookonce.core.block_hashes import extend_chain, root_hash
-from lookonce.core.kv_connector_state import ExternalPrefixes
-from lookonce.core.mm_features import Features
-from lookonce.core.tokens import TokenBuffer
+from lookonce.core.kv_connector_state import KVConnectorState
+from lookonce.core.mm_features import MultiModalFeatures
+from lookonce.core.request import TokenBuffer, extend_chain, root_hash
 from lookonce.kv.chain import CircuitBreaker
 from lookonce.kv.disk import DiskTier
 from lookonce.kv.host import HostTier
@@ -147,9 +146,9 @@ def test_without_the_quarantine_a_late_write_lands_in_a_reused_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Negative control: blocks given back when the request gives up are written to later."""
-    end_load = ExternalPrefixes._end_load
+    end_load = KVConnectorState._end_load
 
-    def hasty(self: ExternalPrefixes, report: LoadReport) -> None:
+    def hasty(self: KVConnectorState, report: LoadReport) -> None:
         end_load(self, report)
         self._acknowledge(report.ticket)
 
@@ -172,7 +171,7 @@ def test_without_the_quarantine_a_late_write_lands_in_a_reused_block(
             assert world.tokens["a", 0] == reference(one, 8)
 
     scenario()
-    monkeypatch.setattr(ExternalPrefixes, "_end_load", hasty)
+    monkeypatch.setattr(KVConnectorState, "_end_load", hasty)
     with pytest.raises((AssertionError, PlanError, RuntimeError)):
         scenario()
 
@@ -188,7 +187,7 @@ def test_a_thousand_pairs_of_pictures_one_pixel_apart_share_no_block_from_there_
         other[tuple(chance.integers(0, (8, 8, 3)))] ^= 1
         for pixels in (image, other):
             key = item_key(scope, media_hash(pixels, modality="image"))
-            features = Features((MediaFeature(key, "image", 6, 9, 9),))
+            features = MultiModalFeatures((MediaFeature(key, "image", 6, 9, 9),))
             chain: list[bytes] = []
             extend_chain(chain, root_hash(scope), tokens, features, 4, 10)
             seen.add(chain[0])

@@ -16,8 +16,9 @@ import torch
 from lookonce.config import GIB, KVConfig
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.request_validation import Door
+from lookonce.core.request_validation import RequestValidator
 from lookonce.core.scheduler import Scheduler
+from lookonce.core.scheduler_state import SchedulerState
 from lookonce.engine.process.engine_core import EngineCore
 from lookonce.engine.process.grammar import GrammarCompiler
 from lookonce.engine.process.kv_tiers import open_external, rope_of
@@ -116,16 +117,14 @@ def assemble(
         settings.encoder.cache_bytes, info.encoder_row_bytes, settings.encoder.host_cache_bytes
     )
     scheduler = Scheduler(
-        block_pool=pool,
-        encoder_cache=encoder_cache,
-        model=info,
-        config=settings.scheduler,
-        prefix_caching=settings.kv.prefix_caching,
-        external=external,
+        SchedulerState(pool, encoder_cache, prefix_caching=settings.kv.prefix_caching),
+        info,
+        settings.scheduler,
+        external,
         fail_on_loss=settings.kv.load_failure_policy == "fail",
     )
     grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
-    door = Door(pool, encoder_cache, info, settings.scheduler.max_num_batched_tokens)
+    door = RequestValidator(pool, encoder_cache, info, settings.scheduler.max_num_batched_tokens)
     return EngineCore(scheduler, runner, external), Judge(info, door, grammars.compile)
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookonce.core.request import Request
-from lookonce.core.scheduler import Scheduler, SchedulerOutput
+from lookonce.core.scheduler import Scheduler
+from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.errors import RequestFailedError
 from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.ports import ExternalPrefixCache, ModelRunner
@@ -57,7 +58,7 @@ class EngineCore:
         if plan is None:
             return self._scheduler.take_output() or None
         result = self._execute(plan)
-        return self._scheduler.apply(plan, result)
+        return self._scheduler.update_from_output(plan, result)
 
     def add(
         self,
@@ -114,10 +115,10 @@ class EngineCore:
         return self._scheduler.has_work
 
     @property
-    def seconds_to_next_look(self) -> float | None:
+    def seconds_to_next_eviction(self) -> float | None:
         """After a step with nothing to do: when the next may have something, though nothing has
         happened until then. None: not before something does."""
-        return self._scheduler.seconds_to_next_look
+        return self._scheduler.seconds_to_next_eviction
 
     @property
     def num_waiting(self) -> int:

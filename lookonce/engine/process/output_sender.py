@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lookonce.core.scheduler_output import SchedulerOutput
+from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.ipc.channel import Outlet
 from lookonce.ipc.messages import Accepted, Deltas
 from lookonce.types.request import TokenDelta

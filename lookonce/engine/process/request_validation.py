@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lookonce.core.request import Request
-from lookonce.core.request_validation import Door
+from lookonce.core.request_validation import RequestValidator
 from lookonce.engine.process.grammar_pool import Compile
 from lookonce.errors import BadRequestError
 from lookonce.types.media import ProcessedItem
@@ -25,7 +25,9 @@ class Judge:
     from another thread than the scheduler's.
     """
 
-    def __init__(self, model: ModelInfo, door: Door, compile_grammar: Compile = no_grammar) -> None:
+    def __init__(
+        self, model: ModelInfo, door: RequestValidator, compile_grammar: Compile = no_grammar
+    ) -> None:
         """`compile_grammar` takes its time, so whoever judges calls it in another thread."""
         self.model = model
         self.compile_grammar = compile_grammar

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lookonce.core.request import Request
-from lookonce.core.scheduler_output import SchedulerOutput
+from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.engine.process.engine_core import EngineCore
 from lookonce.engine.process.output_sender import Postbox, Unreachable
 from lookonce.errors import LookOnceError, error_to_wire
@@ -177,7 +177,7 @@ class StepLoop:
         exchange, core = self._exchange, self._core
         idle = True
         while True:
-            seconds = core.seconds_to_next_look if idle else None
+            seconds = core.seconds_to_next_eviction if idle else None
             for command in exchange.take_commands(wait=idle, seconds=seconds):
                 self._obey(command)
             if self._stopped:

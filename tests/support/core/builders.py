@@ -13,6 +13,7 @@ from lookonce.config import SchedulerConfig
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
+from lookonce.core.scheduler_state import SchedulerState
 from lookonce.types.media import Array, Expansion, MediaFeature, Modality, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import Clock
@@ -128,18 +129,18 @@ class Limits:
 
 def make_scheduler(limits: Limits, clock: Clock = time.monotonic) -> Scheduler:
     return Scheduler(
-        block_pool=BlockPool(limits.num_blocks, limits.block_size),
-        encoder_cache=EncoderCache(
-            limits.encoder_rows * ROW_BYTES, ROW_BYTES, limits.host_rows * ROW_BYTES
+        SchedulerState(
+            BlockPool(limits.num_blocks, limits.block_size),
+            EncoderCache(limits.encoder_rows * ROW_BYTES, ROW_BYTES, limits.host_rows * ROW_BYTES),
+            prefix_caching=limits.prefix_caching,
+            clock=clock,
         ),
-        model=limits.model,
-        config=SchedulerConfig(
+        limits.model,
+        SchedulerConfig(
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_encoder_tokens=limits.max_encoder_tokens,
             max_queue=limits.max_queue,
             encoder_prefetch=limits.encoder_prefetch,
         ),
-        prefix_caching=limits.prefix_caching,
-        clock=clock,
     )

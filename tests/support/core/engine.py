@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from lookonce.core.scheduler_output import SchedulerOutput
+from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.types.request import GenerateRequest, PrefillFacts, PromptLogprob, TokenDelta
 from lookonce.types.step import StepPlan
 from tests.support.core.builders import ROW_BYTES, Limits, items_for, make_scheduler
@@ -48,7 +48,7 @@ class Engine:
             self.take(self.scheduler.take_output())
             return None
         self.plans.append(plan)
-        self.take(self.scheduler.apply(plan, self.runner.execute(plan)))
+        self.take(self.scheduler.update_from_output(plan, self.runner.execute(plan)))
         self.scheduler.check_integrity()
         return plan
 

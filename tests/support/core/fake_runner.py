@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lookonce.core.mm_features import EncoderInputs, Features
+from lookonce.core.mm_features import EncoderInputs, MultiModalFeatures
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.types.media import MediaFeature
 from lookonce.types.request import GenerateRequest, PromptLogprob
@@ -34,7 +34,7 @@ def require(condition: object, rule: str) -> None:
 @dataclass
 class _Known:
     tokens: list[int]
-    features: Features
+    features: MultiModalFeatures
     sample_index: int
     scored: range
     """Positions after which the log-probability of the prompt's next token is asked for."""
@@ -244,12 +244,12 @@ class FakeRunner:
         return self.kv[slot]
 
 
-def collect(features: tuple[MediaFeature, ...], *, encoder_decoder: bool) -> Features:
+def collect(features: tuple[MediaFeature, ...], *, encoder_decoder: bool) -> MultiModalFeatures:
     """By the rule of where the model's items are."""
-    return EncoderInputs(features) if encoder_decoder else Features(features)
+    return EncoderInputs(features) if encoder_decoder else MultiModalFeatures(features)
 
 
-def attended(features: Features) -> tuple[bytes, ...]:
+def attended(features: MultiModalFeatures) -> tuple[bytes, ...]:
     """The inputs that cross-attention reads at every position."""
     return tuple(features.keys) if isinstance(features, EncoderInputs) else ()
 
@@ -268,7 +268,7 @@ def sample(state: bytes, sample_index: int) -> int:
     return int.from_bytes(digest, "little") % (VOCAB - 1)
 
 
-def row_at(features: Features, position: int) -> tuple[bytes, int] | None:
+def row_at(features: MultiModalFeatures, position: int) -> tuple[bytes, int] | None:
     """Which encoder row a position takes, found by plain scanning."""
     if isinstance(features, EncoderInputs):
         return None

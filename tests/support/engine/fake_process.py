@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.request_validation import Door
+from lookonce.core.request_validation import RequestValidator
 from lookonce.engine.process.engine_core import EngineCore
 from lookonce.engine.process.main import host_engine
 from lookonce.engine.process.request_validation import Judge
@@ -41,7 +41,7 @@ def build(
             threading.Timer(CRASH_AFTER, os._exit, [7]).start()
     pool = BlockPool(LIMITS.num_blocks, LIMITS.block_size)
     encoder_cache = EncoderCache(LIMITS.encoder_rows * ROW_BYTES, ROW_BYTES)
-    door = Door(pool, encoder_cache, LIMITS.model, LIMITS.max_num_batched_tokens)
+    door = RequestValidator(pool, encoder_cache, LIMITS.model, LIMITS.max_num_batched_tokens)
     return EngineCore(make_scheduler(LIMITS), FakeRunner(LIMITS)), Judge(LIMITS.model, door)
 
 

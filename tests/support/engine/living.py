@@ -12,7 +12,7 @@ import numpy as np
 from lookonce.config import ChannelConfig
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.request_validation import Door
+from lookonce.core.request_validation import RequestValidator
 from lookonce.engine.client.engine_client import EngineClient
 from lookonce.engine.process.engine_core import EngineCore
 from lookonce.engine.process.grammar_pool import Compile
@@ -92,7 +92,7 @@ class LivingEngine:
         limits = self.limits
         pool = BlockPool(limits.num_blocks, limits.block_size)
         encoder_cache = EncoderCache(limits.encoder_rows * ROW_BYTES, ROW_BYTES)
-        door = Door(pool, encoder_cache, limits.model, limits.max_num_batched_tokens)
+        door = RequestValidator(pool, encoder_cache, limits.model, limits.max_num_batched_tokens)
         self.reception.open_doors(Judge(limits.model, door, compile_grammar))
 
     def die(self) -> None:

@@ -14,6 +14,7 @@ from lookonce.config import SchedulerConfig
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
+from lookonce.core.scheduler_state import SchedulerState
 from lookonce.kv.chain import TierChain
 from lookonce.kv.connector import KVConnector
 from lookonce.kv.tier import KVTier
@@ -79,17 +80,19 @@ class World(Engine):
             max_queued_bytes=max_queued_bytes,
         )
         self.scheduler = Scheduler(
-            block_pool=pool,
-            encoder_cache=EncoderCache(limits.encoder_rows * ROW_BYTES, ROW_BYTES),
-            model=limits.model,
-            config=SchedulerConfig(
+            SchedulerState(
+                pool,
+                EncoderCache(limits.encoder_rows * ROW_BYTES, ROW_BYTES),
+                prefix_caching=limits.prefix_caching,
+            ),
+            limits.model,
+            SchedulerConfig(
                 max_num_seqs=limits.max_num_seqs,
                 max_num_batched_tokens=limits.max_num_batched_tokens,
                 max_encoder_tokens=limits.max_encoder_tokens,
                 max_queue=limits.max_queue,
             ),
-            prefix_caching=limits.prefix_caching,
-            external=self.connector,
+            self.connector,
             fail_on_loss=fail_on_loss,
         )
 

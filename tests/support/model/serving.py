@@ -17,6 +17,7 @@ from lookonce.config import ModelConfig, SchedulerConfig
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
+from lookonce.core.scheduler_state import SchedulerState
 from lookonce.engine.process.engine_core import EngineCore
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.select import select_backend
@@ -176,11 +177,13 @@ def serve(
     """
     info = info or loaded.info
     scheduler = Scheduler(
-        block_pool=BlockPool(num_blocks, block_size),
-        encoder_cache=EncoderCache(1 << 20, info.encoder_row_bytes),
-        model=info,
-        config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget),
-        prefix_caching=True,
+        SchedulerState(
+            BlockPool(num_blocks, block_size),
+            EncoderCache(1 << 20, info.encoder_row_bytes),
+            prefix_caching=True,
+        ),
+        info,
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget),
     )
     runner = CapturingRunner(
         loaded,

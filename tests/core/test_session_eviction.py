@@ -1,11 +1,11 @@
-"""A session that waits for its client keeps its place for as long as nobody else needs it."""
+"""Idle sessions keep their place until a request waits for it, and then for 30 seconds."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from lookonce.core.session_eviction import IDLE_SECONDS
+from lookonce.core.preemption import IDLE_SECONDS
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, feature, items_for, request, text
 from tests.support.core.engine import Engine
@@ -33,19 +33,21 @@ def assert_evicted(engine: Engine, name: str) -> None:
 
 @pytest.fixture
 def engine() -> Engine:
-    """One seat, taken by an idle session."""
+    """A scheduler for one sequence, whose place an idle session has."""
     engine = Engine(Limits(max_num_seqs=1))
     open_session(engine, "live")
     return engine
 
 
-def test_a_session_idle_for_long_makes_way_for_who_waits_for_its_seat(engine: Engine) -> None:
+def test_a_session_idle_for_long_is_evicted_for_a_request_that_waits_for_its_place(
+    engine: Engine,
+) -> None:
     engine.add(request("a", text(6), arrival=1.0))
     assert engine.step() is None
-    assert engine.scheduler.seconds_to_next_look == IDLE_SECONDS
+    assert engine.scheduler.seconds_to_next_eviction == IDLE_SECONDS
     engine.now = IDLE_SECONDS - 1
     assert engine.step() is None
-    assert engine.scheduler.seconds_to_next_look == 1
+    assert engine.scheduler.seconds_to_next_eviction == 1
     engine.now = IDLE_SECONDS
     engine.run()
     assert_evicted(engine, "live")
@@ -53,16 +55,16 @@ def test_a_session_idle_for_long_makes_way_for_who_waits_for_its_seat(engine: En
     engine.assert_all_free()
 
 
-def test_a_session_is_idle_for_ever_where_nobody_waits(engine: Engine) -> None:
+def test_a_session_stays_idle_for_ever_while_no_request_waits(engine: Engine) -> None:
     engine.now = 1000 * IDLE_SECONDS
     assert engine.step() is None
-    assert engine.scheduler.seconds_to_next_look is None
+    assert engine.scheduler.seconds_to_next_eviction is None
     extend(engine, "live")
     engine.run()
     assert len(engine.tokens["live", 0]) == 2
 
 
-def test_a_session_that_is_extended_keeps_its_seat(engine: Engine) -> None:
+def test_a_session_that_is_extended_keeps_its_place(engine: Engine) -> None:
     engine.add(request("a", text(6), arrival=1.0))
     for _ in range(10):
         engine.now += IDLE_SECONDS
@@ -73,15 +75,15 @@ def test_a_session_that_is_extended_keeps_its_seat(engine: Engine) -> None:
     assert len(engine.tokens["live", 0]) == 11
 
 
-def test_nothing_is_to_be_looked_for_once_the_one_that_waited_is_gone(engine: Engine) -> None:
+def test_no_eviction_is_due_once_the_waiting_request_is_gone(engine: Engine) -> None:
     engine.add(request("a", text(6), arrival=1.0))
     engine.step()
     engine.scheduler.abort("a")
     engine.run()
-    assert engine.scheduler.seconds_to_next_look is None
+    assert engine.scheduler.seconds_to_next_eviction is None
 
 
-def test_the_one_idle_the_longest_goes_and_no_more_than_are_needed() -> None:
+def test_the_session_idle_the_longest_is_evicted_and_no_more_than_needed() -> None:
     engine = Engine(Limits(max_num_seqs=3))
     for name in ("x", "y", "z"):
         engine.now += 1
@@ -96,7 +98,7 @@ def test_the_one_idle_the_longest_goes_and_no_more_than_are_needed() -> None:
     assert {name for name, _ in engine.ended} == {"y", "a"}
 
 
-def test_sessions_make_way_until_there_are_blocks_enough() -> None:
+def test_sessions_are_evicted_until_there_are_enough_blocks() -> None:
     engine = Engine(Limits(num_blocks=12))
     for name in ("x", "y", "z"):
         open_session(engine, name, num_tokens=12)
@@ -109,7 +111,7 @@ def test_sessions_make_way_until_there_are_blocks_enough() -> None:
     engine.assert_all_free()
 
 
-def test_no_session_goes_where_all_their_blocks_would_not_be_enough() -> None:
+def test_no_session_is_evicted_where_all_their_blocks_would_not_be_enough() -> None:
     engine = Engine(Limits(num_blocks=12))
     open_session(engine, "idle", num_tokens=12)
     open_session(engine, "busy", num_tokens=20)
@@ -119,14 +121,16 @@ def test_no_session_goes_where_all_their_blocks_would_not_be_enough() -> None:
     for _ in range(3):
         engine.step()
     assert not engine.ended
-    assert engine.scheduler.seconds_to_next_look == IDLE_SECONDS, "when the other may go as well"
+    assert engine.scheduler.seconds_to_next_eviction == IDLE_SECONDS, (
+        "when the other may go as well"
+    )
     engine.now = 2 * IDLE_SECONDS
     engine.run()
     assert ("a", 0) in engine.ended
 
 
-def test_an_idle_session_makes_way_while_others_contend_in_every_step() -> None:
-    """Nobody is admitted in the order of arrival then: it is the turn of who waits that counts."""
+def test_an_idle_session_is_evicted_while_others_contend_in_every_step() -> None:
+    """Then nothing is admitted in order of arrival, but the waiting request goes first at times."""
     engine = Engine(Limits(num_blocks=2000, encoder_rows=8, max_num_seqs=3))
     for name in ("x", "y", "idle"):
         open_session(engine, name)
@@ -143,8 +147,8 @@ def test_an_idle_session_makes_way_while_others_contend_in_every_step() -> None:
     assert engine.reason("a") == "length"
 
 
-def test_no_session_ends_where_seats_and_blocks_are_short_and_its_own_are_too_few() -> None:
-    """Nobody has tried to admit the one that waits: there was no seat for it."""
+def test_no_session_is_evicted_where_places_are_short_and_its_blocks_are_too_few() -> None:
+    """Admission of the waiting request has not been tried, since `max_num_seqs` was reached."""
     engine = Engine(Limits(num_blocks=12, max_num_seqs=2))
     open_session(engine, "idle", num_tokens=8)
     lasting = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

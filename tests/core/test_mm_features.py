@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from lookonce.core import mm_features as features_module
-from lookonce.core.mm_features import EncoderInputs, Features, feature_slices, next_embed
+from lookonce.core import mm_features
+from lookonce.core.mm_features import EncoderInputs, MultiModalFeatures, feature_slices, next_embed
 from lookonce.errors import BadRequestError
 from lookonce.types.media import MediaFeature
 from lookonce.types.step import EmbedSlice
@@ -69,11 +69,13 @@ def random_features(draw: random.Random) -> list[MediaFeature]:
     return features
 
 
-def random_windows(count: int, seed: int) -> list[tuple[Features, list[MediaFeature], int, int]]:
+def random_windows(
+    count: int, seed: int
+) -> list[tuple[MultiModalFeatures, list[MediaFeature], int, int]]:
     draw, cases = random.Random(seed), []
     while len(cases) < count:
         plain = random_features(draw)
-        built = Features(plain)
+        built = MultiModalFeatures(plain)
         for _ in range(25):
             start = draw.randrange(built.end + 4)
             cases.append((built, plain, start, start + draw.randrange(-1, 16)))
@@ -97,21 +99,21 @@ class TestWindow:
                 assert next_embed(at, start) == (later[0] if later else None)
 
     def test_touching_edges_do_not_count(self) -> None:
-        features = Features([feature("x", 4, 4)])
+        features = MultiModalFeatures([feature("x", 4, 4)])
         assert not features.overlapping(0, 4)
         assert not features.overlapping(8, 12)
         assert list(features.overlapping(3, 5)) == list(features.overlapping(7, 8)) == [0]
 
     def test_a_window_in_a_gap_touches_nothing(self) -> None:
-        features = Features([feature("x", 0, 4), feature("y", 8, 4)])
+        features = MultiModalFeatures([feature("x", 0, 4), feature("y", 8, 4)])
         assert not features.overlapping(4, 8)
 
     def test_without_features_nothing_is_touched(self) -> None:
-        assert not Features().overlapping(0, 100)
-        assert Features().end == 0
+        assert not MultiModalFeatures().overlapping(0, 100)
+        assert MultiModalFeatures().end == 0
 
     def test_an_empty_window_touches_nothing(self) -> None:
-        assert not Features([feature("x", 0, 9)]).overlapping(5, 5)
+        assert not MultiModalFeatures([feature("x", 0, 9)]).overlapping(5, 5)
 
     def test_a_window_inside_one_item_takes_its_middle_rows(self) -> None:
         at = feature("x", 10, 20)
@@ -128,14 +130,14 @@ class TestWindow:
 class TestChecks:
     def test_two_that_overlap_are_named(self) -> None:
         with pytest.raises(BadRequestError, match=r"items 1 and 2 overlap.*\[4, 8\).*\[7, 9\)"):
-            Features([feature("x", 0, 4), feature("y", 4, 4), feature("z", 7, 2)])
+            MultiModalFeatures([feature("x", 0, 4), feature("y", 4, 4), feature("z", 7, 2)])
 
     def test_two_out_of_order_are_named(self) -> None:
         with pytest.raises(BadRequestError, match="items 0 and 1 are out of order"):
-            Features([feature("x", 10, 4), feature("y", 0, 4)])
+            MultiModalFeatures([feature("x", 10, 4), feature("y", 0, 4)])
 
     def test_touching_items_are_fine(self) -> None:
-        assert len(Features([feature("x", 0, 4), feature("y", 4, 4)])) == 2
+        assert len(MultiModalFeatures([feature("x", 0, 4), feature("y", 4, 4)])) == 2
 
     @pytest.mark.parametrize(
         "wrong",
@@ -152,37 +154,39 @@ class TestChecks:
     )
     def test_an_item_of_impossible_shape_is_named(self, wrong: MediaFeature) -> None:
         with pytest.raises(BadRequestError, match="item 0"):
-            Features([wrong])
+            MultiModalFeatures([wrong])
 
     @pytest.mark.parametrize("before", [0, 1, 40])
     @pytest.mark.parametrize(
         ("offset", "length"),
         [(2**62, 1), (2**63 - 1, 5), (2**63, 5), (2**64, 5), (1_000, 2**62), (1_000, 2**64)],
     )
-    def test_what_no_64_bits_hold_is_refused_and_named(
+    def test_numbers_beyond_64_bits_are_refused_and_named(
         self, before: int, offset: int, length: int
     ) -> None:
         """One by one, and column by column where they are many."""
         far = feature("far", offset, length)
         features = [feature(str(index), 2 * index, 2) for index in range(before)]
         with pytest.raises(BadRequestError, match=f"item {before} has offset {offset}"):
-            Features([*features, far])
+            MultiModalFeatures([*features, far])
 
     def test_an_item_at_the_last_position_there_can_be_is_found(self) -> None:
         last = 2**62 - 1
-        assert list(Features([feature("x", last, last)]).overlapping(last, last + 1)) == [0]
+        assert list(MultiModalFeatures([feature("x", last, last)]).overlapping(last, last + 1)) == [
+            0
+        ]
 
 
 class TestAppend:
     def test_appended_features_are_found(self) -> None:
-        features = Features()
+        features = MultiModalFeatures()
         for index in range(50):
             features.append(feature(str(index), 3 * index, 2))
             assert list(features.overlapping(3 * index, 3 * index + 1)) == [index]
         assert len(features.as_tuple()) == 50
 
     def test_a_refused_feature_changes_nothing(self) -> None:
-        features = Features([feature("x", 0, 4)])
+        features = MultiModalFeatures([feature("x", 0, 4)])
         with pytest.raises(BadRequestError):
             features.append(feature("y", 2, 4))
         assert len(features) == 1
@@ -191,9 +195,9 @@ class TestAppend:
 
 class TestForgetting:
     def test_indices_and_windows_stay_what_they_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(features_module, "SPARE_FEATURES", 1)
+        monkeypatch.setattr(mm_features, "SPARE_FEATURES", 1)
         for _, plain, start, end in random_windows(5_000, seed=4):
-            built = Features(plain)
+            built = MultiModalFeatures(plain)
             built.forget_before(start)
             indices = built.overlapping(start, end)
             assert list(indices) == scan(plain, start, end)
@@ -207,7 +211,7 @@ class TestForgetting:
                 assert built[indices.start] is plain[indices.start]
 
     def test_what_is_forgotten_is_not_answered_wrongly(self) -> None:
-        built = Features([feature(str(index), 2 * index, 2) for index in range(40)])
+        built = MultiModalFeatures([feature(str(index), 2 * index, 2) for index in range(40)])
         built.forget_before(60)
         assert list(built.overlapping(60, 64)) == [30, 31]
         for ask in (
@@ -221,11 +225,11 @@ class TestForgetting:
                 ask()
 
     def test_appending_goes_on_and_little_is_stored(self) -> None:
-        built = Features()
+        built = MultiModalFeatures()
         for index in range(5_000):
             built.append(feature(str(index), 3 * index, 2))
             built.forget_before(3 * index)
-            assert len(built._features) <= 2 * features_module.SPARE_FEATURES
+            assert len(built._features) <= 2 * mm_features.SPARE_FEATURES
         assert len(built) == 5_000
         with pytest.raises(BadRequestError, match="items 4999 and 5000 overlap"):
             built.append(feature("x", 3 * 4_999 + 1, 2))

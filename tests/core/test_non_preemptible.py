@@ -1,4 +1,4 @@
-"""Who lacks items that nobody can bring is refused before its answer begins, or answered whole."""
+"""Requests that lack items which cannot be sent again: answered whole, or refused at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.request_validation import Door
+from lookonce.core.request_validation import RequestValidator
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import (
@@ -41,8 +41,8 @@ def add_irreplaceable(engine: Engine, wire: GenerateRequest) -> None:
     limits = engine.limits
     pool = BlockPool(limits.num_blocks, limits.block_size)
     encoder_cache = EncoderCache(limits.encoder_rows * ROW_BYTES, ROW_BYTES)
-    door = Door(pool, encoder_cache, limits.model, limits.max_num_batched_tokens)
-    built = door.build_request(wire, {})
+    validator = RequestValidator(pool, encoder_cache, limits.model, limits.max_num_batched_tokens)
+    built = validator.build_request(wire, {})
     built.recoverable = False
     engine.scheduler.take_in(built)
 
@@ -57,12 +57,12 @@ def warmed() -> Engine:
     return engine
 
 
-def run(engine: Engine, irreplaceable: set[str]) -> set[str]:
-    """Whoever is asked in vain leaves, as the client does; their names."""
+def run(engine: Engine, non_preemptible: set[str]) -> set[str]:
+    """Abort the requests whose items are asked for, as the client does. Returns their names."""
     refused: set[str] = set()
     for _ in range(2_000):
         for name, keys in engine.needs:
-            if name not in irreplaceable:
+            if name not in non_preemptible:
                 pictures = [feature(picture, 0, size) for picture, size in PICTURES.items()]
                 items = items_for(pictures)
                 engine.scheduler.supply(name, {key: items[key] for key in keys})
@@ -103,7 +103,7 @@ def test_two_that_have_not_room_together_are_not_both_begun():
     engine.assert_all_free()
 
 
-def test_others_give_way_to_each_other_and_not_at_its_cost():
+def test_others_are_preempted_and_it_is_not():
     """The others lack an item too, and can be asked for it."""
     engine = warmed()
     add_irreplaceable(engine, about("cat", "bare", 30, arrival=2.0))
@@ -126,7 +126,7 @@ def test_several_samples_are_not_begun_on_a_prefix():
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["irreplaceable", "lacking", "complete"]),
+            st.sampled_from(["non_preemptible", "lacking", "complete"]),
             st.sampled_from(sorted(PICTURES)),
             st.integers(1, 70),
             st.sampled_from([1, 1, 2]),
@@ -144,7 +144,7 @@ def test_whatever_else_runs_nobody_is_asked_in_the_middle_of_an_answer(workload)
     for number, (kind, picture, tokens, n, arrival, steps) in enumerate(workload):
         name = str(number)
         wires[name] = about(picture, name, tokens, n=n, arrival=float(arrival))
-        if kind == "irreplaceable":
+        if kind == "non_preemptible":
             bare.add(name)
             add_irreplaceable(engine, wires[name])
         else:

@@ -1,4 +1,4 @@
-"""Items encoded ahead of need: in spare budget only, held by nobody, never in anyone's way."""
+"""Items encoded ahead: in spare budget only, not held, and never delaying a request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lookonce.core.prefetching import BROUGHT_ALONG
+from lookonce.core.encoder_scheduling import BROUGHT_ALONG
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, feature, request, text
 from tests.support.core.engine import Engine
@@ -31,7 +31,7 @@ def test_items_of_a_prompt_that_one_step_could_not_encode_are_encoded_ahead() ->
 
 
 def test_an_item_alone_is_encoded_no_sooner_than_it_is_needed() -> None:
-    """Nothing is gained by it, and whoever is about to get a first token would wait."""
+    """It would gain nothing, and delay the first token of another request."""
     engine = Engine(Limits(max_num_batched_tokens=8))
     engine.add(request("a", text(30), [LATE]))
     assert [len(engine.step().encode) for _ in range(3)] == [0, 0, 1]
@@ -56,14 +56,14 @@ def test_a_later_item_of_another_prompt_that_runs_comes_along() -> None:
     assert len(engine.runner.encoded) == 2
 
 
-def test_what_comes_along_is_bounded_by_what_is_needed() -> None:
+def test_rows_that_come_along_are_bounded_by_the_rows_needed() -> None:
     engine = Engine(Limits(max_num_batched_tokens=8))
     for i in range(8):
         engine.add(request(str(i), text(12, seed=i), [feature(str(i), 2, 4)], arrival=i))
     assert len(engine.step().encode) == 1 + BROUGHT_ALONG
 
 
-def test_while_nobody_computes_a_prompt_what_waits_is_made_ready() -> None:
+def test_while_no_prompt_is_computed_items_of_waiting_requests_are_encoded() -> None:
     engine = Engine(Limits(max_num_batched_tokens=16, max_num_seqs=1))
     engine.add(request("a", text(12)))
     for i in range(8):
@@ -95,7 +95,7 @@ def test_nothing_is_encoded_ahead_beyond_the_encoder_budget() -> None:
     assert [e.key for e in engine.step().encode] == [LATE.key]
 
 
-def test_what_waits_unused_takes_at_most_half_of_the_cache() -> None:
+def test_prefetched_outputs_take_at_most_half_of_the_cache() -> None:
     engine = Engine(Limits(max_num_batched_tokens=8, encoder_rows=8, max_encoder_tokens=10))
     engine.add(request("a", text(40), [feature("x", 12, 3), LATE, LAST]))
     engine.step()
@@ -132,7 +132,7 @@ def test_a_prefix_that_becomes_cached_while_one_waits_is_noticed() -> None:
     assert engine.facts["1"].encoder == ("skipped", "skipped")
 
 
-def test_what_nobody_needs_any_more_is_the_next_to_leave() -> None:
+def test_a_prefetched_output_of_an_ended_request_is_evicted_next() -> None:
     engine = Engine(replace(AHEAD, encoder_rows=8))
     engine.add(request("a", text(40), [LATE, LAST]))
     assert engine.step().encode

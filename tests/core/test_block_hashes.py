@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lookonce.core.block_hashes import extend_chain, root_hash
-from lookonce.core.mm_features import Features
-from lookonce.core.tokens import TokenBuffer
+from lookonce.core.mm_features import MultiModalFeatures
+from lookonce.core.request import TokenBuffer, extend_chain, root_hash
 from lookonce.types.media import MediaFeature
 from tests.support.core.builders import feature, text
 
@@ -20,7 +19,9 @@ def chain_of(
 ) -> list[bytes]:
     chain: list[bytes] = []
     buffer = TokenBuffer(np.asarray(tokens, np.int32))
-    extend_chain(chain, root_hash(scope), buffer, Features(features), BLOCK, len(tokens) // BLOCK)
+    extend_chain(
+        chain, root_hash(scope), buffer, MultiModalFeatures(features), BLOCK, len(tokens) // BLOCK
+    )
     return chain
 
 
@@ -58,13 +59,13 @@ def test_a_token_changes_its_block_and_all_after_it() -> None:
     ],
     ids=["key", "offset", "shorter", "longer", "embed ranges", "grid"],
 )
-def test_an_item_enters_with_all_that_changes_what_is_computed(other: MediaFeature) -> None:
+def test_an_item_is_hashed_with_all_that_changes_what_is_computed(other: MediaFeature) -> None:
     tokens = text(16)
     base, changed = chain_of(tokens, (feature("x", 5, 6),)), chain_of(tokens, (other,))
     assert differs_from(base, changed) == [False, True, True, True]
 
 
-def test_an_item_enters_every_block_it_overlaps_and_no_other() -> None:
+def test_an_item_is_hashed_into_every_block_it_overlaps_and_no_other() -> None:
     tokens = text(16)
     item = chain_of(tokens, (feature("x", 5, 3),))
     assert differs_from(chain_of(tokens), item) == [False, True, True, True]
@@ -72,7 +73,7 @@ def test_an_item_enters_every_block_it_overlaps_and_no_other() -> None:
     assert differs_from(chain_of(tokens), touching) == [False, False, True, True]
 
 
-def test_two_items_in_a_block_cannot_be_taken_for_their_exchange() -> None:
+def test_two_items_in_a_block_hash_differently_when_exchanged() -> None:
     tokens = text(4)
     one = chain_of(tokens, (feature("x", 0, 2), feature("y", 2, 2)))
     other = chain_of(tokens, (feature("y", 0, 2), feature("x", 2, 2)))
@@ -81,7 +82,7 @@ def test_two_items_in_a_block_cannot_be_taken_for_their_exchange() -> None:
 
 def test_extending_gives_what_hashing_at_once_gives() -> None:
     tokens = text(41)
-    features = Features([feature("x", 3, 9), feature("y", 20, 8)])
+    features = MultiModalFeatures([feature("x", 3, 9), feature("y", 20, 8)])
     grown: list[bytes] = []
     buffer = TokenBuffer(np.asarray(tokens[:2], np.int32))
     for token in tokens[2:]:

@@ -1,4 +1,4 @@
-"""The block pool: sums right under any history, and what is remembered is never wrong."""
+"""The block pool: sums right under any history, and no block under a wrong hash."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.pool.reset()
-        assert self.pool.num_remembered == 0
+        assert self.pool.num_registered == 0
 
     @invariant()
     def sums_are_right(self) -> None:

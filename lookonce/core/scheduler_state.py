@@ -1,0 +1,420 @@
+"""What the parts of the scheduler share: request queues, caches, pending output, and counters.
+
+Each transition of a sequence is one method of `SchedulerState`, which keeps the sequence's state,
+its KV blocks, its encoder outputs and what the runner knows of it consistent. `request` draws the
+transitions.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+
+import msgspec
+
+from lookonce.core.block_pool import BlockPool
+from lookonce.core.encoder_cache import EncoderCache
+from lookonce.core.request import HASHED_AHEAD, Request, Sequence, SequenceState
+from lookonce.errors import LookOnceError, error_to_wire
+from lookonce.types.kv import ExternalFacts
+from lookonce.types.ports import Clock
+from lookonce.types.request import FinishReason, TokenDelta
+from lookonce.types.step import Extension
+
+
+class SchedulerState:
+    """The state of one scheduler. `clock` measures how long live sessions have been idle."""
+
+    def __init__(
+        self,
+        block_pool: BlockPool,
+        encoder_cache: EncoderCache,
+        *,
+        prefix_caching: bool,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.block_pool = block_pool
+        self.encoder_cache = encoder_cache
+        self.prefix_caching = prefix_caching
+        self.clock = clock
+        self.queues = RequestQueues()
+        self.counters = Counters()
+        self.output = SchedulerOutput()
+        """What to report next."""
+        self.finished: list[int] = []
+        """Ids of sequences that the runner knows and must forget."""
+        self.extensions: list[Extension] = []
+        """What was appended to sequences that the runner knows."""
+        self.on_end: Callable[[Request], None] = lambda request: None
+        """Called with every request that has ended, whatever state it was in."""
+
+    # --- transitions of a sequence --------------------------------------------------------------
+
+    def admit(
+        self,
+        sequence: Sequence,
+        blocks: list[int],
+        num_cached_blocks: int,
+        external: ExternalFacts | None = None,
+    ) -> None:
+        """WAITING → PREFILLING with `blocks`, of which the first `num_cached_blocks` are computed.
+
+        `external`: what external KV tiers loaded, at a request's first admission.
+        """
+        self.queues.move(sequence, SequenceState.PREFILLING)
+        sequence.block_ids = blocks
+        sequence.num_computed = num_cached_blocks * self.block_pool.block_size
+        sequence.num_registered = num_cached_blocks
+        sequence.cache_generation = self.block_pool.generation
+        sequence.request.reuse_stats.note_admission(sequence.num_computed, external)
+
+    def begin_decode(self, sequence: Sequence) -> None:
+        """PREFILLING → DECODING: every token but the last sampled one is computed."""
+        self.queues.move(sequence, SequenceState.DECODING)
+
+    def pause(self, sequence: Sequence) -> None:
+        """PREFILLING or DECODING → IDLE: a live session keeps its blocks until it is extended."""
+        self.queues.move(sequence, SequenceState.IDLE)
+        sequence.idle_since = self.clock()
+
+    def resume_prefill(self, sequence: Sequence) -> None:
+        """IDLE or DECODING → PREFILLING: a live session was extended."""
+        self.queues.move(sequence, SequenceState.PREFILLING)
+
+    def release_siblings(self, leader: Sequence) -> None:
+        """WAITING_FOR_SIBLING → WAITING for the other samples: `leader` has computed the prompt.
+
+        They get the leader's hashes of the prompt's blocks, and so find these in the prefix cache.
+        """
+        request = leader.request
+        request.prefilled = True
+        num_prompt_blocks = request.num_prompt_tokens // self.block_pool.block_size
+        for sibling in request.sequences:
+            if sibling.state is SequenceState.WAITING_FOR_SIBLING:
+                sibling.block_hashes = leader.block_hashes[:num_prompt_blocks]
+                self.queues.move(sibling, SequenceState.WAITING)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """PREFILLING or DECODING → WAITING: all that is computed is given up."""
+        self._release(sequence)
+        self.queues.move(sequence, SequenceState.WAITING)
+
+    def wait_for_items(self, sequence: Sequence, keys: tuple[bytes, ...]) -> None:
+        """WAITING or PREFILLING → WAITING_FOR_ITEMS: all that is computed is given up.
+
+        The client is asked for `keys`, except those that another sample has requested already.
+        """
+        self._release(sequence)
+        self.queues.move(sequence, SequenceState.WAITING_FOR_ITEMS)
+        request = sequence.request
+        new = tuple(key for key in keys if key not in request.requested_keys)
+        if new:
+            request.requested_keys.update(new)
+            self.output.needs.append((request.request_id, new))
+
+    def resume(self, request: Request) -> None:
+        """WAITING_FOR_ITEMS → WAITING for all samples: items have come."""
+        request.requested_keys.clear()
+        for sequence in request.sequences:
+            if sequence.state is SequenceState.WAITING_FOR_ITEMS:
+                self.queues.move(sequence, SequenceState.WAITING)
+
+    def begin_loading(self, sequence: Sequence) -> None:
+        """WAITING → LOADING: the blocks that are loaded belong to the load, not the sequence."""
+        self.queues.move(sequence, SequenceState.LOADING)
+
+    def end_loading(self, request: Request) -> None:
+        """LOADING → WAITING for all samples: the external tiers have answered or loaded."""
+        for sequence in request.sequences:
+            if sequence.state is SequenceState.LOADING:
+                self.queues.move(sequence, SequenceState.WAITING)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Any state → FINISHED. The request ends with its last sequence."""
+        self._release(sequence)
+        for key in sequence.prefetched.values():
+            self.encoder_cache.stop_awaiting(key)
+        self.queues.move(sequence, SequenceState.FINISHED)
+        request = sequence.request
+        if request.finished:
+            self.queues.forget(request)
+            self.output.released.append(request.request_id)
+            self.on_end(request)
+        elif not request.prefilled:
+            self._promote_sibling(request)
+
+    def end(
+        self, request: Request, reason: FinishReason, error: LookOnceError | None = None
+    ) -> None:
+        """Every unfinished sample → FINISHED, each with a last delta that gives the reason."""
+        for sequence in request.unfinished_sequences():
+            self.end_sample(sequence, reason, error)
+
+    def end_sample(
+        self, sequence: Sequence, reason: FinishReason, error: LookOnceError | None = None
+    ) -> None:
+        """One sample → FINISHED, with a last delta that gives the reason."""
+        wire = None if error is None else error_to_wire(error)
+        delta = TokenDelta(
+            sequence.request.request_id, sequence.index, [], finish_reason=reason, error=wire
+        )
+        self.output.deltas.append(delta)
+        self.finish(sequence)
+
+    def _promote_sibling(self, request: Request) -> None:
+        """If the sample that computed the prompt has ended, let the next one compute it."""
+        live = request.unfinished_sequences()
+        if all(s.state is SequenceState.WAITING_FOR_SIBLING for s in live):
+            self.queues.move(live[0], SequenceState.WAITING)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Give back the sequence's blocks and encoder outputs, and let the runner forget it."""
+        self.encoder_cache.release_all(sequence.seq_id)
+        if sequence.block_ids:
+            self.block_pool.release(sequence.block_ids)
+        if sequence.announced:
+            self.finished.append(sequence.seq_id)
+        sequence.clear_computed()
+
+    # --- KV blocks and cached prefixes ----------------------------------------------------------
+
+    def try_grow(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Give a sequence `num_blocks` more blocks; False where not so many are free."""
+        blocks = self.block_pool.try_allocate(num_blocks)
+        if blocks is None:
+            return False
+        sequence.block_ids += blocks
+        return True
+
+    def cached_blocks(self, sequence: Sequence) -> list[int]:
+        """The blocks of the longest cached prefix that the sequence may use."""
+        if not self.prefix_caching:
+            return []
+        limit = self.max_reused_blocks(sequence)
+        return self.block_pool.match(sequence.hashes(self.block_pool.block_size, limit))
+
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """Tokens of a waiting sequence that a cached prefix covers.
+
+        The search continues where the last one ended, so a sequence that waits for many steps costs
+        the same in each, whatever its length.
+        """
+        block_size, found = self.block_pool.block_size, sequence.num_matched
+        limit = self.max_reused_blocks(sequence)
+        while found < limit:
+            if found == len(sequence.block_hashes):
+                sequence.hash_blocks(block_size, min(limit, found + HASHED_AHEAD))
+            if not self.block_pool.holds(sequence.block_hashes[found]):
+                break
+            found += 1
+        sequence.num_matched = found
+        return found * block_size
+
+    def max_reused_blocks(self, sequence: Sequence) -> int:
+        """Most blocks that the sequence may take from the prefix cache.
+
+        Log-probabilities of the prompt, where wanted, are results of computing it: positions
+        without them are computed although their K/V may be cached.
+        """
+        limit = self.max_cached_blocks(len(sequence.tokens))
+        scored = sequence.request.prompt_logprobs
+        if scored is None or sequence.index:
+            return limit
+        return min(limit, len(scored) // self.block_pool.block_size)
+
+    def max_cached_blocks(self, num_tokens: int) -> int:
+        """Most blocks of so many tokens that may be reused: at least one token is computed."""
+        return (num_tokens - 1) // self.block_pool.block_size if self.prefix_caching else 0
+
+    # --- output ---------------------------------------------------------------------------------
+
+    def accept_once_covered(self, sequence: Sequence) -> None:
+        """Report the request as accepted once no position that needs a missing item is left."""
+        request = sequence.request
+        if not request.accepted and sequence.num_computed >= request.last_missing_end:
+            request.accepted = True
+            self.output.accepted.append(request.request_id)
+
+    @property
+    def has_runner_updates(self) -> bool:
+        """Whether the runner must forget a sequence, extend one, or move encoder outputs."""
+        return bool(self.finished or self.extensions or self.encoder_cache.has_moves)
+
+    def take_output(self) -> SchedulerOutput:
+        """Remove and return what there is to report."""
+        output, self.output = self.output, SchedulerOutput()
+        return output
+
+    def take_finished(self) -> tuple[int, ...]:
+        finished = tuple(self.finished)
+        self.finished.clear()
+        return finished
+
+    def take_extensions(self) -> tuple[Extension, ...]:
+        """Remove and return the extensions of sequences that have not ended; before `finished`."""
+        if not self.extensions:
+            return ()
+        ended = set(self.finished)
+        extensions = tuple(e for e in self.extensions if e.seq_id not in ended)
+        self.extensions.clear()
+        return extensions
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` where queues, sequences and encoder outputs disagree."""
+        self.queues.check_integrity()
+        self.encoder_cache.check_integrity()
+        sequences = self.queues.sequences.values()
+        for sequence in sequences:
+            features = sequence.request.features
+            held = {features[index].key for index in sequence.held}
+            if held != set(self.encoder_cache.held_keys(sequence.seq_id)):
+                raise RuntimeError(f"sequence {sequence.seq_id} holds other outputs than it says")
+        if self.encoder_cache.num_holders > len(sequences):
+            raise RuntimeError("an ended sequence still holds encoder outputs")
+
+
+class SchedulerOutput(msgspec.Struct, gc=False):
+    """What happened since the last output."""
+
+    deltas: list[TokenDelta] = []
+    accepted: list[str] = []
+    """Ids of requests that have computed all positions that need missing items, so that the client
+    need not send these unless the request is preempted."""
+    needs: list[tuple[str, tuple[bytes, ...]]] = []
+    """(request id, keys) of requests that wait until these items are supplied."""
+    released: list[str] = []
+    """Ids of requests that have ended."""
+
+    def __bool__(self) -> bool:
+        return bool(self.deltas or self.accepted or self.needs or self.released)
+
+
+_order = attrgetter("order")
+_ACTIVE = frozenset({SequenceState.PREFILLING, SequenceState.DECODING, SequenceState.IDLE})
+
+
+class SequenceQueue(list[Sequence]):
+    """Sequences of one state, earliest arrival first."""
+
+    __slots__ = ()
+
+    @property
+    def first(self) -> Sequence | None:
+        return self[0] if self else None
+
+    def head(self, count: int) -> list[Sequence]:
+        """A copy of the first `count`: the queue may change while a caller iterates."""
+        return self[:count]
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self, sequence, key=_order)
+
+    def remove(self, sequence: Sequence) -> None:
+        del self[bisect_left(self, sequence.order, key=_order)]
+
+
+class RequestQueues:
+    """Every unfinished sequence, in the queue of its state."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Request] = {}
+        self.sequences: dict[int, Sequence] = {}
+        self._by_state: dict[SequenceState, SequenceQueue] = {
+            state: SequenceQueue() for state in SequenceState if state is not SequenceState.FINISHED
+        }
+        self.waiting = self._by_state[SequenceState.WAITING]
+        self.loading = self._by_state[SequenceState.LOADING]
+        self.prefilling = self._by_state[SequenceState.PREFILLING]
+        self.decoding = self._by_state[SequenceState.DECODING]
+        self.idle = self._by_state[SequenceState.IDLE]
+        self.num_running_requests = 0
+        """Requests with a sequence that holds KV blocks."""
+
+    @property
+    def num_waiting_requests(self) -> int:
+        return len(self.requests) - self.num_running_requests
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether any sequence computes its prompt, or waits to."""
+        return bool(self.prefilling or self.waiting)
+
+    @property
+    def num_active(self) -> int:
+        """Sequences that hold KV blocks."""
+        return len(self.prefilling) + len(self.decoding) + len(self.idle)
+
+    @property
+    def num_computing(self) -> int:
+        """Sequences that have positions to compute, and the blocks for them."""
+        return len(self.prefilling) + len(self.decoding)
+
+    def add(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        for sequence in request.sequences:
+            self.sequences[sequence.seq_id] = sequence
+            self._by_state[sequence.state].add(sequence)
+
+    def move(self, sequence: Sequence, state: SequenceState) -> None:
+        """Change a sequence's state and queue; a finished one is in no queue."""
+        was_active = sequence.state in _ACTIVE
+        queue = self._by_state[sequence.state]
+        sequence.move_to(state)
+        queue.remove(sequence)
+        if state is SequenceState.FINISHED:
+            del self.sequences[sequence.seq_id]
+        else:
+            self._by_state[state].add(sequence)
+        is_active = state in _ACTIVE
+        if was_active != is_active:
+            self._count_active(sequence.request, 1 if is_active else -1)
+
+    def forget(self, request: Request) -> None:
+        del self.requests[request.request_id]
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` where queues, states and counts disagree."""
+        listed = {s.seq_id: s for queue in self._by_state.values() for s in queue}
+        if listed != self.sequences:
+            raise RuntimeError("queues and sequences disagree")
+        for state, queue in self._by_state.items():
+            if any(s.state is not state for s in queue):
+                raise RuntimeError(f"a sequence in the queue {state.value!r} is in another state")
+            if [s.order for s in queue] != sorted(s.order for s in queue):
+                raise RuntimeError(f"the queue {state.value!r} is out of order")
+        active = {s.request.request_id for s in listed.values() if s.state in _ACTIVE}
+        if len(active) != self.num_running_requests:
+            raise RuntimeError("the count of running requests is wrong")
+        if {s.request.request_id for s in listed.values()} != self.requests.keys():
+            raise RuntimeError("a request without sequences is still listed")
+
+    def _count_active(self, request: Request, change: int) -> None:
+        before = request.num_active > 0
+        request.num_active += change
+        self.num_running_requests += (request.num_active > 0) - before
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the scheduler did since it was built; the fields are named after the metrics."""
+
+    prefix_cache_queries: int = 0
+    """Prompt tokens of requests at their first admission."""
+    prefix_cache_hits: int = 0
+    """Of `prefix_cache_queries`, tokens whose K/V were cached."""
+    encoder_cache_queries: int = 0
+    """Times a sequence needed an encoder output that it did not hold."""
+    encoder_cache_hits: int = 0
+    """Of `encoder_cache_queries`, outputs that were held, cached or being computed."""
+    encoder_cache_restores: int = 0
+    """Outputs copied back from host memory."""
+    encoder_prefetches: int = 0
+    """Outputs computed before a chunk needed them; also counted in `encoder_runs`."""
+    encoder_runs: int = 0
+    """Outputs computed."""
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
