@@ -18,7 +18,7 @@ from lookonce.core.block_pool import BlockPool
 from lookonce.engine.process.build import Progress, assemble, attention_of, make_runner
 from lookonce.engine.process.engine_core import EngineCore
 from lookonce.engine.process.main import host_engine
-from lookonce.engine.process.request_validation import Judge
+from lookonce.engine.process.request_validation import RequestPreprocessor
 from lookonce.engine.settings import EngineSettings
 from lookonce.model.loader import load_model
 
@@ -52,7 +52,7 @@ class Stopwatch:
         return {MODEL_SECONDS: self.cpu, PROCESS_SECONDS: time.process_time()}
 
 
-def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, Judge]:
+def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, RequestPreprocessor]:
     """As the engine process builds it, but for the stopwatch; one torch thread."""
     torch.set_num_threads(1)
     loaded = load_model(settings.model, progress)

@@ -24,7 +24,7 @@ import msgspec
 from lookonce.config import Config, ServerConfig
 from lookonce.engine.progress import Failed, parse_progress
 from lookonce.engine.settings import engine_settings
-from lookonce.engine.supervisor.child_process import Child, KeptProcess
+from lookonce.engine.supervisor.child_process import ChildProcess, SupervisedProcess
 from lookonce.engine.supervisor.engine_supervisor import (
     ENGINE_COMMAND,
     EngineSupervisor,
@@ -66,7 +66,7 @@ class Supervisor:
             on_loading=on_loading,
             command=engine_command,
         )
-        self._apis: list[KeptProcess] = []
+        self._apis: list[SupervisedProcess] = []
         self._stop_asked = asyncio.Event()
 
     async def run(self) -> None:
@@ -124,12 +124,12 @@ class Supervisor:
         await self._engine.stop()
         logger.info("stopped")
 
-    def _api_process(self, index: int, listener: socket.socket) -> KeptProcess:
+    def _api_process(self, index: int, listener: socket.socket) -> SupervisedProcess:
         name = f"API process {index}"
         start = {"config": self._config, "listen_fd": listener.fileno(), "index": index}
 
-        async def spawn() -> Child:
-            return await Child.start(
+        async def spawn() -> ChildProcess:
+            return await ChildProcess.start(
                 name,
                 self._api_command,
                 msgspec.json.encode(start),
@@ -137,7 +137,7 @@ class Supervisor:
                 read_output=True,
             )
 
-        return KeptProcess(name, spawn, _raise_refusal)
+        return SupervisedProcess(name, spawn, _raise_refusal)
 
     async def _announce(self, listener: socket.socket) -> None:
         """Tell when a request to /ready is answered with 200."""
@@ -149,7 +149,7 @@ class Supervisor:
         self._on_ready(url_of(listener))
 
 
-async def _raise_refusal(api: Child) -> None:
+async def _raise_refusal(api: ChildProcess) -> None:
     """Until the process ends. Raises the `ConfigError` or `ModelLoadError` it ends with."""
     while line := await api.read_line():
         match parse_progress(line):

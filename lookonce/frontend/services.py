@@ -11,7 +11,7 @@ import msgspec
 from prometheus_client.core import Metric
 
 from lookonce.config import Config
-from lookonce.engine.client.injection import Injected
+from lookonce.engine.client.injection import InjectionOutcome
 from lookonce.errors import (
     BadRequestError,
     DrainingError,
@@ -62,7 +62,7 @@ class Engine(Protocol):
 
     async def inject_items(
         self, items: Sequence[tuple[bytes, ProcessedItem]]
-    ) -> list[Injected]: ...
+    ) -> list[InjectionOutcome]: ...
 
     async def stats(self) -> dict[str, float]: ...
 

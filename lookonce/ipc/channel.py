@@ -22,7 +22,7 @@ from lookonce.ipc.codec import (
     frames_nbytes,
     request_id_of,
 )
-from lookonce.ipc.flow_control import Credits
+from lookonce.ipc.flow_control import FlowControl
 from lookonce.ipc.links import ClientLink, EngineLink
 from lookonce.ipc.messages import (
     ClientMessage,
@@ -56,7 +56,7 @@ class ClientChannel:
     def __init__(self, link: ClientLink, *, max_bytes_in_flight: int) -> None:
         self._link = link
         self._capacity = max_bytes_in_flight
-        self._credits = Credits(max_bytes_in_flight)
+        self._credits = FlowControl(max_bytes_in_flight)
         self._under_way: deque[tuple[int, int]] = deque()
         """`(seq, bytes)` of what the engine has not received yet, oldest first."""
         self._encoder = Encoder()
@@ -110,7 +110,7 @@ class ClientChannel:
     def link_down(self) -> None:
         self._up = False
         self._under_way.clear()
-        stale, self._credits = self._credits, Credits(self._capacity)
+        stale, self._credits = self._credits, FlowControl(self._capacity)
         stale.fail(EngineDeadError("the engine went away"))
         self._listener.disconnected()
 
@@ -130,7 +130,7 @@ class ClientChannel:
             self._credits.release(self._under_way.popleft()[1])
 
 
-class Outlet:
+class EngineChannelWriter:
     """One thread's way to the senders; each thread that sends has its own."""
 
     def __init__(self, link: EngineLink) -> None:
@@ -155,7 +155,7 @@ class EngineChannel:
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link
-        self._outlet = Outlet(link)
+        self._outlet = EngineChannelWriter(link)
         self._decoder = client_message_decoder()
 
     def poll(self, timeout: float) -> list[tuple[str, ClientMessage | Unreadable]]:
@@ -177,9 +177,9 @@ class EngineChannel:
         """Enqueue for one sender; False when it is no longer connected."""
         return self._outlet.send(sender, message)
 
-    def outlet(self) -> Outlet:
+    def outlet(self) -> EngineChannelWriter:
         """For another thread that has something to say to the senders."""
-        return Outlet(self._link)
+        return EngineChannelWriter(self._link)
 
     def wake(self) -> None:
         """End a `poll` that waits in the owning thread, or the next one."""

@@ -26,7 +26,7 @@ WRITE_BYTES = 128 * 1024
 what the socket does not take."""
 
 
-class DealerLink:
+class ZmqClientLink:
     """Connected to one engine after another: nothing meant for one reaches its successor."""
 
     def __init__(self, address: str, sender: str) -> None:
@@ -93,7 +93,7 @@ class _Connection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, link: DealerLink) -> None:
+    def __init__(self, link: ZmqClientLink) -> None:
         self._link = link
         self._reader = Reader()
         self._up = False

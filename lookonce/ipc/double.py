@@ -1,6 +1,6 @@
 """The links inside one process: the same frames, the same order, no socket.
 
-Whatever runs over `DealerLink` and `ZmqEngineLink` runs over these. Closing the engine's end is
+Whatever runs over `ZmqClientLink` and `ZmqEngineLink` runs over these. Closing the engine's end is
 the engine's death; taking a new one from the hub is its restart.
 """
 

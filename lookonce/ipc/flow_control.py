@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 
-class Credits:
+class FlowControl:
     """A byte budget that is waited for first come, first served.
 
     An amount above the whole capacity is granted once nothing else is under way, so it passes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lookonce.core.scheduler_output import SchedulerOutput
-from lookonce.engine.process.output_sender import Postbox, Unreachable
+from lookonce.engine.process.output_sender import OutputSender, Unreachable
 from lookonce.ipc.messages import Accepted, Deltas
 from lookonce.types.request import TokenDelta
 
@@ -36,7 +36,7 @@ def outlet():
 @pytest.fixture
 def postbox(outlet):
     """Requests a1 and a2 of sender a, b1 of sender b; b waits for `Accepted`."""
-    postbox = Postbox(outlet)
+    postbox = OutputSender(outlet)
     postbox.open("a1", "a", accepted=True)
     postbox.open("a2", "a", accepted=True)
     postbox.open("b1", "b", accepted=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lookonce.engine.client.health import Pulse
+from lookonce.engine.client.health import EngineHealth
 from lookonce.errors import EngineDeadError, NotReadyError
 from lookonce.ipc.messages import Heartbeat
 from tests.support.core.builders import model_info
@@ -28,14 +28,14 @@ def time():
 @pytest.fixture
 def pulse(time):
     """Of an engine that serves."""
-    serving = Pulse(STALL_TIMEOUT, time)
+    serving = EngineHealth(STALL_TIMEOUT, time)
     serving.connect()
     serving.welcome(model_info(), ready=True)
     return serving
 
 
 def test_until_the_welcome_an_engine_is_starting(time):
-    pulse = Pulse(STALL_TIMEOUT, time)
+    pulse = EngineHealth(STALL_TIMEOUT, time)
     assert pulse.state == "starting"
     pulse.connect()
     assert pulse.state == "starting"
@@ -49,7 +49,7 @@ def test_until_the_welcome_an_engine_is_starting(time):
 
 
 def test_an_engine_that_warms_up_is_ready_with_the_heartbeat_that_says_so(time):
-    pulse = Pulse(STALL_TIMEOUT, time)
+    pulse = EngineHealth(STALL_TIMEOUT, time)
     pulse.connect()
     pulse.welcome(model_info(), ready=False)
     pulse.beat(Heartbeat(EPOCH, False, 0.0), EPOCH)

@@ -1,11 +1,11 @@
-"""Sender and intake, rule by rule. (Every interleaving: `test_sender_intake_machine`.)"""
+"""SenderCache and intake, rule by rule. (Every interleaving: `test_sender_intake_machine`.)"""
 
 import pytest
 
 from lookonce.cache.uuids import UuidBindings
-from lookonce.engine.client.sender_cache import Sender
+from lookonce.engine.client.sender_cache import SenderCache
 from lookonce.engine.process import receiver_cache as intake_module
-from lookonce.engine.process.receiver_cache import Held, Intake
+from lookonce.engine.process.receiver_cache import Held, ReceiverCache
 from lookonce.errors import BadRequestError, MediaNotCachedError, NotReadyError
 from lookonce.ipc.messages import ClearCache, Hint, Hints, KeyedItem, Welcome
 from lookonce.types.media import Array, feature_at
@@ -19,8 +19,8 @@ async def never_called():
     raise AssertionError("the test supplies what is recovered")
 
 
-def welcomed(capacity=3000, epoch=1, num_senders=1, name="a", **extra) -> Sender:
-    sender = Sender(name, capacity_bytes=capacity, **extra)
+def welcomed(capacity=3000, epoch=1, num_senders=1, name="a", **extra) -> SenderCache:
+    sender = SenderCache(name, capacity_bytes=capacity, **extra)
     sender.welcome(Welcome(epoch, MODEL, num_senders, True))
     return sender
 
@@ -62,7 +62,7 @@ def loose(message):
 
 def pair(capacity=3000, num_senders=2):
     """Two senders of `capacity` each, and the intake that greeted them."""
-    intake = Intake(1)
+    intake = ReceiverCache(1)
     senders = [welcomed(capacity * num_senders, 1, num_senders, name) for name in ("a", "b")]
     for sender in senders:
         assert intake.hello(sender.sender_id)
@@ -161,7 +161,7 @@ def test_pins_end_with_sending_or_cancelling_whichever_comes_first():
 
 
 def test_nothing_is_sent_before_the_engine_is_known():
-    sender = Sender("a", capacity_bytes=3000)
+    sender = SenderCache("a", capacity_bytes=3000)
     sender.directory.hint(key(1), 1000, expansion())
     prompt = RenderedPrompt([1], items=[looked_up(sender, 1), part(2)])
     with pytest.raises(NotReadyError):
@@ -334,7 +334,7 @@ def test_items_held_for_one_request_serve_another_that_sent_a_reference():
 def test_messages_of_another_epoch_are_discarded_whole():
     sender = welcomed(epoch=1)
     late = submit(sender, part(1))
-    intake = Intake(2)
+    intake = ReceiverCache(2)
     intake.hello("a", sender.epoch)
     assert intake.submit("a", late) is None
     assert intake.update("a", sender.clear(ClearCache(1))) is False
@@ -343,7 +343,7 @@ def test_messages_of_another_epoch_are_discarded_whole():
 
 def test_an_epoch_is_above_0():
     with pytest.raises(ValueError, match="epoch"):
-        Intake(0)
+        ReceiverCache(0)
 
 
 # --- epochs, resets, senders that come and go ----------------------------------------------------

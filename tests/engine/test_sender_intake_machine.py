@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 
 from lookonce.cache.directory import Directory
 from lookonce.cache.lru import ByteLRU, Evicted
-from lookonce.engine.client.sender_cache import Sender, _Change
-from lookonce.engine.process.receiver_cache import Intake
+from lookonce.engine.client.sender_cache import SenderCache, _Change
+from lookonce.engine.process.receiver_cache import ReceiverCache
 from lookonce.ipc.messages import NO_OPS
 from tests.support.engine.sender_intake_world import Api, Engine, World
 
@@ -186,7 +186,7 @@ def test_committing_before_the_await_is_found():
     assert_found("the two sides differ|contradicted", make_api=CommitsBeforeTheAwait)
 
 
-class JudgesFirst(Intake):
+class JudgesFirst(ReceiverCache):
     """A request that will be rejected never gets its cache operations applied."""
 
     world = None
@@ -232,7 +232,7 @@ def test_a_lookup_that_does_not_pin_is_found():
         for part in rendered.items:
             part.pinned = False
 
-    with patch.object(Directory, "lookup", Directory.peek), patch.object(Sender, "cancel", cancel):
+    with patch.object(Directory, "lookup", Directory.peek), patch.object(SenderCache, "cancel", cancel):
         assert_found("a pinned entry was evicted|a pin was not given back|differ")
 
 
@@ -245,7 +245,7 @@ def test_not_protecting_a_messages_own_keys_is_found():
 
 
 def test_listening_to_another_epoch_is_found():
-    class Credulous(Intake):
+    class Credulous(ReceiverCache):
         def _accepts(self, sender, epoch):
             return self.knows(sender)
 
@@ -257,7 +257,7 @@ def test_clearing_without_saying_so_is_found():
         self.directory.reset()
         return self._update(NO_OPS)
 
-    with patch.object(Sender, "clear", clear):
+    with patch.object(SenderCache, "clear", clear):
         assert_found("differ|contradicted|end")
 
 
@@ -278,14 +278,14 @@ def test_counting_a_reference_ahead_twice_is_found():
             if part.outcome == "not_needed":
                 self.directory.count(part.outcome)
 
-    with patch.object(Sender, "settle", settle):
+    with patch.object(SenderCache, "settle", settle):
         assert_found("miscounted")
 
 
 def test_never_counting_what_was_asked_for_is_found():
     with (
-        patch.object(Sender, "_settle_asked", lambda self, rendered, keys: None),
-        patch.object(Sender, "settle", lambda self, rendered: None),
+        patch.object(SenderCache, "_settle_asked", lambda self, rendered, keys: None),
+        patch.object(SenderCache, "settle", lambda self, rendered: None),
     ):
         assert_found("miscounted")
 
@@ -307,7 +307,7 @@ def test_keeping_the_pins_of_a_cancelled_prompt_is_found():
 
 
 def test_forgetting_to_release_is_found():
-    class Hoarder(Intake):
+    class Hoarder(ReceiverCache):
         def release(self, request_id):
             pass
 

@@ -11,7 +11,7 @@ from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.request_validation import Door
 from lookonce.engine.process.engine_core import EngineCore
-from lookonce.engine.process.step_loop import Add, Exchange, StepLoop, Stop
+from lookonce.engine.process.step_loop import Add, StepChannel, StepLoop, Stop
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import ROW_BYTES, Limits, make_scheduler, request, text
 from tests.support.core.fake_runner import FakeRunner
@@ -61,7 +61,7 @@ def test_who_waits_for_an_idle_session_gets_its_place_though_nothing_else_happen
 ) -> None:
     monkeypatch.setattr(idleness, "IDLE_SECONDS", 0.3)
     outlet = Outlet()
-    exchange = Exchange(lambda: None, outlet)
+    exchange = StepChannel(lambda: None, outlet)
     pool, outputs = BlockPool(LIMITS.num_blocks, LIMITS.block_size), EncoderCache(64, ROW_BYTES)
     door = Door(pool, outputs, LIMITS.model, LIMITS.max_num_batched_tokens)
     exchange.command(Add(door.build_request(request("a", text(6)), {}), "sender", accepted=True))

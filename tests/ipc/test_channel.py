@@ -12,7 +12,7 @@ import zmq
 
 from lookonce.errors import EngineDeadError
 from lookonce.ipc.channel import ClientChannel, EngineChannel
-from lookonce.ipc.client_link import DealerLink
+from lookonce.ipc.client_link import ZmqClientLink
 from lookonce.ipc.double import InProcessHub
 from lookonce.ipc.messages import Accepted, GetStats, Heartbeat, Hello, Received, UpdateCache
 from lookonce.ipc.zmq_links import ZmqEngineLink
@@ -78,7 +78,7 @@ class Zmq:
         return ZmqEngineLink(self.address)
 
     def client(self, name):
-        return DealerLink(self.address, name)
+        return ZmqClientLink(self.address, name)
 
 
 class Double:

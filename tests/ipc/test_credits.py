@@ -1,4 +1,4 @@
-"""Credits: first come, first served; never lost; an amount above the capacity passes alone."""
+"""FlowControl: first come, first served; never lost; an amount above the capacity passes alone."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookonce.errors import EngineDeadError
-from lookonce.ipc.flow_control import Credits
+from lookonce.ipc.flow_control import FlowControl
 
 
 def test_what_fits_is_granted_at_once():
     async def scenario():
-        credits = Credits(10)
+        credits = FlowControl(10)
         await credits.acquire(4)
         await credits.acquire(6)
         assert credits.used == 10
@@ -24,7 +24,7 @@ def test_what_fits_is_granted_at_once():
 
 def test_waiters_are_served_in_order_even_if_a_later_one_would_fit():
     async def scenario():
-        credits, order = Credits(10), []
+        credits, order = FlowControl(10), []
 
         async def want(nbytes):
             await credits.acquire(nbytes)
@@ -43,7 +43,7 @@ def test_waiters_are_served_in_order_even_if_a_later_one_would_fit():
 
 def test_more_than_everything_passes_alone():
     async def scenario():
-        credits = Credits(10)
+        credits = FlowControl(10)
         await credits.acquire(1)
         huge = asyncio.create_task(credits.acquire(100))
         await asyncio.sleep(0)
@@ -57,7 +57,7 @@ def test_more_than_everything_passes_alone():
 
 def test_failing_wakes_every_waiter_and_leaves_holders_alone():
     async def scenario():
-        credits = Credits(10)
+        credits = FlowControl(10)
         await credits.acquire(10)
         waiting = asyncio.create_task(credits.acquire(1))
         await asyncio.sleep(0)
@@ -81,7 +81,7 @@ def test_whatever_is_cancelled_and_released_nothing_is_lost(script):
     """Grants that race with cancellation go to the next waiter; in the end all is free."""
 
     async def scenario():
-        credits = Credits(10)
+        credits = FlowControl(10)
         tasks: list[tuple[asyncio.Task[None], int]] = []
         held: list[int] = []
 

@@ -21,8 +21,8 @@ from lookonce.cache.uuids import UuidBindings
 from lookonce.config import Config, Options, resolve
 from lookonce.engine.client.engine_client import EngineClient
 from lookonce.engine.process.build import build_engine
-from lookonce.engine.process.input_thread import Reception
-from lookonce.engine.process.receiver_cache import Intake
+from lookonce.engine.process.input_thread import InputThread
+from lookonce.engine.process.receiver_cache import ReceiverCache
 from lookonce.engine.process.step_loop import StepLoop, Stop
 from lookonce.engine.settings import engine_settings
 from lookonce.frontend.auth import KeyRing
@@ -164,8 +164,8 @@ def _running_engine(config: Config, hub: InProcessHub) -> Iterator[None]:
     """A real engine on two threads: step loop and input."""
     settings = engine_settings(config)
     core, judge = build_engine(settings, lambda done, total: None)
-    reception = Reception(
-        EngineChannel(hub.engine_link()), Intake(next(_epochs)), num_senders=1, max_queue=64
+    reception = InputThread(
+        EngineChannel(hub.engine_link()), ReceiverCache(next(_epochs)), num_senders=1, max_queue=64
     )
     loop = StepLoop(core, reception.exchange)
     threads = [threading.Thread(target=run) for run in (reception.run, loop.run)]

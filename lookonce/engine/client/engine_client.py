@@ -1,7 +1,7 @@
 """The API process's side of the engine: submit a prompt, iterate over its tokens.
 
 Everything runs on one event loop. The channel calls `received` for each message; no task is woken
-but those whose request got something. The cache protocol's decisions are the `Sender`'s.
+but those whose request got something. The cache protocol's decisions are the `SenderCache`'s.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import msgspec
 
 from lookonce.cache.directory import Directory
 from lookonce.config import ChannelConfig
-from lookonce.engine.client.generation import Generation, PendingRequest
-from lookonce.engine.client.health import EngineState, Pulse
-from lookonce.engine.client.injection import Injected, Keyed, inject
+from lookonce.engine.client.generation import DeltaStream, PendingRequest
+from lookonce.engine.client.health import EngineState, EngineHealth
+from lookonce.engine.client.injection import InjectionOutcome, Keyed, inject
 from lookonce.engine.client.resend import Resender
-from lookonce.engine.client.sender_cache import Sender
-from lookonce.engine.client.stats_requests import Questions
+from lookonce.engine.client.sender_cache import SenderCache
+from lookonce.engine.client.stats_requests import StatsRequests
 from lookonce.errors import (
     BadRequestError,
     EngineDeadError,
@@ -34,7 +34,7 @@ from lookonce.errors import (
     error_from_wire,
 )
 from lookonce.ipc.channel import ClientChannel
-from lookonce.ipc.client_link import DealerLink
+from lookonce.ipc.client_link import ZmqClientLink
 from lookonce.ipc.links import ClientLink
 from lookonce.ipc.messages import (
     Abort,
@@ -84,13 +84,13 @@ class EngineClient:
         clock: Clock = time.monotonic,
     ) -> None:
         sender_id = uuid.uuid4().hex
-        self.sender = Sender(sender_id, capacity_bytes=processor_cache_bytes)
+        self.sender = SenderCache(sender_id, capacity_bytes=processor_cache_bytes)
         self._channel = ClientChannel(
-            connect(sender_id) if connect else DealerLink(config.address, sender_id),
+            connect(sender_id) if connect else ZmqClientLink(config.address, sender_id),
             max_bytes_in_flight=config.max_bytes_in_flight,
         )
-        self._pulse = Pulse(config.stall_timeout, clock)
-        self._questions = Questions()
+        self._pulse = EngineHealth(config.stall_timeout, clock)
+        self._questions = StatsRequests()
         self._requests: dict[str, PendingRequest] = {}
         self._resender = Resender(self.sender, self._channel.room, self._commit, self._give_up)
 
@@ -142,8 +142,8 @@ class EngineClient:
         request_id: str,
         *,
         arrival: float | None = None,
-    ) -> Generation:
-        """Submit a prompt; see `Generation` for how to await and iterate.
+    ) -> DeltaStream:
+        """Submit a prompt; see `DeltaStream` for how to await and iterate.
 
         The prompt's pins are given back in every case. Once the engine holds all its items, arrays
         and sources are let go: the prompt cannot be submitted again.
@@ -162,7 +162,7 @@ class EngineClient:
         async def submit(pending: PendingRequest) -> None:
             await self._submit(pending, wire)
 
-        return Generation(request, submit, self._leave)
+        return DeltaStream(request, submit, self._leave)
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its samples, wherever it runs.
@@ -189,7 +189,7 @@ class EngineClient:
             self._commit(update)
         return update
 
-    async def inject_items(self, items: Sequence[Keyed]) -> list[Injected]:
+    async def inject_items(self, items: Sequence[Keyed]) -> list[InjectionOutcome]:
         """What became of each item that was processed elsewhere; see `engine.injection`."""
         return await inject(self.directory, self.inject, items)
 

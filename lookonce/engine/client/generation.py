@@ -1,6 +1,6 @@
 """One request as its caller sees it: an async iterator of token deltas.
 
-`PendingRequest` is what the client keeps; `Generation` is the handle the caller holds. Nothing but
+`PendingRequest` is what the client keeps; `DeltaStream` is the handle the caller holds. Nothing but
 the caller holds the handle, so dropping it, like leaving or cancelling it, aborts the request.
 """
 
@@ -116,7 +116,7 @@ class PendingRequest:
             self._change.set_result(None)
 
 
-class Generation:
+class DeltaStream:
     """The token deltas of one request, as they come.
 
         deltas = await client.generate(...)      returns once the engine has accepted

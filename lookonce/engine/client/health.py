@@ -13,7 +13,7 @@ from lookonce.types.ports import Clock
 EngineState = Literal["starting", "ready", "stuck", "dead"]
 
 
-class Pulse:
+class EngineHealth:
     """The engine's state as one client sees it.
 
     starting ── welcome ──▶ ready ◀── a step takes too long ──▶ stuck

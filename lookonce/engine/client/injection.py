@@ -17,27 +17,27 @@ Update = Callable[[Iterable[KeyedItem]], Awaitable[UpdateCache]]
 """Lists items in directory and store."""
 
 
-class Injected(msgspec.Struct, frozen=True):
+class InjectionOutcome(msgspec.Struct, frozen=True):
     """What became of one item."""
 
     status: InjectionStatus
     reason: str | None = None
 
 
-STORED = Injected("stored")
-ALREADY_HELD = Injected("already_held")
-DISABLED = Injected("rejected", "cache disabled")
-NO_ROOM = Injected("rejected", "the cache has no room beside the items in use")
+STORED = InjectionOutcome("stored")
+ALREADY_HELD = InjectionOutcome("already_held")
+DISABLED = InjectionOutcome("rejected", "cache disabled")
+NO_ROOM = InjectionOutcome("rejected", "the cache has no room beside the items in use")
 
 
-async def inject(directory: Directory, update: Update, items: Sequence[Keyed]) -> list[Injected]:
+async def inject(directory: Directory, update: Update, items: Sequence[Keyed]) -> list[InjectionOutcome]:
     """What became of each item, in order; each is one query, and a hit where it is held already.
 
     With the processor cache off nothing is counted. Raises `UnavailableError`.
     """
     if not directory.capacity_bytes:
         return [DISABLED] * len(items)
-    outcomes: list[Injected | None] = []
+    outcomes: list[InjectionOutcome | None] = []
     new: dict[bytes, ProcessedItem] = {}
     for key, item in items:
         outcomes.append(_judge(directory, key, item, new))
@@ -53,7 +53,7 @@ async def inject(directory: Directory, update: Update, items: Sequence[Keyed]) -
 
 def _judge(
     directory: Directory, key: bytes, item: ProcessedItem, new: dict[bytes, ProcessedItem]
-) -> Injected | None:
+) -> InjectionOutcome | None:
     """None for an item that is to be sent, which is noted in `new`."""
     if key in new:
         return ALREADY_HELD
@@ -62,7 +62,7 @@ def _judge(
         directory.unpin(key)  # it becomes the most recent one
         return ALREADY_HELD
     if item.nbytes > directory.capacity_bytes:
-        return Injected(
+        return InjectionOutcome(
             "rejected",
             f"the item has {item.nbytes} bytes; the cache holds {directory.capacity_bytes}",
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container
 from contextlib import AbstractAsyncContextManager
 
 from lookonce.engine.client.generation import PendingRequest
-from lookonce.engine.client.sender_cache import Sender
+from lookonce.engine.client.sender_cache import SenderCache
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.ipc.messages import SupplyMedia
 from lookonce.types.media import ProcessedItem
@@ -26,7 +26,7 @@ class Resender:
 
     def __init__(
         self,
-        sender: Sender,
+        sender: SenderCache,
         room: Callable[[int], AbstractAsyncContextManager[None]],
         commit: Callable[[SupplyMedia], None],
         give_up: Callable[[PendingRequest, LookOnceError], None],

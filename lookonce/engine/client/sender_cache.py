@@ -44,7 +44,7 @@ STARTED_OVER = -1
 _NOT_HELD = "referenced media is not held any more; send it again with its bytes"
 
 
-class Sender:
+class SenderCache:
     """One API process's end of the cache protocol.
 
     `capacity_bytes` is the whole budget of the processor cache (0: off); this sender uses its

@@ -1,4 +1,4 @@
-"""Questions to the engine that have one answer each: its counters."""
+"""StatsRequests to the engine that have one answer each: its counters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lookonce.errors import LookOnceError
 from lookonce.ipc.messages import Stats
 
 
-class Questions:
+class StatsRequests:
     """Pairs answers with who asked, by number."""
 
     def __init__(self) -> None:

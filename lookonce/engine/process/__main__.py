@@ -14,11 +14,11 @@ if len(os.sched_getaffinity(0)) <= 2:
 from lookonce.engine.process.build import Progress, build_engine  # noqa: E402
 from lookonce.engine.process.engine_core import EngineCore  # noqa: E402
 from lookonce.engine.process.main import host_engine  # noqa: E402
-from lookonce.engine.process.request_validation import Judge  # noqa: E402
+from lookonce.engine.process.request_validation import RequestPreprocessor  # noqa: E402
 from lookonce.engine.settings import EngineSettings  # noqa: E402
 
 
-def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, Judge]:
+def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, RequestPreprocessor]:
     """As `build_engine`, after which garbage is collected as usual."""
     built = build_engine(settings, progress)
     gc.enable()

@@ -21,7 +21,7 @@ from lookonce.core.scheduler import Scheduler
 from lookonce.engine.process.engine_core import EngineCore
 from lookonce.engine.process.grammar import GrammarCompiler
 from lookonce.engine.process.kv_tiers import open_external, rope_of
-from lookonce.engine.process.request_validation import Judge
+from lookonce.engine.process.request_validation import RequestPreprocessor
 from lookonce.engine.process.warmup import WarmUpItems, warm_up
 from lookonce.engine.settings import EngineSettings
 from lookonce.errors import ConfigError
@@ -46,7 +46,7 @@ Progress = Callable[[int, int], None]
 """Called with (weights loaded, weights in all)."""
 
 
-def build_engine(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, Judge]:
+def build_engine(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, RequestPreprocessor]:
     """Load the model, size the caches, and warm up.
 
     Raises `ConfigError` for settings the model cannot be served with, and `ModelLoadError`.
@@ -107,7 +107,7 @@ def assemble(
     settings: EngineSettings,
     pool: BlockPool,
     external: ExternalPrefixCache | None = None,
-) -> tuple[EngineCore, Judge]:
+) -> tuple[EngineCore, RequestPreprocessor]:
     """A scheduler over `pool` and a runner with as many blocks make an engine.
 
     Raises `ConfigError` for a step too small for an item that no chunk may cut.
@@ -126,7 +126,7 @@ def assemble(
     )
     grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
     door = Door(pool, encoder_cache, info, settings.scheduler.max_num_batched_tokens)
-    return EngineCore(scheduler, runner, external), Judge(info, door, grammars.compile)
+    return EngineCore(scheduler, runner, external), RequestPreprocessor(info, door, grammars.compile)
 
 
 def _num_blocks(loaded: LoadedModel, kv: KVConfig, block_size: int) -> int:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_KEPT = 128
-"""Compiled grammars kept for later requests, least recently used first out."""
+"""LLGuidanceGrammar grammars kept for later requests, least recently used first out."""
 MAX_GRAMMAR = 100_000
 MAX_MESSAGE = 400
 """Characters of the library's explanation that a client is shown."""
@@ -38,7 +38,7 @@ NOTHING_CONFORMS = "NoExtensionBias"
 """The library's word for a grammar without a single answer."""
 
 
-class State:
+class LLGuidanceState:
     """Where one sequence stands in its grammar; implements `types.ports.GrammarState`."""
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -58,14 +58,14 @@ class State:
         self._matcher.consume_token(token_id)
 
 
-class Compiled:
+class LLGuidanceGrammar:
     """A grammar that sequences can follow; implements `types.ports.CompiledGrammar`."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._fresh = matcher
 
-    def start(self) -> State:
-        return State(self._fresh.deep_copy())
+    def start(self) -> LLGuidanceState:
+        return LLGuidanceState(self._fresh.deep_copy())
 
 
 class GrammarCompiler:
@@ -76,9 +76,9 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, str], Compiled] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], LLGuidanceGrammar] = OrderedDict()
 
-    def compile(self, grammar: Grammar) -> Compiled:
+    def compile(self, grammar: Grammar) -> LLGuidanceGrammar:
         """Takes a while. Raises `BadRequestError` naming the grammar's field."""
         name = grammar.kind, grammar.source
         with self._lock:
@@ -92,7 +92,7 @@ class GrammarCompiler:
                 self._kept.popitem(last=False)
         return compiled
 
-    def _compile(self, grammar: Grammar) -> Compiled:
+    def _compile(self, grammar: Grammar) -> LLGuidanceGrammar:
         try:
             return self._compile_whole(grammar)
         except BadRequestError:
@@ -100,7 +100,7 @@ class GrammarCompiler:
                 self._compile_whole(part)
             raise
 
-    def _compile_whole(self, grammar: Grammar) -> Compiled:
+    def _compile_whole(self, grammar: Grammar) -> LLGuidanceGrammar:
         try:
             matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0)
         except ValueError as error:
@@ -109,7 +109,7 @@ class GrammarCompiler:
             matcher.compute_bitmask()  # what is built lazily is so for the first token
         if matcher.is_error():
             raise _refusal(grammar, matcher.get_error())
-        return Compiled(matcher)
+        return LLGuidanceGrammar(matcher)
 
     @cached_property
     def _tokenizer(self) -> llguidance.LLTokenizer:

@@ -21,7 +21,7 @@ Compile = Callable[[Grammar], CompiledGrammar]
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class CompiledRequest:
     """A request that waits no longer: with its grammar in it, or with what is wrong with it."""
 
     request: Request
@@ -30,7 +30,7 @@ class Finished:
     error: LookOnceError | None = None
 
 
-class Workshop:
+class GrammarCompilerPool:
     """All but the compiling happens in the thread that calls."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -38,7 +38,7 @@ class Workshop:
         self._wake = wake
         self._workers: ThreadPoolExecutor | None = None
         self._waiting: dict[str, Request] = {}
-        self._done: deque[Finished] = deque()
+        self._done: deque[CompiledRequest] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -54,7 +54,7 @@ class Workshop:
         """Forget a request; whether it was here."""
         return self._waiting.pop(request_id, None) is not None
 
-    def take(self) -> list[Finished]:
+    def take(self) -> list[CompiledRequest]:
         """Those whose wait has ended, but not the cancelled ones."""
         taken = []
         while self._done:
@@ -70,7 +70,7 @@ class Workshop:
         error = work.exception()
         if error is None:
             request.grammar = work.result()
-        self._done.append(Finished(request, complete, _known(error)))
+        self._done.append(CompiledRequest(request, complete, _known(error)))
         self._wake()
 
 

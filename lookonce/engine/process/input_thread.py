@@ -16,17 +16,17 @@ import time
 from collections.abc import Callable
 
 from lookonce.core.request import Request
-from lookonce.engine.process.grammar_pool import Finished, Workshop
+from lookonce.engine.process.grammar_pool import CompiledRequest, GrammarCompilerPool
 from lookonce.engine.process.output_sender import Unreachable
-from lookonce.engine.process.pending_resends import Debts
-from lookonce.engine.process.receiver_cache import Held, Intake
-from lookonce.engine.process.request_validation import Judge
+from lookonce.engine.process.pending_resends import PendingResends
+from lookonce.engine.process.receiver_cache import Held, ReceiverCache
+from lookonce.engine.process.request_validation import RequestPreprocessor
 from lookonce.engine.process.step_loop import (
     AbortRequest,
     Add,
     AskStats,
     CutOff,
-    Exchange,
+    StepChannel,
     Outcome,
     ResetTier,
     StatsAnswer,
@@ -71,36 +71,36 @@ MAX_LOST = 64
 """Senders out of reach that are remembered; one that comes back later starts as a stranger."""
 
 
-class Reception:
+class InputThread:
     """One object for the input thread; only `stop` and `exchange` are touched by others."""
 
     def __init__(
-        self, channel: EngineChannel, intake: Intake, *, num_senders: int, max_queue: int
+        self, channel: EngineChannel, intake: ReceiverCache, *, num_senders: int, max_queue: int
     ) -> None:
-        self.exchange = Exchange(channel.wake, channel.outlet())
+        self.exchange = StepChannel(channel.wake, channel.outlet())
         self._channel = channel
         self._intake = intake
         self._num_senders = num_senders
         self._max_queue = max_queue
-        self._judge: Judge | None = None
-        self._opening: Judge | None = None
+        self._judge: RequestPreprocessor | None = None
+        self._opening: RequestPreprocessor | None = None
         """Set by another thread, taken by this one."""
         self._senders: set[str] = set()
         self._owners: dict[str, str] = {}
         """Request → its sender, from judging to release."""
         self._unaccepted: set[str] = set()
         """Requests whose sender still keeps the sources."""
-        self._debts = Debts()
+        self._debts = PendingResends()
         self._lost: dict[str, set[str]] = {}
         """Senders that could not be reached, and the requests of whose end they must be told."""
-        self._workshop = Workshop(channel.wake)
+        self._workshop = GrammarCompilerPool(channel.wake)
         """Requests whose grammar is being compiled: the step thread has not heard of them."""
         self._num_clears = 0
         self._stopped = False
 
     # --- called by other threads --------------------------------------------------------------
 
-    def open_doors(self, judge: Judge) -> None:
+    def open_doors(self, judge: RequestPreprocessor) -> None:
         """The model is loaded and warm: requests may come."""
         self._opening = judge
         self._channel.wake()
@@ -174,12 +174,12 @@ class Reception:
         if self._judge is not None:
             self._welcome(sender, self._judge)
 
-    def _open(self, judge: Judge) -> None:
+    def _open(self, judge: RequestPreprocessor) -> None:
         self._judge, self._opening = judge, None
         for sender in list(self._senders):
             self._welcome(sender, judge)
 
-    def _welcome(self, sender: str, judge: Judge) -> None:
+    def _welcome(self, sender: str, judge: RequestPreprocessor) -> None:
         welcome = Welcome(self._intake.epoch, judge.model, self._num_senders, ready=True)
         self._send(sender, welcome)
 
@@ -259,7 +259,7 @@ class Reception:
             raise _out_of_touch()
         return held
 
-    def _compiled(self, finished: Finished) -> None:
+    def _compiled(self, finished: CompiledRequest) -> None:
         request_id = finished.request.request_id
         if finished.error is None:
             self._admit(finished.request, complete=finished.complete)

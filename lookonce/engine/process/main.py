@@ -5,7 +5,7 @@ stdout  JSON lines (`engine.progress`)
 stderr  the log, and one line when the engine cannot start (exit status 2)
 
 main thread    load the model, then the step loop
-input thread   the channel and the store (`Reception`)
+input thread   the channel and the store (`InputThread`)
 watch thread   waits for the end of stdin
 """
 
@@ -25,9 +25,9 @@ from typing import NoReturn
 import msgspec
 
 from lookonce.engine.process.engine_core import EngineCore
-from lookonce.engine.process.input_thread import Reception
-from lookonce.engine.process.receiver_cache import Intake
-from lookonce.engine.process.request_validation import Judge
+from lookonce.engine.process.input_thread import InputThread
+from lookonce.engine.process.receiver_cache import ReceiverCache
+from lookonce.engine.process.request_validation import RequestPreprocessor
 from lookonce.engine.process.step_loop import StepLoop, Stop
 from lookonce.engine.progress import Alive, Failed, Loading, ProgressPipe, Serving
 from lookonce.engine.settings import EngineSettings
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 EXIT_BROKEN = 1
 
 
-Build = Callable[[EngineSettings, Callable[[int, int], None]], tuple[EngineCore, Judge]]
+Build = Callable[[EngineSettings, Callable[[int, int], None]], tuple[EngineCore, RequestPreprocessor]]
 """Makes a warm engine from its settings; is told how to report weights loaded, and in all."""
 
 
@@ -85,18 +85,18 @@ def serve(settings: EngineSettings, build: Build, progress: ProgressPipe, starte
     receiving.join(timeout=1.0)
 
 
-def open_reception(settings: EngineSettings) -> Reception:
+def open_reception(settings: EngineSettings) -> InputThread:
     """Bind the address; a fresh epoch tells this engine from every earlier one."""
     channel = EngineChannel(ZmqEngineLink(settings.address))
-    return Reception(
+    return InputThread(
         channel,
-        Intake(epoch=secrets.randbits(62) + 1),
+        ReceiverCache(epoch=secrets.randbits(62) + 1),
         num_senders=settings.num_senders,
         max_queue=settings.scheduler.max_queue,
     )
 
 
-def _receive(reception: Reception, progress: ProgressPipe) -> None:
+def _receive(reception: InputThread, progress: ProgressPipe) -> None:
     """The input thread. Without it nobody hears the engine: it takes the process along."""
     try:
         reception.run(on_beat=lambda stalled: progress.tell(Alive(stalled)))
@@ -105,7 +105,7 @@ def _receive(reception: Reception, progress: ProgressPipe) -> None:
         _leave(EXIT_BROKEN)
 
 
-def _stop_on_sigterm(reception: Reception) -> None:
+def _stop_on_sigterm(reception: InputThread) -> None:
     """The step in progress is finished first; before this is called SIGTERM kills at once."""
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lookonce.core.scheduler_output import SchedulerOutput
-from lookonce.ipc.channel import Outlet
+from lookonce.ipc.channel import EngineChannelWriter
 from lookonce.ipc.messages import Accepted, Deltas
 from lookonce.types.request import TokenDelta
 
@@ -23,10 +23,10 @@ class Unreachable:
     request_ids: tuple[str, ...]
 
 
-class Postbox:
+class OutputSender:
     """Knows whose the requests are. One message per sender and step carries all its deltas."""
 
-    def __init__(self, outlet: Outlet) -> None:
+    def __init__(self, outlet: EngineChannelWriter) -> None:
         self._outlet = outlet
         self._senders: dict[str, str] = {}
         """Request → its sender; those whose sender was lost are missing."""

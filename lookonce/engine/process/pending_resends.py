@@ -12,7 +12,7 @@ class _Debt:
     num_answers: int = 0
 
 
-class Debts:
+class PendingResends:
     """By request. One may be asked for more than once: what is owed is the sum of all asks."""
 
     def __init__(self) -> None:

@@ -55,7 +55,7 @@ class _Open:
     missing: tuple[bytes, ...] = ()
 
 
-class Intake:
+class ReceiverCache:
     """The engine's end of the cache protocol, for all senders. `epoch` is above 0."""
 
     def __init__(self, epoch: int) -> None:

@@ -19,7 +19,7 @@ def no_grammar(grammar: Grammar) -> CompiledGrammar:
     raise BadRequestError(f"{grammar.param} is not served here", param=grammar.param)
 
 
-class Judge:
+class RequestPreprocessor:
     """Says no before anything is spent.
 
     Uses the scheduler's own door, which only reads limits that never change, so it may be asked

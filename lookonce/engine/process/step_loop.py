@@ -16,9 +16,9 @@ from typing import TypeAlias
 from lookonce.core.request import Request
 from lookonce.core.scheduler_output import SchedulerOutput
 from lookonce.engine.process.engine_core import EngineCore
-from lookonce.engine.process.output_sender import Postbox, Unreachable
+from lookonce.engine.process.output_sender import OutputSender, Unreachable
 from lookonce.errors import LookOnceError, error_to_wire
-from lookonce.ipc.channel import Outlet
+from lookonce.ipc.channel import EngineChannelWriter
 from lookonce.types.media import ProcessedItem
 from lookonce.types.request import TokenDelta
 
@@ -89,13 +89,13 @@ Outcome: TypeAlias = SchedulerOutput | StatsAnswer | Unreachable
 """What the input thread is told. Of an output, the deltas are sent already."""
 
 
-class Exchange:
+class StepChannel:
     """Where the two threads meet: commands one way, outcomes the other, and how the loop is.
 
     Either end of either queue is used by one thread only.
     """
 
-    def __init__(self, wake_input: Callable[[], None], outlet: Outlet) -> None:
+    def __init__(self, wake_input: Callable[[], None], outlet: EngineChannelWriter) -> None:
         """`outlet` is for the step thread."""
         self.outlet = outlet
         self._commands: queue.SimpleQueue[Command | _Wake] = queue.SimpleQueue()
@@ -164,10 +164,10 @@ class StepLoop:
     No longer than until an idle session has to make way: nobody wakes it for that.
     """
 
-    def __init__(self, core: EngineCore, exchange: Exchange) -> None:
+    def __init__(self, core: EngineCore, exchange: StepChannel) -> None:
         self._core = core
         self._exchange = exchange
-        self._postbox = Postbox(exchange.outlet)
+        self._postbox = OutputSender(exchange.outlet)
         self._stopped = False
         exchange.num_waiting = lambda: core.num_waiting
         core.wake_with(exchange.wake)

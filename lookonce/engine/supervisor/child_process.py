@@ -54,7 +54,7 @@ class RestartBudget:
         return len(self._restarts)
 
 
-class Child:
+class ChildProcess:
     """One process from its start to its end."""
 
     def __init__(self, name: str, process: Process) -> None:
@@ -70,7 +70,7 @@ class Child:
         *,
         pass_fds: Sequence[int] = (),
         read_output: bool = False,
-    ) -> Child:
+    ) -> ChildProcess:
         """Start `command` and give it its line. With `read_output` its stdout can be read here."""
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -111,7 +111,7 @@ class Child:
             await self.wait()
 
 
-class KeptProcess:
+class SupervisedProcess:
     """Starts a process again when it ends unasked.
 
     `follow` runs beside each child until it has ended; what it raises ends the keeping.
@@ -120,12 +120,12 @@ class KeptProcess:
     def __init__(
         self,
         name: str,
-        start: Callable[[], Awaitable[Child]],
-        follow: Callable[[Child], Awaitable[None]] | None = None,
+        start: Callable[[], Awaitable[ChildProcess]],
+        follow: Callable[[ChildProcess], Awaitable[None]] | None = None,
         restarts: RestartBudget | None = None,
     ) -> None:
         self.name = name
-        self.child: Child | None = None
+        self.child: ChildProcess | None = None
         self._start = start
         self._follow = follow
         self._restarts = restarts if restarts is not None else RestartBudget()
@@ -141,7 +141,7 @@ class KeptProcess:
             status = await child.wait()
             self._consider_restart(status)
 
-    def _kill_if_stopped(self, child: Child) -> None:
+    def _kill_if_stopped(self, child: ChildProcess) -> None:
         """`stop` may have been asked for while this child was being started."""
         if self._stopping:
             child.kill()

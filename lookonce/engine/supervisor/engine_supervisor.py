@@ -14,7 +14,7 @@ import msgspec
 
 from lookonce.engine.progress import Alive, Failed, Loading, Serving, parse_progress
 from lookonce.engine.settings import EngineSettings
-from lookonce.engine.supervisor.child_process import Child, KeptProcess, RestartBudget
+from lookonce.engine.supervisor.child_process import ChildProcess, SupervisedProcess, RestartBudget
 from lookonce.errors import error_from_wire
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class EngineSupervisor:
         self._hang_limit = 2 * stall_timeout
         self._on_loading = on_loading
         self._command = command
-        self._process = KeptProcess("the engine process", self._start, self._follow, restarts)
+        self._process = SupervisedProcess("the engine process", self._start, self._follow, restarts)
         self._serving = asyncio.Event()
 
     async def run(self) -> None:
@@ -65,11 +65,11 @@ class EngineSupervisor:
     def kill(self) -> None:
         self._process.kill()
 
-    async def _start(self) -> Child:
+    async def _start(self) -> ChildProcess:
         settings = msgspec.json.encode(self._settings)
-        return await Child.start(self._process.name, self._command, settings, read_output=True)
+        return await ChildProcess.start(self._process.name, self._command, settings, read_output=True)
 
-    async def _follow(self, child: Child) -> None:
+    async def _follow(self, child: ChildProcess) -> None:
         limit: float | None = None  # loading may be silent for long
         while True:
             try:
@@ -95,7 +95,7 @@ class EngineSupervisor:
                     await child.wait()
                     raise error_from_wire(*error)
 
-    def _end_hanging(self, child: Child) -> None:
+    def _end_hanging(self, child: ChildProcess) -> None:
         logger.error("the engine has not answered for %.0f s: it is killed", self._hang_limit)
         child.kill()
 

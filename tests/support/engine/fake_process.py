@@ -16,7 +16,7 @@ from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.request_validation import Door
 from lookonce.engine.process.engine_core import EngineCore
 from lookonce.engine.process.main import host_engine
-from lookonce.engine.process.request_validation import Judge
+from lookonce.engine.process.request_validation import RequestPreprocessor
 from lookonce.engine.settings import EngineSettings
 from lookonce.errors import ConfigError
 from tests.support.core.builders import ROW_BYTES, Limits, make_scheduler
@@ -28,7 +28,7 @@ CRASH_AFTER = 0.2
 
 def build(
     settings: EngineSettings, progress: Callable[[int, int], None]
-) -> tuple[EngineCore, Judge]:
+) -> tuple[EngineCore, RequestPreprocessor]:
     sys.stdout.write("libraries may print what they like\n")
     progress(0, 2)
     progress(2, 2)
@@ -42,7 +42,7 @@ def build(
     pool = BlockPool(LIMITS.num_blocks, LIMITS.block_size)
     encoder_cache = EncoderCache(LIMITS.encoder_rows * ROW_BYTES, ROW_BYTES)
     door = Door(pool, encoder_cache, LIMITS.model, LIMITS.max_num_batched_tokens)
-    return EngineCore(make_scheduler(LIMITS), FakeRunner(LIMITS)), Judge(LIMITS.model, door)
+    return EngineCore(make_scheduler(LIMITS), FakeRunner(LIMITS)), RequestPreprocessor(LIMITS.model, door)
 
 
 if __name__ == "__main__":

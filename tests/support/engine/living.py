@@ -16,9 +16,9 @@ from lookonce.core.request_validation import Door
 from lookonce.engine.client.engine_client import EngineClient
 from lookonce.engine.process.engine_core import EngineCore
 from lookonce.engine.process.grammar_pool import Compile
-from lookonce.engine.process.input_thread import Reception
-from lookonce.engine.process.receiver_cache import Intake
-from lookonce.engine.process.request_validation import Judge, no_grammar
+from lookonce.engine.process.input_thread import InputThread
+from lookonce.engine.process.receiver_cache import ReceiverCache
+from lookonce.engine.process.request_validation import RequestPreprocessor, no_grammar
 from lookonce.engine.process.step_loop import StepLoop, Stop
 from lookonce.ipc.channel import EngineChannel
 from lookonce.ipc.double import InProcessHub
@@ -71,8 +71,8 @@ class LivingEngine:
         self.limits = limits if limits is not None else Limits()
         self.runner = GatedRunner(self.limits)
         self.core = EngineCore(make_scheduler(self.limits), self.runner)
-        self.intake = Intake(epoch=next(_epochs))
-        self.reception = Reception(
+        self.intake = ReceiverCache(epoch=next(_epochs))
+        self.reception = InputThread(
             EngineChannel(hub.engine_link()),
             self.intake,
             num_senders=num_senders,
@@ -93,7 +93,7 @@ class LivingEngine:
         pool = BlockPool(limits.num_blocks, limits.block_size)
         encoder_cache = EncoderCache(limits.encoder_rows * ROW_BYTES, ROW_BYTES)
         door = Door(pool, encoder_cache, limits.model, limits.max_num_batched_tokens)
-        self.reception.open_doors(Judge(limits.model, door, compile_grammar))
+        self.reception.open_doors(RequestPreprocessor(limits.model, door, compile_grammar))
 
     def die(self) -> None:
         self.runner.gate.set()

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lookonce.engine.client.sender_cache import Sender
-from lookonce.engine.process.receiver_cache import Intake
+from lookonce.engine.client.sender_cache import SenderCache
+from lookonce.engine.process.receiver_cache import ReceiverCache
 from lookonce.errors import MediaNotCachedError
 from lookonce.ipc.channel import Unreadable
 from lookonce.ipc.messages import (
@@ -90,7 +90,7 @@ class Api:
     def __init__(self, world: World, name: str, capacity_bytes: int) -> None:
         self.world = world
         self.name = name
-        self.sender = Sender(name, capacity_bytes=capacity_bytes)
+        self.sender = SenderCache(name, capacity_bytes=capacity_bytes)
         self.inbox: deque[object] = deque()
         self.outbox: deque[object] = deque([self.sender.hello()])
         self.requests: dict[str, Request] = {}
@@ -446,7 +446,7 @@ class World:
         num_senders: int = 2,
         *,
         make_api: type[Api] = Api,
-        make_intake: Callable[[int], Intake] = Intake,
+        make_intake: Callable[[int], ReceiverCache] = ReceiverCache,
     ) -> None:
         self.num_senders = num_senders
         self.expectations_may_break = num_senders > 1
