@@ -24,9 +24,9 @@ from lookonce.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from lookonce.engine.client.delta_stream import DeltaStream
 from lookonce.engine.client.engine_client import EngineClient
-from lookonce.engine.client.generation import DeltaStream
-from lookonce.engine.settings import EngineSettings
+from lookonce.engine.process_io import EngineSettings
 from lookonce.engine.supervisor.engine_supervisor import EngineSupervisor
 from lookonce.render.prompt.detokenizer import Detokenizer
 from lookonce.render.prompt.tokenizer import Tokenizer

@@ -16,10 +16,9 @@ import torch
 
 from lookonce.core.block_pool import BlockPool
 from lookonce.engine.process.build import Progress, assemble, attention_of, make_runner
-from lookonce.engine.process.engine_core import EngineCore
+from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
 from lookonce.engine.process.main import host_engine
-from lookonce.engine.process.request_validation import RequestPreprocessor
-from lookonce.engine.settings import EngineSettings
+from lookonce.engine.process_io import EngineSettings
 from lookonce.model.loader import load_model
 
 _P = ParamSpec("_P")

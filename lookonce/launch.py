@@ -22,8 +22,7 @@ from pathlib import Path
 import msgspec
 
 from lookonce.config import Config, ServerConfig
-from lookonce.engine.progress import Failed, parse_progress
-from lookonce.engine.settings import engine_settings
+from lookonce.engine.process_io import Failed, engine_settings, parse_progress
 from lookonce.engine.supervisor.child_process import ChildProcess, SupervisedProcess
 from lookonce.engine.supervisor.engine_supervisor import (
     ENGINE_COMMAND,

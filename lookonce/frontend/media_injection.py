@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from lookonce.engine.client.injection import InjectionOutcome, Keyed
+from lookonce.engine.client.sender_cache import InjectionOutcome, Keyed
 from lookonce.errors import BadRequestError, LookOnceError
 from lookonce.frontend.services import Services
 from lookonce.render.media.injection import arrays_of

@@ -11,7 +11,7 @@ import msgspec
 from prometheus_client.core import Metric
 
 from lookonce.config import Config
-from lookonce.engine.client.injection import InjectionOutcome
+from lookonce.engine.client.sender_cache import InjectionOutcome
 from lookonce.errors import (
     BadRequestError,
     DrainingError,

@@ -25,7 +25,7 @@ import uvicorn
 import uvloop
 
 from lookonce.config import Config
-from lookonce.engine.progress import Failed, ProgressPipe
+from lookonce.engine.process_io import Failed, ProgressPipe
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.errors import ConfigError, ModelLoadError, error_to_wire
 from lookonce.frontend.services import Drain

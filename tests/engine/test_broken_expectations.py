@@ -24,7 +24,7 @@ from lookonce.ipc.messages import (
 )
 from lookonce.types.media import Expansion
 from lookonce.types.sampling import SamplingParams
-from tests.engine.test_reception import RawClient, added
+from tests.engine.test_input_thread import RawClient, added
 from tests.support.core.builders import PLACEHOLDER, feature, key, request, text
 from tests.support.engine.living import (
     PATIENCE,

@@ -9,7 +9,7 @@ import pytest
 from lookonce.config import EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
 from lookonce.engine.process import build as build_module
 from lookonce.engine.process.build import build_engine
-from lookonce.engine.settings import EngineSettings
+from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import BadRequestError, ConfigError, ModelLoadError
 from tests.support.core.builders import request
 

@@ -15,8 +15,15 @@ import pytest
 
 from lookonce.config import ChannelConfig, EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
 from lookonce.engine.client.engine_client import EngineClient
-from lookonce.engine.progress import Alive, Failed, Loading, ProgressPipe, Serving, parse_progress
-from lookonce.engine.settings import EngineSettings
+from lookonce.engine.process_io import (
+    Alive,
+    EngineSettings,
+    Failed,
+    Loading,
+    ProgressPipe,
+    Serving,
+    parse_progress,
+)
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.errors import EngineDeadError, error_from_wire
 from lookonce.types.sampling import SamplingParams

@@ -10,14 +10,26 @@ from lookonce.core import session_eviction as idleness
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.request_validation import Door
+from lookonce.core.scheduler_output import SchedulerOutput
 from lookonce.engine.process.engine_core import EngineCore
-from lookonce.engine.process.step_loop import Add, StepChannel, StepLoop, Stop
+from lookonce.engine.process.step_loop import (
+    Add,
+    OutputSender,
+    StepChannel,
+    StepLoop,
+    Stop,
+    Unreachable,
+)
+from lookonce.ipc.messages import Accepted, Deltas
+from lookonce.types.request import TokenDelta
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import ROW_BYTES, Limits, make_scheduler, request, text
 from tests.support.core.fake_runner import FakeRunner
 from tests.support.engine.living import PATIENCE
 
 LIMITS = Limits(max_num_seqs=1)
+
+
 ANSWER = 8
 """Tokens, and so steps, that the request under test takes."""
 
@@ -73,3 +85,92 @@ def test_who_waits_for_an_idle_session_gets_its_place_though_nothing_else_happen
         exchange.command(Stop())
         thread.join(PATIENCE)
     assert core.steps < 3 * ANSWER, "it has slept meanwhile"
+
+
+class FakeOutlet:
+    """Reaches everybody but the `lost`."""
+
+    def __init__(self):
+        self.sent = []
+        self.lost = set()
+
+    def send(self, sender, message):
+        if sender in self.lost:
+            return False
+        self.sent.append((sender, message))
+        return True
+
+    def take(self):
+        sent, self.sent = self.sent, []
+        return sent
+
+
+@pytest.fixture
+def outlet():
+    return FakeOutlet()
+
+
+@pytest.fixture
+def postbox(outlet):
+    """Requests a1 and a2 of sender a, b1 of sender b; b waits for `Accepted`."""
+    postbox = OutputSender(outlet)
+    postbox.open("a1", "a", accepted=True)
+    postbox.open("a2", "a", accepted=True)
+    postbox.open("b1", "b", accepted=False)
+    return postbox
+
+
+def token(request_id, token_id=7):
+    return TokenDelta(request_id, 0, [token_id])
+
+
+def test_one_message_a_step_carries_all_deltas_of_a_sender(postbox, outlet):
+    postbox.send(SchedulerOutput([token("a1"), token("b1"), token("a2")]))
+    assert outlet.take() == [
+        ("a", Deltas([token("a1"), token("a2")])),
+        ("b", Deltas([token("b1")])),
+    ]
+
+
+def test_acceptance_is_told_before_tokens_and_once(postbox, outlet):
+    postbox.send(SchedulerOutput([token("b1")], accepted=["a1", "b1"]))
+    assert outlet.take() == [("b", Accepted("b1", complete=False)), ("b", Deltas([token("b1")]))]
+    postbox.send(SchedulerOutput(accepted=["b1"]))
+    assert outlet.take() == []
+
+
+def test_what_the_input_thread_accepted_is_not_accepted_again(postbox, outlet):
+    postbox.accept("b1")
+    postbox.send(SchedulerOutput(accepted=["b1"]))
+    assert outlet.take() == []
+
+
+def test_a_released_request_is_nobodys(postbox, outlet):
+    postbox.send(SchedulerOutput([token("a1")], released=["a1"]))
+    outlet.take()
+    postbox.send(SchedulerOutput([token("a1"), token("a2")]))
+    assert outlet.take() == [("a", Deltas([token("a2")]))]
+
+
+def test_who_was_out_of_reach_once_gets_no_tokens_with_a_gap(postbox, outlet):
+    outlet.lost = {"a"}
+    both = SchedulerOutput([token("a1"), token("b1")])
+    assert postbox.send(both) == [Unreachable("a", ("a1", "a2"))]
+    outlet.lost = set()
+    outlet.take()
+    assert postbox.send(both) == []
+    assert outlet.take() == [("b", Deltas([token("b1")]))]
+
+
+def test_a_request_whose_end_was_lost_is_among_the_cut_off(postbox, outlet):
+    outlet.lost = {"a"}
+    assert postbox.send(SchedulerOutput([token("a1")], released=["a1"])) == [
+        Unreachable("a", ("a1", "a2"))
+    ]
+
+
+def test_a_sender_that_is_back_gets_what_it_asks_from_then_on(postbox, outlet):
+    postbox.cut_off("a")
+    postbox.open("a3", "a", accepted=True)
+    postbox.send(SchedulerOutput([token("a1"), token("a3")]))
+    assert outlet.take() == [("a", Deltas([token("a3")]))]

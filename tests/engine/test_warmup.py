@@ -11,7 +11,7 @@ from lookonce.config import EncoderConfig, KVConfig, MediaConfig, ModelConfig, S
 from lookonce.core.block_pool import BlockPool
 from lookonce.engine.process.build import assemble, build_engine
 from lookonce.engine.process.warmup import WarmUpItems, warm_up
-from lookonce.engine.settings import EngineSettings
+from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import RequestFailedError
 from lookonce.model.attention.select import select_backend
 from lookonce.model.loader import load_model

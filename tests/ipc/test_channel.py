@@ -12,10 +12,10 @@ import zmq
 
 from lookonce.errors import EngineDeadError
 from lookonce.ipc.channel import ClientChannel, EngineChannel
-from lookonce.ipc.client_link import ZmqClientLink
-from lookonce.ipc.double import InProcessHub
+from lookonce.ipc.in_process_link import InProcessHub
 from lookonce.ipc.messages import Accepted, GetStats, Heartbeat, Hello, Received, UpdateCache
-from lookonce.ipc.zmq_links import ZmqEngineLink
+from lookonce.ipc.zmq_client_link import ZmqClientLink
+from lookonce.ipc.zmq_engine_link import ZmqEngineLink
 from tests.support.ipc_samples import update
 
 PATIENCE = 20.0

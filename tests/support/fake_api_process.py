@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 
-from lookonce.engine.progress import Failed, ProgressPipe
+from lookonce.engine.process_io import Failed, ProgressPipe
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.errors import ConfigError, error_to_wire
 

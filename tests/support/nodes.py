@@ -24,13 +24,13 @@ from lookonce.engine.process.build import build_engine
 from lookonce.engine.process.input_thread import InputThread
 from lookonce.engine.process.receiver_cache import ReceiverCache
 from lookonce.engine.process.step_loop import StepLoop, Stop
-from lookonce.engine.settings import engine_settings
+from lookonce.engine.process_io import engine_settings
 from lookonce.frontend.auth import KeyRing
 from lookonce.frontend.metrics import Metrics
 from lookonce.frontend.render_only_engine import NoEngine
 from lookonce.frontend.services import Services
 from lookonce.ipc.channel import EngineChannel
-from lookonce.ipc.double import InProcessHub
+from lookonce.ipc.in_process_link import InProcessHub
 from lookonce.render.media.load import MediaLoader
 from lookonce.render.media.processing import MediaJob, Processed
 from lookonce.render.media.resolver import MediaResolver

@@ -11,7 +11,7 @@ import logging
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from types import TracebackType
 from typing import Self
@@ -20,12 +20,9 @@ import msgspec
 
 from lookonce.cache.directory import Directory
 from lookonce.config import ChannelConfig
-from lookonce.engine.client.generation import DeltaStream, PendingRequest
-from lookonce.engine.client.health import EngineState, EngineHealth
-from lookonce.engine.client.injection import InjectionOutcome, Keyed, inject
-from lookonce.engine.client.resend import Resender
-from lookonce.engine.client.sender_cache import SenderCache
-from lookonce.engine.client.stats_requests import StatsRequests
+from lookonce.engine.client.delta_stream import DeltaStream, PendingRequest
+from lookonce.engine.client.engine_health import EngineHealth, EngineState
+from lookonce.engine.client.sender_cache import InjectionOutcome, Keyed, SenderCache, inject
 from lookonce.errors import (
     BadRequestError,
     EngineDeadError,
@@ -33,9 +30,7 @@ from lookonce.errors import (
     RequestFailedError,
     error_from_wire,
 )
-from lookonce.ipc.channel import ClientChannel
-from lookonce.ipc.client_link import ZmqClientLink
-from lookonce.ipc.links import ClientLink
+from lookonce.ipc.channel import ClientChannel, ClientLink
 from lookonce.ipc.messages import (
     Abort,
     Accepted,
@@ -51,19 +46,24 @@ from lookonce.ipc.messages import (
     ResendMedia,
     ResetCache,
     Stats,
+    SupplyMedia,
     UpdateCache,
     Welcome,
 )
-from lookonce.types.media import Array
+from lookonce.ipc.zmq_client_link import ZmqClientLink
+from lookonce.types.media import Array, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import Clock
-from lookonce.types.request import GenerateRequest, RenderedPrompt
+from lookonce.types.request import GenerateRequest, RenderedItem, RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+
 MESSAGE_OVERHEAD = 4096
 """Bytes charged for a submission beside its prompt and its items."""
+
+
 STATS_TIMEOUT = 2.0
 """Seconds the engine's step may delay an answer before the last known figures are given."""
 
@@ -365,3 +365,112 @@ def _check_encodable(request: GenerateRequest) -> None:
         raise BadRequestError("a number in the request is out of range") from None
     except UnicodeError:
         raise BadRequestError("a string in the request is not Unicode text") from None
+
+
+class StatsRequests:
+    """Pairs answers with who asked, by number."""
+
+    def __init__(self) -> None:
+        self.last_counters: dict[str, float] | None = None
+        """The newest answer to anybody."""
+        self._number = 0
+        self._open: dict[int, asyncio.Future[dict[str, float]]] = {}
+
+    def ask(self) -> tuple[int, asyncio.Future[dict[str, float]]]:
+        """A number to send along, and what will hold the answer."""
+        self._number += 1
+        answer: asyncio.Future[dict[str, float]] = asyncio.get_running_loop().create_future()
+        self._open[self._number] = answer
+        return self._number, answer
+
+    def forget(self, number: int) -> None:
+        self._open.pop(number, None)
+
+    def answer(self, message: Stats) -> None:
+        self.last_counters = message.counters
+        asked = self._open.pop(message.nonce, None)
+        if asked is not None and not asked.done():
+            asked.set_result(message.counters)
+
+    def fail(self, error: LookOnceError) -> None:
+        """Nobody will answer any more."""
+        asked, self._open = self._open, {}
+        for answer in asked.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+
+class Resender:
+    """Answers `ResendMedia`, each in a task of its own.
+
+    `room` waits for bytes on the channel, `commit` sends at once, and `give_up` ends a request
+    whose items cannot be made again.
+    """
+
+    def __init__(
+        self,
+        sender: SenderCache,
+        room: Callable[[int], AbstractAsyncContextManager[None]],
+        commit: Callable[[SupplyMedia], None],
+        give_up: Callable[[PendingRequest, LookOnceError], None],
+    ) -> None:
+        self._sender = sender
+        self._room = room
+        self._commit = commit
+        self._give_up = give_up
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, request: PendingRequest, keys: tuple[bytes, ...]) -> None:
+        task = asyncio.get_running_loop().create_task(self._resend(request, keys))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _resend(self, request: PendingRequest, keys: tuple[bytes, ...]) -> None:
+        """Make what the engine lacks again from its source, and supply it."""
+        try:
+            recovered: dict[bytes, ProcessedItem] = {}
+            while not await self._try_supply(request, keys, recovered):
+                pass  # a reset took what was listed: it too must be made again
+        except LookOnceError as error:
+            self._give_up(request, error)
+        except Exception:
+            logger.exception("request %s: media could not be made again", request.request_id)
+            self._give_up(request, RequestFailedError("media could not be processed again"))
+
+    async def _try_supply(
+        self,
+        request: PendingRequest,
+        keys: tuple[bytes, ...],
+        recovered: dict[bytes, ProcessedItem],
+    ) -> bool:
+        """Add to `recovered` what must be made again, then supply; False if that takes more."""
+
+        def lacking() -> tuple[RenderedItem, ...]:
+            rest = [key for key in keys if key not in recovered]
+            return self._sender.to_recover(request.rendered, rest)
+
+        if request.complete:
+            return True
+        parts = lacking()
+        made = await asyncio.gather(*(part.recover() for part in parts if part.recover))
+        recovered.update((part.key, item) for part, item in zip(parts, made, strict=True))
+        async with self._room(sum(item.nbytes for item in recovered.values())):
+            if request.closed:
+                return True
+            if lacking():
+                return False
+            self._commit(self._sender.supply(request.request_id, request.rendered, keys, recovered))
+            _drop_resent_items(request, recovered)
+            return True
+
+
+def _drop_resent_items(request: PendingRequest, sent: Container[bytes]) -> None:
+    """What was made again is the engine's now; it could be made once more."""
+    for part in request.rendered.items:
+        if part.recover is not None and part.key in sent:
+            part.item = None

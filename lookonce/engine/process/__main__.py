@@ -12,10 +12,9 @@ if len(os.sched_getaffinity(0)) <= 2:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from lookonce.engine.process.build import Progress, build_engine  # noqa: E402
-from lookonce.engine.process.engine_core import EngineCore  # noqa: E402
+from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor  # noqa: E402
 from lookonce.engine.process.main import host_engine  # noqa: E402
-from lookonce.engine.process.request_validation import RequestPreprocessor  # noqa: E402
-from lookonce.engine.settings import EngineSettings  # noqa: E402
+from lookonce.engine.process_io import EngineSettings  # noqa: E402
 
 
 def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, RequestPreprocessor]:

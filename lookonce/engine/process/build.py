@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -18,13 +19,16 @@ from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.request_validation import Door
 from lookonce.core.scheduler import Scheduler
-from lookonce.engine.process.engine_core import EngineCore
+from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
 from lookonce.engine.process.grammar import GrammarCompiler
-from lookonce.engine.process.kv_tiers import open_external, rope_of
-from lookonce.engine.process.request_validation import RequestPreprocessor
 from lookonce.engine.process.warmup import WarmUpItems, warm_up
-from lookonce.engine.settings import EngineSettings
+from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import ConfigError
+from lookonce.kv.connector import Connector
+from lookonce.kv.namespace import namespace_digest
+from lookonce.kv.objects import ObjectFormat
+from lookonce.kv.registry import open_chain
+from lookonce.kv.transfer import MAX_QUEUED_BYTES
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.select import resolve_block_size, select_backend
 from lookonce.model.kv_pages import block_bytes
@@ -32,9 +36,10 @@ from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.runner import Runner
 from lookonce.model.threads import Threads
 from lookonce.types.model import ModelInfo
-from lookonce.types.ports import ExternalPrefixCache, ModelRunner
+from lookonce.types.ports import ExternalPrefixCache, KVPageCopier, ModelRunner
 
 logger = logging.getLogger(__name__)
+
 
 CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -42,11 +47,14 @@ CONTAINER_LIMITS = (
 )
 """Where Linux says what a container's processes may take, by its newer and older interface."""
 
+
 Progress = Callable[[int, int], None]
 """Called with (weights loaded, weights in all)."""
 
 
-def build_engine(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, RequestPreprocessor]:
+def build_engine(
+    settings: EngineSettings, progress: Progress
+) -> tuple[EngineCore, RequestPreprocessor]:
     """Load the model, size the caches, and warm up.
 
     Raises `ConfigError` for settings the model cannot be served with, and `ModelLoadError`.
@@ -126,7 +134,9 @@ def assemble(
     )
     grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
     door = Door(pool, encoder_cache, info, settings.scheduler.max_num_batched_tokens)
-    return EngineCore(scheduler, runner, external), RequestPreprocessor(info, door, grammars.compile)
+    return EngineCore(scheduler, runner, external), RequestPreprocessor(
+        info, door, grammars.compile
+    )
 
 
 def _num_blocks(loaded: LoadedModel, kv: KVConfig, block_size: int) -> int:
@@ -174,3 +184,25 @@ def _fitted(loaded: LoadedModel, kv_tokens: int) -> LoadedModel:
     )  # fmt: skip
     fitted = msgspec.structs.replace(info, max_model_len=kv_tokens)
     return dataclasses.replace(loaded, info=fitted)
+
+
+ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+
+
+def open_external(
+    kv: KVConfig, info: ModelInfo, rope: dict[str, object], pages: KVPageCopier
+) -> Connector:
+    """Raises `ConfigError` for a tier this machine cannot have."""
+    namespace = namespace_digest(weights_digest=info.weights_digest, layout=pages.layout, rope=rope)
+    objects = ObjectFormat(namespace, pages.layout)
+    chain = open_chain(kv.tiers, objects)
+    names = ", ".join(tier.name for tier in chain.tiers)
+    logger.info("KV beyond the device: %s, namespace %s", names, namespace.hex()[:16])
+    # Blocks stay on the device until they are copied away: never a large part of it.
+    max_queued_bytes = min(MAX_QUEUED_BYTES, max(kv.cache_bytes // 4, pages.layout.block_bytes))
+    return Connector(chain, pages, policy=kv.load_policy, max_queued_bytes=max_queued_bytes)
+
+
+def rope_of(text_config: Any) -> dict[str, object]:
+    """What a model's config says about positions."""
+    return {name: getattr(text_config, name, None) for name in ROPE_FIELDS}

@@ -8,9 +8,12 @@ Hugging Face's fast tokenizers as they are.
 from __future__ import annotations
 
 import json
+import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -20,16 +23,22 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
-from lookonce.errors import BadRequestError
+from lookonce.core.request import Request
+from lookonce.errors import BadRequestError, LookOnceError, RequestFailedError
 from lookonce.render.prompt.tokenizer import Tokenizer
-from lookonce.types.grammar import JSON_SPACES, Grammar
+from lookonce.types.grammar import JSON_SPACES, CompiledGrammar, Grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
+
 MAX_KEPT = 128
 """LLGuidanceGrammar grammars kept for later requests, least recently used first out."""
+
+
 MAX_GRAMMAR = 100_000
+
+
 MAX_MESSAGE = 400
 """Characters of the library's explanation that a client is shown."""
 
@@ -159,3 +168,74 @@ def _refusal(grammar: Grammar, reason: str) -> BadRequestError:
         half = MAX_MESSAGE // 2
         words = f"{words[:half]} … {words[-half:]}"
     return BadRequestError(f"{grammar.param}: {words}", param=grammar.param, code="invalid_grammar")
+
+
+logger = logging.getLogger(__name__)
+
+
+WORKERS = 2
+"""A grammar that takes long leaves a worker to the others."""
+
+
+Compile = Callable[[Grammar], CompiledGrammar]
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledRequest:
+    """A request that waits no longer: with its grammar in it, or with what is wrong with it."""
+
+    request: Request
+    complete: bool
+    """As it was given to `begin`."""
+    error: LookOnceError | None = None
+
+
+class GrammarCompilerPool:
+    """All but the compiling happens in the thread that calls."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, from any thread, when there is something to `take`."""
+        self._wake = wake
+        self._workers: ThreadPoolExecutor | None = None
+        self._waiting: dict[str, Request] = {}
+        self._done: deque[CompiledRequest] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def begin(self, request: Request, grammar: Grammar, compile: Compile, complete: bool) -> None:
+        if self._workers is None:
+            self._workers = ThreadPoolExecutor(WORKERS, "grammar")
+        self._waiting[request.request_id] = request
+        work = self._workers.submit(compile, grammar)
+        work.add_done_callback(lambda work: self._finish(request, complete, work))
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget a request; whether it was here."""
+        return self._waiting.pop(request_id, None) is not None
+
+    def take(self) -> list[CompiledRequest]:
+        """Those whose wait has ended, but not the cancelled ones."""
+        taken = []
+        while self._done:
+            finished = self._done.popleft()
+            request_id = finished.request.request_id
+            if self._waiting.get(request_id) is finished.request:
+                del self._waiting[request_id]
+                taken.append(finished)
+        return taken
+
+    def _finish(self, request: Request, complete: bool, work: Future[CompiledGrammar]) -> None:
+        """In a worker's thread."""
+        error = work.exception()
+        if error is None:
+            request.grammar = work.result()
+        self._done.append(CompiledRequest(request, complete, _known(error)))
+        self._wake()
+
+
+def _known(error: BaseException | None) -> LookOnceError | None:
+    if error is None or isinstance(error, LookOnceError):
+        return error
+    logger.error("a grammar could not be compiled", exc_info=error)
+    return RequestFailedError("the grammar could not be compiled")

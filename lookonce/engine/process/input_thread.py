@@ -13,24 +13,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 from lookonce.core.request import Request
-from lookonce.engine.process.grammar_pool import CompiledRequest, GrammarCompilerPool
-from lookonce.engine.process.output_sender import Unreachable
-from lookonce.engine.process.pending_resends import PendingResends
+from lookonce.engine.process.engine_core import RequestPreprocessor
+from lookonce.engine.process.grammar import CompiledRequest, GrammarCompilerPool
 from lookonce.engine.process.receiver_cache import Held, ReceiverCache
-from lookonce.engine.process.request_validation import RequestPreprocessor
 from lookonce.engine.process.step_loop import (
     AbortRequest,
     Add,
     AskStats,
     CutOff,
-    StepChannel,
     Outcome,
     ResetTier,
     StatsAnswer,
+    StepChannel,
     Supply,
+    Unreachable,
 )
 from lookonce.errors import (
     EngineDeadError,
@@ -66,7 +66,10 @@ from lookonce.types.request import GenerateRequest
 
 logger = logging.getLogger(__name__)
 
+
 HEARTBEAT_SECONDS = 0.5
+
+
 MAX_LOST = 64
 """Senders out of reach that are remembered; one that comes back later starts as a stranger."""
 
@@ -398,3 +401,31 @@ class InputThread:
 
 def _out_of_touch() -> EngineDeadError:
     return EngineDeadError("the engine lost touch with this server process")
+
+
+@dataclass(slots=True)
+class _Debt:
+    keys: set[bytes] = field(default_factory=set)
+    num_answers: int = 0
+
+
+class PendingResends:
+    """By request. One may be asked for more than once: what is owed is the sum of all asks."""
+
+    def __init__(self) -> None:
+        self._debts: dict[str, _Debt] = {}
+
+    def ask(self, request_id: str, keys: Collection[bytes]) -> None:
+        debt = self._debts.setdefault(request_id, _Debt())
+        debt.keys.update(keys)
+        debt.num_answers += 1
+
+    def unpaid_after(self, request_id: str, came: Collection[bytes]) -> bool:
+        """Take an answer: whether items that were asked for are in none of the answers."""
+        debt = self._debts.get(request_id, _Debt())
+        debt.keys.difference_update(came)
+        debt.num_answers -= 1
+        return bool(debt.keys) and debt.num_answers <= 0
+
+    def forget(self, request_id: str) -> None:
+        self._debts.pop(request_id, None)

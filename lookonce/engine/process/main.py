@@ -24,24 +24,24 @@ from typing import NoReturn
 
 import msgspec
 
-from lookonce.engine.process.engine_core import EngineCore
+from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
 from lookonce.engine.process.input_thread import InputThread
 from lookonce.engine.process.receiver_cache import ReceiverCache
-from lookonce.engine.process.request_validation import RequestPreprocessor
 from lookonce.engine.process.step_loop import StepLoop, Stop
-from lookonce.engine.progress import Alive, Failed, Loading, ProgressPipe, Serving
-from lookonce.engine.settings import EngineSettings
+from lookonce.engine.process_io import Alive, EngineSettings, Failed, Loading, ProgressPipe, Serving
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.errors import ConfigError, LookOnceError, ModelLoadError, error_to_wire
 from lookonce.ipc.channel import EngineChannel
-from lookonce.ipc.zmq_links import ZmqEngineLink
+from lookonce.ipc.zmq_engine_link import ZmqEngineLink
 
 logger = logging.getLogger(__name__)
 
 EXIT_BROKEN = 1
 
 
-Build = Callable[[EngineSettings, Callable[[int, int], None]], tuple[EngineCore, RequestPreprocessor]]
+Build = Callable[
+    [EngineSettings, Callable[[int, int], None]], tuple[EngineCore, RequestPreprocessor]
+]
 """Makes a warm engine from its settings; is told how to report weights loaded, and in all."""
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from lookonce.config import MediaConfig
 from lookonce.engine.process.engine_core import EngineCore
-from lookonce.engine.settings import EngineSettings
+from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import RequestFailedError, error_from_wire
 from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.families.registry import load_family

@@ -12,9 +12,15 @@ from pathlib import Path
 
 import msgspec
 
-from lookonce.engine.progress import Alive, Failed, Loading, Serving, parse_progress
-from lookonce.engine.settings import EngineSettings
-from lookonce.engine.supervisor.child_process import ChildProcess, SupervisedProcess, RestartBudget
+from lookonce.engine.process_io import (
+    Alive,
+    EngineSettings,
+    Failed,
+    Loading,
+    Serving,
+    parse_progress,
+)
+from lookonce.engine.supervisor.child_process import ChildProcess, RestartBudget, SupervisedProcess
 from lookonce.errors import error_from_wire
 
 logger = logging.getLogger(__name__)
@@ -67,7 +73,9 @@ class EngineSupervisor:
 
     async def _start(self) -> ChildProcess:
         settings = msgspec.json.encode(self._settings)
-        return await ChildProcess.start(self._process.name, self._command, settings, read_output=True)
+        return await ChildProcess.start(
+            self._process.name, self._command, settings, read_output=True
+        )
 
     async def _follow(self, child: ChildProcess) -> None:
         limit: float | None = None  # loading may be silent for long

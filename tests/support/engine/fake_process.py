@@ -14,10 +14,9 @@ from collections.abc import Callable
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.request_validation import Door
-from lookonce.engine.process.engine_core import EngineCore
+from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
 from lookonce.engine.process.main import host_engine
-from lookonce.engine.process.request_validation import RequestPreprocessor
-from lookonce.engine.settings import EngineSettings
+from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import ConfigError
 from tests.support.core.builders import ROW_BYTES, Limits, make_scheduler
 from tests.support.core.fake_runner import FakeRunner
@@ -42,7 +41,9 @@ def build(
     pool = BlockPool(LIMITS.num_blocks, LIMITS.block_size)
     encoder_cache = EncoderCache(LIMITS.encoder_rows * ROW_BYTES, ROW_BYTES)
     door = Door(pool, encoder_cache, LIMITS.model, LIMITS.max_num_batched_tokens)
-    return EngineCore(make_scheduler(LIMITS), FakeRunner(LIMITS)), RequestPreprocessor(LIMITS.model, door)
+    return EngineCore(make_scheduler(LIMITS), FakeRunner(LIMITS)), RequestPreprocessor(
+        LIMITS.model, door
+    )
 
 
 if __name__ == "__main__":

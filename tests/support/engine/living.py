@@ -14,14 +14,13 @@ from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.request_validation import Door
 from lookonce.engine.client.engine_client import EngineClient
-from lookonce.engine.process.engine_core import EngineCore
-from lookonce.engine.process.grammar_pool import Compile
+from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor, no_grammar
+from lookonce.engine.process.grammar import Compile
 from lookonce.engine.process.input_thread import InputThread
 from lookonce.engine.process.receiver_cache import ReceiverCache
-from lookonce.engine.process.request_validation import RequestPreprocessor, no_grammar
 from lookonce.engine.process.step_loop import StepLoop, Stop
 from lookonce.ipc.channel import EngineChannel
-from lookonce.ipc.double import InProcessHub
+from lookonce.ipc.in_process_link import InProcessHub
 from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt, TokenDelta
 from lookonce.types.step import StepPlan, StepResult

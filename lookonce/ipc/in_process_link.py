@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from lookonce.ipc.links import LinkEvents
+from lookonce.ipc.channel import LinkEvents
 from lookonce.types.media import Buffer
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookonce.errors import EngineDeadError
-from lookonce.ipc.flow_control import FlowControl
+from lookonce.ipc.channel import FlowControl
 
 
 def test_what_fits_is_granted_at_once():

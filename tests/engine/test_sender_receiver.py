@@ -12,7 +12,7 @@ from lookonce.types.media import Array, feature_at
 from lookonce.types.request import GenerateRequest, RenderedItem, RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 from tests.support.cache_items import expansion, item, key
-from tests.support.engine.sender_intake_world import MODEL
+from tests.support.engine.sender_receiver_world import MODEL
 
 
 async def never_called():

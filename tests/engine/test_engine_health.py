@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lookonce.engine.client.health import EngineHealth
+from lookonce.engine.client.engine_health import EngineHealth
 from lookonce.errors import EngineDeadError, NotReadyError
 from lookonce.ipc.messages import Heartbeat
 from tests.support.core.builders import model_info

@@ -8,7 +8,12 @@ import sys
 
 import pytest
 
-from lookonce.engine.supervisor.child_process import EXIT_REFUSED, ChildProcess, SupervisedProcess, RestartBudget
+from lookonce.engine.supervisor.child_process import (
+    EXIT_REFUSED,
+    ChildProcess,
+    RestartBudget,
+    SupervisedProcess,
+)
 from lookonce.errors import EngineDeadError
 
 PATIENCE = 30.0

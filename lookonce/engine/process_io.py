@@ -1,4 +1,4 @@
-"""What the engine process tells its parent while it starts and runs: JSON lines on its stdout."""
+"""What the engine process is told when it starts: one line of JSON on its standard input."""
 
 from __future__ import annotations
 
@@ -6,8 +6,46 @@ import os
 import select
 import threading
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import msgspec
+
+from lookonce.config import (
+    Config,
+    EncoderConfig,
+    KVConfig,
+    MediaConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """The parts of the configuration the engine process uses."""
+
+    model: ModelConfig
+    scheduler: SchedulerConfig
+    kv: KVConfig
+    encoder: EncoderConfig
+    address: str
+    """ZMQ endpoint the engine binds."""
+    media: MediaConfig = field(default_factory=MediaConfig)
+    """Its limits say what the largest items are that the engine warms up with."""
+    num_senders: int = 1
+    """API processes the processor cache's budget is divided by."""
+
+
+def engine_settings(config: Config) -> EngineSettings:
+    return EngineSettings(
+        model=config.model,
+        scheduler=config.scheduler,
+        kv=config.kv,
+        encoder=config.encoder,
+        address=config.channel.address,
+        media=config.media,
+        num_senders=config.server.api_processes,
+    )
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
@@ -38,6 +76,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 ProgressEvent = Loading | Serving | Alive | Failed
+
 
 _decoder: msgspec.json.Decoder[ProgressEvent] = msgspec.json.Decoder(ProgressEvent)
 

@@ -23,7 +23,7 @@ from lookonce.cache.lru import ByteLRU, Evicted
 from lookonce.engine.client.sender_cache import SenderCache, _Change
 from lookonce.engine.process.receiver_cache import ReceiverCache
 from lookonce.ipc.messages import NO_OPS
-from tests.support.engine.sender_intake_world import Api, Engine, World
+from tests.support.engine.sender_receiver_world import Api, Engine, World
 
 PICK = st.integers(0, 11)
 NUMBERS = st.lists(st.integers(0, 11), min_size=1, max_size=5)
@@ -232,7 +232,10 @@ def test_a_lookup_that_does_not_pin_is_found():
         for part in rendered.items:
             part.pinned = False
 
-    with patch.object(Directory, "lookup", Directory.peek), patch.object(SenderCache, "cancel", cancel):
+    with (
+        patch.object(Directory, "lookup", Directory.peek),
+        patch.object(SenderCache, "cancel", cancel),
+    ):
         assert_found("a pinned entry was evicted|a pin was not given back|differ")
 
 
