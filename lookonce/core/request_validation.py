@@ -16,6 +16,7 @@ from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest
+from lookonce.types.request_validation import check_prompt_capacity, check_token_array
 
 
 class Door:
@@ -37,9 +38,10 @@ class Door:
         """Keeps `items`. Raises `BadRequestError` or `TooLargeError` saying what is allowed."""
         prompt = _prompt_array(request)
         features = self._collect(request.features)
-        self._check_lengths(len(prompt), features)
+        check_prompt_capacity(len(prompt), self._model.max_model_len, self._kv_tokens)
+        self._check_end(len(prompt), features)
         self._check_items(features)
-        self._check_token_ids(prompt, features)
+        check_token_array(prompt, self._model.vocab_size, features.covered)
         found = check_rows(features, items)
         return Request(request, prompt, features, items, self._model.eos_token_ids, found)
 
@@ -69,7 +71,7 @@ class Door:
             raise BadRequestError(f"item {absent[0]} does not come along", param="features")
         check_places(checked, brought)
         self._check_items(checked)
-        self._check_token_ids(tokens, checked)
+        check_token_array(tokens, self._model.vocab_size, checked.covered)
         check_rows(checked, brought)
         return Appendix(tokens, checked, brought)
 
@@ -91,18 +93,7 @@ class Door:
             )
         return EncoderInputs(features)
 
-    def _check_lengths(self, num_tokens: int, features: Features) -> None:
-        limit = self._model.max_model_len - 1
-        if num_tokens > limit:
-            raise TooLargeError(
-                f"the prompt has {num_tokens} tokens; this model takes at most {limit}",
-                param="prompt",
-            )
-        if num_tokens > self._kv_tokens:
-            raise TooLargeError(
-                f"the prompt has {num_tokens} tokens; the KV cache holds {self._kv_tokens}",
-                param="prompt",
-            )
+    def _check_end(self, num_tokens: int, features: Features) -> None:
         if features.end > num_tokens:
             raise BadRequestError(
                 f"item {len(features) - 1} ends at position {features.end}; the prompt has "
@@ -133,19 +124,6 @@ class Door:
                 f"item {index} has {feature.length} tokens that must be computed in one "
                 f"step; the limit is {limit}",
                 param="features",
-            )
-
-    def _check_token_ids(self, prompt: NDArray[np.int32], features: Features) -> None:
-        """Ids outside the vocabulary are allowed only where an item's rows replace them."""
-        outside = np.flatnonzero((prompt < 0) | (prompt >= self._model.vocab_size))
-        if not len(outside):
-            return
-        wrong = outside[~features.covered(len(prompt))[outside]]
-        if len(wrong):
-            raise BadRequestError(
-                f"token id {prompt[wrong[0]]} at position {wrong[0]} is outside the vocabulary "
-                f"of {self._model.vocab_size}",
-                param="prompt",
             )
 
 

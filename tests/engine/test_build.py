@@ -33,7 +33,7 @@ def test_an_engine_is_warm_and_its_counters_are_at_zero(folder):
     core, judge = build(settings(folder("llama")))
     stats = core.stats()
     assert all(value == 0 for value in stats.values())
-    judge.check(request("r", [1, 2, 3]), {})
+    judge.preprocess(request("r", [1, 2, 3]), {})
     core.add(request("r", [1, 2, 3]), {})
     tokens = []
     while (output := core.step()) is not None:
@@ -79,8 +79,8 @@ def test_no_sequence_is_longer_than_the_kv_cache(folder):
     _, judge = build(settings(folder("llama"), kv=KVConfig(cache_bytes=1 << 14)))
     limit = judge.model.max_model_len
     assert limit % 16 == 0
-    with pytest.raises(BadRequestError, match=f"takes {limit} tokens"):
-        judge.check(request("r", [1] * limit), {})
+    with pytest.raises(BadRequestError, match=f"context is {limit} tokens"):
+        judge.preprocess(request("r", [1] * limit), {})
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):

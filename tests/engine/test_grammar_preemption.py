@@ -24,7 +24,7 @@ def texts(folder, cache_bytes, groups):
     tokenizer, said = Tokenizer.load(folder), {}
     for group in groups:
         for name in group:
-            asked = judge.check(request(name, PROMPTS[name], sampling=SAMPLING), {})
+            asked = judge.preprocess(request(name, PROMPTS[name], sampling=SAMPLING), {})
             asked.grammar = judge.compile_grammar(SAMPLING.grammar)
             core.take_in(asked)
         while (output := core.step()) is not None:

@@ -24,7 +24,7 @@ from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import ExternalPrefixCache, ModelRunner
 from lookonce.types.request import GenerateRequest
-from lookonce.types.sampling import SamplingParams
+from lookonce.types.request_validation import check_fits
 from lookonce.types.step import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class EngineCore:
         self._scheduler.extend(request_id, token_ids, features, items)
 
     def take_in(self, request: Request) -> None:
-        """As `add`, for a request that was built before (`Judge.check`)."""
+        """As `add`, for a request that was built before (`RequestPreprocessor.preprocess`)."""
         self._scheduler.take_in(request)
 
     def supply(self, request_id: str, items: Mapping[bytes, ProcessedItem]) -> None:
@@ -173,45 +173,22 @@ def no_grammar(grammar: Grammar) -> CompiledGrammar:
 
 
 class RequestPreprocessor:
-    """Says no before anything is spent.
+    """Turns a client's request into the scheduler's, and refuses what the engine cannot serve.
 
-    Uses the scheduler's own door, which only reads limits that never change, so it may be asked
-    from another thread than the scheduler's.
+    Reads only limits that never change: the input thread uses it while the step thread steps.
     """
 
     def __init__(self, model: ModelInfo, door: Door, compile_grammar: Compile = no_grammar) -> None:
-        """`compile_grammar` takes its time, so whoever judges calls it in another thread."""
+        """`compile_grammar` may take seconds: `GrammarCompilerPool` calls it in its own threads."""
         self.model = model
         self.compile_grammar = compile_grammar
         self._door = door
 
-    def check(self, request: GenerateRequest, items: Mapping[bytes, ProcessedItem]) -> Request:
-        """The request as the scheduler takes it in, so that it is built only once.
+    def preprocess(self, request: GenerateRequest, items: Mapping[bytes, ProcessedItem]) -> Request:
+        """The request as the scheduler takes it in; `items`: those that the engine holds already.
 
-        `items`: those of the request that the engine holds already. Raises a `RequestError`
-        naming what the served model cannot take.
+        Raises a `RequestError` naming what the served model cannot take.
         """
-        self._check_length(request)
-        self._check_sampling(request.sampling)
-        return self._door.build_request(request, dict(items))
-
-    def _check_length(self, request: GenerateRequest) -> None:
         num_tokens = request.prompt.shape[0] if request.prompt.shape else 0
-        wanted, limit = request.sampling.max_tokens or 1, self.model.max_model_len
-        if num_tokens + wanted > limit:
-            raise BadRequestError(
-                f"the model takes {limit} tokens; the prompt has {num_tokens} and {wanted} more "
-                "were asked for",
-                param="max_tokens" if num_tokens < limit else "prompt",
-                code="context_length_exceeded",
-            )
-
-    def _check_sampling(self, sampling: SamplingParams) -> None:
-        named = {"stop_token_ids": sampling.stop_token_ids, "logit_bias": sampling.logit_bias or ()}
-        for name, token_ids in named.items():
-            for token in token_ids:
-                if not 0 <= token < self.model.vocab_size:
-                    raise BadRequestError(
-                        f"{name} holds {token}; token ids are 0 to {self.model.vocab_size - 1}",
-                        param=name,
-                    )
+        check_fits(num_tokens, request.sampling, self.model)
+        return self._door.build_request(request, dict(items))

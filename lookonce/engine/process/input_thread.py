@@ -290,7 +290,7 @@ class InputThread:
         if waiting >= self._max_queue:
             raise QueueFullError(f"{waiting} requests are waiting, the most that may")
         try:
-            return self._judge.check(request, items)
+            return self._judge.preprocess(request, items)
         except LookOnceError:
             raise
         except Exception as error:
