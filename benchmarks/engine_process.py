@@ -15,9 +15,10 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from lookonce.core.block_pool import BlockPool
-from lookonce.engine.process.build import Progress, assemble, attention_of, make_runner
+from lookonce.engine.process.build import assemble
 from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
-from lookonce.engine.process.main import host_engine
+from lookonce.engine.process.load_engine import Progress, attention_of, make_runner
+from lookonce.engine.process.main import run_engine
 from lookonce.engine.process_io import EngineSettings
 from lookonce.model.loader import load_model
 
@@ -68,4 +69,4 @@ def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, Req
 
 
 if __name__ == "__main__":
-    host_engine(build)
+    run_engine(build)

@@ -10,7 +10,8 @@ import numpy as np
 
 from lookonce.config import EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
 from lookonce.core.block_pool import BlockPool
-from lookonce.engine.process.build import assemble, open_external, rope_of
+from lookonce.engine.process.build import assemble
+from lookonce.engine.process.kv_tiers import open_external, rope_of
 from lookonce.engine.process_io import EngineSettings
 from lookonce.kv.connector import Connector
 from lookonce.model.attention.select import resolve_block_size, select_backend

@@ -154,7 +154,7 @@ class EngineChannel:
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link
-        self._outlet = EngineChannelWriter(link)
+        self._writer = EngineChannelWriter(link)
         self._decoder = client_message_decoder()
 
     def poll(self, timeout: float) -> list[tuple[str, ClientMessage | Unreadable]]:
@@ -174,10 +174,10 @@ class EngineChannel:
 
     def send(self, sender: str, message: EngineMessage) -> bool:
         """Enqueue for one sender; False when it is no longer connected."""
-        return self._outlet.send(sender, message)
+        return self._writer.send(sender, message)
 
-    def outlet(self) -> EngineChannelWriter:
-        """For another thread that has something to say to the senders."""
+    def writer(self) -> EngineChannelWriter:
+        """For another thread that sends messages."""
         return EngineChannelWriter(self._link)
 
     def wake(self) -> None:

@@ -26,7 +26,7 @@ def time():
 
 
 @pytest.fixture
-def pulse(time):
+def health(time):
     """Of an engine that serves."""
     serving = EngineHealth(STALL_TIMEOUT, time)
     serving.connect()
@@ -35,60 +35,60 @@ def pulse(time):
 
 
 def test_until_the_welcome_an_engine_is_starting(time):
-    pulse = EngineHealth(STALL_TIMEOUT, time)
-    assert pulse.state == "starting"
-    pulse.connect()
-    assert pulse.state == "starting"
+    health = EngineHealth(STALL_TIMEOUT, time)
+    assert health.state == "starting"
+    health.connect()
+    assert health.state == "starting"
     with pytest.raises(NotReadyError):
-        pulse.require_ready()
+        health.require_ready()
     with pytest.raises(NotReadyError):
-        pulse.model  # noqa: B018
-    pulse.welcome(model_info(), ready=True)
-    assert pulse.state == "ready"
-    assert pulse.model == model_info()
+        health.model  # noqa: B018
+    health.welcome(model_info(), ready=True)
+    assert health.state == "ready"
+    assert health.model == model_info()
 
 
 def test_an_engine_that_warms_up_is_ready_with_the_heartbeat_that_says_so(time):
-    pulse = EngineHealth(STALL_TIMEOUT, time)
-    pulse.connect()
-    pulse.welcome(model_info(), ready=False)
-    pulse.beat(Heartbeat(EPOCH, False, 0.0), EPOCH)
-    assert pulse.state == "starting"
-    pulse.beat(Heartbeat(EPOCH, True, 0.0), EPOCH)
-    assert pulse.state == "ready"
+    health = EngineHealth(STALL_TIMEOUT, time)
+    health.connect()
+    health.welcome(model_info(), ready=False)
+    health.beat(Heartbeat(EPOCH, False, 0.0), EPOCH)
+    assert health.state == "starting"
+    health.beat(Heartbeat(EPOCH, True, 0.0), EPOCH)
+    assert health.state == "ready"
 
 
-def test_a_lost_connection_is_death_and_a_new_one_a_start(pulse):
-    pulse.lose()
-    assert pulse.state == "dead"
+def test_a_lost_connection_is_death_and_a_new_one_a_start(health):
+    health.lose()
+    assert health.state == "dead"
     with pytest.raises(EngineDeadError, match="restarted"):
-        pulse.require_ready()
-    assert pulse.model == model_info()
-    pulse.connect()
-    assert pulse.state == "starting"
+        health.require_ready()
+    assert health.model == model_info()
+    health.connect()
+    assert health.state == "starting"
 
 
-def test_a_heartbeat_of_another_epoch_does_not_make_it_ready(pulse):
-    pulse.lose()
-    pulse.connect()
-    pulse.beat(Heartbeat(EPOCH + 1, True, 0.0), EPOCH)
-    assert pulse.state == "starting"
+def test_a_heartbeat_of_another_epoch_does_not_make_it_ready(health):
+    health.lose()
+    health.connect()
+    health.beat(Heartbeat(EPOCH + 1, True, 0.0), EPOCH)
+    assert health.state == "starting"
 
 
-def test_a_long_step_is_stuck_only_beyond_the_stall_timeout(pulse):
-    pulse.beat(Heartbeat(EPOCH, True, STALL_TIMEOUT), EPOCH)
-    assert pulse.state == "ready"
-    pulse.beat(Heartbeat(EPOCH, True, STALL_TIMEOUT + 0.5), EPOCH)
-    assert pulse.state == "stuck"
+def test_a_long_step_is_stuck_only_beyond_the_stall_timeout(health):
+    health.beat(Heartbeat(EPOCH, True, STALL_TIMEOUT), EPOCH)
+    assert health.state == "ready"
+    health.beat(Heartbeat(EPOCH, True, STALL_TIMEOUT + 0.5), EPOCH)
+    assert health.state == "stuck"
     with pytest.raises(EngineDeadError, match="answer"):
-        pulse.require_ready()
-    pulse.beat(Heartbeat(EPOCH, True, 0.0), EPOCH)
-    assert pulse.state == "ready"
+        health.require_ready()
+    health.beat(Heartbeat(EPOCH, True, 0.0), EPOCH)
+    assert health.state == "ready"
 
 
-def test_silence_counts_as_stalling(pulse, time):
-    pulse.beat(Heartbeat(EPOCH, True, 100.0), EPOCH)
+def test_silence_counts_as_stalling(health, time):
+    health.beat(Heartbeat(EPOCH, True, 100.0), EPOCH)
     time.now += 19.0
-    assert pulse.state == "ready"
+    assert health.state == "ready"
     time.now += 2.0
-    assert pulse.state == "stuck"
+    assert health.state == "stuck"

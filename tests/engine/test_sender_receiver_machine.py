@@ -1,6 +1,6 @@
 """The cache protocol under every interleaving, and proof that the machine would notice.
 
-Hypothesis drives the world of `sender_intake_world`: two API processes and an engine. The world
+Hypothesis drives the world of `sender_receiver_world`: two API processes and an engine. The world
 checks itself after every event. The mutations at the end break the protocol in one place each;
 the same machine must find every one.
 """
@@ -208,7 +208,9 @@ def test_judging_before_applying_is_found():
         return init
 
     with patch.object(World, "__init__", judging_first(World.__init__)):
-        assert_found("the two sides differ|contradicted|did not bring", make_intake=JudgesFirst)
+        assert_found(
+            "the two sides differ|contradicted|did not bring", make_receiver_cache=JudgesFirst
+        )
 
 
 def test_evicting_a_pinned_entry_is_found():
@@ -252,7 +254,7 @@ def test_listening_to_another_epoch_is_found():
         def _accepts(self, sender, epoch):
             return self.knows(sender)
 
-    assert_found("differ|contradicted|still held", make_intake=Credulous)
+    assert_found("differ|contradicted|still held", make_receiver_cache=Credulous)
 
 
 def test_clearing_without_saying_so_is_found():
@@ -314,7 +316,7 @@ def test_forgetting_to_release_is_found():
         def release(self, request_id):
             pass
 
-    assert_found("still held", make_intake=Hoarder)
+    assert_found("still held", make_receiver_cache=Hoarder)
 
 
 def test_ignoring_what_could_not_be_read_is_found():
@@ -333,4 +335,4 @@ def test_a_settled_world_has_its_items_on_both_sides():
     assert first.sender.directory.sizes().keys() == second.sender.directory.sizes().keys()
     assert (first.sender.directory.queries, first.sender.directory.hits) == (6, 4)
     assert {r.state for api in (first, second) for r in api.requests.values()} == {"done"}
-    assert len(world.engine.intake.store) == 2
+    assert len(world.engine.receiver_cache.store) == 2

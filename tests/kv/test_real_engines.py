@@ -19,7 +19,8 @@ import torch
 from benchmarks.valkey_server import ValkeyServer
 from lookonce.config import EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
 from lookonce.core.block_pool import BlockPool
-from lookonce.engine.process.build import assemble, open_external, rope_of
+from lookonce.engine.process.build import assemble
+from lookonce.engine.process.kv_tiers import open_external, rope_of
 from lookonce.engine.process_io import EngineSettings
 from lookonce.model.attention.select import select_backend
 from lookonce.model.kv_copier import PageCopier

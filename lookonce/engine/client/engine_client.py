@@ -89,8 +89,8 @@ class EngineClient:
             connect(sender_id) if connect else ZmqClientLink(config.address, sender_id),
             max_bytes_in_flight=config.max_bytes_in_flight,
         )
-        self._pulse = EngineHealth(config.stall_timeout, clock)
-        self._questions = StatsRequests()
+        self._health = EngineHealth(config.stall_timeout, clock)
+        self._stats_requests = StatsRequests()
         self._requests: dict[str, PendingRequest] = {}
         self._resender = Resender(self.sender, self._channel.room, self._commit, self._give_up)
 
@@ -113,12 +113,12 @@ class EngineClient:
     @property
     def state(self) -> EngineState:
         """ "dead" only after a connection was lost; "stuck" while a step takes too long."""
-        return self._pulse.state
+        return self._health.state
 
     @property
     def model(self) -> ModelInfo:
         """The served model's facts; they outlive the engine. Raises `NotReadyError` before."""
-        return self._pulse.model
+        return self._health.model
 
     @property
     def directory(self) -> Directory:
@@ -131,7 +131,7 @@ class EngineClient:
 
     async def wait_ready(self) -> None:
         """Returns once the engine serves; waits through restarts."""
-        await self._pulse.wait_ready()
+        await self._health.wait_ready()
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class EngineClient:
         """List items in the engine's store; the answer's `ops.adds` are those that were added."""
         given = list(items)
         async with self._channel.room(sum(keyed.item.nbytes for keyed in given)):
-            self._pulse.require_ready()
+            self._health.require_ready()
             update = self.sender.update(given)
             self._commit(update)
         return update
@@ -204,9 +204,9 @@ class EngineClient:
             async with asyncio.timeout(STATS_TIMEOUT):
                 return await self._ask_stats()
         except TimeoutError:
-            if self._questions.last_counters is None:
+            if self._stats_requests.last_counters is None:
                 raise EngineDeadError("the engine does not answer") from None
-            return self._questions.last_counters
+            return self._stats_requests.last_counters
 
     async def reset_cache(self, tier: str) -> None:
         """Empty the tier "mm", "encoder" or "prefix"; returns when it is done.
@@ -215,14 +215,14 @@ class EngineClient:
         """
         if tier not in ("mm", "encoder", "prefix"):
             raise BadRequestError(f"there is no cache tier {tier!r}", param="tier")
-        self._pulse.require_ready()
+        self._health.require_ready()
         self._send(ResetCache(self.sender.epoch, tier))
         await self._ask_stats()  # answered after the reset: all messages keep their order
 
     # --- what the channel tells ---------------------------------------------------------------
 
     def connected(self) -> None:
-        self._pulse.connect()
+        self._health.connect()
         self._send(self.sender.hello())
 
     def disconnected(self) -> None:
@@ -248,7 +248,7 @@ class EngineClient:
                     self.sender.asked(self._requests[request_id].rendered, keys)
                     self._resender.start(self._requests[request_id], keys)
             case Heartbeat():
-                self._pulse.beat(message, self.sender.epoch)
+                self._health.beat(message, self.sender.epoch)
             case Welcome():
                 self._welcome(message)
             case ClearCache():
@@ -256,15 +256,15 @@ class EngineClient:
             case Hints():
                 self.sender.hint(message)
             case Stats():
-                self._questions.answer(message)
+                self._stats_requests.answer(message)
 
     # --- inside -------------------------------------------------------------------------------
 
     async def _submit(self, request: PendingRequest, wire: GenerateRequest) -> None:
         _check_encodable(wire)
-        self._pulse.require_ready()
+        self._health.require_ready()
         async with self._room_for(request, wire):
-            self._pulse.require_ready()
+            self._health.require_ready()
             if request.request_id in self._requests:
                 raise BadRequestError("this request_id is running", param="request_id")
             self._commit(self.sender.submit(wire, request.rendered))
@@ -306,28 +306,28 @@ class EngineClient:
     def _welcome(self, message: Welcome) -> None:
         logger.info("connected to the engine, epoch %d", message.epoch)
         self.sender.welcome(message)
-        self._pulse.welcome(message.model, ready=message.ready)
+        self._health.welcome(message.model, ready=message.ready)
 
     def _lose_engine(self, why: str) -> None:
         """Everything that waits ends at once; the directory starts empty with the next welcome."""
-        self._pulse.lose()
+        self._health.lose()
         self.sender.epoch = 0
         requests, self._requests = self._requests, {}
         if requests:
             logger.error("%s (%d requests fail)", why, len(requests))
         for request in requests.values():
             request.fail(EngineDeadError(why))
-        self._questions.fail(EngineDeadError(why))
+        self._stats_requests.fail(EngineDeadError(why))
 
     async def _ask_stats(self) -> dict[str, float]:
-        if not self._pulse.connected:
+        if not self._health.connected:
             raise EngineDeadError("the engine is not running")
-        number, answer = self._questions.ask()
+        number, answer = self._stats_requests.ask()
         self._send(GetStats(number))
         try:
             return await answer
         finally:
-            self._questions.forget(number)
+            self._stats_requests.forget(number)
 
     def _commit(self, message: ClientMessage) -> None:
         """Send what the directory has already done; if that fails both sides start over."""
@@ -344,7 +344,7 @@ class EngineClient:
 
     def _tell(self, message: ClientMessage) -> None:
         """Send unless there is nobody to tell any more."""
-        if self._pulse.connected:
+        if self._health.connected:
             self._send(message)
 
 
