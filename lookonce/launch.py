@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 API_COMMAND = (sys.executable, "-m", "lookonce.server.process")
 BACKLOG = 2048
 DRAIN_GRACE = 5.0
-"""Seconds an API process has, after the drain timeout, to notice that it is over."""
+"""Seconds an API process has, after the drain timeout, to end."""
 PROBE_SECONDS = 0.1
 
 OnReady = Callable[[str], None]
-"""Told the server's URL, once, when it is ready to serve."""
+"""Called once with the server's URL, when it is ready to serve."""
 
 
 class Supervisor:
@@ -95,7 +95,7 @@ class Supervisor:
             announcing.cancel()
 
     def ask_stop(self) -> None:
-        """Drain and end; asked again, end at once."""
+        """Drain and end; the second time, end at once."""
         if self._stop_asked.is_set():
             logger.warning("asked again: everything is killed")
             self._engine.kill()
@@ -104,7 +104,7 @@ class Supervisor:
         self._stop_asked.set()
 
     async def _keep_running(self) -> None:
-        """Until somebody asks to stop or a process cannot be kept; then everything ends."""
+        """Until `ask_stop`, or until a process cannot be kept running; then all processes end."""
         runs = [self._engine.run(), *(api.run() for api in self._apis)]
         processes = [asyncio.create_task(run) for run in runs]
         asked = asyncio.create_task(self._stop_asked.wait())
@@ -139,7 +139,7 @@ class Supervisor:
         return SupervisedProcess(name, spawn, _raise_refusal)
 
     async def _announce(self, listener: socket.socket) -> None:
-        """Tell when a request to /ready is answered with 200."""
+        """Call `on_ready` when a request to /ready is answered with 200."""
         if self._on_ready is None:
             return
         await self._engine.wait_serving()
@@ -173,7 +173,7 @@ def _bind_tcp(host: str, port: int) -> socket.socket:
 
 
 def _bind_unix(path: str) -> socket.socket:
-    """A socket file that nobody answers on any more is replaced."""
+    """A socket file that no process answers on is replaced."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if Path(path).is_socket() and not _answers(path):
@@ -198,7 +198,7 @@ def _unlink(path: str | None) -> None:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where the server is found; for a unix socket its path."""
+    """The server's URL; `unix:` and the path for a unix socket."""
     name = listener.getsockname()
     if listener.family == socket.AF_UNIX:
         return f"unix:{name}"

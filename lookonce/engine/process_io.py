@@ -1,4 +1,8 @@
-"""What the engine process is told when it starts: one line of JSON on its standard input."""
+"""What a supervisor tells the engine process, and hears from it.
+
+stdin   `EngineSettings`, one line of JSON
+stdout  `ProgressEvent`s, one line of JSON each
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from lookonce.config import (
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The parts of the configuration the engine process uses."""
+    """The parts of the configuration that the engine process uses."""
 
     model: ModelConfig
     scheduler: SchedulerConfig
@@ -31,9 +35,9 @@ class EngineSettings:
     address: str
     """ZMQ endpoint the engine binds."""
     media: MediaConfig = field(default_factory=MediaConfig)
-    """Its limits say what the largest items are that the engine warms up with."""
+    """Its limits decide how large the items are that the engine warms up with."""
     num_senders: int = 1
-    """API processes the processor cache's budget is divided by."""
+    """API processes, which share the processor cache's budget equally."""
 
 
 def engine_settings(config: Config) -> EngineSettings:
@@ -49,24 +53,24 @@ def engine_settings(config: Config) -> EngineSettings:
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
-    """Weights come in; `total` 0 while it is not known."""
+    """Weights are being loaded; `total` is 0 while it is not known."""
 
     done: int
     total: int
 
 
 class Serving(msgspec.Struct, frozen=True, tag="serving"):
-    """Requests may come."""
+    """The engine takes requests."""
 
     seconds: float
     """From the start of the process."""
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Twice a second, by the input thread."""
+    """Sent twice a second by the input thread."""
 
     stalled_seconds: float
-    """How long the step in progress takes already; 0 when idle."""
+    """How long the step in progress has taken so far; 0 when idle."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -82,7 +86,7 @@ _decoder: msgspec.json.Decoder[ProgressEvent] = msgspec.json.Decoder(ProgressEve
 
 
 def parse_progress(line: bytes) -> ProgressEvent | None:
-    """None for a line that is none of ours."""
+    """The event of a line; None for a line that holds none."""
     try:
         return _decoder.decode(line)
     except msgspec.MsgspecError:
@@ -90,7 +94,7 @@ def parse_progress(line: bytes) -> ProgressEvent | None:
 
 
 class ProgressPipe:
-    """Writes events to a file descriptor. A parent that reads no more neither fails nor blocks."""
+    """Writes events to a file descriptor; they are dropped where the parent does not read them."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

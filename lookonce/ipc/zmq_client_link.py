@@ -1,8 +1,13 @@
-"""The API process's end of the link: a DEALER on the event loop itself.
+"""The API process's end of the ZMQ link: a DEALER on the event loop itself.
 
-libzmq's own would have a thread beside the loop, and two wake-ups and a queue between them for
-every message. What it says to the engine's ROUTER is a plain protocol on a plain unix socket
-(`zmtp`), which the loop reads and writes as it does every other connection.
+libzmq's DEALER would run in a thread beside the loop, with two wake-ups and a queue between them
+for every message. Here the loop reads and writes the unix socket itself, in ZMTP 3, the protocol
+between ZMQ sockets, as far as a DEALER and its ROUTER need it:
+
+    greeting ── READY with the socket's identity ── messages, each of one frame or more
+
+`hello`, `message` and `Reader` do no input and no output. The specification is
+https://rfc.zeromq.org/spec/23/ (mechanism NULL).
 """
 
 from __future__ import annotations
@@ -19,17 +24,14 @@ from lookonce.types.media import Buffer
 
 logger = logging.getLogger(__name__)
 
-
 RECONNECT_SECONDS = 0.05
-
-
 WRITE_BYTES = 128 * 1024
-"""At most so much at once: the loop has other things to do, and asyncio's own transport copies
-what the socket does not take."""
+"""Bytes written at most at once: asyncio's own transport copies what the socket does not take, and
+the loop has other work."""
 
 
 class ZmqClientLink:
-    """Connected to one engine after another: nothing meant for one reaches its successor."""
+    """Connected to one engine after another; a message for one never reaches the next."""
 
     def __init__(self, address: str, sender: str) -> None:
         """`address`: `ipc://PATH`."""
@@ -53,7 +55,7 @@ class ZmqClientLink:
             self._connection.transport.abort()
             self._connection = None
 
-    # --- what the connection tells ------------------------------------------------------------
+    # --- called by the connection -------------------------------------------------------------
 
     def made(self, connection: _Connection) -> None:
         if self._closed:
@@ -78,7 +80,7 @@ class ZmqClientLink:
         self._connecting = asyncio.get_running_loop().create_task(self._connect(RECONNECT_SECONDS))
 
     async def _connect(self, delay: float = 0.0) -> None:
-        """Until there is an engine that listens."""
+        """Try until an engine listens."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(delay)
@@ -91,7 +93,7 @@ class ZmqClientLink:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, from its beginning to its end."""
+    """One connection."""
 
     transport: asyncio.Transport
 
@@ -131,12 +133,12 @@ class _Connection(asyncio.Protocol):
         self._link.lost(was_up=self._up)
 
     def _write(self) -> None:
-        """As much as the socket takes; the rest when it takes more."""
+        """Write as much as the socket takes; `resume_writing` writes the rest."""
         while self._unsent and not self._paused:
             self.transport.write(self._next())
 
     def _next(self) -> bytes | memoryview:
-        """A part of a large piece, or small ones together."""
+        """The next bytes to write: part of a large piece, or several small pieces joined."""
         piece = memoryview(self._unsent.popleft())
         if piece.nbytes > WRITE_BYTES:
             self._unsent.appendleft(piece[WRITE_BYTES:])
@@ -153,41 +155,35 @@ class _Connection(asyncio.Protocol):
             self._link.up()
 
     def _tell(self, frames: Sequence[Buffer]) -> None:
-        """Whatever becomes of one message, the next is heard."""
+        """A message that raises is logged, and the next one is received."""
         try:
             self._link.received(frames)
         except Exception:
             logger.exception("a message from the engine could not be taken")
 
 
+# --- ZMTP 3 -----------------------------------------------------------------------------------
+
 MORE, LONG, COMMAND = 1, 2, 4
-"""Bits of a frame's first byte: another frame follows; the length has 8 bytes, not 1; no message
-but a command."""
-
-
+"""Bits of a frame's first byte: another frame of the message follows; the length has 8 bytes, not
+1; the frame is a command, not part of a message."""
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
-
-
 _GREETING_SIZE = 64
-
-
 GREETING = (_SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0")).ljust(_GREETING_SIZE, b"\0")
-
-
 _READY, _ERROR = b"\x05READY", b"\x05ERROR"
 
 
 def hello(identity: bytes) -> bytes:
-    """All that a DEALER has to say first. It may say so before it has heard anything; for its first
-    message it has to wait until its peer is ready too (libzmq refuses one that comes earlier)."""
+    """Greeting and READY of a DEALER. It may send both at once; for its first message it must wait
+    until its peer is ready too (libzmq refuses one that comes earlier)."""
     socket_type = _property(b"Socket-Type", b"DEALER")
     command = _READY + socket_type + _property(b"Identity", identity)
     return GREETING + _frame_head(COMMAND, len(command)) + command
 
 
 def message(frames: Sequence[Buffer]) -> list[Buffer]:
-    """What a message is on the wire. Bytes are heads and names, which are small: they are copied;
-    other frames are sent from where they are."""
+    """The bytes of a message on the wire. Frames of type `bytes` are heads and names, which are
+    small: they are copied. Other frames are not."""
     if len(frames) == 1 and isinstance(frames[0], bytes):
         return [_frame_head(0, len(frames[0])) + frames[0]]
     pieces: list[Buffer] = []
@@ -202,21 +198,21 @@ def message(frames: Sequence[Buffer]) -> list[Buffer]:
 
 
 class Reader:
-    """Splits what the peer sends, however it is cut, into messages."""
+    """Splits the bytes that the peer sends, in pieces of any size, into messages."""
 
     def __init__(self) -> None:
         self.ready = False
-        """The peer has said all that comes before messages."""
+        """The peer's READY has come."""
         self._rest = bytearray()
-        """The beginning of what is not complete yet."""
+        """The beginning of a frame that is not complete yet."""
         self._wanted = _GREETING_SIZE
-        """Bytes `_rest` must have before there is something to be read."""
+        """Bytes `_rest` must have before a frame can be read."""
         self._greeted = False
         self._frames: list[Buffer] = []
-        """Of the message whose last frame has not come."""
+        """The frames of a message whose last frame has not come."""
 
     def feed(self, data: bytes) -> Iterator[list[Buffer]]:
-        """The messages that are complete: of each the first frame as bytes, others as views.
+        """The complete messages: of each the first frame as bytes, the others as views.
 
         Raises `ProtocolError` for anything but ZMTP 3.
         """
@@ -240,7 +236,7 @@ class Reader:
         self._rest += memoryview(data)[position:]
 
     def _span(self, data: bytes, position: int) -> tuple[int, int] | None:
-        """Where the body of the frame at `position` is; None while it is not complete."""
+        """Start and end of the body of the frame at `position`; None while it is not complete."""
         left = len(data) - position
         head = 9 if left and data[position] & LONG else 2
         self._wanted = head
@@ -252,7 +248,7 @@ class Reader:
         return (start, start + size) if left >= self._wanted else None
 
     def _greet(self, data: bytes) -> int:
-        """The greeting's length, once it is found to be good."""
+        """Check the greeting; its length. Raises `ProtocolError`."""
         if data[0] != 0xFF or data[9] != 0x7F or data[10] < 3 or data[12:17] != b"NULL\0":
             raise ProtocolError("the peer does not speak ZMTP 3 without authentication")
         self._greeted = True

@@ -1,7 +1,7 @@
-"""The API process's side of the engine: submit a prompt, iterate over its tokens.
+"""The API process's client of the engine: submit a prompt, iterate over its tokens.
 
-Everything runs on one event loop. The channel calls `received` for each message; no task is woken
-but those whose request got something. The cache protocol's decisions are the `SenderCache`'s.
+Everything runs on one event loop. The channel calls `received` for each message, which wakes only
+the tasks whose request got something. `SenderCache` decides what travels with a request.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ logger = logging.getLogger(__name__)
 
 
 MESSAGE_OVERHEAD = 4096
-"""Bytes charged for a submission beside its prompt and its items."""
+"""Bytes that a submission is counted with beside its prompt and its items."""
 
 
 STATS_TIMEOUT = 2.0
-"""Seconds the engine's step may delay an answer before the last known figures are given."""
+"""Seconds to wait for an answer, which a long step delays, before the last one is returned."""
 
 
 class EngineClient:
     """One API process's connection to the engine process; use as an async context manager.
 
     `processor_cache_bytes` is the budget of the processor cache of all API processes together.
-    `connect` makes the link of a sender id; None: over ZMQ, to `config.address`.
+    `connect` makes the link for a sender id; None: a ZMQ link to `config.address`.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class EngineClient:
         await self._resender.close()
         self._channel.close()
 
-    # --- how it is ----------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------
 
     @property
     def state(self) -> EngineState:
@@ -117,12 +117,12 @@ class EngineClient:
 
     @property
     def model(self) -> ModelInfo:
-        """The served model's facts; they outlive the engine. Raises `NotReadyError` before."""
+        """The served model, also after the engine has died; `NotReadyError` before it was ready."""
         return self._health.model
 
     @property
     def directory(self) -> Directory:
-        """What the renderer asks before it decodes."""
+        """The items that the engine holds: the renderer looks there before it decodes media."""
         return self.sender.directory
 
     @property
@@ -130,7 +130,7 @@ class EngineClient:
         return len(self._requests)
 
     async def wait_ready(self) -> None:
-        """Returns once the engine serves; waits through restarts."""
+        """Returns once the engine takes requests, if need be after restarts."""
         await self._health.wait_ready()
 
     # --- requests -----------------------------------------------------------------------------
@@ -143,11 +143,11 @@ class EngineClient:
         *,
         arrival: float | None = None,
     ) -> DeltaStream:
-        """Submit a prompt; see `DeltaStream` for how to await and iterate.
+        """Submit a prompt when the stream is awaited or iterated (`DeltaStream`).
 
-        The prompt's pins are given back in every case. Once the engine holds all its items, arrays
-        and sources are let go: the prompt cannot be submitted again.
-        Raises there: `UnavailableError`, what the engine rejects with, and what it failed with.
+        The prompt's pins are given back in every case. Its arrays and sources are dropped once the
+        engine holds all its items: the prompt cannot be submitted again. The stream raises
+        `UnavailableError`, the error that the engine rejects with, or the one that it failed with.
         """
         request = PendingRequest(request_id, rendered, sampling.n)
         wire = GenerateRequest(
@@ -165,10 +165,10 @@ class EngineClient:
         return DeltaStream(request, submit, self._leave)
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its samples, wherever it runs.
+        """End a request, or one of its samples, whichever API process has submitted it.
 
-        A caller that iterates over the whole request sees its samples finish with "abort"; an
-        aborted sample alone just gets no more deltas.
+        The samples of an aborted request finish with "abort"; a sample that is aborted alone gets
+        no more deltas.
         """
         request = self._requests.get(request_id)
         if request is not None and index is None:
@@ -178,10 +178,10 @@ class EngineClient:
         if request is not None and request.closed:
             self._requests.pop(request_id)
             index = None
-        self._tell(Abort(self.sender.epoch, (request_id,), index))
+        self._send_if_connected(Abort(self.sender.epoch, (request_id,), index))
 
     async def inject(self, items: Iterable[KeyedItem]) -> UpdateCache:
-        """List items in the engine's store; the answer's `ops.adds` are those that were added."""
+        """Add items to the engine's store; `ops.adds` of the result are those that were added."""
         given = list(items)
         async with self._channel.room(sum(keyed.item.nbytes for keyed in given)):
             self._health.require_ready()
@@ -190,16 +190,14 @@ class EngineClient:
         return update
 
     async def inject_items(self, items: Sequence[Keyed]) -> list[InjectionOutcome]:
-        """What became of each item that was processed elsewhere; see `engine.injection`."""
+        """Add items that were processed elsewhere; what became of each (`sender_cache.inject`)."""
         return await inject(self.directory, self.inject, items)
 
     # --- the engine ---------------------------------------------------------------------------
 
     async def stats(self) -> dict[str, float]:
-        """The engine's counters, as of the end of the step in progress.
-
-        A step longer than `STATS_TIMEOUT` gets the last known ones. Raises `EngineDeadError`.
-        """
+        """The engine's counters at the end of the step in progress; the last known ones where that
+        takes longer than `STATS_TIMEOUT`. Raises `EngineDeadError`."""
         try:
             async with asyncio.timeout(STATS_TIMEOUT):
                 return await self._ask_stats()
@@ -219,7 +217,7 @@ class EngineClient:
         self._send(ResetCache(self.sender.epoch, tier))
         await self._ask_stats()  # answered after the reset: all messages keep their order
 
-    # --- what the channel tells ---------------------------------------------------------------
+    # --- called by the channel ----------------------------------------------------------------
 
     def connected(self) -> None:
         self._health.connect()
@@ -252,7 +250,7 @@ class EngineClient:
             case Welcome():
                 self._welcome(message)
             case ClearCache():
-                self._tell(self.sender.clear(message))
+                self._send_if_connected(self.sender.clear(message))
             case Hints():
                 self.sender.hint(message)
             case Stats():
@@ -274,8 +272,8 @@ class EngineClient:
     def _room_for(
         self, request: PendingRequest, wire: GenerateRequest
     ) -> AbstractAsyncContextManager[None]:
-        """What only refers to items is small and passes those that bring some: a known picture
-        never waits for new ones."""
+        """Room on the channel for a request that brings items. One that brings none is small and
+        does not wait: a known picture never waits for new ones."""
         items = [part.item for part in request.rendered.items if part.item is not None]
         if not items:
             return nullcontext()
@@ -283,25 +281,25 @@ class EngineClient:
         return self._channel.room(nbytes)
 
     def _leave(self, request: PendingRequest) -> None:
-        """The caller holds the request no more: pins go back, the engine stops computing."""
+        """The caller has dropped the request: give its pins back, let the engine stop computing."""
         self.sender.cancel(request.rendered)
         self.sender.settle(request.rendered)
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
             request.fail(RequestFailedError("the caller left"))
-            self._tell(Abort(self.sender.epoch, (request.request_id,)))
+            self._send_if_connected(Abort(self.sender.epoch, (request.request_id,)))
 
     def _settle(self, request: PendingRequest) -> None:
-        """A closed request needs no messages any more; what failed is not computed further."""
+        """Forget a closed request; where one sample failed, abort its other samples."""
         if request.closed:
             self._requests.pop(request.request_id, None)
             if request.error is not None and request.num_unfinished > 1:
-                self._tell(Abort(self.sender.epoch, (request.request_id,)))
+                self._send_if_connected(Abort(self.sender.epoch, (request.request_id,)))
 
     def _give_up(self, request: PendingRequest, error: LookOnceError) -> None:
         if self._requests.pop(request.request_id, None) is not None:
             request.fail(error)
-            self._tell(Abort(self.sender.epoch, (request.request_id,)))
+            self._send_if_connected(Abort(self.sender.epoch, (request.request_id,)))
 
     def _welcome(self, message: Welcome) -> None:
         logger.info("connected to the engine, epoch %d", message.epoch)
@@ -309,8 +307,8 @@ class EngineClient:
         self._health.welcome(message.model, ready=message.ready)
 
     def _lose_engine(self, why: str) -> None:
-        """Everything that waits ends at once; the directory starts empty with the next welcome."""
-        self._health.lose()
+        """End all requests at once; the directory starts empty with the next welcome."""
+        self._health.disconnect()
         self.sender.epoch = 0
         requests, self._requests = self._requests, {}
         if requests:
@@ -330,7 +328,7 @@ class EngineClient:
             self._stats_requests.forget(number)
 
     def _commit(self, message: ClientMessage) -> None:
-        """Send what the directory has already done; if that fails both sides start over."""
+        """Send a change that the directory has already made; if that fails both start over."""
         try:
             self._send(message)
         except EngineDeadError:
@@ -342,8 +340,8 @@ class EngineClient:
     def _send(self, message: ClientMessage) -> None:
         self._channel.send_now(message)
 
-    def _tell(self, message: ClientMessage) -> None:
-        """Send unless there is nobody to tell any more."""
+    def _send_if_connected(self, message: ClientMessage) -> None:
+        """Send if the engine is connected."""
         if self._health.connected:
             self._send(message)
 
@@ -368,16 +366,16 @@ def _check_encodable(request: GenerateRequest) -> None:
 
 
 class StatsRequests:
-    """Pairs answers with who asked, by number."""
+    """Requests for the engine's counters that wait for their answer, by nonce."""
 
     def __init__(self) -> None:
         self.last_counters: dict[str, float] | None = None
-        """The newest answer to anybody."""
+        """The newest answer to any of them."""
         self._number = 0
         self._open: dict[int, asyncio.Future[dict[str, float]]] = {}
 
     def ask(self) -> tuple[int, asyncio.Future[dict[str, float]]]:
-        """A number to send along, and what will hold the answer."""
+        """A nonce to send, and the future of its answer."""
         self._number += 1
         answer: asyncio.Future[dict[str, float]] = asyncio.get_running_loop().create_future()
         self._open[self._number] = answer
@@ -393,7 +391,7 @@ class StatsRequests:
             asked.set_result(message.counters)
 
     def fail(self, error: LookOnceError) -> None:
-        """Nobody will answer any more."""
+        """The engine is gone: fail all of them."""
         asked, self._open = self._open, {}
         for answer in asked.values():
             if not answer.done():
@@ -401,7 +399,7 @@ class StatsRequests:
 
 
 class Resender:
-    """Answers `ResendMedia`, each in a task of its own.
+    """Answers each `ResendMedia` in a task of its own; the caller of the request does not notice.
 
     `room` waits for bytes on the channel, `commit` sends at once, and `give_up` ends a request
     whose items cannot be made again.
@@ -431,11 +429,11 @@ class Resender:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _resend(self, request: PendingRequest, keys: tuple[bytes, ...]) -> None:
-        """Make what the engine lacks again from its source, and supply it."""
+        """Process the items that the engine lacks again from their sources, and send them."""
         try:
             recovered: dict[bytes, ProcessedItem] = {}
             while not await self._try_supply(request, keys, recovered):
-                pass  # a reset took what was listed: it too must be made again
+                pass  # a reset has emptied the directory meanwhile: more items must be made again
         except LookOnceError as error:
             self._give_up(request, error)
         except Exception:
@@ -448,7 +446,8 @@ class Resender:
         keys: tuple[bytes, ...],
         recovered: dict[bytes, ProcessedItem],
     ) -> bool:
-        """Add to `recovered` what must be made again, then supply; False if that takes more."""
+        """Add the items that must be made again to `recovered`, then send all; False when more
+        items have come to be missing meanwhile."""
 
         def lacking() -> tuple[RenderedItem, ...]:
             rest = [key for key in keys if key not in recovered]
@@ -470,7 +469,7 @@ class Resender:
 
 
 def _drop_resent_items(request: PendingRequest, sent: Container[bytes]) -> None:
-    """What was made again is the engine's now; it could be made once more."""
+    """Drop arrays that the engine holds now; they could be made once more."""
     for part in request.rendered.items:
         if part.recover is not None and part.key in sent:
             part.item = None

@@ -1,8 +1,10 @@
-"""What an answer may look like, compiled: masks of the tokens that may come next.
+"""Grammars of structured outputs, compiled to masks of the tokens that may come next.
 
-llguidance does the work. It computes masks lazily, token by token, so compiling takes milliseconds
-and every later step is bounded by its own limits; it needs nothing but its 3 MB wheel, and reads
-Hugging Face's fast tokenizers as they are.
+llguidance computes the masks lazily, token by token: compiling takes milliseconds, and every later
+step is bounded by the library's own limits. It needs nothing but its 3 MB wheel, and reads Hugging
+Face's fast tokenizers as they are.
+
+Requests wait for their grammar in `GrammarCompilerPool`, in neither the input nor the step thread.
 """
 
 from __future__ import annotations
@@ -32,30 +34,29 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 
+logger = logging.getLogger(__name__)
+
+WORKERS = 2
+"""Two, so that a grammar that takes long leaves a thread to the others."""
+Compile = Callable[[Grammar], CompiledGrammar]
 MAX_KEPT = 128
-"""LLGuidanceGrammar grammars kept for later requests, least recently used first out."""
-
-
+"""Compiled grammars kept for later requests, least recently used first out."""
 MAX_GRAMMAR = 100_000
-
-
 MAX_MESSAGE = 400
-"""Characters of the library's explanation that a client is shown."""
-
-
+"""Characters of the library's explanation that an error message holds."""
 NOTHING_CONFORMS = "NoExtensionBias"
-"""The library's word for a grammar without a single answer."""
+"""How llguidance begins its error for a grammar that no text conforms to."""
 
 
 class LLGuidanceState:
-    """Where one sequence stands in its grammar; implements `types.ports.GrammarState`."""
+    """The state of one sequence in its grammar; implements `types.ports.GrammarState`."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     @property
     def error(self) -> str | None:
-        """Why nothing more can be said about what may come next."""
+        """Why no mask can be computed any more; None while one can."""
         if not self._matcher.is_error():
             return None
         return self._matcher.get_error().partition("\n")[0]  # below it: all that was generated
@@ -129,6 +130,60 @@ class GrammarCompiler:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledRequest:
+    """A request whose grammar is compiled and set, or `error` where it could not be."""
+
+    request: Request
+    complete: bool
+    """As given to `begin`."""
+    error: LookOnceError | None = None
+
+
+class GrammarCompilerPool:
+    """Compiles the grammars of requests in threads; all else happens in the calling thread."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, from any thread, when `take` has something to return."""
+        self._wake = wake
+        self._workers: ThreadPoolExecutor | None = None
+        self._waiting: dict[str, Request] = {}
+        self._done: deque[CompiledRequest] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def begin(self, request: Request, grammar: Grammar, compile: Compile, complete: bool) -> None:
+        if self._workers is None:
+            self._workers = ThreadPoolExecutor(WORKERS, "grammar")
+        self._waiting[request.request_id] = request
+        work = self._workers.submit(compile, grammar)
+        work.add_done_callback(lambda work: self._finish(request, complete, work))
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget a request; false where it is not waiting."""
+        return self._waiting.pop(request_id, None) is not None
+
+    def take(self) -> list[CompiledRequest]:
+        """The requests whose grammar is done since the last call, without the cancelled ones."""
+        taken = []
+        while self._done:
+            finished = self._done.popleft()
+            request_id = finished.request.request_id
+            if self._waiting.get(request_id) is finished.request:
+                del self._waiting[request_id]
+                taken.append(finished)
+        return taken
+
+    def _finish(self, request: Request, complete: bool, work: Future[CompiledGrammar]) -> None:
+        """Called in a worker's thread."""
+        error = work.exception()
+        if error is None:
+            request.grammar = work.result()
+        self._done.append(CompiledRequest(request, complete, _known(error)))
+        self._wake()
+
+
 def _source(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_schema":
@@ -156,8 +211,7 @@ def _lark_of(grammar: Grammar) -> str:
 
 
 def _refusal(grammar: Grammar, reason: str) -> BadRequestError:
-    """The library explains over several lines, where it may show all of a long grammar, and its
-    own state."""
+    """The library's explanation in one line: it may print all of a long grammar, and its state."""
     if reason.startswith(NOTHING_CONFORMS):
         reason = "nothing can conform to it"
     reason, _, _ = reason.partition("<state>")
@@ -168,70 +222,6 @@ def _refusal(grammar: Grammar, reason: str) -> BadRequestError:
         half = MAX_MESSAGE // 2
         words = f"{words[:half]} … {words[-half:]}"
     return BadRequestError(f"{grammar.param}: {words}", param=grammar.param, code="invalid_grammar")
-
-
-logger = logging.getLogger(__name__)
-
-
-WORKERS = 2
-"""A grammar that takes long leaves a worker to the others."""
-
-
-Compile = Callable[[Grammar], CompiledGrammar]
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledRequest:
-    """A request that waits no longer: with its grammar in it, or with what is wrong with it."""
-
-    request: Request
-    complete: bool
-    """As it was given to `begin`."""
-    error: LookOnceError | None = None
-
-
-class GrammarCompilerPool:
-    """All but the compiling happens in the thread that calls."""
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from any thread, when there is something to `take`."""
-        self._wake = wake
-        self._workers: ThreadPoolExecutor | None = None
-        self._waiting: dict[str, Request] = {}
-        self._done: deque[CompiledRequest] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def begin(self, request: Request, grammar: Grammar, compile: Compile, complete: bool) -> None:
-        if self._workers is None:
-            self._workers = ThreadPoolExecutor(WORKERS, "grammar")
-        self._waiting[request.request_id] = request
-        work = self._workers.submit(compile, grammar)
-        work.add_done_callback(lambda work: self._finish(request, complete, work))
-
-    def cancel(self, request_id: str) -> bool:
-        """Forget a request; whether it was here."""
-        return self._waiting.pop(request_id, None) is not None
-
-    def take(self) -> list[CompiledRequest]:
-        """Those whose wait has ended, but not the cancelled ones."""
-        taken = []
-        while self._done:
-            finished = self._done.popleft()
-            request_id = finished.request.request_id
-            if self._waiting.get(request_id) is finished.request:
-                del self._waiting[request_id]
-                taken.append(finished)
-        return taken
-
-    def _finish(self, request: Request, complete: bool, work: Future[CompiledGrammar]) -> None:
-        """In a worker's thread."""
-        error = work.exception()
-        if error is None:
-            request.grammar = work.result()
-        self._done.append(CompiledRequest(request, complete, _known(error)))
-        self._wake()
 
 
 def _known(error: BaseException | None) -> LookOnceError | None:

@@ -34,5 +34,5 @@ def open_external(
 
 
 def rope_of(text_config: Any) -> dict[str, object]:
-    """What a model's config says about positions."""
+    """The fields of a model's config that rotary positions depend on."""
     return {name: getattr(text_config, name, None) for name in ROPE_FIELDS}

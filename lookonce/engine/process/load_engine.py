@@ -34,9 +34,9 @@ CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-"""Where Linux says what a container's processes may take, by its newer and older interface."""
+"""Linux's files of a container's memory limit: cgroup v2 and v1."""
 Progress = Callable[[int, int], None]
-"""Called with (weights loaded, weights in all)."""
+"""Called with (number of weights loaded, number of weights in all)."""
 
 
 def load_engine(
@@ -73,7 +73,7 @@ def load_engine(
 
 
 def attention_of(loaded: LoadedModel, kv: KVConfig) -> tuple[AttentionBackend, int]:
-    """What attends for this model, and tokens of a KV block. Raises `ConfigError`."""
+    """The attention backend of this model, and tokens per KV block. Raises `ConfigError`."""
     backend = select_backend(loaded.device, loaded.family.attention_features(loaded.dtype))
     return backend, resolve_block_size(backend, kv.block_size)
 
@@ -85,7 +85,7 @@ def make_runner(
     pool: BlockPool,
     threads: Threads | None = None,
 ) -> Runner:
-    """A runner with as many blocks as `pool`; `threads` None: as torch has them."""
+    """A runner with as many blocks as `pool`; `threads` None: torch's setting stays."""
     return Runner(
         loaded,
         num_blocks=pool.num_blocks,
@@ -132,7 +132,7 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def _fitted(loaded: LoadedModel, kv_tokens: int) -> LoadedModel:
-    """No sequence is longer than the KV cache: alone in it, it could not go on."""
+    """Limit `max_model_len` to the KV cache: a longer sequence could not go on even alone in it."""
     info = loaded.info
     if info.max_model_len <= kv_tokens:
         return loaded

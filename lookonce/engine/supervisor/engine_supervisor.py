@@ -1,4 +1,4 @@
-"""Keeps an engine process running, from a process that imports neither torch nor transformers."""
+"""Keeps an engine process running; needs neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ logger = logging.getLogger(__name__)
 
 ENGINE_COMMAND = (sys.executable, "-m", "lookonce.engine.process")
 STOP_SECONDS = 5.0
-"""What the step in progress may take when the engine is told to stop."""
+"""How long the engine may take to finish its step when it is told to stop."""
 
 OnLoading = Callable[[int, int], None]
-"""Told the weights loaded and the weights in all (0: not known yet)."""
+"""Called with the number of weights loaded and of weights in all (0: not known yet)."""
 
 
 class EngineSupervisor:
     """Starts the engine process and starts it again when it dies or hangs.
 
-    An engine that shows no life for twice `stall_timeout` seconds, or whose step takes that long,
-    is killed: its clients have called it stuck for a while by then.
+    An engine that sends no event for twice `stall_timeout` seconds, or whose step takes that long,
+    is killed. After `stall_timeout` its clients have called it stuck already.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class EngineSupervisor:
         self._serving = asyncio.Event()
 
     async def run(self) -> None:
-        """Until `stop`. Raises what the engine refuses to start with (`ConfigError`,
-        `ModelLoadError`), and `EngineDeadError` when restarting does not help."""
+        """Keep the process running until `stop`. Raises the `ConfigError` or `ModelLoadError` that
+        it refuses to start with, and `EngineDeadError` when restarting does not help."""
         await self._process.run()
 
     async def wait_serving(self) -> None:
@@ -110,7 +110,7 @@ class EngineSupervisor:
 
 @contextmanager
 def socket_folder(address: str) -> Iterator[Path]:
-    """The private folder of an `ipc://` endpoint: made for this user alone, removed at the end."""
+    """The folder of an `ipc://` endpoint: created for this user alone, removed at the end."""
     folder = Path(address.removeprefix("ipc://")).parent
     folder.mkdir(mode=0o700)
     try:
