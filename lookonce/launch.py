@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from lookonce.config import Config, ServerConfig
-from lookonce.engine.process_io import Failed, engine_settings, parse_progress
+from lookonce.engine.process_io import StartFailed, engine_settings, parse_progress
 from lookonce.engine.supervisor.child_process import ChildProcess, SupervisedProcess
 from lookonce.engine.supervisor.engine_supervisor import (
     ENGINE_COMMAND,
@@ -152,7 +152,7 @@ async def _raise_refusal(api: ChildProcess) -> None:
     """Until the process ends. Raises the `ConfigError` or `ModelLoadError` it ends with."""
     while line := await api.read_line():
         match parse_progress(line):
-            case Failed(error):
+            case StartFailed(error):
                 await api.wait()
                 raise error_from_wire(*error)
 

@@ -52,34 +52,34 @@ def engine_settings(config: Config) -> EngineSettings:
     )
 
 
-class Loading(msgspec.Struct, frozen=True, tag="loading"):
+class EngineLoading(msgspec.Struct, frozen=True, tag="loading"):
     """Weights are being loaded; `total` is 0 while it is not known."""
 
     done: int
     total: int
 
 
-class Serving(msgspec.Struct, frozen=True, tag="serving"):
+class EngineServing(msgspec.Struct, frozen=True, tag="serving"):
     """The engine takes requests."""
 
     seconds: float
     """From the start of the process."""
 
 
-class Alive(msgspec.Struct, frozen=True, tag="alive"):
+class EngineAlive(msgspec.Struct, frozen=True, tag="alive"):
     """Sent twice a second by the input thread."""
 
     stalled_seconds: float
     """How long the step in progress has taken so far; 0 when idle."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class StartFailed(msgspec.Struct, frozen=True, tag="failed"):
     """The engine cannot start; `error` as in `errors.error_to_wire`."""
 
     error: tuple[str, str, str | None]
 
 
-ProgressEvent = Loading | Serving | Alive | Failed
+ProgressEvent = EngineLoading | EngineServing | EngineAlive | StartFailed
 
 
 _decoder: msgspec.json.Decoder[ProgressEvent] = msgspec.json.Decoder(ProgressEvent)
@@ -108,6 +108,6 @@ class ProgressPipe:
                     os.write(self._fd, line)
 
     def loading(self, done: int, total: int) -> None:
-        """Tell `Loading`, at most once per percent."""
+        """Tell `EngineLoading`, at most once per percent."""
         if total and (done in (0, total) or done * 100 // total != (done - 1) * 100 // total):
-            self.tell(Loading(done, total))
+            self.tell(EngineLoading(done, total))

@@ -24,7 +24,7 @@ from typing import Protocol
 
 from lookonce.errors import EngineDeadError, ProtocolError
 from lookonce.ipc.codec import (
-    Encoder,
+    MessageEncoder,
     client_message_decoder,
     engine_message_decoder,
     frames_nbytes,
@@ -107,7 +107,7 @@ class ClientChannel:
         self._flow = FlowControl(max_bytes_in_flight)
         self._in_flight: deque[tuple[int, int]] = deque()
         """`(seq, bytes)` of the messages the engine has not received yet, oldest first."""
-        self._encoder = Encoder()
+        self._encoder = MessageEncoder()
         self._decoder = engine_message_decoder()
         self._up = False
 
@@ -261,7 +261,7 @@ class EngineChannelWriter:
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link
-        self._encoder = Encoder()
+        self._encoder = MessageEncoder()
 
     def send(self, sender: str, message: EngineMessage) -> bool:
         """Enqueue for one sender; False when it is no longer connected."""

@@ -23,7 +23,7 @@ Message = TypeVar("Message")
 _WireArray = tuple[str, tuple[int, ...], int | bytes]
 
 
-class Encoder:
+class MessageEncoder:
     """Turns messages into frames. Not for use by two threads at once."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ def request_id_of(frames: Sequence[Buffer]) -> str | None:
     return envelope.request.request_id if isinstance(envelope, _Submission) else envelope.request_id
 
 
-class Decoder(Generic[Message]):
+class MessageDecoder(Generic[Message]):
     """Turns frames into messages of one union. Not for use by two threads at once."""
 
     def __init__(self, union: Any) -> None:
@@ -119,14 +119,14 @@ class Decoder(Generic[Message]):
         return Array(dtype, shape, memoryview(self._frames[payload]).toreadonly())
 
 
-def client_message_decoder() -> Decoder[ClientMessage]:
+def client_message_decoder() -> MessageDecoder[ClientMessage]:
     """The decoder of the engine process."""
-    return Decoder(ClientMessage)
+    return MessageDecoder(ClientMessage)
 
 
-def engine_message_decoder() -> Decoder[EngineMessage]:
+def engine_message_decoder() -> MessageDecoder[EngineMessage]:
     """The decoder of an API process."""
-    return Decoder(EngineMessage)
+    return MessageDecoder(EngineMessage)
 
 
 def frames_nbytes(frames: Sequence[Buffer]) -> int:

@@ -37,7 +37,7 @@ class ZmqClientLink:
         """`address`: `ipc://PATH`."""
         self._path = address.removeprefix("ipc://")
         self._identity = sender.encode("latin-1")
-        self._connection: _Connection | None = None
+        self._connection: _DealerConnection | None = None
         self._closed = False
 
     def open(self, events: LinkEvents) -> None:
@@ -57,7 +57,7 @@ class ZmqClientLink:
 
     # --- called by the connection -------------------------------------------------------------
 
-    def made(self, connection: _Connection) -> None:
+    def made(self, connection: _DealerConnection) -> None:
         if self._closed:
             connection.transport.abort()
             return
@@ -85,14 +85,14 @@ class ZmqClientLink:
         while True:
             await asyncio.sleep(delay)
             try:
-                await loop.create_unix_connection(lambda: _Connection(self), self._path)
+                await loop.create_unix_connection(lambda: _DealerConnection(self), self._path)
             except OSError:
                 delay = RECONNECT_SECONDS
             else:
                 return
 
 
-class _Connection(asyncio.Protocol):
+class _DealerConnection(asyncio.Protocol):
     """One connection."""
 
     transport: asyncio.Transport

@@ -10,11 +10,11 @@ from lookonce.core import session_eviction as idleness
 from lookonce.core.scheduler_output import SchedulerOutput
 from lookonce.engine.process.engine_core import EngineCore
 from lookonce.engine.process.step_loop import (
-    AddRequest,
+    AddCommand,
     OutputSender,
     StepChannel,
     StepLoop,
-    Stop,
+    StopCommand,
     UnreachableSender,
 )
 from lookonce.ipc.messages import Accepted, Deltas
@@ -73,13 +73,13 @@ def test_who_waits_for_an_idle_session_gets_its_place_though_nothing_else_happen
     channel = StepChannel(lambda: None, writer)
     _, preprocessor = fake_engine(LIMITS, FakeRunner(LIMITS))
     added = preprocessor.preprocess(request("a", text(6)), {})
-    channel.command(AddRequest(added, "sender", accepted=True))
+    channel.command(AddCommand(added, "sender", accepted=True))
     thread = threading.Thread(target=StepLoop(core, channel).run)
     thread.start()
     try:
         assert writer.ended.wait(PATIENCE)
     finally:
-        channel.command(Stop())
+        channel.command(StopCommand())
         thread.join(PATIENCE)
     assert core.steps < 3 * ANSWER, "it has slept meanwhile"
 

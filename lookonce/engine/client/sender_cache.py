@@ -323,11 +323,7 @@ def _worth(part: RenderedItem) -> int:
 
 
 InjectionStatus = Literal["stored", "already_held", "rejected"]
-
-
 Keyed = tuple[bytes, ProcessedItem]
-
-
 Update = Callable[[Iterable[KeyedItem]], Awaitable[UpdateCache]]
 """Adds items to directory and store (`EngineClient.inject`)."""
 
@@ -340,14 +336,8 @@ class InjectionOutcome(msgspec.Struct, frozen=True):
 
 
 STORED = InjectionOutcome("stored")
-
-
 ALREADY_HELD = InjectionOutcome("already_held")
-
-
 DISABLED = InjectionOutcome("rejected", "cache disabled")
-
-
 NO_ROOM = InjectionOutcome("rejected", "the cache has no room beside the items in use")
 
 
@@ -368,8 +358,10 @@ async def inject(
     if new:
         await update(KeyedItem(key, item) for key, item in new.items())
     stored = {key for key in new if key in directory}
-    settled = [o or (STORED if k in stored else NO_ROOM)
-               for o, (k, _) in zip(outcomes, items, strict=True)]  # fmt: skip
+    settled = [
+        outcome or (STORED if key in stored else NO_ROOM)
+        for outcome, (key, _) in zip(outcomes, items, strict=True)
+    ]
     for outcome in settled:
         directory.count("hit" if outcome is ALREADY_HELD else "miss")
     return settled

@@ -22,7 +22,7 @@ from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
 from lookonce.engine.process.grammar import GrammarCompiler
 from lookonce.engine.process.input_thread import InputThread
 from lookonce.engine.process.receiver_cache import ReceiverCache
-from lookonce.engine.process.step_loop import StepChannel, StepLoop, Stop
+from lookonce.engine.process.step_loop import StepChannel, StepLoop, StopCommand
 from lookonce.engine.process_io import EngineSettings
 from lookonce.ipc.channel import EngineChannel, EngineLink
 from lookonce.types.model import ModelInfo
@@ -120,4 +120,4 @@ class EngineThreads:
 
     def stop(self) -> None:
         """End `run_steps` after the step in progress; from any thread or signal handler."""
-        self.step_channel.command(Stop())
+        self.step_channel.command(StopCommand())

@@ -22,15 +22,15 @@ from lookonce.engine.process.engine_core import RequestPreprocessor
 from lookonce.engine.process.grammar import CompiledRequest, GrammarCompilerPool
 from lookonce.engine.process.receiver_cache import Held, ReceiverCache
 from lookonce.engine.process.step_loop import (
-    AbortRequest,
-    AddRequest,
-    AskStats,
-    CutOffSender,
+    AbortCommand,
+    AddCommand,
+    CutOffCommand,
     Outcome,
-    ResetTier,
+    ResetCommand,
     StatsAnswer,
+    StatsCommand,
     StepChannel,
-    SupplyItems,
+    SupplyCommand,
     UnreachableSender,
 )
 from lookonce.errors import (
@@ -163,7 +163,7 @@ class InputThread:
                 if epoch == self._receiver_cache.epoch:
                     self._reset(tier)
             case GetStats(nonce):
-                self._step_channel.command(AskStats(sender, nonce))
+                self._step_channel.command(StatsCommand(sender, nonce))
             case Hello():
                 self._hello(sender, message)
             case Unreadable(request_id):
@@ -223,7 +223,7 @@ class InputThread:
     def _end_requests(self, sender: str) -> list[str]:
         ended = [r for r, owner in self._owners.items() if owner == sender]
         if ended:
-            self._step_channel.command(CutOffSender(sender))
+            self._step_channel.command(CutOffCommand(sender))
         for request_id in ended:
             self._end(request_id)
         return ended
@@ -300,7 +300,7 @@ class InputThread:
         if sender not in self._senders:  # sending `Accepted` has found the sender unreachable
             self._release(request_id)
             return
-        self._step_channel.command(AddRequest(request, sender, accepted=complete))
+        self._step_channel.command(AddCommand(request, sender, accepted=complete))
 
     def _reject(self, sender: str, request_id: str, error: LookOnceError) -> None:
         self._send(sender, Rejected(request_id, error_to_wire(error)))
@@ -318,12 +318,12 @@ class InputThread:
             return  # the request has ended meanwhile
         elif self._pending_resends.lacks_after_answer(request_id, held.items.keys()):
             self._reject(sender, request_id, MediaNotCachedError("referenced media did not come"))
-            self._step_channel.command(AbortRequest(request_id))
+            self._step_channel.command(AbortCommand(request_id))
         else:
             complete = not held.missing
             if complete:
                 self._accept(request_id)
-            self._step_channel.command(SupplyItems(request_id, held.items, accepted=complete))
+            self._step_channel.command(SupplyCommand(request_id, held.items, accepted=complete))
 
     def _accept(self, request_id: str) -> None:
         if request_id in self._unaccepted:
@@ -344,11 +344,11 @@ class InputThread:
         if index is None and self._grammar_pool.cancel(request_id):
             self._release(request_id)
         else:
-            self._step_channel.command(AbortRequest(request_id, index))
+            self._step_channel.command(AbortCommand(request_id, index))
 
     def _reset(self, tier: str) -> None:
         if tier != "mm":
-            self._step_channel.command(ResetTier(tier))
+            self._step_channel.command(ResetCommand(tier))
             return
         self._num_clears += 1
         self._broadcast(ClearCache(self._num_clears))

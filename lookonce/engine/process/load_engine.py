@@ -30,6 +30,7 @@ from lookonce.model.runner import Runner
 from lookonce.model.threads import Threads
 
 logger = logging.getLogger(__name__)
+
 CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -56,9 +57,13 @@ def load_engine(
     runner = make_runner(loaded, settings, backend, scratch, threads)
     logger.info(
         "serving %s on %s: %s, attention %s, %d KV blocks of %d tokens",
-        loaded.info.model_type, loaded.device, loaded.info.dtype, backend.name, num_blocks,
+        loaded.info.model_type,
+        loaded.device,
+        loaded.info.dtype,
+        backend.name,
+        num_blocks,
         block_size,
-    )  # fmt: skip
+    )
     rehearsal, _ = assemble(loaded.info, runner, settings, scratch)
     warm_up(rehearsal, items.take(loaded.info))
     gc.collect()
@@ -121,7 +126,7 @@ def _num_blocks(loaded: LoadedModel, kv: KVConfig, block_size: int) -> int:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """All of it, used or not; of a container what it may take."""
+    """All memory of the device, used or not; in a container at most its limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
@@ -138,7 +143,8 @@ def _fitted(loaded: LoadedModel, kv_tokens: int) -> LoadedModel:
         return loaded
     logger.warning(
         "the KV cache holds %d tokens: sequences are limited to that, not to the model's %d",
-        kv_tokens, info.max_model_len,
-    )  # fmt: skip
+        kv_tokens,
+        info.max_model_len,
+    )
     fitted = msgspec.structs.replace(info, max_model_len=kv_tokens)
     return dataclasses.replace(loaded, info=fitted)

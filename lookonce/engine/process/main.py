@@ -24,7 +24,14 @@ import msgspec
 
 from lookonce.engine.process.build import EngineThreads
 from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
-from lookonce.engine.process_io import Alive, EngineSettings, Failed, Loading, ProgressPipe, Serving
+from lookonce.engine.process_io import (
+    EngineAlive,
+    EngineLoading,
+    EngineServing,
+    EngineSettings,
+    ProgressPipe,
+    StartFailed,
+)
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.errors import ConfigError, LookOnceError, ModelLoadError, error_to_wire
 from lookonce.ipc.zmq_engine_link import ZmqEngineLink
@@ -72,15 +79,15 @@ def serve(settings: EngineSettings, load: Load, progress: ProgressPipe, started:
         link, num_senders=settings.num_senders, max_queue=settings.scheduler.max_queue
     )
     threads.start_input(
-        on_beat=lambda stalled: progress.tell(Alive(stalled)),
+        on_beat=lambda stalled: progress.tell(EngineAlive(stalled)),
         on_broken=lambda: _exit(EXIT_BROKEN),
     )
-    progress.tell(Loading(0, 0))
+    progress.tell(EngineLoading(0, 0))
     core, preprocessor = load(settings, progress.loading)
     # The step in progress is finished first. Until here SIGTERM kills at once.
     signal.signal(signal.SIGTERM, lambda number, frame: threads.stop())
     threads.open(preprocessor)
-    progress.tell(Serving(time.monotonic() - started))
+    progress.tell(EngineServing(time.monotonic() - started))
     threads.run_steps(core)
 
 
@@ -100,7 +107,7 @@ def _private_stdout() -> int:
 
 def _refuse(progress: ProgressPipe, error: Exception) -> NoReturn:
     known = error if isinstance(error, LookOnceError) else ConfigError(f"engine settings: {error}")
-    progress.tell(Failed(error_to_wire(known)))
+    progress.tell(StartFailed(error_to_wire(known)))
     _exit(EXIT_REFUSED)
 
 

@@ -27,7 +27,7 @@ from lookonce.types.request import TokenDelta
 
 
 @dataclass(frozen=True, slots=True)
-class AddRequest:
+class AddCommand:
     request: Request
     """Built by the input thread, which does not touch it any more."""
     sender: str
@@ -36,7 +36,7 @@ class AddRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class SupplyItems:
+class SupplyCommand:
     request_id: str
     items: Mapping[bytes, ProcessedItem]
     accepted: bool
@@ -44,32 +44,32 @@ class SupplyItems:
 
 
 @dataclass(frozen=True, slots=True)
-class AbortRequest:
+class AbortCommand:
     request_id: str
     index: int | None = None
     """Only this sample; None: the whole request."""
 
 
 @dataclass(frozen=True, slots=True)
-class CutOffSender:
+class CutOffCommand:
     """Send nothing more of the requests this sender has now; they will be aborted."""
 
     sender: str
 
 
 @dataclass(frozen=True, slots=True)
-class ResetTier:
+class ResetCommand:
     tier: str
 
 
 @dataclass(frozen=True, slots=True)
-class AskStats:
+class StatsCommand:
     sender: str
     nonce: int
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopCommand:
     pass
 
 
@@ -79,7 +79,13 @@ class _Wake:
 
 
 Command: TypeAlias = (
-    AddRequest | SupplyItems | AbortRequest | CutOffSender | ResetTier | AskStats | Stop
+    AddCommand
+    | SupplyCommand
+    | AbortCommand
+    | CutOffCommand
+    | ResetCommand
+    | StatsCommand
+    | StopCommand
 )
 """What the input thread tells the step loop."""
 
@@ -187,7 +193,7 @@ class StepLoop:
         core.wake_with(channel.wake)
 
     def run(self) -> None:
-        """Returns after `Stop`."""
+        """Returns after `StopCommand`."""
         channel, core = self._channel, self._core
         idle = True
         while True:
@@ -213,24 +219,24 @@ class StepLoop:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case AddRequest():
+            case AddCommand():
                 self._add(command)
-            case SupplyItems():
+            case SupplyCommand():
                 self._supply(command)
-            case CutOffSender(sender):
+            case CutOffCommand(sender):
                 self._output_sender.cut_off(sender)
-            case AbortRequest(request_id, index):
+            case AbortCommand(request_id, index):
                 self._core.abort(request_id, index)
-            case ResetTier("prefix"):
+            case ResetCommand("prefix"):
                 self._core.reset_prefix_cache()
-            case ResetTier("encoder"):
+            case ResetCommand("encoder"):
                 self._core.reset_encoder_cache()
-            case AskStats(sender, nonce):
+            case StatsCommand(sender, nonce):
                 self._channel.report(StatsAnswer(sender, nonce, self._core.stats()))
-            case Stop():
+            case StopCommand():
                 self._stopped = True
 
-    def _add(self, command: AddRequest) -> None:
+    def _add(self, command: AddCommand) -> None:
         """A request that the scheduler refuses ends like any other that failed."""
         request = command.request
         self._output_sender.open(request.request_id, command.sender, accepted=command.accepted)
@@ -240,7 +246,7 @@ class StepLoop:
             deltas = _failed(request, error)
             self._send(SchedulerOutput(deltas, released=[request.request_id]))
 
-    def _supply(self, command: SupplyItems) -> None:
+    def _supply(self, command: SupplyCommand) -> None:
         if command.accepted:
             self._output_sender.accept(command.request_id)
         self._core.supply(command.request_id, command.items)

@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 
 from lookonce.engine.process_io import (
-    Alive,
+    EngineAlive,
+    EngineLoading,
+    EngineServing,
     EngineSettings,
-    Failed,
-    Loading,
-    Serving,
+    StartFailed,
     parse_progress,
 )
 from lookonce.engine.supervisor.child_process import ChildProcess, RestartBudget, SupervisedProcess
@@ -89,17 +89,17 @@ class EngineSupervisor:
             if not line:
                 return
             match parse_progress(line):
-                case Loading(done, total):
+                case EngineLoading(done, total):
                     if self._on_loading is not None:
                         self._on_loading(done, total)
-                case Serving(seconds):
+                case EngineServing(seconds):
                     logger.info("the engine serves after %.1f s", seconds)
                     self._serving.set()
                     limit = self._hang_limit
-                case Alive(stalled_seconds):
+                case EngineAlive(stalled_seconds):
                     if stalled_seconds > self._hang_limit:
                         self._end_hanging(child)
-                case Failed(error):
+                case StartFailed(error):
                     await child.wait()
                     raise error_from_wire(*error)
 
