@@ -24,7 +24,6 @@ from lookonce.ipc.messages import (
 )
 from lookonce.types.media import Expansion
 from lookonce.types.sampling import SamplingParams
-from tests.engine.test_input_thread import RawClient, added
 from tests.support.core.builders import PLACEHOLDER, feature, key, request, text
 from tests.support.engine.living import (
     PATIENCE,
@@ -36,6 +35,7 @@ from tests.support.engine.living import (
     tokens_of,
     until,
 )
+from tests.support.engine.raw_client import RawClient, added
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 CAT, DOG = feature("cat", 3, 4), feature("dog", 10, 4)

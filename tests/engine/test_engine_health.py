@@ -59,7 +59,7 @@ def test_an_engine_that_warms_up_is_ready_with_the_heartbeat_that_says_so(time):
 
 
 def test_a_lost_connection_is_death_and_a_new_one_a_start(health):
-    health.lose()
+    health.disconnect()
     assert health.state == "dead"
     with pytest.raises(EngineDeadError, match="restarted"):
         health.require_ready()
@@ -69,7 +69,7 @@ def test_a_lost_connection_is_death_and_a_new_one_a_start(health):
 
 
 def test_a_heartbeat_of_another_epoch_does_not_make_it_ready(health):
-    health.lose()
+    health.disconnect()
     health.connect()
     health.beat(Heartbeat(EPOCH + 1, True, 0.0), EPOCH)
     assert health.state == "starting"

@@ -17,13 +17,8 @@ from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.grammar import Grammar
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import text
+from tests.support.engine.grammars import EOS, VOCAB, walk
 from tests.support.engine.living import PATIENCE, World, expected, rendered, tokens_of
-
-EOS = 2
-
-
-VOCAB = 1030
-"""More than the tokenizer has: models pad theirs."""
 
 
 @pytest.fixture(scope="module")
@@ -34,24 +29,6 @@ def compiler():
 @pytest.fixture(scope="module")
 def tokenizer():
     return Tokenizer.load(NANO_FOLDER)
-
-
-def walk(compiled, tokenizer, rng, *, most=400):
-    """A text drawn from the masks alone; None where it found no end."""
-    state, tokens = compiled.start(), []
-    bits = np.zeros(-(-VOCAB // 32) * 4, np.uint8)
-    for _ in range(most):
-        state.fill(bits)
-        assert state.error is None
-        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[:VOCAB])
-        assert len(allowed)
-        assert allowed.max() < 1024
-        token = int(rng.choice(allowed))
-        if token == EOS:
-            return tokenizer.decode(tokens)
-        tokens.append(token)
-        state.accept(token)
-    return None
 
 
 PERSON = {

@@ -12,10 +12,10 @@ import zmq
 
 from lookonce.errors import EngineDeadError
 from lookonce.ipc.channel import ClientChannel, EngineChannel
-from lookonce.ipc.in_process_link import InProcessHub
 from lookonce.ipc.messages import Accepted, GetStats, Heartbeat, Hello, Received, UpdateCache
 from lookonce.ipc.zmq_client_link import ZmqClientLink
 from lookonce.ipc.zmq_engine_link import ZmqEngineLink
+from tests.support.in_process_link import InProcessHub
 from tests.support.ipc_samples import update
 
 PATIENCE = 20.0

@@ -26,7 +26,6 @@ from lookonce.frontend.auth import KeyRing
 from lookonce.frontend.metrics import Metrics
 from lookonce.frontend.render_only_engine import NoEngine
 from lookonce.frontend.services import Services
-from lookonce.ipc.in_process_link import InProcessHub
 from lookonce.render.media.load import MediaLoader
 from lookonce.render.media.processing import MediaJob, Processed
 from lookonce.render.media.resolver import MediaResolver
@@ -37,6 +36,7 @@ from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
 from lookonce.render.renderer import Renderer
 from lookonce.server.http.app import RENDER_ROUTES, build_app
+from tests.support.in_process_link import InProcessHub
 from tests.support.model.chats import PoolInProcess
 
 

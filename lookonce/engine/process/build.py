@@ -70,7 +70,7 @@ class EngineThreads:
     open        ──▶ requests are taken
     run_steps   ──▶ the step loop, in the calling thread, until `stop`; then both ends are closed
 
-    `epoch` tells this engine from every earlier one at the same address.
+    The random epoch of its receiver cache tells this engine from earlier ones at the same address.
     """
 
     def __init__(self, link: EngineLink, *, num_senders: int, max_queue: int) -> None:
@@ -93,8 +93,8 @@ class EngineThreads:
     ) -> None:
         """Start the input thread.
 
-        `on_beat` gets the stalled seconds with every heartbeat. `on_broken` is called where the
-        input thread broke: nobody hears the engine then.
+        `on_beat` gets the stalled seconds with every heartbeat. `on_broken` is called when the
+        thread has raised: the engine receives nothing any more then.
         """
 
         def receive() -> None:

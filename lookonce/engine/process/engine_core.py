@@ -18,8 +18,7 @@ from lookonce.core.request import Request
 from lookonce.core.request_validation import Door
 from lookonce.core.scheduler import Scheduler, SchedulerOutput
 from lookonce.engine.process.grammar import Compile
-from lookonce.errors import BadRequestError, RequestFailedError
-from lookonce.types.grammar import CompiledGrammar, Grammar
+from lookonce.errors import RequestFailedError
 from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import ExternalPrefixCache, ModelRunner
@@ -53,7 +52,7 @@ class EngineCore:
         self._external = external
         self._broken_steps = 0
         self.add_figures: Callable[[], dict[str, float]] = dict
-        """More figures for `stats`; benchmarks set this."""
+        """More counters for `stats`; benchmarks set this."""
 
     def step(self) -> SchedulerOutput | None:
         """One step; its output, None when there was nothing to do."""
@@ -165,18 +164,13 @@ def _broken(plan: StepPlan, cause: Exception) -> StepResult:
     )
 
 
-def no_grammar(grammar: Grammar) -> CompiledGrammar:
-    """Compiles nothing, for an engine without structured outputs. Raises `BadRequestError`."""
-    raise BadRequestError(f"{grammar.param} is not served here", param=grammar.param)
-
-
 class RequestPreprocessor:
     """Turns a client's request into the scheduler's, and refuses what the engine cannot serve.
 
     Reads only limits that never change: the input thread uses it while the step thread steps.
     """
 
-    def __init__(self, model: ModelInfo, door: Door, compile_grammar: Compile = no_grammar) -> None:
+    def __init__(self, model: ModelInfo, door: Door, compile_grammar: Compile) -> None:
         """`compile_grammar` may take seconds: `GrammarCompilerPool` calls it in its own threads."""
         self.model = model
         self.compile_grammar = compile_grammar

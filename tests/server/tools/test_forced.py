@@ -16,7 +16,7 @@ from lookonce.frontend.tools.formats import choose_dialect
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.grammar import Grammar
 from lookonce.types.sampling import SamplingParams
-from tests.engine.test_grammar import EOS, VOCAB, walk
+from tests.support.engine.grammars import EOS, VOCAB, walk
 
 CITY = {
     "type": "object",

@@ -18,16 +18,16 @@ from lookonce.config import (
 from lookonce.core.block_pool import BlockPool
 from lookonce.engine.client.engine_client import EngineClient
 from lookonce.engine.process.build import EngineThreads, assemble
-from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor, no_grammar
+from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
 from lookonce.engine.process.grammar import Compile
 from lookonce.engine.process_io import EngineSettings
-from lookonce.ipc.in_process_link import InProcessHub
 from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem
 from lookonce.types.ports import ModelRunner
 from lookonce.types.request import RenderedItem, RenderedPrompt, TokenDelta
 from lookonce.types.step import StepPlan, StepResult
 from tests.support.core.builders import PLACEHOLDER, ROW_BYTES, Limits, key, request
 from tests.support.core.fake_runner import FakeRunner, reference
+from tests.support.in_process_link import InProcessHub
 
 PATIENCE = 30.0
 """Seconds after which a test that waits has failed."""
@@ -103,8 +103,9 @@ class LivingEngine:
         if ready:
             self.become_ready()
 
-    def become_ready(self, compile_grammar: Compile = no_grammar) -> None:
-        self._preprocessor.compile_grammar = compile_grammar
+    def become_ready(self, compile_grammar: Compile | None = None) -> None:
+        if compile_grammar is not None:
+            self._preprocessor.compile_grammar = compile_grammar
         self._threads.open(self._preprocessor)
 
     def die(self) -> None:

@@ -87,10 +87,12 @@ class Request:
 class Api:
     """One API process: renderer, sender, client."""
 
+    sender_type = SenderCache
+
     def __init__(self, world: World, name: str, capacity_bytes: int) -> None:
         self.world = world
         self.name = name
-        self.sender = SenderCache(name, capacity_bytes=capacity_bytes)
+        self.sender = self.sender_type(name, capacity_bytes=capacity_bytes)
         self.inbox: deque[object] = deque()
         self.outbox: deque[object] = deque([self.sender.hello()])
         self.requests: dict[str, Request] = {}
@@ -321,7 +323,7 @@ class Engine:
 
     def __init__(self, world: World, epoch: int, num_clears: int = 0) -> None:
         self.world = world
-        self.receiver_cache = world.make_receiver_cache(epoch)
+        self.receiver_cache = world.make_receiver_cache(world, epoch)
         self.running: dict[str, str] = {}
         """Accepted request → sender."""
         self.waiting: dict[str, tuple[str, tuple[bytes, ...]]] = {}
@@ -452,7 +454,10 @@ class World:
         num_senders: int = 2,
         *,
         make_api: type[Api] = Api,
-        make_receiver_cache: Callable[[int], ReceiverCache] = ReceiverCache,
+        make_engine: type[Engine] = Engine,
+        make_receiver_cache: Callable[[World, int], ReceiverCache] = (
+            lambda world, epoch: ReceiverCache(epoch)
+        ),
     ) -> None:
         self.num_senders = num_senders
         self.expectations_may_break = num_senders > 1
@@ -461,7 +466,8 @@ class World:
         """Numbers of `ClearCache` that answer messages which could not be read."""
         self.make_receiver_cache = make_receiver_cache
         self._num_requests = 0
-        self.engine = Engine(self, 1)
+        self.make_engine = make_engine
+        self.engine = make_engine(self, 1)
         names = [f"api-{number}" for number in range(num_senders)]
         self.apis = {name: make_api(self, name, num_senders * capacity_bytes) for name in names}
         for api in self.apis.values():
@@ -483,7 +489,7 @@ class World:
         """The engine dies with all it held; what is under way to it still arrives, at the new."""
         self.expectations_may_break = True
         epoch = self.engine.receiver_cache.epoch + 1
-        self.engine = Engine(self, epoch, self.engine.num_clears)
+        self.engine = self.make_engine(self, epoch, self.engine.num_clears)
         for api in self.apis.values():
             api.inbox.append(Heartbeat(epoch, True, 0.0))
 
