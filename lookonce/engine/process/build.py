@@ -58,8 +58,8 @@ def assemble(
         fail_on_loss=settings.kv.load_failure_policy == "fail",
     )
     grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
-    door = Door(pool, encoder_cache, info, settings.scheduler.max_num_batched_tokens)
-    preprocessor = RequestPreprocessor(info, door, grammars.compile)
+    validator = Door(pool, encoder_cache, info, settings.scheduler.max_num_batched_tokens)
+    preprocessor = RequestPreprocessor(info, validator, grammars.compile)
     return EngineCore(scheduler, runner, external), preprocessor
 
 

@@ -170,11 +170,11 @@ class RequestPreprocessor:
     Reads only limits that never change: the input thread uses it while the step thread steps.
     """
 
-    def __init__(self, model: ModelInfo, door: Door, compile_grammar: Compile) -> None:
+    def __init__(self, model: ModelInfo, validator: Door, compile_grammar: Compile) -> None:
         """`compile_grammar` may take seconds: `GrammarCompilerPool` calls it in its own threads."""
         self.model = model
         self.compile_grammar = compile_grammar
-        self._door = door
+        self._validator = validator
 
     def preprocess(self, request: GenerateRequest, items: Mapping[bytes, ProcessedItem]) -> Request:
         """The request as the scheduler takes it in; `items`: those that the engine holds already.
@@ -183,4 +183,4 @@ class RequestPreprocessor:
         """
         num_tokens = request.prompt.shape[0] if request.prompt.shape else 0
         check_fits(num_tokens, request.sampling, self.model)
-        return self._door.build_request(request, dict(items))
+        return self._validator.build_request(request, dict(items))
