@@ -1,4 +1,4 @@
-"""Grammars over nano's real tokenizer: every random walk through the masks conforms."""
+"""Grammars over nano's tokenizer: every walk through the masks conforms; compiling delays nobody."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def loose(message):
 
 
 def pair(capacity=3000, num_senders=2):
-    """Two senders of `capacity` each, and the receiver_cache that greeted them."""
+    """Two senders of `capacity` each, and the receiver cache that they said hello to."""
     receiver_cache = ReceiverCache(1)
     senders = [welcomed(capacity * num_senders, 1, num_senders, name) for name in ("a", "b")]
     for sender in senders:

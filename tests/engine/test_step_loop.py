@@ -1,4 +1,4 @@
-"""The step loop sleeps while nothing can be done, and not longer."""
+"""The step loop sleeps no longer than it must, and `OutputSender` tells each sender its own."""
 
 from __future__ import annotations
 
