@@ -1,4 +1,4 @@
-"""Grammars over nano's tokenizer: every walk through the masks conforms; compiling delays nobody."""
+"""Grammars over nano's tokenizer: every walk through the masks conforms; compiling delays none."""
 
 from __future__ import annotations
 
