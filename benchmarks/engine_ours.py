@@ -24,9 +24,9 @@ from lookonce.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from lookonce.engine.client.delta_stream import DeltaStream
 from lookonce.engine.client.engine_client import EngineClient
-from lookonce.engine.client.generation import Generation
-from lookonce.engine.settings import EngineSettings
+from lookonce.engine.process_io import EngineSettings
 from lookonce.engine.supervisor.engine_supervisor import EngineSupervisor
 from lookonce.render.prompt.detokenizer import Detokenizer
 from lookonce.render.prompt.tokenizer import Tokenizer
@@ -110,7 +110,7 @@ class Ours:
 class _Answer:
     """One sequence as its caller reads it: tokens become text at once."""
 
-    def __init__(self, generation: Generation, detokenizer: Detokenizer) -> None:
+    def __init__(self, generation: DeltaStream, detokenizer: Detokenizer) -> None:
         self._generation = generation
         self._detokenizer = detokenizer
         self.num_tokens = 0

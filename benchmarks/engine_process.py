@@ -15,11 +15,11 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from lookonce.core.block_pool import BlockPool
-from lookonce.engine.process.build import Progress, assemble, attention_of, make_runner
-from lookonce.engine.process.engine_core import EngineCore
-from lookonce.engine.process.main import host_engine
-from lookonce.engine.process.request_validation import Judge
-from lookonce.engine.settings import EngineSettings
+from lookonce.engine.process.build import assemble
+from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
+from lookonce.engine.process.load_engine import Progress, attention_of, make_runner
+from lookonce.engine.process.main import run_engine
+from lookonce.engine.process_io import EngineSettings
 from lookonce.model.loader import load_model
 
 _P = ParamSpec("_P")
@@ -52,7 +52,7 @@ class Stopwatch:
         return {MODEL_SECONDS: self.cpu, PROCESS_SECONDS: time.process_time()}
 
 
-def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, Judge]:
+def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, RequestPreprocessor]:
     """As the engine process builds it, but for the stopwatch; one torch thread."""
     torch.set_num_threads(1)
     loaded = load_model(settings.model, progress)
@@ -69,4 +69,4 @@ def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, Jud
 
 
 if __name__ == "__main__":
-    host_engine(build)
+    run_engine(build)

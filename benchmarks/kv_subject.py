@@ -12,7 +12,7 @@ from lookonce.config import EncoderConfig, KVConfig, ModelConfig, SchedulerConfi
 from lookonce.core.block_pool import BlockPool
 from lookonce.engine.process.build import assemble
 from lookonce.engine.process.kv_tiers import open_external, rope_of
-from lookonce.engine.settings import EngineSettings
+from lookonce.engine.process_io import EngineSettings
 from lookonce.kv.connector import KVConnector
 from lookonce.model.attention.select import resolve_block_size, select_backend
 from lookonce.model.kv_copier import PageCopier

@@ -22,9 +22,8 @@ from pathlib import Path
 import msgspec
 
 from lookonce.config import Config, ServerConfig
-from lookonce.engine.progress import Failed, parse_progress
-from lookonce.engine.settings import engine_settings
-from lookonce.engine.supervisor.child_process import Child, KeptProcess
+from lookonce.engine.process_io import StartFailed, engine_settings, parse_progress
+from lookonce.engine.supervisor.child_process import ChildProcess, SupervisedProcess
 from lookonce.engine.supervisor.engine_supervisor import (
     ENGINE_COMMAND,
     EngineSupervisor,
@@ -38,11 +37,11 @@ logger = logging.getLogger(__name__)
 API_COMMAND = (sys.executable, "-m", "lookonce.server.process")
 BACKLOG = 2048
 DRAIN_GRACE = 5.0
-"""Seconds an API process has, after the drain timeout, to notice that it is over."""
+"""Seconds an API process has, after the drain timeout, to end."""
 PROBE_SECONDS = 0.1
 
 OnReady = Callable[[str], None]
-"""Told the server's URL, once, when it is ready to serve."""
+"""Called once with the server's URL, when it is ready to serve."""
 
 
 class Supervisor:
@@ -66,7 +65,7 @@ class Supervisor:
             on_loading=on_loading,
             command=engine_command,
         )
-        self._apis: list[KeptProcess] = []
+        self._apis: list[SupervisedProcess] = []
         self._stop_asked = asyncio.Event()
 
     async def run(self) -> None:
@@ -96,7 +95,7 @@ class Supervisor:
             announcing.cancel()
 
     def ask_stop(self) -> None:
-        """Drain and end; asked again, end at once."""
+        """Drain and end; the second time, end at once."""
         if self._stop_asked.is_set():
             logger.warning("asked again: everything is killed")
             self._engine.kill()
@@ -105,7 +104,7 @@ class Supervisor:
         self._stop_asked.set()
 
     async def _keep_running(self) -> None:
-        """Until somebody asks to stop or a process cannot be kept; then everything ends."""
+        """Until `ask_stop`, or until a process cannot be kept running; then all processes end."""
         runs = [self._engine.run(), *(api.run() for api in self._apis)]
         processes = [asyncio.create_task(run) for run in runs]
         asked = asyncio.create_task(self._stop_asked.wait())
@@ -124,12 +123,12 @@ class Supervisor:
         await self._engine.stop()
         logger.info("stopped")
 
-    def _api_process(self, index: int, listener: socket.socket) -> KeptProcess:
+    def _api_process(self, index: int, listener: socket.socket) -> SupervisedProcess:
         name = f"API process {index}"
         start = {"config": self._config, "listen_fd": listener.fileno(), "index": index}
 
-        async def spawn() -> Child:
-            return await Child.start(
+        async def spawn() -> ChildProcess:
+            return await ChildProcess.start(
                 name,
                 self._api_command,
                 msgspec.json.encode(start),
@@ -137,10 +136,10 @@ class Supervisor:
                 read_output=True,
             )
 
-        return KeptProcess(name, spawn, _raise_refusal)
+        return SupervisedProcess(name, spawn, _raise_refusal)
 
     async def _announce(self, listener: socket.socket) -> None:
-        """Tell when a request to /ready is answered with 200."""
+        """Call `on_ready` when a request to /ready is answered with 200."""
         if self._on_ready is None:
             return
         await self._engine.wait_serving()
@@ -149,11 +148,11 @@ class Supervisor:
         self._on_ready(url_of(listener))
 
 
-async def _raise_refusal(api: Child) -> None:
+async def _raise_refusal(api: ChildProcess) -> None:
     """Until the process ends. Raises the `ConfigError` or `ModelLoadError` it ends with."""
     while line := await api.read_line():
         match parse_progress(line):
-            case Failed(error):
+            case StartFailed(error):
                 await api.wait()
                 raise error_from_wire(*error)
 
@@ -174,7 +173,7 @@ def _bind_tcp(host: str, port: int) -> socket.socket:
 
 
 def _bind_unix(path: str) -> socket.socket:
-    """A socket file that nobody answers on any more is replaced."""
+    """A socket file that no process answers on is replaced."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if Path(path).is_socket() and not _answers(path):
@@ -199,7 +198,7 @@ def _unlink(path: str | None) -> None:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where the server is found; for a unix socket its path."""
+    """The server's URL; `unix:` and the path for a unix socket."""
     name = listener.getsockname()
     if listener.family == socket.AF_UNIX:
         return f"unix:{name}"

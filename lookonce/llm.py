@@ -20,7 +20,7 @@ import msgspec
 
 from lookonce.cache.identity import media_hash
 from lookonce.config import NANO, Config, MediaConfig, Options, SchedulerConfig, resolve
-from lookonce.engine.settings import engine_settings
+from lookonce.engine.process_io import engine_settings
 from lookonce.engine.supervisor.engine_supervisor import EngineSupervisor, OnLoading, socket_folder
 from lookonce.frontend.generation import Generation, Sample, prepared
 from lookonce.frontend.media_injection import (

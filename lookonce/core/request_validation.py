@@ -15,6 +15,7 @@ from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest
+from lookonce.types.request_validation import check_prompt_capacity, check_token_array
 
 
 class RequestValidator:
@@ -35,10 +36,10 @@ class RequestValidator:
         """The checked request. Keeps the dict `items`: those of its items that the engine holds."""
         prompt = _prompt_array(request)
         features = self._collect(request.features)
-        self._check_length(len(prompt))
+        check_prompt_capacity(len(prompt), self._model.max_model_len, self._kv_tokens)
         _check_end(features, len(prompt))
         self._check_items(features)
-        self._check_token_ids(prompt, features)
+        check_token_array(prompt, self._model.vocab_size, features.covered)
         in_order = check_rows(features, items)
         return Request(request, prompt, features, items, self._model.eos_token_ids, in_order)
 
@@ -69,7 +70,7 @@ class RequestValidator:
             raise BadRequestError(f"item {absent[0]} does not come along", param="features")
         refuse_unused_items(checked, brought)
         self._check_items(checked)
-        self._check_token_ids(tokens, checked)
+        check_token_array(tokens, self._model.vocab_size, checked.covered)
         check_rows(checked, brought)
         return SessionInput(tokens, checked, brought)
 
@@ -89,19 +90,6 @@ class RequestValidator:
                 param="features",
             )
         return EncoderInputs(features)
-
-    def _check_length(self, num_tokens: int) -> None:
-        limit = self._model.max_model_len - 1
-        if num_tokens > limit:
-            raise TooLargeError(
-                f"the prompt has {num_tokens} tokens; this model takes at most {limit}",
-                param="prompt",
-            )
-        if num_tokens > self._kv_tokens:
-            raise TooLargeError(
-                f"the prompt has {num_tokens} tokens; the KV cache holds {self._kv_tokens}",
-                param="prompt",
-            )
 
     def _check_items(self, features: MultiModalFeatures) -> None:
         """Check the items as a whole, and each only where one is wrong: there may be thousands."""
@@ -126,19 +114,6 @@ class RequestValidator:
                 f"item {index} has {feature.length} tokens that must be computed in one "
                 f"step; the limit is {limit}",
                 param="features",
-            )
-
-    def _check_token_ids(self, prompt: NDArray[np.int32], features: MultiModalFeatures) -> None:
-        """Ids outside the vocabulary are allowed only where an item's rows replace them."""
-        outside = np.flatnonzero((prompt < 0) | (prompt >= self._model.vocab_size))
-        if not len(outside):
-            return
-        wrong = outside[~features.covered(len(prompt))[outside]]
-        if len(wrong):
-            raise BadRequestError(
-                f"token id {prompt[wrong[0]]} at position {wrong[0]} is outside the vocabulary "
-                f"of {self._model.vocab_size}",
-                param="prompt",
             )
 
 

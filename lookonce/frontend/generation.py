@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from lookonce.errors import RequestFailedError, error_from_wire
 from lookonce.frontend.responses import StopReason
-from lookonce.frontend.services import Detokenizer, Services, check_fits, shortened
+from lookonce.frontend.services import Detokenizer, Services
 from lookonce.types.request import (
     PrefillFacts,
     PromptLogprob,
@@ -24,6 +24,7 @@ from lookonce.types.request import (
     TokenDelta,
     TokenLogprob,
 )
+from lookonce.types.request_validation import check_fits, shorten_max_tokens
 from lookonce.types.sampling import SamplingParams
 
 _PROCESS = secrets.token_hex(16)
@@ -186,8 +187,8 @@ def prepare(
     """
     model = services.engine.model
     if not limit_asked:
-        sampling = shortened(rendered, sampling, model.max_model_len)
-    check_fits(rendered, sampling, model)
+        sampling = shorten_max_tokens(sampling, len(rendered.token_ids), model.max_model_len)
+    check_fits(len(rendered.token_ids), sampling, model)
     return Generation(
         services,
         rendered,

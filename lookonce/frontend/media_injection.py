@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from lookonce.engine.client.injection import Injected, Keyed
+from lookonce.engine.client.sender_cache import InjectionOutcome, Keyed
 from lookonce.errors import BadRequestError, LookOnceError
 from lookonce.frontend.services import Services
 from lookonce.render.media.injection import arrays_of
@@ -84,13 +84,13 @@ async def inject_offered(
             trusted=trusted,
         )
 
-    outcomes: dict[int, Injected] = {}
+    outcomes: dict[int, InjectionOutcome] = {}
     keyed: dict[int, Keyed] = {}
     for number, item in enumerate(offered):
         try:
             keyed[number] = await asyncio.to_thread(judge, item)
         except LookOnceError as error:
-            outcomes[number] = Injected("rejected", error.message)
+            outcomes[number] = InjectionOutcome("rejected", error.message)
     settled = await services.engine.inject_items(list(keyed.values()))
     outcomes |= zip(keyed, settled, strict=True)
     answer: dict[str, list[ItemOutcome]] = {}
@@ -99,7 +99,7 @@ async def inject_offered(
     return answer
 
 
-def _outcome(item: Offered, outcome: Injected) -> ItemOutcome:
+def _outcome(item: Offered, outcome: InjectionOutcome) -> ItemOutcome:
     if outcome.status == "rejected":
         logger.warning("%s item %.16r rejected: %s", item.modality, item.name, outcome.reason)
     return ItemOutcome(hash=item.name, status=outcome.status, reason=outcome.reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 
-from lookonce.engine.client.injection import DISABLED, Injected
+from lookonce.engine.client.sender_cache import DISABLED, InjectionOutcome
 from lookonce.errors import NotReadyError
 from lookonce.frontend.services import EngineState
 from lookonce.types.media import ProcessedItem
@@ -33,7 +33,9 @@ class NoEngine:
     async def abort(self, request_id: str, index: int | None = None) -> None:
         return
 
-    async def inject_items(self, items: Sequence[tuple[bytes, ProcessedItem]]) -> list[Injected]:
+    async def inject_items(
+        self, items: Sequence[tuple[bytes, ProcessedItem]]
+    ) -> list[InjectionOutcome]:
         return [DISABLED] * len(items)
 
     async def stats(self) -> dict[str, float]:

@@ -1,12 +1,20 @@
 """The typed channel between API process and engine process, on top of a link.
 
-Commit at send: a sender first waits for room, then calls `send_now`, which is synchronous, keeps
-order and can neither block nor drop. What it put under way counts until the engine says
-`Received`; that is the only back pressure there is.
+    API process                                        engine process
+    ClientChannel ── ClientLink  ───────▶  EngineLink ── EngineChannel
+                                 ◀───────            └── EngineChannelWriter, one per sending thread
+
+A channel sends and receives messages, a link lists of frames. A link keeps the order of each
+sender, drops nothing while a connection lives, and never blocks.
+
+Flow control is the channel's alone. A sender first waits for room (`ClientChannel.room`), then
+calls `send_now`, which is synchronous, keeps order and can neither block nor drop. The bytes of a
+message are in flight until the engine answers `Received`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -16,14 +24,12 @@ from typing import Protocol
 
 from lookonce.errors import EngineDeadError, ProtocolError
 from lookonce.ipc.codec import (
-    Encoder,
+    MessageEncoder,
     client_message_decoder,
     engine_message_decoder,
     frames_nbytes,
     request_id_of,
 )
-from lookonce.ipc.flow_control import Credits
-from lookonce.ipc.links import ClientLink, EngineLink
 from lookonce.ipc.messages import (
     ClientMessage,
     EngineMessage,
@@ -38,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChannelListener(Protocol):
-    """Who is told what comes over a `ClientChannel`, always from within the event loop."""
+    """What a `ClientChannel` calls, always from within the event loop."""
 
     def connected(self) -> None: ...
 
@@ -47,60 +53,100 @@ class ChannelListener(Protocol):
     def received(self, message: EngineMessage) -> None: ...
 
 
-class ClientChannel:
-    """The API process's end: one FIFO to the engine, and everything the engine says.
+class LinkEvents(Protocol):
+    """What a client link calls, always from within the event loop."""
 
-    `Received` is the channel's own affair and reaches no listener.
+    def link_up(self) -> None: ...
+
+    def link_frames(self, frames: Sequence[Buffer]) -> None: ...
+
+    def link_down(self) -> None: ...
+
+
+class ClientLink(Protocol):
+    """The API process's end of a link."""
+
+    def open(self, events: LinkEvents) -> None:
+        """Connect, and connect again whenever the other end comes back."""
+
+    def send(self, frames: Sequence[Buffer]) -> None:
+        """Enqueue; returns at once. The frames' memory must not be written afterwards."""
+
+    def close(self) -> None: ...
+
+
+class EngineLink(Protocol):
+    """The engine process's end of a link: one thread owns it, any may call `send` and `wake`.
+
+    Messages of several threads keep the order in which their calls of `send` returned.
+    """
+
+    def poll(self, timeout: float) -> list[tuple[str, Sequence[Buffer]]]:
+        """All `(sender, frames)` that have come; waits up to `timeout` seconds for the first one.
+
+        Returns early, possibly empty, after `wake` or when a connection changes.
+        """
+
+    def send(self, sender: str, frames: Sequence[Buffer]) -> bool:
+        """Enqueue; False when that sender is no longer connected, or this end is closed."""
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ClientChannel:
+    """The API process's end: one FIFO to the engine, and all messages of the engine.
+
+    The listener gets every message but `Received`, which the channel needs itself.
     """
 
     def __init__(self, link: ClientLink, *, max_bytes_in_flight: int) -> None:
         self._link = link
         self._capacity = max_bytes_in_flight
-        self._credits = Credits(max_bytes_in_flight)
-        self._under_way: deque[tuple[int, int]] = deque()
-        """`(seq, bytes)` of what the engine has not received yet, oldest first."""
-        self._encoder = Encoder()
+        self._flow = FlowControl(max_bytes_in_flight)
+        self._in_flight: deque[tuple[int, int]] = deque()
+        """`(seq, bytes)` of the messages the engine has not received yet, oldest first."""
+        self._encoder = MessageEncoder()
         self._decoder = engine_message_decoder()
         self._up = False
 
     @property
     def bytes_in_flight(self) -> int:
-        return self._credits.used
+        return self._flow.used
 
     def open(self, listener: ChannelListener) -> None:
-        """Connect, and connect again by itself; call within a running event loop."""
+        """Connect, and connect again when the engine comes back; call within the event loop."""
         self._listener = listener
         self._link.open(self)
 
     def close(self) -> None:
         self._up = False
-        self._credits.fail(EngineDeadError("the channel to the engine is closed"))
+        self._flow.fail(EngineDeadError("the channel to the engine is closed"))
         self._link.close()
 
     @asynccontextmanager
     async def room(self, nbytes: int) -> AsyncIterator[None]:
-        """Wait until `nbytes` more may be under way; send inside the block, without awaiting.
+        """Wait until `nbytes` more may be in flight; send inside the block, without awaiting.
 
         Raises `EngineDeadError` when the engine goes away meanwhile.
         """
-        credits = (
-            self._credits
-        )  # a disconnect replaces it; what was taken goes back where it came from
-        await credits.acquire(nbytes)
+        flow = self._flow  # a disconnect replaces it: release the one that was acquired
+        await flow.acquire(nbytes)
         try:
             yield
         finally:
-            credits.release(nbytes)
+            flow.release(nbytes)
 
     def send_now(self, message: ClientMessage) -> None:
-        """Put a message on the FIFO. Raises `EngineDeadError` when nobody is connected."""
+        """Enqueue a message. Raises `EngineDeadError` when no engine is connected."""
         if not self._up:
             raise EngineDeadError("the engine is not running")
         frames = self._encoder.encode(message)
         if isinstance(message, Submit | SupplyMedia | UpdateCache):
             nbytes = frames_nbytes(frames)
-            self._under_way.append((message.seq, nbytes))
-            self._credits.take(nbytes)
+            self._in_flight.append((message.seq, nbytes))
+            self._flow.take(nbytes)
         self._link.send(frames)
 
     def link_up(self) -> None:
@@ -109,8 +155,8 @@ class ClientChannel:
 
     def link_down(self) -> None:
         self._up = False
-        self._under_way.clear()
-        stale, self._credits = self._credits, Credits(self._capacity)
+        self._in_flight.clear()
+        stale, self._flow = self._flow, FlowControl(self._capacity)
         stale.fail(EngineDeadError("the engine went away"))
         self._listener.disconnected()
 
@@ -126,16 +172,96 @@ class ClientChannel:
             self._listener.received(message)
 
     def _free(self, seq: int) -> None:
-        while self._under_way and self._under_way[0][0] <= seq:
-            self._credits.release(self._under_way.popleft()[1])
+        while self._in_flight and self._in_flight[0][0] <= seq:
+            self._flow.release(self._in_flight.popleft()[1])
 
 
-class Outlet:
-    """One thread's way to the senders; each thread that sends has its own."""
+class FlowControl:
+    """Limits the bytes in flight of one sender; waiters are served first come, first served.
+
+    An amount above the whole capacity is granted once nothing else is in flight, so that it passes
+    alone instead of never. Used from one event loop only.
+
+    Invariant: waiters exist only while the first of them does not fit.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._used = 0
+        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def used(self) -> int:
+        """Bytes in flight or reserved."""
+        return self._used
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiters)
+
+    async def acquire(self, nbytes: int) -> None:
+        """Wait until `nbytes` fit, then take them. Raises what `fail` was given."""
+        if not self._waiters and self._fits(nbytes):
+            self._used += nbytes
+            return
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (nbytes, granted)
+        self._waiters.append(entry)
+        try:
+            await granted
+        except asyncio.CancelledError:
+            self._withdraw(entry)
+            raise
+
+    def take(self, nbytes: int) -> None:
+        """Count bytes that are sent whether they fit or not (small control messages)."""
+        self._used += nbytes
+
+    def release(self, nbytes: int) -> None:
+        self._used -= nbytes
+        self._grant()
+
+    def fail(self, error: Exception) -> None:
+        """The channel is gone: raise `error` in all waiters. Held bytes may still be released."""
+        waiters, self._waiters = self._waiters, deque()
+        for _, granted in waiters:
+            if not granted.done():
+                granted.set_exception(error)
+
+    def _fits(self, nbytes: int) -> bool:
+        return self._used == 0 or self._used + nbytes <= self._capacity
+
+    def _grant(self) -> None:
+        while self._waiters and self._fits(self._waiters[0][0]):
+            nbytes, granted = self._waiters.popleft()
+            if not granted.done():
+                self._used += nbytes
+                granted.set_result(None)
+
+    def _withdraw(self, entry: tuple[int, asyncio.Future[None]]) -> None:
+        """A waiter was cancelled; where it was granted already, the bytes go to the next one."""
+        nbytes, granted = entry
+        if granted.done() and not granted.cancelled() and granted.exception() is None:
+            self.release(nbytes)
+        elif entry in self._waiters:
+            self._waiters.remove(entry)
+            self._grant()
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` when the invariant above is broken."""
+        assert self._used >= 0, f"{self._used} bytes in flight"
+        if self._waiters:
+            nbytes, granted = self._waiters[0]
+            leaving = granted.done()  # cancelled; its task has not run since
+            assert leaving or not self._fits(nbytes), "a waiter that fits still waits"
+
+
+class EngineChannelWriter:
+    """Encodes and sends messages to API processes; each thread that sends has its own."""
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link
-        self._encoder = Encoder()
+        self._encoder = MessageEncoder()
 
     def send(self, sender: str, message: EngineMessage) -> bool:
         """Enqueue for one sender; False when it is no longer connected."""
@@ -144,25 +270,24 @@ class Outlet:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A message came that cannot be decoded: what it changed in the sender's directory is lost."""
+    """A message that cannot be decoded: what it changed in the sender's directory is lost."""
 
     request_id: str | None
-    """The request it was about, where that much can be read."""
+    """The request of the message, where that much can be read."""
 
 
 class EngineChannel:
-    """The engine process's end, owned by one thread; others may `wake` it, or have an outlet."""
+    """The engine process's end, owned by one thread; others may `wake` it, or have a `writer`."""
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link
-        self._outlet = Outlet(link)
+        self._writer = EngineChannelWriter(link)
         self._decoder = client_message_decoder()
 
     def poll(self, timeout: float) -> list[tuple[str, ClientMessage | Unreadable]]:
         """`(sender, message)` in the order they came; waits up to `timeout` seconds.
 
-        A malformed message is logged and stands in its place as `Unreadable`: it harms nobody but
-        its sender.
+        A malformed message is logged, and an `Unreadable` stands in its place.
         """
         return [(sender, self._read(sender, frames)) for sender, frames in self._link.poll(timeout)]
 
@@ -175,11 +300,11 @@ class EngineChannel:
 
     def send(self, sender: str, message: EngineMessage) -> bool:
         """Enqueue for one sender; False when it is no longer connected."""
-        return self._outlet.send(sender, message)
+        return self._writer.send(sender, message)
 
-    def outlet(self) -> Outlet:
-        """For another thread that has something to say to the senders."""
-        return Outlet(self._link)
+    def writer(self) -> EngineChannelWriter:
+        """For another thread that sends messages."""
+        return EngineChannelWriter(self._link)
 
     def wake(self) -> None:
         """End a `poll` that waits in the owning thread, or the next one."""

@@ -23,7 +23,7 @@ Message = TypeVar("Message")
 _WireArray = tuple[str, tuple[int, ...], int | bytes]
 
 
-class Encoder:
+class MessageEncoder:
     """Turns messages into frames. Not for use by two threads at once."""
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class Encoder:
 
 
 class _Named(msgspec.Struct, array_like=True):
-    """The first field of `GenerateRequest`; whatever follows is not looked at."""
+    """The first field of `GenerateRequest`; later fields are ignored."""
 
     request_id: str
 
 
 class _Submission(msgspec.Struct, tag="submit", array_like=True):
-    """As much of a `Submit` as it takes to know whose it is."""
+    """The fields of a `Submit` up to its request id."""
 
     epoch: int
     seq: int
@@ -61,7 +61,7 @@ class _Submission(msgspec.Struct, tag="submit", array_like=True):
 
 
 class _Supply(msgspec.Struct, tag="supply", array_like=True):
-    """As much of a `SupplyMedia`."""
+    """The fields of a `SupplyMedia` up to its request id."""
 
     epoch: int
     seq: int
@@ -73,7 +73,7 @@ _ENVELOPES = msgspec.msgpack.Decoder(_Submission | _Supply)
 
 
 def request_id_of(frames: Sequence[Buffer]) -> str | None:
-    """Which request a message that cannot be decoded was about, if that much can be read."""
+    """The request id of a message that cannot be decoded, if that much can be read."""
     try:
         envelope = _ENVELOPES.decode(frames[0])
     except (msgspec.MsgspecError, IndexError, ValueError, RecursionError):
@@ -81,7 +81,7 @@ def request_id_of(frames: Sequence[Buffer]) -> str | None:
     return envelope.request.request_id if isinstance(envelope, _Submission) else envelope.request_id
 
 
-class Decoder(Generic[Message]):
+class MessageDecoder(Generic[Message]):
     """Turns frames into messages of one union. Not for use by two threads at once."""
 
     def __init__(self, union: Any) -> None:
@@ -119,18 +119,18 @@ class Decoder(Generic[Message]):
         return Array(dtype, shape, memoryview(self._frames[payload]).toreadonly())
 
 
-def client_message_decoder() -> Decoder[ClientMessage]:
-    """What the engine process decodes with."""
-    return Decoder(ClientMessage)
+def client_message_decoder() -> MessageDecoder[ClientMessage]:
+    """The decoder of the engine process."""
+    return MessageDecoder(ClientMessage)
 
 
-def engine_message_decoder() -> Decoder[EngineMessage]:
-    """What an API process decodes with."""
-    return Decoder(EngineMessage)
+def engine_message_decoder() -> MessageDecoder[EngineMessage]:
+    """The decoder of an API process."""
+    return MessageDecoder(EngineMessage)
 
 
 def frames_nbytes(frames: Sequence[Buffer]) -> int:
-    """Bytes of all frames: what a message weighs on the channel."""
+    """Bytes of all frames: what flow control counts a message with."""
     return sum(
         len(frame) if isinstance(frame, bytes) else memoryview(frame).nbytes for frame in frames
     )

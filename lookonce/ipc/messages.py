@@ -1,8 +1,8 @@
 """Every message between an API process and the engine process, declared once.
 
-Cache operations ride on the message that needs them, in a fixed order: drop, add, reference.
-The engine applies them on receipt, before and independently of judging the request.
-A message with another epoch than the engine's is discarded (its sender starts empty).
+Cache operations travel in the message that needs them, in a fixed order: drop, add, adopt. The
+engine applies them on receipt, before it checks the request and also where it rejects it. A message
+with another epoch than the engine's is discarded (its sender starts with an empty directory).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class KeyedItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheOps(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """Changes to the sender's share of the store, exactly as its directory already made them."""
+    """Changes to the sender's share of the store, as its directory has made them already."""
 
     drops: tuple[bytes, ...] = ()
     adds: tuple[KeyedItem, ...] = ()
     adopts: tuple[tuple[bytes, int], ...] = ()
-    """`(key, nbytes)` another sender added (a hint) that this sender now lists too. Where the
-    store has lost the item, the key is listed all the same and its next use is a resend."""
+    """`(key, nbytes)` of items another sender added (a hint) that this sender now lists too. Where
+    the store has lost the item, the key is listed all the same and its next use is a resend."""
 
 
 NO_OPS = CacheOps()
@@ -51,10 +51,10 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     ops: CacheOps
     request: GenerateRequest
     loose: tuple[KeyedItem, ...] = ()
-    """Items that travel with their request uncached: used by it, never listed."""
+    """Items that travel uncached: used by this request alone, never listed."""
     recoverable: bool = True
-    """False when no bytes stand behind some reference: a resend would be in vain. Then it is begun
-    without an item only where its whole answer has room, so that it need not be computed again."""
+    """False when some reference has no source, so that its item cannot be resent. The request is
+    then begun without an item only where its whole answer has room and it is never recomputed."""
     bindings: tuple[tuple[bytes, bytes], ...] = ()
     """`(uuid name digest, MediaHash)` newly bound by this sender, for the other senders."""
 
@@ -70,14 +70,14 @@ class SupplyMedia(msgspec.Struct, frozen=True, tag="supply", array_like=True):
 
 
 class UpdateCache(msgspec.Struct, frozen=True, tag="update", array_like=True):
-    """Cache operations without a request: injection, and clearing after `ClearCache`."""
+    """Cache operations without a request: for injection, and as the answer to `ClearCache`."""
 
     epoch: int
     seq: int
     ops: CacheOps
     cleared: int = 0
-    """Not 0: the sender's share is emptied before `ops`. It answers the `ClearCache` of that
-    number; -1: the sender starts over by itself (a message of its could not be sent)."""
+    """Not 0: the sender's share is emptied before `ops`. The number of the `ClearCache` that this
+    answers; -1: the sender starts over unasked (one of its messages could not be sent)."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
@@ -98,9 +98,7 @@ class GetStats(msgspec.Struct, frozen=True, tag="get_stats", array_like=True):
     nonce: int
 
 
-ClientMessage = (
-    Hello | Submit | SupplyMedia | UpdateCache | Abort | ResetCache | GetStats
-)  # fmt: skip
+ClientMessage = Hello | Submit | SupplyMedia | UpdateCache | Abort | ResetCache | GetStats
 
 
 # --- engine process → API process -------------------------------------------------------------
@@ -115,22 +113,23 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", array_like=True):
 
 
 class Received(msgspec.Struct, frozen=True, tag="received", array_like=True):
-    """The engine took this sender's messages up to `seq`: their room on the channel is free."""
+    """The engine has received this sender's messages up to `seq`: their bytes are not in flight."""
 
     seq: int
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted", array_like=True):
-    """Nothing more is needed to compute the request."""
+    """The engine needs nothing more to compute the request."""
 
     request_id: str
     complete: bool = True
-    """The engine holds all its items until it ends: the client may forget its sources. Else those
-    it lacks are covered by what was computed before, and asked for if that is lost."""
+    """The engine holds all items of the request until its end: the client may drop their sources.
+    False: cached K/V or encoder output stand for those it lacks, and it asks for them if that is
+    lost."""
 
 
 class ResendMedia(msgspec.Struct, frozen=True, tag="resend", array_like=True):
-    """The request waits aside until these items arrive."""
+    """The request waits until these items arrive."""
 
     request_id: str
     keys: tuple[bytes, ...]
@@ -148,7 +147,7 @@ class Deltas(msgspec.Struct, frozen=True, tag="deltas", array_like=True):
 
 
 class Hint(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An item another sender added to the store; all a renderer must know to do without it."""
+    """An item another sender added to the store, and what a renderer must know of it."""
 
     key: bytes
     nbytes: int
@@ -156,21 +155,21 @@ class Hint(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hints(msgspec.Struct, frozen=True, tag="hints", array_like=True):
-    """What other senders added: items worth adopting (possibly stale), and uuid bindings."""
+    """What other senders added: items to adopt (possibly gone again), and uuid bindings."""
 
     items: tuple[Hint, ...] = ()
     bindings: tuple[tuple[bytes, bytes], ...] = ()
-    """`(uuid name digest, MediaHash)`; the engine's word overrules the sender's own binding."""
+    """`(uuid name digest, MediaHash)`; these replace the sender's own bindings."""
 
 
 class ClearCache(msgspec.Struct, frozen=True, tag="clear", array_like=True):
-    """Every sender empties its directory and says so in its own FIFO with `UpdateCache.cleared`."""
+    """Every sender empties its directory and answers with `UpdateCache.cleared`."""
 
     number: int
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", array_like=True):
-    """Sent by the input thread twice a second, so that health follows the step loop."""
+    """Sent by the input thread twice a second; tells how the step loop is."""
 
     epoch: int
     ready: bool
@@ -185,6 +184,14 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", array_like=True):
 
 
 EngineMessage = (
-    Welcome | Received | Accepted | ResendMedia | Rejected | Deltas | Hints | ClearCache
-    | Heartbeat | Stats
-)  # fmt: skip
+    Welcome
+    | Received
+    | Accepted
+    | ResendMedia
+    | Rejected
+    | Deltas
+    | Hints
+    | ClearCache
+    | Heartbeat
+    | Stats
+)

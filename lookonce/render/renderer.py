@@ -27,7 +27,6 @@ from lookonce.render.families.registry import load_family
 from lookonce.render.media.external_items import (
     GivenMedia,
     GivenResolver,
-    check_token_ids,
     digest_to_write,
     place_given,
     placeholder_span,
@@ -47,6 +46,7 @@ from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.scope import scope_of
 from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
+from lookonce.types.request_validation import check_prompt_length, check_token_ids
 from lookonce.types.sampling import SamplingParams
 
 
@@ -105,14 +105,14 @@ class Renderer:
         )
         modalities = [source.modality for source in chat.sources]
         spots = match_placeholders(encoded.token_ids, modalities, placeholder_ids)
-        self._check_length(len(encoded.token_ids), "messages")
+        check_prompt_length(len(encoded.token_ids), self.max_model_len, "messages")
         scope = scope_of(tenant, cache_salt)
         if not chat.sources or self._resolver is None:
             return RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text)
         items = await self._resolver.resolve(chat.sources, scope, kwargs)
         try:
             rendered = _placed(encoded, items, spots, scope)
-            self._check_length(len(rendered.token_ids), "messages")
+            check_prompt_length(len(rendered.token_ids), self.max_model_len, "messages")
         except BaseException:
             self._resolver.release(items)
             raise
@@ -134,10 +134,10 @@ class Renderer:
             )
             rendered = RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text)
         else:
-            self._check_length(len(prompt), "prompt")
+            check_prompt_length(len(prompt), self.max_model_len, "prompt")
             self._check_token_ids(prompt)
             rendered = RenderedPrompt(list(prompt), scope=scope)
-        self._check_length(len(rendered.token_ids), "prompt")
+        check_prompt_length(len(rendered.token_ids), self.max_model_len, "prompt")
         return rendered
 
     async def render_tokens(
@@ -155,7 +155,7 @@ class Renderer:
         `trusted`: the client may name its arrays by a MediaHash. Raises a `RequestError` that names
         the part at fault; then, as when cancelled, no pin is left.
         """
-        self._check_length(len(token_ids), "token_ids")
+        check_prompt_length(len(token_ids), self.max_model_len, "token_ids")
         scope = scope_of(tenant, cache_salt)
         placed = sorted(media, key=lambda each: each.offset)
         items = await self._given_items(placed, scope, mm_processor_kwargs, trusted=trusted)
@@ -263,18 +263,6 @@ class Renderer:
             raise BadRequestError("the model takes no media", param="mm_processor_kwargs")
         self._family.check_options(kwargs)
         return kwargs
-
-    def _check_length(self, length: int, param: str) -> None:
-        """Something must be there, and room for one generated token must be left."""
-        if length == 0:
-            raise BadRequestError("the prompt is empty", param=param)
-        if self.max_model_len is not None and length >= self.max_model_len:
-            raise BadRequestError(
-                f"the prompt has {length} tokens and at least one is to be generated, but the "
-                f"model's context is {self.max_model_len} tokens",
-                param=param,
-                code="context_length_exceeded",
-            )
 
     async def _given_items(
         self,

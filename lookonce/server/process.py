@@ -4,8 +4,8 @@ It reads one `ApiStart` as a line of JSON from its standard input, serves on the
 inherited, and drains on SIGTERM: new requests get 503, running ones end, then it exits. So it does
 at the end of its standard input, which means that its parent is gone.
 
-What it cannot be started with it tells its parent as one `Failed` on its standard output, and exits
-with status 2.
+Where it cannot start with these settings it writes one `StartFailed` to its standard output, and
+exits with status 2.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import uvicorn
 import uvloop
 
 from lookonce.config import Config
-from lookonce.engine.progress import Failed, ProgressPipe
+from lookonce.engine.process_io import ProgressPipe, StartFailed
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.errors import ConfigError, ModelLoadError, error_to_wire
 from lookonce.frontend.services import Drain
@@ -159,7 +159,7 @@ def main() -> None:
     try:
         uvloop.run(serve(start))
     except (ConfigError, ModelLoadError) as error:
-        ProgressPipe(sys.stdout.fileno()).tell(Failed(error_to_wire(error)))
+        ProgressPipe(sys.stdout.fileno()).tell(StartFailed(error_to_wire(error)))
         sys.exit(EXIT_REFUSED)
 
 

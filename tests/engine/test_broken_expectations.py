@@ -24,7 +24,6 @@ from lookonce.ipc.messages import (
 )
 from lookonce.types.media import Expansion
 from lookonce.types.sampling import SamplingParams
-from tests.engine.test_reception import RawClient, added
 from tests.support.core.builders import PLACEHOLDER, feature, key, request, text
 from tests.support.engine.living import (
     PATIENCE,
@@ -36,6 +35,7 @@ from tests.support.engine.living import (
     tokens_of,
     until,
 )
+from tests.support.engine.raw_client import RawClient, added
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 CAT, DOG = feature("cat", 3, 4), feature("dog", 10, 4)
@@ -63,7 +63,7 @@ async def lose_touch(client, world):
     """The engine cannot reach the client for a moment, and takes it for dead."""
     link = client.channel._link
     world.hub.detach(link)
-    await until(lambda: not world.engine.intake.knows(client.name))
+    await until(lambda: not world.engine.receiver_cache.knows(client.name))
     world.hub.attach(link)
 
 
@@ -141,7 +141,7 @@ def test_who_missed_a_step_hears_that_it_failed_and_never_a_gap(world):
         assert await client.next(Accepted) == Accepted("new")
         deltas = [d for m in await client.deltas_until_finished() for d in m.deltas]
         assert {delta.request_id for delta in deltas} == {"new"}
-        await until(lambda: not world.engine.intake.store.requests)
+        await until(lambda: not world.engine.receiver_cache.store.requests)
 
     play(world, scenario)
 
@@ -162,8 +162,8 @@ def test_a_sender_found_lost_while_its_submission_is_answered_leaves_nothing(wor
         world.hub.to_client = miss_one
         ops = NO_OPS if missed == b"received" else added("cat")
         client.submit(request("r", text(20), [CAT]), ops=ops)
-        await until(lambda: not world.engine.intake.knows(client.name))
-        await until(lambda: not world.engine.intake.store.requests)
+        await until(lambda: not world.engine.receiver_cache.knows(client.name))
+        await until(lambda: not world.engine.receiver_cache.store.requests)
         client.channel.send_now(GetStats(1))
         rejected = await client.next(Rejected)
         assert (rejected.request_id, rejected.error[0]) == ("r", "EngineDeadError")
@@ -187,8 +187,8 @@ def test_an_answer_that_cannot_be_read_ends_its_request_and_both_start_over(worl
             UpdateCache(client.epoch, client.seq(), NO_OPS, cleared=clear.number)
         )
         await until(lambda: client.channel.bytes_in_flight == 0)
-        await until(lambda: not world.engine.intake.store.requests)
-        assert world.engine.intake.store.share(client.name) == {}
+        await until(lambda: not world.engine.receiver_cache.store.requests)
+        assert world.engine.receiver_cache.store.share(client.name) == {}
 
     play(world, scenario)
 
@@ -228,7 +228,7 @@ def test_an_item_asked_for_that_does_not_come_fails_its_request(world):
         assert set((await client.next(ResendMedia)).keys) == {CAT.key, DOG.key}
         client.channel.send_now(SupplyMedia(client.epoch, client.seq(), added("cat"), "r"))
         assert (await client.next(Rejected)).error[0] == "MediaNotCachedError"
-        await until(lambda: not world.engine.intake.store.requests)
+        await until(lambda: not world.engine.receiver_cache.store.requests)
 
     play(world, scenario)
 
@@ -240,7 +240,7 @@ def test_an_item_nobody_asked_for_need_not_come(world):
         client.submit(request("first", text(40), [CAT]), ops=added("cat"))
         await client.next(Accepted)
         await client.deltas_until_finished()
-        await until(lambda: not world.engine.intake.store.requests)
+        await until(lambda: not world.engine.receiver_cache.store.requests)
         client.channel.send_now(UpdateCache(client.epoch, client.seq(), NO_OPS, cleared=-1))
         client.submit(request("r", text(40), [CAT, feature("dog", 30, 4)]))
         assert await client.next(ResendMedia) == ResendMedia("r", (key("dog"),))

@@ -7,8 +7,8 @@ import re
 from lookonce.config import KVConfig
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.sampling import Grammar, SamplingParams
-from tests.engine.test_build import build, settings
 from tests.support.core.builders import request
+from tests.support.engine.loading import build, settings
 
 PATTERN = r"([0-9]{3}-){8}[a-c]"
 SAMPLING = SamplingParams(
@@ -19,12 +19,12 @@ PROMPTS = {f"r{number}": [5 + number] * 20 for number in range(3)}
 
 def texts(folder, cache_bytes, groups):
     """What each sample of each request says, the requests of a group at once; preemptions."""
-    core, judge = build(settings(folder, kv=KVConfig(cache_bytes=cache_bytes)))
+    core, preprocessor = build(settings(folder, kv=KVConfig(cache_bytes=cache_bytes)))
     tokenizer, said = Tokenizer.load(folder), {}
     for group in groups:
         for name in group:
-            asked = judge.check(request(name, PROMPTS[name], sampling=SAMPLING), {})
-            asked.grammar = judge.compile_grammar(SAMPLING.grammar)
+            asked = preprocessor.preprocess(request(name, PROMPTS[name], sampling=SAMPLING), {})
+            asked.grammar = preprocessor.compile_grammar(SAMPLING.grammar)
             core.take_in(asked)
         while (output := core.step()) is not None:
             for delta in output.deltas:

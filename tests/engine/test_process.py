@@ -15,8 +15,15 @@ import pytest
 
 from lookonce.config import ChannelConfig, EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
 from lookonce.engine.client.engine_client import EngineClient
-from lookonce.engine.progress import Alive, Failed, Loading, ProgressPipe, Serving, parse_progress
-from lookonce.engine.settings import EngineSettings
+from lookonce.engine.process_io import (
+    EngineAlive,
+    EngineLoading,
+    EngineServing,
+    EngineSettings,
+    ProgressPipe,
+    StartFailed,
+    parse_progress,
+)
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.errors import EngineDeadError, error_from_wire
 from lookonce.types.sampling import SamplingParams
@@ -54,7 +61,7 @@ class Engine:
         found = []
         for line in self.process.stdout:
             found.append(parse_progress(line))
-            if isinstance(found[-1], Serving):
+            if isinstance(found[-1], EngineServing):
                 break
         return found
 
@@ -90,15 +97,15 @@ def test_it_serves_over_the_socket_and_tells_how_far_loading_is(tmp_path):
     with started(given) as engine:
         events = engine.events()
         asyncio.run(scenario())
-    told = [event for event in events if not isinstance(event, Alive)]
-    assert told[:3] == [Loading(0, 0), Loading(0, 2), Loading(2, 2)]
-    assert isinstance(told[3], Serving)
+    told = [event for event in events if not isinstance(event, EngineAlive)]
+    assert told[:3] == [EngineLoading(0, 0), EngineLoading(0, 2), EngineLoading(2, 2)]
+    assert isinstance(told[3], EngineServing)
 
 
 def test_a_refusal_is_told_with_its_reason_and_exit_status_2(tmp_path):
     with started(settings(tmp_path, "refuse")) as engine:
         failed = engine.events()[-1]
-        assert isinstance(failed, Failed)
+        assert isinstance(failed, StartFailed)
         assert "at least 900" in error_from_wire(*failed.error).message
         assert engine.process.wait(PATIENCE) == EXIT_REFUSED
         assert "Traceback" not in engine.end()
@@ -106,7 +113,7 @@ def test_a_refusal_is_told_with_its_reason_and_exit_status_2(tmp_path):
 
 def test_settings_that_are_none_are_refused():
     with started(b'{"model": 3}') as engine:
-        assert isinstance(engine.events()[-1], Failed)
+        assert isinstance(engine.events()[-1], StartFailed)
         assert engine.process.wait(PATIENCE) == EXIT_REFUSED
 
 
@@ -164,12 +171,12 @@ def test_progress_neither_blocks_nor_fails_when_nobody_reads():
     reader, writer = os.pipe()
     pipe = ProgressPipe(writer)
     for _ in range(5000):
-        pipe.tell(Alive(0.0))
+        pipe.tell(EngineAlive(0.0))
     os.close(reader)
-    pipe.tell(Alive(0.0))
+    pipe.tell(EngineAlive(0.0))
     os.close(writer)
 
 
 def test_lines_that_are_no_events_are_told_apart():
     assert parse_progress(b"Downloading...\n") is None
-    assert parse_progress(b'{"type": "alive", "stalled_seconds": 1.5}\n') == Alive(1.5)
+    assert parse_progress(b'{"type": "alive", "stalled_seconds": 1.5}\n') == EngineAlive(1.5)

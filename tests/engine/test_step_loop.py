@@ -1,4 +1,4 @@
-"""The step loop sleeps while nothing can be done, and not longer."""
+"""The step loop sleeps no longer than it must, and `OutputSender` tells each sender its own."""
 
 from __future__ import annotations
 
@@ -7,22 +7,31 @@ import threading
 import pytest
 
 from lookonce.core import preemption
-from lookonce.core.block_pool import BlockPool
-from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.request_validation import RequestValidator
+from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.engine.process.engine_core import EngineCore
-from lookonce.engine.process.step_loop import Add, Exchange, StepLoop, Stop
+from lookonce.engine.process.step_loop import (
+    AddCommand,
+    OutputSender,
+    StepChannel,
+    StepLoop,
+    StopCommand,
+    UnreachableSender,
+)
+from lookonce.ipc.messages import Accepted, Deltas
+from lookonce.types.request import TokenDelta
 from lookonce.types.sampling import SamplingParams
-from tests.support.core.builders import ROW_BYTES, Limits, make_scheduler, request, text
+from tests.support.core.builders import Limits, make_scheduler, request, text
 from tests.support.core.fake_runner import FakeRunner
-from tests.support.engine.living import PATIENCE
+from tests.support.engine.living import PATIENCE, fake_engine
 
 LIMITS = Limits(max_num_seqs=1)
+
+
 ANSWER = 8
 """Tokens, and so steps, that the request under test takes."""
 
 
-class Outlet:
+class EndNotice:
     """Notices the end of a request."""
 
     def __init__(self) -> None:
@@ -60,16 +69,105 @@ def test_who_waits_for_an_idle_session_gets_its_place_though_nothing_else_happen
     core: CountingCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preemption, "IDLE_SECONDS", 0.3)
-    outlet = Outlet()
-    exchange = Exchange(lambda: None, outlet)
-    pool, outputs = BlockPool(LIMITS.num_blocks, LIMITS.block_size), EncoderCache(64, ROW_BYTES)
-    door = RequestValidator(pool, outputs, LIMITS.model, LIMITS.max_num_batched_tokens)
-    exchange.command(Add(door.build_request(request("a", text(6)), {}), "sender", accepted=True))
-    thread = threading.Thread(target=StepLoop(core, exchange).run)
+    writer = EndNotice()
+    channel = StepChannel(lambda: None, writer)
+    _, preprocessor = fake_engine(LIMITS, FakeRunner(LIMITS))
+    added = preprocessor.preprocess(request("a", text(6)), {})
+    channel.command(AddCommand(added, "sender", accepted=True))
+    thread = threading.Thread(target=StepLoop(core, channel).run)
     thread.start()
     try:
-        assert outlet.ended.wait(PATIENCE)
+        assert writer.ended.wait(PATIENCE)
     finally:
-        exchange.command(Stop())
+        channel.command(StopCommand())
         thread.join(PATIENCE)
     assert core.steps < 3 * ANSWER, "it has slept meanwhile"
+
+
+class FakeOutlet:
+    """Reaches everybody but the `lost`."""
+
+    def __init__(self):
+        self.sent = []
+        self.lost = set()
+
+    def send(self, sender, message):
+        if sender in self.lost:
+            return False
+        self.sent.append((sender, message))
+        return True
+
+    def take(self):
+        sent, self.sent = self.sent, []
+        return sent
+
+
+@pytest.fixture
+def writer():
+    return FakeOutlet()
+
+
+@pytest.fixture
+def sender(writer):
+    """Requests a1 and a2 of sender a, b1 of sender b; b waits for `Accepted`."""
+    sender = OutputSender(writer)
+    sender.open("a1", "a", accepted=True)
+    sender.open("a2", "a", accepted=True)
+    sender.open("b1", "b", accepted=False)
+    return sender
+
+
+def token(request_id, token_id=7):
+    return TokenDelta(request_id, 0, [token_id])
+
+
+def test_one_message_a_step_carries_all_deltas_of_a_sender(sender, writer):
+    sender.send(SchedulerOutput([token("a1"), token("b1"), token("a2")]))
+    assert writer.take() == [
+        ("a", Deltas([token("a1"), token("a2")])),
+        ("b", Deltas([token("b1")])),
+    ]
+
+
+def test_acceptance_is_told_before_tokens_and_once(sender, writer):
+    sender.send(SchedulerOutput([token("b1")], accepted=["a1", "b1"]))
+    assert writer.take() == [("b", Accepted("b1", complete=False)), ("b", Deltas([token("b1")]))]
+    sender.send(SchedulerOutput(accepted=["b1"]))
+    assert writer.take() == []
+
+
+def test_what_the_input_thread_accepted_is_not_accepted_again(sender, writer):
+    sender.accept("b1")
+    sender.send(SchedulerOutput(accepted=["b1"]))
+    assert writer.take() == []
+
+
+def test_a_released_request_is_nobodys(sender, writer):
+    sender.send(SchedulerOutput([token("a1")], released=["a1"]))
+    writer.take()
+    sender.send(SchedulerOutput([token("a1"), token("a2")]))
+    assert writer.take() == [("a", Deltas([token("a2")]))]
+
+
+def test_who_was_out_of_reach_once_gets_no_tokens_with_a_gap(sender, writer):
+    writer.lost = {"a"}
+    both = SchedulerOutput([token("a1"), token("b1")])
+    assert sender.send(both) == [UnreachableSender("a", ("a1", "a2"))]
+    writer.lost = set()
+    writer.take()
+    assert sender.send(both) == []
+    assert writer.take() == [("b", Deltas([token("b1")]))]
+
+
+def test_a_request_whose_end_was_lost_is_among_the_cut_off(sender, writer):
+    writer.lost = {"a"}
+    assert sender.send(SchedulerOutput([token("a1")], released=["a1"])) == [
+        UnreachableSender("a", ("a1", "a2"))
+    ]
+
+
+def test_a_sender_that_is_back_gets_what_it_asks_from_then_on(sender, writer):
+    sender.cut_off("a")
+    sender.open("a3", "a", accepted=True)
+    sender.send(SchedulerOutput([token("a1"), token("a3")]))
+    assert writer.take() == [("a", Deltas([token("a3")]))]

@@ -9,9 +9,10 @@ import pytest
 
 from lookonce.config import EncoderConfig, KVConfig, MediaConfig, ModelConfig, SchedulerConfig
 from lookonce.core.block_pool import BlockPool
-from lookonce.engine.process.build import assemble, build_engine
+from lookonce.engine.process.build import assemble
+from lookonce.engine.process.load_engine import load_engine
 from lookonce.engine.process.warmup import WarmUpItems, warm_up
-from lookonce.engine.settings import EngineSettings
+from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import RequestFailedError
 from lookonce.model.attention.select import select_backend
 from lookonce.model.loader import load_model
@@ -77,14 +78,14 @@ def warmed(caplog):
 
 
 def test_text_and_every_modality_are_warmed_and_the_log_says_so(folder, warmed):
-    core, _ = build_engine(settings(folder("qwen2_5_omni")), lambda done, total: None)
+    core, _ = load_engine(settings(folder("qwen2_5_omni")), lambda done, total: None)
     assert warmed() == ["text", "image", "audio"]
     assert all(value == 0 for value in core.stats().values())
 
 
 def test_a_modality_with_limit_zero_is_not_warmed(folder, warmed):
     limits = {"image": 1, "audio": 0}
-    build_engine(settings(folder("qwen2_5_omni"), limits), lambda done, total: None)
+    load_engine(settings(folder("qwen2_5_omni"), limits), lambda done, total: None)
     assert warmed() == ["text", "image"]
 
 
@@ -134,6 +135,6 @@ def test_a_processor_that_breaks_is_a_warning(folder, caplog, monkeypatch):
         raise RequestFailedError("no such processor")
 
     monkeypatch.setattr("lookonce.engine.process.warmup.processed_items", breaks)
-    core, _ = build_engine(settings(folder("llava")), lambda done, total: None)
+    core, _ = load_engine(settings(folder("llava")), lambda done, total: None)
     assert "no such processor" in caplog.text
     assert core.num_waiting == 0

@@ -12,10 +12,10 @@ import zmq
 
 from lookonce.errors import EngineDeadError
 from lookonce.ipc.channel import ClientChannel, EngineChannel
-from lookonce.ipc.client_link import DealerLink
-from lookonce.ipc.double import InProcessHub
 from lookonce.ipc.messages import Accepted, GetStats, Heartbeat, Hello, Received, UpdateCache
-from lookonce.ipc.zmq_links import ZmqEngineLink
+from lookonce.ipc.zmq_client_link import ZmqClientLink
+from lookonce.ipc.zmq_engine_link import ZmqEngineLink
+from tests.support.in_process_link import InProcessHub
 from tests.support.ipc_samples import update
 
 PATIENCE = 20.0
@@ -78,7 +78,7 @@ class Zmq:
         return ZmqEngineLink(self.address)
 
     def client(self, name):
-        return DealerLink(self.address, name)
+        return ZmqClientLink(self.address, name)
 
 
 class Double:
@@ -354,9 +354,9 @@ def test_threads_that_send_at_once_lose_nothing_either_way(wire):
     count, heard = 2000, []
 
     def speak():
-        outlet = engine.outlet()
+        writer = engine.writer()
         for number in range(count):
-            assert outlet.send("api", Heartbeat(number, ready=True, stalled_seconds=0.0))
+            assert writer.send("api", Heartbeat(number, ready=True, stalled_seconds=0.0))
 
     def listen():
         while len(heard) < count:
@@ -390,7 +390,7 @@ def test_threads_that_send_at_once_lose_nothing_either_way(wire):
 
 def test_what_is_sent_after_the_end_is_refused(wire):
     engine = EngineChannel(wire.engine())
-    outlet = engine.outlet()
+    writer = engine.writer()
     engine.close()
-    assert not outlet.send("api", Accepted("r"))
+    assert not writer.send("api", Accepted("r"))
     engine.wake()

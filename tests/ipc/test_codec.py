@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lookonce.errors import ProtocolError
 from lookonce.ipc.codec import (
     INLINE_LIMIT,
-    Encoder,
+    MessageEncoder,
     client_message_decoder,
     engine_message_decoder,
     frames_nbytes,
@@ -23,7 +23,7 @@ from tests.support.ipc_samples import client_messages, engine_messages, item, re
 
 
 def round_trip(message):
-    return client_message_decoder().decode(Encoder().encode(message))
+    return client_message_decoder().decode(MessageEncoder().encode(message))
 
 
 @given(client_messages)
@@ -33,19 +33,19 @@ def test_every_client_message_comes_out_as_it_went_in(message):
 
 @pytest.mark.parametrize("message", engine_messages, ids=lambda m: type(m).__name__)
 def test_every_engine_message_comes_out_as_it_went_in(message):
-    assert engine_message_decoder().decode(Encoder().encode(message)) == message
+    assert engine_message_decoder().decode(MessageEncoder().encode(message)) == message
 
 
 def test_large_arrays_are_frames_that_view_their_own_buffers():
     message = update(1, 10, INLINE_LIMIT - 1, INLINE_LIMIT, 100_000)
     large = list(message.ops.adds[0].item.arrays.values())[2:]
-    head, *frames = Encoder().encode(message)
+    head, *frames = MessageEncoder().encode(message)
     assert len(head) < 2 * INLINE_LIMIT + 500
     assert [np.shares_memory(a.data, f) for a, f in zip(large, frames, strict=True)] == [True] * 2
 
 
 def test_decoded_arrays_view_their_frames_and_are_read_only():
-    frames = Encoder().encode(update(1, 50_000))
+    frames = MessageEncoder().encode(update(1, 50_000))
     writable = [frames[0], bytearray(frames[1])]
     arrays = client_message_decoder().decode(writable).ops.adds[0].item.arrays
     assert np.shares_memory(arrays["array0"].data, writable[1])
@@ -67,13 +67,13 @@ def test_bfloat16_empty_and_scalar_arrays_keep_dtype_and_shape():
 
 
 def test_one_encoder_serves_many_messages():
-    encoder, decoder = Encoder(), client_message_decoder()
+    encoder, decoder = MessageEncoder(), client_message_decoder()
     for seq, size in enumerate((2000, 0, 5000), 1):
         assert decoder.decode(encoder.encode(update(seq, size))) == update(seq, size)
 
 
 def test_a_message_weighs_what_its_frames_do():
-    assert 5000 < frames_nbytes(Encoder().encode(update(1, 2000, 3000))) < 5500
+    assert 5000 < frames_nbytes(MessageEncoder().encode(update(1, 2000, 3000))) < 5500
 
 
 @given(st.lists(st.binary(max_size=50), max_size=4))
@@ -84,7 +84,7 @@ def test_any_other_frames_are_a_protocol_error(frames):
 
 @given(st.data())
 def test_a_message_with_one_byte_changed_decodes_or_is_a_protocol_error(data):
-    head, *rest = Encoder().encode(update(1, 2000))
+    head, *rest = MessageEncoder().encode(update(1, 2000))
     at = data.draw(st.integers(0, len(head) - 1))
     spoilt = bytearray(head)
     spoilt[at] = data.draw(st.integers(0, 255))
@@ -136,8 +136,8 @@ def test_only_arrays_and_plain_data_can_be_sent():
         what: object
 
     with pytest.raises(NotImplementedError):
-        Encoder().encode(Strange(object()))
+        MessageEncoder().encode(Strange(object()))
 
 
 def test_the_sample_request_has_an_inline_prompt():
-    assert len(Encoder().encode(request())) == 1
+    assert len(MessageEncoder().encode(request())) == 1

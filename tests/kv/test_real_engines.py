@@ -21,7 +21,7 @@ from lookonce.config import EncoderConfig, KVConfig, ModelConfig, SchedulerConfi
 from lookonce.core.block_pool import BlockPool
 from lookonce.engine.process.build import assemble
 from lookonce.engine.process.kv_tiers import open_external, rope_of
-from lookonce.engine.settings import EngineSettings
+from lookonce.engine.process_io import EngineSettings
 from lookonce.model.attention.select import select_backend
 from lookonce.model.kv_copier import PageCopier
 from lookonce.model.kv_pages import KVPages

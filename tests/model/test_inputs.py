@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lookonce.ipc.codec import Encoder, client_message_decoder
+from lookonce.ipc.codec import MessageEncoder, client_message_decoder
 from lookonce.ipc.messages import NO_OPS, KeyedItem, SupplyMedia
 from lookonce.model.inputs import DTYPES, item_tensors, to_tensor
 from lookonce.types.media import ITEM_SIZE, Array, Expansion, ProcessedItem
@@ -86,7 +86,7 @@ def sound(dtype: str, frames: int = 400) -> ProcessedItem:
 def received(item: ProcessedItem) -> tuple[ProcessedItem, list[bytes]]:
     """The item as it comes off the wire, and the frames it came in."""
     message = SupplyMedia(1, 1, NO_OPS, "r", (KeyedItem(b"k" * 32, item),))
-    frames = [bytes(frame) for frame in Encoder().encode(message)]
+    frames = [bytes(frame) for frame in MessageEncoder().encode(message)]
     (arrived,) = client_message_decoder().decode(frames).loose
     return arrived.item, frames
 

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 
-from lookonce.engine.progress import Failed, ProgressPipe
+from lookonce.engine.process_io import ProgressPipe, StartFailed
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.errors import ConfigError, error_to_wire
 
@@ -56,6 +56,6 @@ if __name__ == "__main__":
     start = json.loads(sys.stdin.readline())
     if start["config"]["server"]["chat_template"] == "refused":
         error = ConfigError("--chat-template refused cannot be read")
-        ProgressPipe(1).tell(Failed(error_to_wire(error)))
+        ProgressPipe(1).tell(StartFailed(error_to_wire(error)))
         sys.exit(EXIT_REFUSED)
     asyncio.run(serve(start["listen_fd"]))

@@ -6,7 +6,6 @@ An engine node computes in a thread of its own; nothing is started as a process.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -20,17 +19,13 @@ import torch
 from lookonce.cache.identity import UuidBindings
 from lookonce.config import Config, Options, resolve
 from lookonce.engine.client.engine_client import EngineClient
-from lookonce.engine.process.build import build_engine
-from lookonce.engine.process.input_thread import Reception
-from lookonce.engine.process.receiver_cache import Intake
-from lookonce.engine.process.step_loop import StepLoop, Stop
-from lookonce.engine.settings import engine_settings
+from lookonce.engine.process.build import EngineThreads
+from lookonce.engine.process.load_engine import load_engine
+from lookonce.engine.process_io import engine_settings
 from lookonce.frontend.auth import KeyRing
 from lookonce.frontend.metrics import Metrics
 from lookonce.frontend.render_only_engine import NoEngine
 from lookonce.frontend.services import Services
-from lookonce.ipc.channel import EngineChannel
-from lookonce.ipc.double import InProcessHub
 from lookonce.render.media.load import MediaLoader
 from lookonce.render.media.processing import MediaJob, Processed
 from lookonce.render.media.resolver import MediaResolver
@@ -41,9 +36,8 @@ from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
 from lookonce.render.renderer import Renderer
 from lookonce.server.http.app import RENDER_ROUTES, build_app
+from tests.support.in_process_link import InProcessHub
 from tests.support.model.chats import PoolInProcess
-
-_epochs = itertools.count(1)
 
 
 class CountingPool(PoolInProcess):
@@ -163,22 +157,17 @@ async def _node(
 def _running_engine(config: Config, hub: InProcessHub) -> Iterator[None]:
     """A real engine on two threads: step loop and input."""
     settings = engine_settings(config)
-    core, judge = build_engine(settings, lambda done, total: None)
-    reception = Reception(
-        EngineChannel(hub.engine_link()), Intake(next(_epochs)), num_senders=1, max_queue=64
-    )
-    loop = StepLoop(core, reception.exchange)
-    threads = [threading.Thread(target=run) for run in (reception.run, loop.run)]
-    for thread in threads:
-        thread.start()
-    reception.open_doors(judge)
+    core, preprocessor = load_engine(settings, lambda done, total: None)
+    threads = EngineThreads(hub.engine_link(), num_senders=1, max_queue=64)
+    threads.start_input()
+    steps = threading.Thread(target=threads.run_steps, args=(core,))
+    steps.start()
+    threads.open(preprocessor)
     try:
         yield
     finally:
-        reception.exchange.command(Stop())
-        reception.stop()
-        for thread in threads:
-            thread.join(30)
+        threads.stop()
+        steps.join(30)
         core.check_integrity()
 
 

@@ -1,7 +1,7 @@
-"""The API process's side of the engine: submit a prompt, iterate over its tokens.
+"""The API process's client of the engine: submit a prompt, iterate over its tokens.
 
-Everything runs on one event loop. The channel calls `received` for each message; no task is woken
-but those whose request got something. The cache protocol's decisions are the `Sender`'s.
+Everything runs on one event loop. The channel calls `received` for each message, which wakes only
+the tasks whose request got something. `SenderCache` decides what travels with a request.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from types import TracebackType
 from typing import Self
@@ -20,12 +20,9 @@ import msgspec
 
 from lookonce.cache.directory import Directory
 from lookonce.config import ChannelConfig
-from lookonce.engine.client.generation import Generation, PendingRequest
-from lookonce.engine.client.health import EngineState, Pulse
-from lookonce.engine.client.injection import Injected, Keyed, inject
-from lookonce.engine.client.resend import Resender
-from lookonce.engine.client.sender_cache import Sender
-from lookonce.engine.client.stats_requests import Questions
+from lookonce.engine.client.delta_stream import DeltaStream, PendingRequest
+from lookonce.engine.client.engine_health import EngineHealth, EngineState
+from lookonce.engine.client.sender_cache import InjectionOutcome, Keyed, SenderCache, inject
 from lookonce.errors import (
     BadRequestError,
     EngineDeadError,
@@ -33,9 +30,7 @@ from lookonce.errors import (
     RequestFailedError,
     error_from_wire,
 )
-from lookonce.ipc.channel import ClientChannel
-from lookonce.ipc.client_link import DealerLink
-from lookonce.ipc.links import ClientLink
+from lookonce.ipc.channel import ClientChannel, ClientLink
 from lookonce.ipc.messages import (
     Abort,
     Accepted,
@@ -51,28 +46,33 @@ from lookonce.ipc.messages import (
     ResendMedia,
     ResetCache,
     Stats,
+    SupplyMedia,
     UpdateCache,
     Welcome,
 )
-from lookonce.types.media import Array
+from lookonce.ipc.zmq_client_link import ZmqClientLink
+from lookonce.types.media import Array, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import Clock
-from lookonce.types.request import GenerateRequest, RenderedPrompt
+from lookonce.types.request import GenerateRequest, RenderedItem, RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+
 MESSAGE_OVERHEAD = 4096
-"""Bytes charged for a submission beside its prompt and its items."""
+"""Bytes that a submission is counted with beside its prompt and its items."""
+
+
 STATS_TIMEOUT = 2.0
-"""Seconds the engine's step may delay an answer before the last known figures are given."""
+"""Seconds to wait for an answer, which a long step delays, before the last one is returned."""
 
 
 class EngineClient:
     """One API process's connection to the engine process; use as an async context manager.
 
     `processor_cache_bytes` is the budget of the processor cache of all API processes together.
-    `connect` makes the link of a sender id; None: over ZMQ, to `config.address`.
+    `connect` makes the link for a sender id; None: a ZMQ link to `config.address`.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class EngineClient:
         clock: Clock = time.monotonic,
     ) -> None:
         sender_id = uuid.uuid4().hex
-        self.sender = Sender(sender_id, capacity_bytes=processor_cache_bytes)
+        self.sender = SenderCache(sender_id, capacity_bytes=processor_cache_bytes)
         self._channel = ClientChannel(
-            connect(sender_id) if connect else DealerLink(config.address, sender_id),
+            connect(sender_id) if connect else ZmqClientLink(config.address, sender_id),
             max_bytes_in_flight=config.max_bytes_in_flight,
         )
-        self._pulse = Pulse(config.stall_timeout, clock)
-        self._questions = Questions()
+        self._health = EngineHealth(config.stall_timeout, clock)
+        self._stats_requests = StatsRequests()
         self._requests: dict[str, PendingRequest] = {}
         self._resender = Resender(self.sender, self._channel.room, self._commit, self._give_up)
 
@@ -108,21 +108,21 @@ class EngineClient:
         await self._resender.close()
         self._channel.close()
 
-    # --- how it is ----------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------
 
     @property
     def state(self) -> EngineState:
         """ "dead" only after a connection was lost; "stuck" while a step takes too long."""
-        return self._pulse.state
+        return self._health.state
 
     @property
     def model(self) -> ModelInfo:
-        """The served model's facts; they outlive the engine. Raises `NotReadyError` before."""
-        return self._pulse.model
+        """The served model, also after the engine has died; `NotReadyError` before it was ready."""
+        return self._health.model
 
     @property
     def directory(self) -> Directory:
-        """What the renderer asks before it decodes."""
+        """The items that the engine holds: the renderer looks there before it decodes media."""
         return self.sender.directory
 
     @property
@@ -130,8 +130,8 @@ class EngineClient:
         return len(self._requests)
 
     async def wait_ready(self) -> None:
-        """Returns once the engine serves; waits through restarts."""
-        await self._pulse.wait_ready()
+        """Returns once the engine takes requests, if need be after restarts."""
+        await self._health.wait_ready()
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -142,12 +142,12 @@ class EngineClient:
         request_id: str,
         *,
         arrival: float | None = None,
-    ) -> Generation:
-        """Submit a prompt; see `Generation` for how to await and iterate.
+    ) -> DeltaStream:
+        """Submit a prompt when the stream is awaited or iterated (`DeltaStream`).
 
-        The prompt's pins are given back in every case. Once the engine holds all its items, arrays
-        and sources are let go: the prompt cannot be submitted again.
-        Raises there: `UnavailableError`, what the engine rejects with, and what it failed with.
+        The prompt's pins are given back in every case. Its arrays and sources are dropped once the
+        engine holds all its items: the prompt cannot be submitted again. The stream raises
+        `UnavailableError`, the error that the engine rejects with, or the one that it failed with.
         """
         request = PendingRequest(request_id, rendered, sampling.n)
         wire = GenerateRequest(
@@ -162,13 +162,13 @@ class EngineClient:
         async def submit(pending: PendingRequest) -> None:
             await self._submit(pending, wire)
 
-        return Generation(request, submit, self._leave)
+        return DeltaStream(request, submit, self._leave)
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its samples, wherever it runs.
+        """End a request, or one of its samples, whichever API process has submitted it.
 
-        A caller that iterates over the whole request sees its samples finish with "abort"; an
-        aborted sample alone just gets no more deltas.
+        The samples of an aborted request finish with "abort"; a sample that is aborted alone gets
+        no more deltas.
         """
         request = self._requests.get(request_id)
         if request is not None and index is None:
@@ -178,35 +178,33 @@ class EngineClient:
         if request is not None and request.closed:
             self._requests.pop(request_id)
             index = None
-        self._tell(Abort(self.sender.epoch, (request_id,), index))
+        self._send_if_connected(Abort(self.sender.epoch, (request_id,), index))
 
     async def inject(self, items: Iterable[KeyedItem]) -> UpdateCache:
-        """List items in the engine's store; the answer's `ops.adds` are those that were added."""
+        """Add items to the engine's store; `ops.adds` of the result are those that were added."""
         given = list(items)
         async with self._channel.room(sum(keyed.item.nbytes for keyed in given)):
-            self._pulse.require_ready()
+            self._health.require_ready()
             update = self.sender.update(given)
             self._commit(update)
         return update
 
-    async def inject_items(self, items: Sequence[Keyed]) -> list[Injected]:
-        """What became of each item that was processed elsewhere; see `engine.injection`."""
+    async def inject_items(self, items: Sequence[Keyed]) -> list[InjectionOutcome]:
+        """Add items that were processed elsewhere; what became of each (`sender_cache.inject`)."""
         return await inject(self.directory, self.inject, items)
 
     # --- the engine ---------------------------------------------------------------------------
 
     async def stats(self) -> dict[str, float]:
-        """The engine's counters, as of the end of the step in progress.
-
-        A step longer than `STATS_TIMEOUT` gets the last known ones. Raises `EngineDeadError`.
-        """
+        """The engine's counters at the end of the step in progress; the last known ones where that
+        takes longer than `STATS_TIMEOUT`. Raises `EngineDeadError`."""
         try:
             async with asyncio.timeout(STATS_TIMEOUT):
                 return await self._ask_stats()
         except TimeoutError:
-            if self._questions.last_counters is None:
+            if self._stats_requests.last_counters is None:
                 raise EngineDeadError("the engine does not answer") from None
-            return self._questions.last_counters
+            return self._stats_requests.last_counters
 
     async def reset_cache(self, tier: str) -> None:
         """Empty the tier "mm", "encoder" or "prefix"; returns when it is done.
@@ -215,14 +213,14 @@ class EngineClient:
         """
         if tier not in ("mm", "encoder", "prefix"):
             raise BadRequestError(f"there is no cache tier {tier!r}", param="tier")
-        self._pulse.require_ready()
+        self._health.require_ready()
         self._send(ResetCache(self.sender.epoch, tier))
         await self._ask_stats()  # answered after the reset: all messages keep their order
 
-    # --- what the channel tells ---------------------------------------------------------------
+    # --- called by the channel ----------------------------------------------------------------
 
     def connected(self) -> None:
-        self._pulse.connect()
+        self._health.connect()
         self._send(self.sender.hello())
 
     def disconnected(self) -> None:
@@ -248,23 +246,23 @@ class EngineClient:
                     self.sender.asked(self._requests[request_id].rendered, keys)
                     self._resender.start(self._requests[request_id], keys)
             case Heartbeat():
-                self._pulse.beat(message, self.sender.epoch)
+                self._health.beat(message, self.sender.epoch)
             case Welcome():
                 self._welcome(message)
             case ClearCache():
-                self._tell(self.sender.clear(message))
+                self._send_if_connected(self.sender.clear(message))
             case Hints():
                 self.sender.hint(message)
             case Stats():
-                self._questions.answer(message)
+                self._stats_requests.answer(message)
 
     # --- inside -------------------------------------------------------------------------------
 
     async def _submit(self, request: PendingRequest, wire: GenerateRequest) -> None:
         _check_encodable(wire)
-        self._pulse.require_ready()
+        self._health.require_ready()
         async with self._room_for(request, wire):
-            self._pulse.require_ready()
+            self._health.require_ready()
             if request.request_id in self._requests:
                 raise BadRequestError("this request_id is running", param="request_id")
             self._commit(self.sender.submit(wire, request.rendered))
@@ -274,8 +272,8 @@ class EngineClient:
     def _room_for(
         self, request: PendingRequest, wire: GenerateRequest
     ) -> AbstractAsyncContextManager[None]:
-        """What only refers to items is small and passes those that bring some: a known picture
-        never waits for new ones."""
+        """Room on the channel for a request that brings items. One that brings none is small and
+        does not wait: a known picture never waits for new ones."""
         items = [part.item for part in request.rendered.items if part.item is not None]
         if not items:
             return nullcontext()
@@ -283,54 +281,54 @@ class EngineClient:
         return self._channel.room(nbytes)
 
     def _leave(self, request: PendingRequest) -> None:
-        """The caller holds the request no more: pins go back, the engine stops computing."""
+        """The caller has dropped the request: give its pins back, let the engine stop computing."""
         self.sender.cancel(request.rendered)
         self.sender.settle(request.rendered)
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
             request.fail(RequestFailedError("the caller left"))
-            self._tell(Abort(self.sender.epoch, (request.request_id,)))
+            self._send_if_connected(Abort(self.sender.epoch, (request.request_id,)))
 
     def _settle(self, request: PendingRequest) -> None:
-        """A closed request needs no messages any more; what failed is not computed further."""
+        """Forget a closed request; where one sample failed, abort its other samples."""
         if request.closed:
             self._requests.pop(request.request_id, None)
             if request.error is not None and request.num_unfinished > 1:
-                self._tell(Abort(self.sender.epoch, (request.request_id,)))
+                self._send_if_connected(Abort(self.sender.epoch, (request.request_id,)))
 
     def _give_up(self, request: PendingRequest, error: LookOnceError) -> None:
         if self._requests.pop(request.request_id, None) is not None:
             request.fail(error)
-            self._tell(Abort(self.sender.epoch, (request.request_id,)))
+            self._send_if_connected(Abort(self.sender.epoch, (request.request_id,)))
 
     def _welcome(self, message: Welcome) -> None:
         logger.info("connected to the engine, epoch %d", message.epoch)
         self.sender.welcome(message)
-        self._pulse.welcome(message.model, ready=message.ready)
+        self._health.welcome(message.model, ready=message.ready)
 
     def _lose_engine(self, why: str) -> None:
-        """Everything that waits ends at once; the directory starts empty with the next welcome."""
-        self._pulse.lose()
+        """End all requests at once; the directory starts empty with the next welcome."""
+        self._health.disconnect()
         self.sender.epoch = 0
         requests, self._requests = self._requests, {}
         if requests:
             logger.error("%s (%d requests fail)", why, len(requests))
         for request in requests.values():
             request.fail(EngineDeadError(why))
-        self._questions.fail(EngineDeadError(why))
+        self._stats_requests.fail(EngineDeadError(why))
 
     async def _ask_stats(self) -> dict[str, float]:
-        if not self._pulse.connected:
+        if not self._health.connected:
             raise EngineDeadError("the engine is not running")
-        number, answer = self._questions.ask()
+        number, answer = self._stats_requests.ask()
         self._send(GetStats(number))
         try:
             return await answer
         finally:
-            self._questions.forget(number)
+            self._stats_requests.forget(number)
 
     def _commit(self, message: ClientMessage) -> None:
-        """Send what the directory has already done; if that fails both sides start over."""
+        """Send a change that the directory has already made; if that fails both start over."""
         try:
             self._send(message)
         except EngineDeadError:
@@ -342,9 +340,9 @@ class EngineClient:
     def _send(self, message: ClientMessage) -> None:
         self._channel.send_now(message)
 
-    def _tell(self, message: ClientMessage) -> None:
-        """Send unless there is nobody to tell any more."""
-        if self._pulse.connected:
+    def _send_if_connected(self, message: ClientMessage) -> None:
+        """Send if the engine is connected."""
+        if self._health.connected:
             self._send(message)
 
 
@@ -365,3 +363,113 @@ def _check_encodable(request: GenerateRequest) -> None:
         raise BadRequestError("a number in the request is out of range") from None
     except UnicodeError:
         raise BadRequestError("a string in the request is not Unicode text") from None
+
+
+class StatsRequests:
+    """Requests for the engine's counters that wait for their answer, by nonce."""
+
+    def __init__(self) -> None:
+        self.last_counters: dict[str, float] | None = None
+        """The newest answer to any of them."""
+        self._number = 0
+        self._open: dict[int, asyncio.Future[dict[str, float]]] = {}
+
+    def ask(self) -> tuple[int, asyncio.Future[dict[str, float]]]:
+        """A nonce to send, and the future of its answer."""
+        self._number += 1
+        answer: asyncio.Future[dict[str, float]] = asyncio.get_running_loop().create_future()
+        self._open[self._number] = answer
+        return self._number, answer
+
+    def forget(self, number: int) -> None:
+        self._open.pop(number, None)
+
+    def answer(self, message: Stats) -> None:
+        self.last_counters = message.counters
+        asked = self._open.pop(message.nonce, None)
+        if asked is not None and not asked.done():
+            asked.set_result(message.counters)
+
+    def fail(self, error: LookOnceError) -> None:
+        """The engine is gone: fail all of them."""
+        asked, self._open = self._open, {}
+        for answer in asked.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+
+class Resender:
+    """Answers each `ResendMedia` in a task of its own; the caller of the request does not notice.
+
+    `room` waits for bytes on the channel, `commit` sends at once, and `give_up` ends a request
+    whose items cannot be made again.
+    """
+
+    def __init__(
+        self,
+        sender: SenderCache,
+        room: Callable[[int], AbstractAsyncContextManager[None]],
+        commit: Callable[[SupplyMedia], None],
+        give_up: Callable[[PendingRequest, LookOnceError], None],
+    ) -> None:
+        self._sender = sender
+        self._room = room
+        self._commit = commit
+        self._give_up = give_up
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, request: PendingRequest, keys: tuple[bytes, ...]) -> None:
+        task = asyncio.get_running_loop().create_task(self._resend(request, keys))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _resend(self, request: PendingRequest, keys: tuple[bytes, ...]) -> None:
+        """Process the items that the engine lacks again from their sources, and send them."""
+        try:
+            recovered: dict[bytes, ProcessedItem] = {}
+            while not await self._try_supply(request, keys, recovered):
+                pass  # a reset has emptied the directory meanwhile: more items must be made again
+        except LookOnceError as error:
+            self._give_up(request, error)
+        except Exception:
+            logger.exception("request %s: media could not be made again", request.request_id)
+            self._give_up(request, RequestFailedError("media could not be processed again"))
+
+    async def _try_supply(
+        self,
+        request: PendingRequest,
+        keys: tuple[bytes, ...],
+        recovered: dict[bytes, ProcessedItem],
+    ) -> bool:
+        """Add the items that must be made again to `recovered`, then send all; False when more
+        items have come to be missing meanwhile."""
+
+        def lacking() -> tuple[RenderedItem, ...]:
+            rest = [key for key in keys if key not in recovered]
+            return self._sender.to_recover(request.rendered, rest)
+
+        if request.complete:
+            return True
+        parts = lacking()
+        made = await asyncio.gather(*(part.recover() for part in parts if part.recover))
+        recovered.update((part.key, item) for part, item in zip(parts, made, strict=True))
+        async with self._room(sum(item.nbytes for item in recovered.values())):
+            if request.closed:
+                return True
+            if lacking():
+                return False
+            self._commit(self._sender.supply(request.request_id, request.rendered, keys, recovered))
+            _drop_resent_items(request, recovered)
+            return True
+
+
+def _drop_resent_items(request: PendingRequest, sent: Container[bytes]) -> None:
+    """Drop arrays that the engine holds now; they could be made once more."""
+    for part in request.rendered.items:
+        if part.recover is not None and part.key in sent:
+            part.item = None

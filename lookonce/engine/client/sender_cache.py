@@ -1,24 +1,26 @@
-"""The API process's half of the cache protocol. It does no input and no output.
+"""The sender's half of the cache protocol, in the API process. It does no input and no output.
 
 Each method that changes the directory returns the one message that makes the same change to the
-engine's store. The caller awaits room on the channel first, then calls the method, serialises and
-enqueues without awaiting in between: directory and store see one order of changes.
+engine's store. The caller awaits room on the channel first, then calls the method, encodes and
+enqueues its message without awaiting in between: directory and store see the changes in one order.
 
-    lookup … lookup      the renderer pins what it relies on            (Directory)
-    submit | cancel      pins are given back; only submit changes anything
-    asked, supply        ResendMedia is counted, and answered
-    settle               parts whose counting waited for the engine's word are counted
-    update               injection
-    clear | resync       the directory is emptied, by the engine's wish or our own
+    lookup … lookup      the renderer pins the items it relies on       (Directory)
+    submit | cancel      pins are given back; only submit changes the directory
+    asked, supply        count a ResendMedia, and answer it
+    settle               count items that the engine turned out not to need
+    update, inject       add items that were processed elsewhere
+    clear | resync       empty the directory, for the engine or because a message was lost
 
-An entry that this message needs is pinned while it is put together, so no message drops what it
-refers to; what does not fit beside the pins travels loose, for its request alone.
+While a message is put together the entries it needs are pinned, so no message drops an item it
+refers to. An item that does not fit beside the pinned ones travels loose, for its request alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
-from typing import Self
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
+from typing import Literal, Self
+
+import msgspec
 
 from lookonce.cache.directory import Directory
 from lookonce.cache.identity import UuidBindings
@@ -39,12 +41,13 @@ from lookonce.types.media import ProcessedItem
 from lookonce.types.request import GenerateRequest, RenderedItem, RenderedPrompt
 
 STARTED_OVER = -1
-"""`UpdateCache.cleared` of a sender that empties its share by itself."""
+"""`UpdateCache.cleared` of a sender that empties its share unasked."""
+
 
 _NOT_HELD = "referenced media is not held any more; send it again with its bytes"
 
 
-class Sender:
+class SenderCache:
     """One API process's end of the cache protocol.
 
     `capacity_bytes` is the whole budget of the processor cache (0: off); this sender uses its
@@ -61,9 +64,9 @@ class Sender:
         self.uuids = uuids if uuids is not None else UuidBindings()
         self.resends = 0
         """Items the engine asked for although it should have held them: it restarted, was reset,
-        or a hint was stale. They change neither queries, hits nor receipts."""
+        or a hint was stale. They are not counted as queries or hits, nor shown in receipts."""
         self.asks = 0
-        """Items the engine asked for whose references were sent ahead of them, knowingly."""
+        """Items the engine asked for whose references were sent without them on purpose."""
         self._capacity_bytes = capacity_bytes
         self._num_senders = 1
         self._seq = 0
@@ -110,14 +113,15 @@ class Sender:
                 self.directory.unpin(part.key)
 
     def settle(self, rendered: RenderedPrompt) -> None:
-        """Count parts that went ahead and will not be asked for. May be called again."""
+        """Count items that were sent as references alone and will not be asked for. May be called
+        again."""
         for part in rendered.items:
             if part.uncounted:
                 part.uncounted = False
                 self.directory.count(part.outcome)
 
     def asked(self, rendered: RenderedPrompt, keys: Iterable[bytes]) -> None:
-        """Take note of `ResendMedia(keys)`, before anything is recovered."""
+        """Count the items of a `ResendMedia`, before any of them is made again."""
         expected = {part.key for part in rendered.items if part.outcome != "not_needed"}
         for key in keys:
             if key in expected:
@@ -128,10 +132,10 @@ class Sender:
     def to_recover(
         self, rendered: RenderedPrompt, keys: Iterable[bytes]
     ) -> tuple[RenderedItem, ...]:
-        """The parts whose `recover` must run before `supply`: those which neither have their item
-        nor are listed by now because another request has sent it.
+        """The parts whose `recover` must run before `supply`: those without their item that no
+        other request has sent meanwhile.
 
-        Raises `MediaNotCachedError` (422) when no bytes stand behind one of them.
+        Raises `MediaNotCachedError` (422) when one of them has no source.
         """
         parts = _unique(rendered.items)
         wanted = [key for key in dict.fromkeys(keys) if not self.directory.lists_for_certain(key)]
@@ -198,7 +202,7 @@ class Sender:
             self.uuids.learn(name, digest)
 
     def _settle_asked(self, rendered: RenderedPrompt, keys: Container[bytes]) -> None:
-        """What was asked for was needed; a part that was not processed for it is a hit."""
+        """Count the items that were asked for; one that need not be processed for that is a hit."""
         for part in rendered.items:
             if part.uncounted and part.key in keys:
                 part.uncounted = False
@@ -245,16 +249,16 @@ class _Change:
             self._directory.unpin(key)
 
     def refer(self, key: bytes, item: ProcessedItem | None) -> None:
-        """A reference to `key`; where it is not listed it is adopted, added, or sent loose.
+        """Refer to `key`; where it is not listed it is adopted, added, or sent loose.
 
-        Without an item it goes ahead: the engine asks if it must have it.
+        Without an item the reference is sent alone: the engine asks for the item if it needs it.
         """
         if key in self._directory or self._adopt(key) or item is None:
             return
         self._add(key, item)
 
     def supply(self, key: bytes, item: ProcessedItem, *, injected: bool = False) -> None:
-        """An item the engine may lack: added, or sent loose, unless it has it for certain."""
+        """Send an item, added or loose, unless the engine holds it for certain."""
         listing = self._directory.listing(key)
         if listing is None:
             self._add(key, item, injected=injected)
@@ -316,3 +320,67 @@ def _gather(
 
 def _worth(part: RenderedItem) -> int:
     return 2 if part.item is not None else int(part.recover is not None)
+
+
+InjectionStatus = Literal["stored", "already_held", "rejected"]
+Keyed = tuple[bytes, ProcessedItem]
+Update = Callable[[Iterable[KeyedItem]], Awaitable[UpdateCache]]
+"""Adds items to directory and store (`EngineClient.inject`)."""
+
+
+class InjectionOutcome(msgspec.Struct, frozen=True):
+    """What became of one item."""
+
+    status: InjectionStatus
+    reason: str | None = None
+
+
+STORED = InjectionOutcome("stored")
+ALREADY_HELD = InjectionOutcome("already_held")
+DISABLED = InjectionOutcome("rejected", "cache disabled")
+NO_ROOM = InjectionOutcome("rejected", "the cache has no room beside the items in use")
+
+
+async def inject(
+    directory: Directory, update: Update, items: Sequence[Keyed]
+) -> list[InjectionOutcome]:
+    """Add items that were processed elsewhere to the cache; what became of each, in order.
+
+    Each item is one query, and a hit where it is held already. With the cache off nothing is
+    counted. Raises `UnavailableError`.
+    """
+    if not directory.capacity_bytes:
+        return [DISABLED] * len(items)
+    outcomes: list[InjectionOutcome | None] = []  # None: to be sent
+    new: dict[bytes, ProcessedItem] = {}
+    for key, item in items:
+        outcomes.append(_outcome_before_sending(directory, key, item, new))
+    if new:
+        await update(KeyedItem(key, item) for key, item in new.items())
+    stored = {key for key in new if key in directory}
+    settled = [
+        outcome or (STORED if key in stored else NO_ROOM)
+        for outcome, (key, _) in zip(outcomes, items, strict=True)
+    ]
+    for outcome in settled:
+        directory.count("hit" if outcome is ALREADY_HELD else "miss")
+    return settled
+
+
+def _outcome_before_sending(
+    directory: Directory, key: bytes, item: ProcessedItem, new: dict[bytes, ProcessedItem]
+) -> InjectionOutcome | None:
+    """None for an item that is to be sent, which is added to `new`."""
+    if key in new:
+        return ALREADY_HELD
+    if directory.lists_for_certain(key):
+        directory.pin(key)
+        directory.unpin(key)  # the item is the most recently used one now
+        return ALREADY_HELD
+    if item.nbytes > directory.capacity_bytes:
+        return InjectionOutcome(
+            "rejected",
+            f"the item has {item.nbytes} bytes; the cache holds {directory.capacity_bytes}",
+        )
+    new[key] = item
+    return None

@@ -5,25 +5,14 @@ from __future__ import annotations
 import gc
 import os
 
-gc.disable()  # until the engine is built: imports make a million objects and no garbage (0.5 s)
+gc.disable()  # `load_engine` enables it: imports make a million objects, no garbage (0.5 s)
 if len(os.sched_getaffinity(0)) <= 2:
-    # Idle threads of OpenMP spin by default. With so few cores they would spin in the way of those
-    # they wait for: a step takes ten times as long when the API process is busy.
+    # Idle threads of OpenMP spin by default. With so few cores they take the time of the threads
+    # that they wait for: a step takes ten times as long when the API process is busy.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from lookonce.engine.process.build import Progress, build_engine  # noqa: E402
-from lookonce.engine.process.engine_core import EngineCore  # noqa: E402
-from lookonce.engine.process.main import host_engine  # noqa: E402
-from lookonce.engine.process.request_validation import Judge  # noqa: E402
-from lookonce.engine.settings import EngineSettings  # noqa: E402
-
-
-def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, Judge]:
-    """As `build_engine`, after which garbage is collected as usual."""
-    built = build_engine(settings, progress)
-    gc.enable()
-    return built
-
+from lookonce.engine.process.load_engine import load_engine  # noqa: E402
+from lookonce.engine.process.main import run_engine  # noqa: E402
 
 if __name__ == "__main__":
-    host_engine(build)
+    run_engine(load_engine)

@@ -1,105 +1,38 @@
-"""From settings to a warm engine core: the one module of this floor that needs torch."""
+"""Puts an engine together, for the engine process, tests and benchmarks alike.
+
+    assemble         a scheduler and a runner                 → EngineCore, RequestPreprocessor
+    EngineThreads    a link: input thread, step loop, and the channel between them
+
+The runner may be the model or a fake, the link a socket or a queue in the same process: this module
+needs neither torch nor ZMQ. `load_engine` calls `assemble` with a loaded model.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import gc
 import logging
-import os
+import secrets
+import threading
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 
-import msgspec
-import torch
-
-from lookonce.config import GIB, KVConfig
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.request_validation import RequestValidator
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerState
-from lookonce.engine.process.engine_core import EngineCore
+from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
 from lookonce.engine.process.grammar import GrammarCompiler
-from lookonce.engine.process.kv_tiers import open_external, rope_of
-from lookonce.engine.process.request_validation import Judge
-from lookonce.engine.process.warmup import WarmUpItems, warm_up
-from lookonce.engine.settings import EngineSettings
-from lookonce.errors import ConfigError
-from lookonce.model.attention.backend import AttentionBackend
-from lookonce.model.attention.select import resolve_block_size, select_backend
-from lookonce.model.kv_pages import block_bytes
-from lookonce.model.loader import LoadedModel, load_model
-from lookonce.model.runner import Runner
-from lookonce.model.threads import Threads
+from lookonce.engine.process.input_thread import InputThread
+from lookonce.engine.process.receiver_cache import ReceiverCache
+from lookonce.engine.process.step_loop import StepChannel, StepLoop, StopCommand
+from lookonce.engine.process_io import EngineSettings
+from lookonce.ipc.channel import EngineChannel, EngineLink
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import ExternalPrefixCache, ModelRunner
 
 logger = logging.getLogger(__name__)
 
-CONTAINER_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
-"""Where Linux says what a container's processes may take, by its newer and older interface."""
-
-Progress = Callable[[int, int], None]
-"""Called with (weights loaded, weights in all)."""
-
-
-def build_engine(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, Judge]:
-    """Load the model, size the caches, and warm up.
-
-    Raises `ConfigError` for settings the model cannot be served with, and `ModelLoadError`.
-    """
-    threads = Threads.of_machine()
-    items = WarmUpItems(settings)  # processed while weights load
-    loaded = load_model(settings.model, progress)
-    backend, block_size = attention_of(loaded, settings.kv)
-    num_blocks = _num_blocks(loaded, settings.kv, block_size)
-    loaded = _fitted(loaded, num_blocks * block_size)
-    scratch = BlockPool(num_blocks, block_size)
-    runner = make_runner(loaded, settings, backend, scratch, threads)
-    logger.info(
-        "serving %s on %s: %s, attention %s, %d KV blocks of %d tokens",
-        loaded.info.model_type, loaded.device, loaded.info.dtype, backend.name, num_blocks,
-        block_size,
-    )  # fmt: skip
-    rehearsal, _ = assemble(loaded.info, runner, settings, scratch)
-    warm_up(rehearsal, items.take(loaded.info))
-    gc.collect()
-    gc.freeze()  # the model's objects stay: later collections need not walk them
-    external = None
-    if settings.kv.tiers:
-        rope = rope_of(loaded.family.text_config)
-        external = open_external(settings.kv, loaded.info, rope, runner.page_copier())
-    pool = BlockPool(num_blocks, block_size)
-    return assemble(loaded.info, runner, settings, pool, external)
-
-
-def attention_of(loaded: LoadedModel, kv: KVConfig) -> tuple[AttentionBackend, int]:
-    """What attends for this model, and tokens of a KV block. Raises `ConfigError`."""
-    backend = select_backend(loaded.device, loaded.family.attention_features(loaded.dtype))
-    return backend, resolve_block_size(backend, kv.block_size)
-
-
-def make_runner(
-    loaded: LoadedModel,
-    settings: EngineSettings,
-    backend: AttentionBackend,
-    pool: BlockPool,
-    threads: Threads | None = None,
-) -> Runner:
-    """A runner with as many blocks as `pool`; `threads` None: as torch has them."""
-    return Runner(
-        loaded,
-        num_blocks=pool.num_blocks,
-        block_size=pool.block_size,
-        backend=backend,
-        max_num_seqs=settings.scheduler.max_num_seqs,
-        max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
-        threads=threads,
-    )
+INPUT_STOP_SECONDS = 1.0
+"""How long the input thread may take to end."""
 
 
 def assemble(
@@ -108,10 +41,10 @@ def assemble(
     settings: EngineSettings,
     pool: BlockPool,
     external: ExternalPrefixCache | None = None,
-) -> tuple[EngineCore, Judge]:
-    """A scheduler over `pool` and a runner with as many blocks make an engine.
+) -> tuple[EngineCore, RequestPreprocessor]:
+    """An engine of a scheduler over `pool` and a `runner` with as many KV blocks.
 
-    Raises `ConfigError` for a step too small for an item that no chunk may cut.
+    Raises `ConfigError` for a token budget below the largest item that must not be split.
     """
     encoder_cache = EncoderCache(
         settings.encoder.cache_bytes, info.encoder_row_bytes, settings.encoder.host_cache_bytes
@@ -124,52 +57,68 @@ def assemble(
         fail_on_loss=settings.kv.load_failure_policy == "fail",
     )
     grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
-    door = RequestValidator(pool, encoder_cache, info, settings.scheduler.max_num_batched_tokens)
-    return EngineCore(scheduler, runner, external), Judge(info, door, grammars.compile)
-
-
-def _num_blocks(loaded: LoadedModel, kv: KVConfig, block_size: int) -> int:
-    family = loaded.family
-    nbytes = block_bytes(
-        num_layers=family.num_layers,
-        block_size=block_size,
-        num_kv_heads=family.num_kv_heads,
-        head_dim=family.head_dim,
-        dtype=loaded.dtype,
+    validator = RequestValidator(
+        pool, encoder_cache, info, settings.scheduler.max_num_batched_tokens
     )
-    there = _memory_bytes(loaded.device)
-    if kv.cache_bytes > there:
-        raise ConfigError(
-            f"--kv-cache-gb is {kv.cache_bytes / GIB:.1f}, but the {loaded.device.type} has "
-            f"{there / GIB:.1f} GiB of memory"
+    preprocessor = RequestPreprocessor(info, validator, grammars.compile)
+    return EngineCore(scheduler, runner, external), preprocessor
+
+
+class EngineThreads:
+    """One engine's input thread and step loop over one link.
+
+    start_input ──▶ answers API processes, which wait        (while the model loads)
+    open        ──▶ requests are taken
+    run_steps   ──▶ the step loop, in the calling thread, until `stop`; then both ends are closed
+
+    The random epoch of its receiver cache tells this engine from earlier ones at the same address.
+    """
+
+    def __init__(self, link: EngineLink, *, num_senders: int, max_queue: int) -> None:
+        channel = EngineChannel(link)
+        self.receiver_cache = ReceiverCache(epoch=secrets.randbits(62) + 1)
+        self.step_channel = StepChannel(channel.wake, channel.writer())
+        self._input = InputThread(
+            channel,
+            self.receiver_cache,
+            self.step_channel,
+            num_senders=num_senders,
+            max_queue=max_queue,
         )
-    num_blocks = kv.cache_bytes // nbytes
-    if num_blocks == 0:
-        raise ConfigError(
-            f"--kv-cache-gb is too small: one block of {block_size} tokens takes {nbytes} bytes"
-        )
-    return num_blocks
+        self._thread: threading.Thread | None = None
 
+    def start_input(
+        self,
+        on_beat: Callable[[float], None] = lambda stalled: None,
+        on_broken: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the input thread.
 
-def _memory_bytes(device: torch.device) -> int:
-    """All of it, used or not; of a container what it may take."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for path in CONTAINER_LIMITS:
-        with suppress(OSError, ValueError):  # no such file, or "max"
-            limits.append(int(path.read_text()))
-    return min(limits)
+        `on_beat` gets the stalled seconds with every heartbeat. `on_broken` is called when the
+        thread has raised: the engine receives nothing any more then.
+        """
 
+        def receive() -> None:
+            try:
+                self._input.run(on_beat)
+            except BaseException:
+                logger.exception("the input thread broke")
+                on_broken()
 
-def _fitted(loaded: LoadedModel, kv_tokens: int) -> LoadedModel:
-    """No sequence is longer than the KV cache: alone in it, it could not go on."""
-    info = loaded.info
-    if info.max_model_len <= kv_tokens:
-        return loaded
-    logger.warning(
-        "the KV cache holds %d tokens: sequences are limited to that, not to the model's %d",
-        kv_tokens, info.max_model_len,
-    )  # fmt: skip
-    fitted = msgspec.structs.replace(info, max_model_len=kv_tokens)
-    return dataclasses.replace(loaded, info=fitted)
+        self._thread = threading.Thread(target=receive, name="input", daemon=True)
+        self._thread.start()
+
+    def open(self, preprocessor: RequestPreprocessor) -> None:
+        """The model is loaded and warm: take requests."""
+        self._input.open(preprocessor)
+
+    def run_steps(self, core: EngineCore) -> None:
+        """Step until `stop`, then end the input thread."""
+        StepLoop(core, self.step_channel).run()
+        self._input.stop()
+        if self._thread is not None:
+            self._thread.join(INPUT_STOP_SECONDS)
+
+    def stop(self) -> None:
+        """End `run_steps` after the step in progress; from any thread or signal handler."""
+        self.step_channel.command(StopCommand())

@@ -1,4 +1,4 @@
-"""The engine's life: plan, execute, apply.
+"""The engine's step: plan, execute, apply.
 
     add, supply, abort ──▶ scheduler ──plan──▶ runner ──result──▶ scheduler ──▶ SchedulerOutput
 
@@ -15,27 +15,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookonce.core.request import Request
+from lookonce.core.request_validation import RequestValidator
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerOutput
+from lookonce.engine.process.grammar import Compile
 from lookonce.errors import RequestFailedError
 from lookonce.types.media import MediaFeature, ProcessedItem
+from lookonce.types.model import ModelInfo
 from lookonce.types.ports import ExternalPrefixCache, ModelRunner
 from lookonce.types.request import GenerateRequest
+from lookonce.types.request_validation import check_fits
 from lookonce.types.step import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
 MAX_BROKEN_STEPS = 8
 """Steps in a row that may raise as a whole before the device counts as lost."""
-
 MIN_OBSERVED_TOKENS = 64
 """Steps of fewer tokens are mostly decodes: they say little of what a prompt costs."""
 
 
 class EngineCore:
-    """Owns the step; a failure in it ends the requests that were in it, never the engine.
+    """Runs steps. A step that fails ends the requests that were in it, never the engine.
 
-    Used by one thread. A bug in the scheduler is not survivable and raises.
+    Used by one thread. A bug in the scheduler raises.
     """
 
     def __init__(
@@ -50,10 +53,10 @@ class EngineCore:
         self._external = external
         self._broken_steps = 0
         self.add_figures: Callable[[], dict[str, float]] = dict
-        """More figures for `stats`, by whoever built the engine."""
+        """More counters for `stats`; benchmarks set this."""
 
     def step(self) -> SchedulerOutput | None:
-        """One step and what it means for the outside; None when there was nothing to do."""
+        """One step; its output, None when there was nothing to do."""
         plan = self._scheduler.plan()
         if plan is None:
             return self._scheduler.take_output() or None
@@ -82,7 +85,7 @@ class EngineCore:
         self._scheduler.extend(request_id, token_ids, features, items)
 
     def take_in(self, request: Request) -> None:
-        """As `add`, for a request that was built before (`Judge.check`)."""
+        """As `add`, for a request that was built before (`RequestPreprocessor.preprocess`)."""
         self._scheduler.take_in(request)
 
     def supply(self, request_id: str, items: Mapping[bytes, ProcessedItem]) -> None:
@@ -101,7 +104,7 @@ class EngineCore:
         return self._scheduler.stats() | self.add_figures()
 
     def wake_with(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from any thread, when a step has something new to look at."""
+        """`wake` is called, from any thread, when the KV tiers have something for the next step."""
         if self._external is not None:
             self._external.wake = wake
 
@@ -116,8 +119,8 @@ class EngineCore:
 
     @property
     def seconds_to_next_eviction(self) -> float | None:
-        """After a step with nothing to do: when the next may have something, though nothing has
-        happened until then. None: not before something does."""
+        """After a step with nothing to do: seconds until the next one may evict an idle session.
+        None: nothing to do before a command or a wake-up comes."""
         return self._scheduler.seconds_to_next_eviction
 
     @property
@@ -145,14 +148,14 @@ class EngineCore:
 
 
 def _observe(external: ExternalPrefixCache, plan: StepPlan, seconds: float) -> None:
-    """What a prompt's tokens cost, for weighing it against loading them."""
+    """Tell the KV tiers what computing a prompt's tokens costs, to compare with loading them."""
     num_tokens = plan.num_tokens
     if num_tokens >= MIN_OBSERVED_TOKENS:
         external.observe_prefill(num_tokens, seconds)
 
 
 def _broken(plan: StepPlan, cause: Exception) -> StepResult:
-    """The result of a step that raised: everything scheduled in it failed."""
+    """The result of a step that raised: all sequences and items in it failed."""
     error = RequestFailedError(f"the model failed on this request ({type(cause).__name__})")
     return StepResult(
         token_ids=(-1,) * sum(chunk.sample for chunk in plan.scheduled),
@@ -160,3 +163,27 @@ def _broken(plan: StepPlan, cause: Exception) -> StepResult:
         lost_copies=plan.offload,
         failed_sequences={chunk.seq_id: error for chunk in plan.scheduled},
     )
+
+
+class RequestPreprocessor:
+    """Turns a client's request into the scheduler's, and refuses what the engine cannot serve.
+
+    Reads only limits that never change: the input thread uses it while the step thread steps.
+    """
+
+    def __init__(
+        self, model: ModelInfo, validator: RequestValidator, compile_grammar: Compile
+    ) -> None:
+        """`compile_grammar` may take seconds: `GrammarCompilerPool` calls it in its own threads."""
+        self.model = model
+        self.compile_grammar = compile_grammar
+        self._validator = validator
+
+    def preprocess(self, request: GenerateRequest, items: Mapping[bytes, ProcessedItem]) -> Request:
+        """The request as the scheduler takes it in; `items`: those that the engine holds already.
+
+        Raises a `RequestError` naming what the served model cannot take.
+        """
+        num_tokens = request.prompt.shape[0] if request.prompt.shape else 0
+        check_fits(num_tokens, request.sampling, self.model)
+        return self._validator.build_request(request, dict(items))

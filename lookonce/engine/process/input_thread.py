@@ -1,36 +1,37 @@
-"""The engine process's input thread: owns the channel and the store, answers without a step.
+"""The engine process's input thread: it owns the channel and the store, and answers without a step.
 
-    Submit ──▶ operations applied ──▶ judged ──▶ Rejected
-                                        └──▶ all held: Accepted, and on to the step thread
-                                        └──▶ some missing: on to the step thread, which says
-                                             if it does without (Accepted) or not (ResendMedia)
+    Submit ──▶ cache operations applied ──▶ preprocessed ──▶ Rejected
+                                               ├──▶ all items held: Accepted, and to the step thread
+                                               └──▶ some missing: to the step thread, which finds
+                                                    that it does without them (Accepted) or not
+                                                    (ResendMedia)
 
-Protocol state lives here, in one thread. The step thread computes, and tells the senders itself
-what came of it (`postbox`): tokens do not pass through here.
+The protocol's state lives in this thread alone. Tokens do not pass through it: the step thread
+sends them itself (`step_loop.OutputSender`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 from lookonce.core.request import Request
-from lookonce.engine.process.grammar_pool import Finished, Workshop
-from lookonce.engine.process.output_sender import Unreachable
-from lookonce.engine.process.pending_resends import Debts
-from lookonce.engine.process.receiver_cache import Held, Intake
-from lookonce.engine.process.request_validation import Judge
+from lookonce.engine.process.engine_core import RequestPreprocessor
+from lookonce.engine.process.grammar import CompiledRequest, GrammarCompilerPool
+from lookonce.engine.process.receiver_cache import Held, ReceiverCache
 from lookonce.engine.process.step_loop import (
-    AbortRequest,
-    Add,
-    AskStats,
-    CutOff,
-    Exchange,
+    AbortCommand,
+    AddCommand,
+    CutOffCommand,
     Outcome,
-    ResetTier,
+    ResetCommand,
     StatsAnswer,
-    Supply,
+    StatsCommand,
+    StepChannel,
+    SupplyCommand,
+    UnreachableSender,
 )
 from lookonce.errors import (
     EngineDeadError,
@@ -68,41 +69,48 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.5
 MAX_LOST = 64
-"""Senders out of reach that are remembered; one that comes back later starts as a stranger."""
+"""Unreachable senders that are remembered; one forgotten that comes back must say hello."""
 
 
-class Reception:
-    """One object for the input thread; only `stop` and `exchange` are touched by others."""
+class InputThread:
+    """What the input thread runs; other threads call only `open` and `stop`."""
 
     def __init__(
-        self, channel: EngineChannel, intake: Intake, *, num_senders: int, max_queue: int
+        self,
+        channel: EngineChannel,
+        receiver_cache: ReceiverCache,
+        step_channel: StepChannel,
+        *,
+        num_senders: int,
+        max_queue: int,
     ) -> None:
-        self.exchange = Exchange(channel.wake, channel.outlet())
         self._channel = channel
-        self._intake = intake
+        self._receiver_cache = receiver_cache
+        self._step_channel = step_channel
         self._num_senders = num_senders
         self._max_queue = max_queue
-        self._judge: Judge | None = None
-        self._opening: Judge | None = None
-        """Set by another thread, taken by this one."""
+        self._preprocessor: RequestPreprocessor | None = None
+        """None until the model is loaded."""
+        self._opening: RequestPreprocessor | None = None
+        """Set by `open` in another thread, taken by this one."""
         self._senders: set[str] = set()
         self._owners: dict[str, str] = {}
-        """Request → its sender, from judging to release."""
+        """Request → its sender, from its submission to its release."""
         self._unaccepted: set[str] = set()
-        """Requests whose sender still keeps the sources."""
-        self._debts = Debts()
+        """Requests whose sender still keeps the sources of their items."""
+        self._pending_resends = PendingResends()
         self._lost: dict[str, set[str]] = {}
-        """Senders that could not be reached, and the requests of whose end they must be told."""
-        self._workshop = Workshop(channel.wake)
-        """Requests whose grammar is being compiled: the step thread has not heard of them."""
+        """Senders that could not be reached → requests whose end they must still be told."""
+        self._grammar_pool = GrammarCompilerPool(channel.wake)
+        """Requests whose grammar is being compiled, and which the step thread does not have yet."""
         self._num_clears = 0
         self._stopped = False
 
     # --- called by other threads --------------------------------------------------------------
 
-    def open_doors(self, judge: Judge) -> None:
-        """The model is loaded and warm: requests may come."""
-        self._opening = judge
+    def open(self, preprocessor: RequestPreprocessor) -> None:
+        """The model is loaded and warm: take requests."""
+        self._opening = preprocessor
         self._channel.wake()
 
     def stop(self) -> None:
@@ -112,30 +120,30 @@ class Reception:
     # --- the input thread ---------------------------------------------------------------------
 
     def run(self, on_beat: Callable[[float], None] = lambda stalled: None) -> None:
-        """Until `stop`. `on_beat` gets the stalled seconds with every heartbeat."""
+        """Receive until `stop`. `on_beat` gets the stalled seconds with every heartbeat."""
         next_beat = time.monotonic()
         while not self._stopped:
             for sender, message in self._channel.poll(max(0.0, next_beat - time.monotonic())):
                 self._receive(sender, message)
             if self._opening is not None:
-                self._open(self._opening)
-            for finished in self._workshop.take():
-                self._compiled(finished)
-            for outcome in self.exchange.take_outcomes():
-                self._take_note(outcome)
+                self._welcome_all(self._opening)
+            for compiled in self._grammar_pool.take():
+                self._grammar_compiled(compiled)
+            for outcome in self._step_channel.take_outcomes():
+                self._handle_outcome(outcome)
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + HEARTBEAT_SECONDS
                 self._beat(on_beat)
         self._channel.close()
 
     def _beat(self, on_beat: Callable[[float], None]) -> None:
-        stalled = self.exchange.stalled_seconds
-        self._broadcast(Heartbeat(self._intake.epoch, self._judge is not None, stalled))
+        stalled, ready = self._step_channel.stalled_seconds, self._preprocessor is not None
+        self._broadcast(Heartbeat(self._receiver_cache.epoch, ready, stalled))
         on_beat(stalled)
 
     def _receive(self, sender: str, message: ClientMessage | Unreadable) -> None:
         if sender in self._lost and not isinstance(message, Hello):
-            self._take_back(sender)
+            self._restore_sender(sender)
         if not isinstance(message, Hello) and sender not in self._senders:
             logger.warning("dropped a message of a sender that said no hello")
             return
@@ -145,43 +153,43 @@ class Reception:
             case SupplyMedia():
                 self._supply(sender, message)
             case UpdateCache():
-                if not self._intake.update(sender, message):
+                if not self._receiver_cache.update(sender, message):
                     self._discarded(sender, message.epoch)
                 self._received(sender, message.seq)
             case Abort(epoch, request_ids, index):
-                if epoch == self._intake.epoch:
-                    self._abort(sender, request_ids, index)
+                if epoch == self._receiver_cache.epoch:
+                    self._abort(request_ids, index)
             case ResetCache(epoch, tier):
-                if epoch == self._intake.epoch:
+                if epoch == self._receiver_cache.epoch:
                     self._reset(tier)
             case GetStats(nonce):
-                self.exchange.command(AskStats(sender, nonce))
+                self._step_channel.command(StatsCommand(sender, nonce))
             case Hello():
                 self._hello(sender, message)
             case Unreadable(request_id):
-                self._misread(sender, request_id)
+                self._unreadable(sender, request_id)
 
     # --- senders ------------------------------------------------------------------------------
 
     def _hello(self, sender: str, message: Hello) -> None:
-        """A (re)connection: what ran for an earlier one has nobody to read it."""
+        """A sender has (re)connected: nobody reads what ran for its earlier connection."""
         self._end_requests(sender)
         self._lost.pop(sender, None)
         self._senders.add(sender)
-        if not self._intake.hello(sender, message.epoch):
+        if not self._receiver_cache.hello(sender, message.epoch):
             self._discarded(sender, message.epoch)
         logger.info("API process connected (%d of %d)", len(self._senders), self._num_senders)
-        if self._judge is not None:
-            self._welcome(sender, self._judge)
+        if self._preprocessor is not None:
+            self._welcome(sender, self._preprocessor)
 
-    def _open(self, judge: Judge) -> None:
-        self._judge, self._opening = judge, None
+    def _welcome_all(self, preprocessor: RequestPreprocessor) -> None:
+        self._preprocessor, self._opening = preprocessor, None
         for sender in list(self._senders):
-            self._welcome(sender, judge)
+            self._welcome(sender, preprocessor)
 
-    def _welcome(self, sender: str, judge: Judge) -> None:
-        welcome = Welcome(self._intake.epoch, judge.model, self._num_senders, ready=True)
-        self._send(sender, welcome)
+    def _welcome(self, sender: str, preprocessor: RequestPreprocessor) -> None:
+        epoch, model = self._receiver_cache.epoch, preprocessor.model
+        self._send(sender, Welcome(epoch, model, self._num_senders, ready=True))
 
     def _goodbye(self, sender: str) -> None:
         logger.warning("API process disconnected")
@@ -189,23 +197,23 @@ class Reception:
         self._lost[sender] = set(self._end_requests(sender))
         if len(self._lost) > MAX_LOST:
             del self._lost[next(iter(self._lost))]
-        self._intake.goodbye(sender)
+        self._receiver_cache.goodbye(sender)
 
-    def _take_back(self, sender: str) -> None:
-        """It was taken for dead and lives: it must not wait for what has ended."""
+    def _restore_sender(self, sender: str) -> None:
+        """A sender taken for dead is alive: tell it which of its requests have ended meanwhile."""
         self._senders.add(sender)
         for request_id in self._lost.pop(sender):
-            self._reject(sender, request_id, _out_of_touch())
+            self._reject(sender, request_id, _lost_touch())
 
     def _discarded(self, sender: str, epoch: int) -> None:
-        """A message meant for a share that was closed: both sides begin with an empty one."""
-        if epoch == self._intake.epoch:
+        """A message for a share that was closed was dropped: both sides begin with an empty one."""
+        if epoch == self._receiver_cache.epoch:
             self._num_clears += 1
             self._send(sender, ClearCache(self._num_clears))
 
-    def _misread(self, sender: str, request_id: str | None) -> None:
-        """What the message changed in the sender's directory is lost, so both sides start over."""
-        self._discarded(sender, self._intake.epoch)
+    def _unreadable(self, sender: str, request_id: str | None) -> None:
+        """The message's changes of the sender's directory are lost, so both sides start over."""
+        self._discarded(sender, self._receiver_cache.epoch)
         if request_id is not None:
             error = RequestFailedError("the engine cannot read this request")
             self._reject(sender, request_id, error)
@@ -215,7 +223,7 @@ class Reception:
     def _end_requests(self, sender: str) -> list[str]:
         ended = [r for r, owner in self._owners.items() if owner == sender]
         if ended:
-            self.exchange.command(CutOff(sender))
+            self._step_channel.command(CutOffCommand(sender))
         for request_id in ended:
             self._end(request_id)
         return ended
@@ -225,74 +233,74 @@ class Reception:
     def _submit(self, sender: str, message: Submit) -> None:
         request_id = message.request.request_id
         try:
-            held = self._take_in(sender, message)
+            held = self._hold_items(sender, message)
         except LookOnceError as error:
             self._reject(sender, request_id, error)
             return
         try:
-            built = self._check(message.request, held.items)
+            request = self._preprocess(message.request, held.items)
         except LookOnceError as error:
-            self._intake.release(request_id)
+            self._receiver_cache.release(request_id)
             self._reject(sender, request_id, error)
             return
-        built.recoverable = message.recoverable
+        request.recoverable = message.recoverable
         self._owners[request_id] = sender
         self._unaccepted.add(request_id)
-        grammar = built.sampling.grammar
-        if grammar is None or self._judge is None:
-            self._admit(built, complete=not held.missing)
+        grammar = request.sampling.grammar
+        if grammar is None or self._preprocessor is None:
+            self._add(request, complete=not held.missing)
         else:
-            compile_grammar = self._judge.compile_grammar
-            self._workshop.begin(built, grammar, compile_grammar, complete=not held.missing)
+            compile_grammar = self._preprocessor.compile_grammar
+            self._grammar_pool.begin(request, grammar, compile_grammar, complete=not held.missing)
 
-    def _take_in(self, sender: str, message: Submit) -> Held:
-        """What the request holds now. Raises, with nothing held, what stands in its way."""
+    def _hold_items(self, sender: str, message: Submit) -> Held:
+        """The items that the request holds now. Raises, with nothing held, why it holds none."""
         try:
-            held = self._intake.submit(sender, message)
+            held = self._receiver_cache.submit(sender, message)
         finally:
             self._received(sender, message.seq)
         if held is None:
             self._discarded(sender, message.epoch)
-            raise _out_of_touch()
-        if sender not in self._senders:  # saying so has found that out
-            self._intake.release(message.request.request_id)
-            raise _out_of_touch()
+            raise _lost_touch()
+        if sender not in self._senders:  # sending `Received` has found the sender unreachable
+            self._receiver_cache.release(message.request.request_id)
+            raise _lost_touch()
         return held
 
-    def _compiled(self, finished: Finished) -> None:
-        request_id = finished.request.request_id
-        if finished.error is None:
-            self._admit(finished.request, complete=finished.complete)
-        else:
-            self._reject(self._owners[request_id], request_id, finished.error)
-            self._release(request_id)
-
-    def _admit(self, request: Request, *, complete: bool) -> None:
-        """`complete`: all its items are held, so nothing will be asked of its sender."""
-        request_id = request.request_id
-        sender = self._owners[request_id]
-        if complete:
-            self._accept(request_id)
-        if sender not in self._senders:  # saying so has found that out, and ended what it owned
-            self._release(request_id)
-            return
-        self.exchange.command(Add(request, sender, accepted=complete))
-
-    def _check(self, request: GenerateRequest, items: dict[bytes, ProcessedItem]) -> Request:
-        """The request as built for the scheduler; raises what stands in the way of serving it."""
-        if self._judge is None:
+    def _preprocess(self, request: GenerateRequest, items: dict[bytes, ProcessedItem]) -> Request:
+        """The scheduler's request; raises what stands in the way of serving it."""
+        if self._preprocessor is None:
             raise NotReadyError("the model is still loading")
-        exchange = self.exchange
-        waiting = exchange.num_waiting() + exchange.num_commands + len(self._workshop)
+        channel = self._step_channel
+        waiting = channel.num_waiting() + channel.num_commands + len(self._grammar_pool)
         if waiting >= self._max_queue:
             raise QueueFullError(f"{waiting} requests are waiting, the most that may")
         try:
-            return self._judge.check(request, items)
+            return self._preprocessor.preprocess(request, items)
         except LookOnceError:
             raise
         except Exception as error:
             logger.exception("request %s could not be judged", request.request_id)
             raise RequestFailedError("the engine does not understand this request") from error
+
+    def _grammar_compiled(self, compiled: CompiledRequest) -> None:
+        request_id = compiled.request.request_id
+        if compiled.error is None:
+            self._add(compiled.request, complete=compiled.complete)
+        else:
+            self._reject(self._owners[request_id], request_id, compiled.error)
+            self._release(request_id)
+
+    def _add(self, request: Request, *, complete: bool) -> None:
+        """Hand the request to the step thread; `complete`: all its items are held."""
+        request_id = request.request_id
+        sender = self._owners[request_id]
+        if complete:
+            self._accept(request_id)
+        if sender not in self._senders:  # sending `Accepted` has found the sender unreachable
+            self._release(request_id)
+            return
+        self._step_channel.command(AddCommand(request, sender, accepted=complete))
 
     def _reject(self, sender: str, request_id: str, error: LookOnceError) -> None:
         self._send(sender, Rejected(request_id, error_to_wire(error)))
@@ -300,79 +308,79 @@ class Reception:
             self._lost[sender].add(request_id)
 
     def _supply(self, sender: str, message: SupplyMedia) -> None:
-        """What is still missing then may not be needed: if it is, the step thread asks."""
-        held = self._intake.supply(sender, message)
+        """Items came. Those that are still missing may not be needed: the step thread asks."""
+        held = self._receiver_cache.supply(sender, message)
         self._received(sender, message.seq)
         request_id = message.request_id
         if held is None:
             self._discarded(sender, message.epoch)
         elif self._owners.get(request_id) != sender:
-            return  # it has ended meanwhile
-        elif self._debts.unpaid_after(request_id, held.items.keys()):
+            return  # the request has ended meanwhile
+        elif self._pending_resends.lacks_after_answer(request_id, held.items.keys()):
             self._reject(sender, request_id, MediaNotCachedError("referenced media did not come"))
-            self.exchange.command(AbortRequest(request_id))
+            self._step_channel.command(AbortCommand(request_id))
         else:
             complete = not held.missing
             if complete:
                 self._accept(request_id)
-            self.exchange.command(Supply(request_id, held.items, accepted=complete))
+            self._step_channel.command(SupplyCommand(request_id, held.items, accepted=complete))
 
     def _accept(self, request_id: str) -> None:
         if request_id in self._unaccepted:
             self._unaccepted.discard(request_id)
             self._send(self._owners[request_id], Accepted(request_id))
 
-    def _ask(self, request_id: str, keys: tuple[bytes, ...]) -> None:
-        self._debts.ask(request_id, keys)
+    def _ask_resend(self, request_id: str, keys: tuple[bytes, ...]) -> None:
+        self._pending_resends.ask(request_id, keys)
         self._send(self._owners[request_id], ResendMedia(request_id, keys))
 
-    def _abort(self, sender: str, request_ids: tuple[str, ...], index: int | None) -> None:
+    def _abort(self, request_ids: tuple[str, ...], index: int | None) -> None:
         for request_id in request_ids:
             if request_id in self._owners:
                 self._end(request_id, index)
 
     def _end(self, request_id: str, index: int | None = None) -> None:
-        """One that waits for its grammar ends here and at once: whoever aborts needs no answer."""
-        if index is None and self._workshop.cancel(request_id):
+        """End a request; one whose grammar is being compiled ends here, and nobody is answered."""
+        if index is None and self._grammar_pool.cancel(request_id):
             self._release(request_id)
         else:
-            self.exchange.command(AbortRequest(request_id, index))
+            self._step_channel.command(AbortCommand(request_id, index))
 
     def _reset(self, tier: str) -> None:
         if tier != "mm":
-            self.exchange.command(ResetTier(tier))
+            self._step_channel.command(ResetCommand(tier))
             return
         self._num_clears += 1
         self._broadcast(ClearCache(self._num_clears))
 
     # --- what the step thread reports ---------------------------------------------------------
 
-    def _take_note(self, outcome: Outcome) -> None:
+    def _handle_outcome(self, outcome: Outcome) -> None:
         if isinstance(outcome, StatsAnswer):
-            counters = outcome.counters | self._intake.counters()
+            counters = outcome.counters | self._receiver_cache.counters()
             self._send(outcome.sender, Stats(outcome.nonce, counters))
-        elif isinstance(outcome, Unreachable):
+        elif isinstance(outcome, UnreachableSender):
             self._end_cut_off(outcome)
         else:
             self._unaccepted.difference_update(outcome.accepted)
             for request_id, keys in outcome.needs:
                 if request_id in self._owners:
-                    self._ask(request_id, keys)
+                    self._ask_resend(request_id, keys)
             for request_id in outcome.released:
                 self._release(request_id)
 
-    def _end_cut_off(self, lost: Unreachable) -> None:
-        """If the sender is out of reach still, telling it so finds that out."""
-        for request_id in lost.request_ids:
-            if self._owners.get(request_id) == lost.sender:
-                self._reject(lost.sender, request_id, _out_of_touch())
+    def _end_cut_off(self, unreachable: UnreachableSender) -> None:
+        """Sending the rejection finds out whether the sender is still unreachable."""
+        for request_id in unreachable.request_ids:
+            if self._owners.get(request_id) == unreachable.sender:
+                self._reject(unreachable.sender, request_id, _lost_touch())
                 self._end(request_id)
 
     def _release(self, request_id: str) -> None:
         self._owners.pop(request_id, None)
         self._unaccepted.discard(request_id)
-        self._debts.forget(request_id)
-        self._intake.release(request_id)
+        self._pending_resends.forget(request_id)
+        self._receiver_cache.release(request_id)
 
     # --- sending ------------------------------------------------------------------------------
 
@@ -383,7 +391,7 @@ class Reception:
 
     def _send_hints(self) -> None:
         for sender in list(self._senders):
-            hints = self._intake.take_hints(sender)
+            hints = self._receiver_cache.take_hints(sender)
             if hints is not None:
                 self._send(sender, hints)
 
@@ -396,5 +404,37 @@ class Reception:
             self._goodbye(sender)
 
 
-def _out_of_touch() -> EngineDeadError:
+@dataclass(slots=True)
+class _Resend:
+    keys: set[bytes] = field(default_factory=set)
+    num_answers: int = 0
+    """How many answers are still to come."""
+
+
+class PendingResends:
+    """Per request, the items that `ResendMedia` asked for and that have not come.
+
+    A request may be asked more than once; what is pending is the sum of all asks.
+    """
+
+    def __init__(self) -> None:
+        self._resends: dict[str, _Resend] = {}
+
+    def ask(self, request_id: str, keys: Collection[bytes]) -> None:
+        resend = self._resends.setdefault(request_id, _Resend())
+        resend.keys.update(keys)
+        resend.num_answers += 1
+
+    def lacks_after_answer(self, request_id: str, came: Collection[bytes]) -> bool:
+        """Take one answer; true when it was the last, and items that were asked for are missing."""
+        resend = self._resends.get(request_id, _Resend())
+        resend.keys.difference_update(came)
+        resend.num_answers -= 1
+        return bool(resend.keys) and resend.num_answers <= 0
+
+    def forget(self, request_id: str) -> None:
+        self._resends.pop(request_id, None)
+
+
+def _lost_touch() -> EngineDeadError:
     return EngineDeadError("the engine lost touch with this server process")

@@ -1,4 +1,4 @@
-"""Opens the external KV tiers of an engine: where model, tiers and scheduler meet."""
+"""Opens the external KV tiers of an engine, from its settings and its model."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def open_external(
 
 
 def rope_of(text_config: Any) -> dict[str, object]:
-    """What a model's config says about positions."""
+    """The fields of a model's config that rotary positions depend on."""
     return {name: getattr(text_config, name, None) for name in ROPE_FIELDS}

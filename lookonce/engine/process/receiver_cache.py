@@ -1,11 +1,11 @@
-"""The engine process's half of the cache protocol. It does no input and no output.
+"""The receiver's half of the cache protocol, in the engine process. It does no input and no output.
 
-Whatever a message asks for, its cache operations are applied first, in their fixed order (drop,
-add, adopt), before and independently of judging the request: a rejected request leaves both sides
-equal. Then the request takes all its references at once and keeps them until `release`.
+The cache operations of a message are applied first, in their fixed order (drop, add, adopt), also
+where its request is rejected then: directory and store stay equal. Then the request takes all its
+references at once and keeps them until `release`.
 
-Messages of another epoch, and of a sender that never said hello in this one, are discarded whole
-(None); see `update` for how such a sender comes back.
+A message of another epoch, or of a sender that never said hello in this one, is discarded whole
+(None); `update` says how such a sender comes back.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ MAX_PENDING_HINTS = 1_024
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a request now holds, and which of its references the store could not answer."""
+    """The items a request holds now, and the keys that the store has no item for."""
 
     items: dict[bytes, ProcessedItem]
     missing: tuple[bytes, ...] = ()
 
 
 @dataclass(slots=True)
-class _Peer:
-    """What waits to be told to one sender."""
+class _SenderNews:
+    """Hints and uuid bindings that one sender has yet to be told."""
 
     hints: dict[bytes, Hint] = field(default_factory=dict)
     bindings: dict[bytes, bytes] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class _Open:
-    """A request that holds items: whose it is, and its references that are still missing."""
+class _OpenRequest:
+    """A request that holds items; `missing` are the keys of those it still lacks."""
 
     sender: str
     missing: tuple[bytes, ...] = ()
 
 
-class Intake:
-    """The engine's end of the cache protocol, for all senders. `epoch` is above 0."""
+class ReceiverCache:
+    """The receiver's end of the cache protocol, for all senders. `epoch` is above 0."""
 
     def __init__(self, epoch: int) -> None:
         if epoch < 1:
@@ -64,33 +64,33 @@ class Intake:
         self.epoch = epoch
         self.store = Store()
         self._uuids = UuidBindings()
-        self._peers: dict[str, _Peer] = {}
-        self._requests: dict[str, _Open] = {}
+        self._news: dict[str, _SenderNews] = {}
+        self._requests: dict[str, _OpenRequest] = {}
 
     # --- senders ------------------------------------------------------------------------------
 
     def hello(self, sender: str, epoch: int = 0) -> bool:
-        """A sender says hello, and which epoch its directory belongs to.
+        """A sender says hello; `epoch` is the one its directory belongs to.
 
-        Of this epoch: its share goes on as it is. Of another, or 0: its share starts empty, as its
-        directory does with the welcome. False, and nothing is done, when it claims a share of this
-        epoch that was closed by `goodbye`: it must come back by `ClearCache`, see `update`.
+        For this epoch its share stays as it is. For another, or 0, its share starts empty, as its
+        directory does with the welcome. Returns False, and does nothing, where the share was closed
+        by `goodbye`: the sender must come back by `ClearCache` (`update`).
         """
         if epoch == self.epoch:
-            return sender in self._peers
-        self._peers.setdefault(sender, _Peer())
+            return sender in self._news
+        self._news.setdefault(sender, _SenderNews())
         self.store.open_share(sender)
         self.store.empty_share(sender)
         return True
 
     def goodbye(self, sender: str) -> tuple[str, ...]:
-        """A sender is gone: its share is closed. Its open requests, to abort and `release`."""
-        self._peers.pop(sender, None)
+        """A sender is gone: close its share. Returns its open requests, to abort and `release`."""
+        self._news.pop(sender, None)
         self.store.close_share(sender)
         return tuple(id for id, request in self._requests.items() if request.sender == sender)
 
     def knows(self, sender: str) -> bool:
-        return sender in self._peers
+        return sender in self._news
 
     # --- messages -----------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class Intake:
         request_id = message.request.request_id
         if request_id in self._requests:
             raise BadRequestError("a request of this request_id is running", param="request_id")
-        self._requests[request_id] = _Open(sender)
+        self._requests[request_id] = _OpenRequest(sender)
         self.store.open_request(request_id)
         wanted = tuple(dict.fromkeys(feature.key for feature in message.request.features))
         return self._hold(request_id, wanted, message.loose)
@@ -126,8 +126,8 @@ class Intake:
     def update(self, sender: str, message: UpdateCache) -> bool:
         """Empty the share if the message says so, then apply its operations; False: discarded.
 
-        A sender this intake does not know comes back by emptying its share: send it `ClearCache`
-        when one of its messages of this epoch was discarded.
+        An unknown sender comes back by emptying its share: send it `ClearCache` when one of its
+        messages of this epoch was discarded.
         """
         if message.cleared and message.epoch == self.epoch:
             self.hello(sender)
@@ -137,16 +137,16 @@ class Intake:
         return True
 
     def release(self, request_id: str) -> None:
-        """Let go of all a request holds. May be called again, and for requests never seen."""
+        """Release all items of a request. May be called again, and for unknown requests."""
         if self._requests.pop(request_id, None) is not None:
             self.store.release(request_id)
 
     def take_hints(self, sender: str) -> Hints | None:
-        """What others added since the last call, less what has left the store; None if nothing.
+        """What other senders added since the last call and the store still has; None if nothing.
 
-        Nor is there anything for a sender that was taken for dead and has yet to start over.
+        Always None for a sender that was taken for dead and has not started over yet.
         """
-        peer = self._peers.get(sender)
+        peer = self._news.get(sender)
         if peer is None:
             return None
         items = tuple(hint for hint in peer.hints.values() if hint.key in self.store)
@@ -166,7 +166,7 @@ class Intake:
     # --- inside -------------------------------------------------------------------------------
 
     def _accepts(self, sender: str, epoch: int) -> bool:
-        return epoch == self.epoch and sender in self._peers
+        return epoch == self.epoch and sender in self._news
 
     def _apply(self, sender: str, ops: CacheOps) -> None:
         for key in ops.drops:
@@ -192,19 +192,19 @@ class Intake:
                 del peer.hints[next(iter(peer.hints))]
 
     def _announce_bindings(self, sender: str, bindings: Iterable[tuple[bytes, bytes]]) -> None:
-        """Tell the others; tell the sender itself where another was first."""
+        """For the other senders; for this one where another sender has bound the name before."""
         for name, digest in bindings:
             bound = self._uuids.claim(name, digest)
-            for peer in self._others(sender) if bound == digest else [self._peers[sender]]:
+            for peer in self._others(sender) if bound == digest else [self._news[sender]]:
                 peer.bindings[name] = bound
 
-    def _others(self, sender: str) -> list[_Peer]:
-        return [peer for name, peer in self._peers.items() if name != sender]
+    def _others(self, sender: str) -> list[_SenderNews]:
+        return [peer for name, peer in self._news.items() if name != sender]
 
     def check_integrity(self) -> None:
         """Recount everything. Raises `AssertionError` naming the rule that is broken. O(n)."""
         self.store.check_integrity()
         if self._requests.keys() != set(self.store.requests):
             raise AssertionError("every open request holds in the store")
-        if self._peers.keys() != set(self.store.senders):
+        if self._news.keys() != set(self.store.senders):
             raise AssertionError("every sender has one share")

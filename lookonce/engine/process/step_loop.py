@@ -1,7 +1,10 @@
-"""The engine process's main thread: take commands, step, tell the senders.
+"""The engine process's main thread: take commands, step, send what the step generated.
 
-Most steps make tokens and nothing else: those go out by the postbox and wake no other thread. What
-the input thread must know of goes to it as an outcome.
+    input thread ──commands──▶ StepChannel ──▶ StepLoop ──▶ EngineCore
+                 ◀──outcomes──                    └──▶ OutputSender ──▶ API processes
+
+Most steps generate tokens and nothing else. `OutputSender` sends those from this thread, so that no
+other is woken; the input thread is told of a step only what changes the protocol's state.
 """
 
 from __future__ import annotations
@@ -16,66 +19,75 @@ from typing import TypeAlias
 from lookonce.core.request import Request
 from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.engine.process.engine_core import EngineCore
-from lookonce.engine.process.output_sender import Postbox, Unreachable
 from lookonce.errors import LookOnceError, error_to_wire
-from lookonce.ipc.channel import Outlet
+from lookonce.ipc.channel import EngineChannelWriter
+from lookonce.ipc.messages import Accepted, Deltas
 from lookonce.types.media import ProcessedItem
 from lookonce.types.request import TokenDelta
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class AddCommand:
     request: Request
-    """Built by the input thread, which has let go of it."""
+    """Built by the input thread, which does not touch it any more."""
     sender: str
     accepted: bool
-    """Its sender has been told."""
+    """`Accepted` was sent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Supply:
+class SupplyCommand:
     request_id: str
     items: Mapping[bytes, ProcessedItem]
     accepted: bool
-    """Its sender has been told that nothing more is needed."""
+    """`Accepted` was sent."""
 
 
 @dataclass(frozen=True, slots=True)
-class AbortRequest:
+class AbortCommand:
     request_id: str
     index: int | None = None
+    """Only this sample; None: the whole request."""
 
 
 @dataclass(frozen=True, slots=True)
-class CutOff:
-    """Say nothing more of the requests this sender has now; they will be aborted."""
+class CutOffCommand:
+    """Send nothing more of the requests this sender has now; they will be aborted."""
 
     sender: str
 
 
 @dataclass(frozen=True, slots=True)
-class ResetTier:
+class ResetCommand:
     tier: str
 
 
 @dataclass(frozen=True, slots=True)
-class AskStats:
+class StatsCommand:
     sender: str
     nonce: int
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopCommand:
     pass
 
 
 @dataclass(frozen=True, slots=True)
 class _Wake:
-    """Nothing to obey: another step, to see what external tiers have reported."""
+    """No command: the loop steps once to see what the external KV tiers have reported."""
 
 
-Command: TypeAlias = Add | Supply | AbortRequest | CutOff | ResetTier | AskStats | Stop
-"""What the step loop obeys."""
+Command: TypeAlias = (
+    AddCommand
+    | SupplyCommand
+    | AbortCommand
+    | CutOffCommand
+    | ResetCommand
+    | StatsCommand
+    | StopCommand
+)
+"""What the input thread tells the step loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +97,30 @@ class StatsAnswer:
     counters: dict[str, float]
 
 
-Outcome: TypeAlias = SchedulerOutput | StatsAnswer | Unreachable
-"""What the input thread is told. Of an output, the deltas are sent already."""
+@dataclass(frozen=True, slots=True)
+class UnreachableSender:
+    """A message to this sender was lost: these requests of it are cut off, and must end."""
+
+    sender: str
+    request_ids: tuple[str, ...]
 
 
-class Exchange:
-    """Where the two threads meet: commands one way, outcomes the other, and how the loop is.
+Outcome: TypeAlias = SchedulerOutput | StatsAnswer | UnreachableSender
+"""What the step loop tells the input thread. The deltas of an output are sent already."""
 
-    Either end of either queue is used by one thread only.
+
+class StepChannel:
+    """Commands from the input thread to the step thread, and outcomes back.
+
+    Each end of each queue is used by one thread only.
     """
 
-    def __init__(self, wake_input: Callable[[], None], outlet: Outlet) -> None:
-        """`outlet` is for the step thread."""
-        self.outlet = outlet
+    def __init__(self, wake_input: Callable[[], None], writer: EngineChannelWriter) -> None:
+        """`writer` sends messages from the step thread."""
+        self.writer = writer
         self._commands: queue.SimpleQueue[Command | _Wake] = queue.SimpleQueue()
         self._waking = False
-        """A wake-up is in the queue already."""
+        """There is a `_Wake` in the queue."""
         self._outcomes: deque[Outcome] = deque()
         self._wake_input = wake_input
         self.busy_since: float | None = None
@@ -118,7 +138,7 @@ class Exchange:
         return max(0, self._commands.qsize() - self._waking)
 
     def wake(self) -> None:
-        """Let the loop look again, from any thread; many calls at once are one."""
+        """Let the loop step once, from any thread; many calls at once are one."""
         if not self._waking:
             self._waking = True
             self._commands.put(_Wake())
@@ -141,8 +161,8 @@ class Exchange:
         self._wake_input()
 
     def take_commands(self, *, wait: bool, seconds: float | None = None) -> Sequence[Command]:
-        """Everything commanded; with `wait`, returns once there is a command or a wake-up, or
-        after so many seconds."""
+        """All commands in the queue; with `wait`, blocks until there is a command or a wake-up, or
+        for that many seconds."""
         if not wait and self._commands.empty():
             return ()
         taken: list[Command] = []
@@ -159,77 +179,140 @@ class Exchange:
 
 
 class StepLoop:
-    """Steps as long as there is work, and sleeps in the command queue when there is none.
+    """Steps as long as there is work, and blocks in the command queue when there is none.
 
-    No longer than until an idle session has to make way: nobody wakes it for that.
+    It does not block beyond the time at which an idle session has to be evicted.
     """
 
-    def __init__(self, core: EngineCore, exchange: Exchange) -> None:
+    def __init__(self, core: EngineCore, channel: StepChannel) -> None:
         self._core = core
-        self._exchange = exchange
-        self._postbox = Postbox(exchange.outlet)
+        self._channel = channel
+        self._output_sender = OutputSender(channel.writer)
         self._stopped = False
-        exchange.num_waiting = lambda: core.num_waiting
-        core.wake_with(exchange.wake)
+        channel.num_waiting = lambda: core.num_waiting
+        core.wake_with(channel.wake)
 
     def run(self) -> None:
-        """Returns after `Stop`."""
-        exchange, core = self._exchange, self._core
+        """Returns after `StopCommand`."""
+        channel, core = self._channel, self._core
         idle = True
         while True:
             seconds = core.seconds_to_next_eviction if idle else None
-            for command in exchange.take_commands(wait=idle, seconds=seconds):
+            for command in channel.take_commands(wait=idle, seconds=seconds):
                 self._obey(command)
             if self._stopped:
                 self._core.close()
                 return
-            exchange.busy_since = time.monotonic()
+            channel.busy_since = time.monotonic()
             output = core.step()
             if output is None:
-                exchange.busy_since = None
+                channel.busy_since = None
             else:
-                self._tell(output)
+                self._send(output)
             idle = output is None
 
-    def _tell(self, output: SchedulerOutput) -> None:
-        for unreachable in self._postbox.send(output):
-            self._exchange.report(unreachable)
+    def _send(self, output: SchedulerOutput) -> None:
+        for unreachable in self._output_sender.send(output):
+            self._channel.report(unreachable)
         if output.accepted or output.needs or output.released:
-            self._exchange.report(output)
+            self._channel.report(output)
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Add():
+            case AddCommand():
                 self._add(command)
-            case Supply():
+            case SupplyCommand():
                 self._supply(command)
-            case CutOff(sender):
-                self._postbox.cut_off(sender)
-            case AbortRequest(request_id, index):
+            case CutOffCommand(sender):
+                self._output_sender.cut_off(sender)
+            case AbortCommand(request_id, index):
                 self._core.abort(request_id, index)
-            case ResetTier("prefix"):
+            case ResetCommand("prefix"):
                 self._core.reset_prefix_cache()
-            case ResetTier("encoder"):
+            case ResetCommand("encoder"):
                 self._core.reset_encoder_cache()
-            case AskStats(sender, nonce):
-                self._exchange.report(StatsAnswer(sender, nonce, self._core.stats()))
-            case Stop():
+            case StatsCommand(sender, nonce):
+                self._channel.report(StatsAnswer(sender, nonce, self._core.stats()))
+            case StopCommand():
                 self._stopped = True
 
-    def _add(self, command: Add) -> None:
-        """What the scheduler refuses ends like any other request that failed."""
+    def _add(self, command: AddCommand) -> None:
+        """A request that the scheduler refuses ends like any other that failed."""
         request = command.request
-        self._postbox.open(request.request_id, command.sender, accepted=command.accepted)
+        self._output_sender.open(request.request_id, command.sender, accepted=command.accepted)
         try:
             self._core.take_in(request)
         except LookOnceError as error:
             deltas = _failed(request, error)
-            self._tell(SchedulerOutput(deltas, released=[request.request_id]))
+            self._send(SchedulerOutput(deltas, released=[request.request_id]))
 
-    def _supply(self, command: Supply) -> None:
+    def _supply(self, command: SupplyCommand) -> None:
         if command.accepted:
-            self._postbox.accept(command.request_id)
+            self._output_sender.accept(command.request_id)
         self._core.supply(command.request_id, command.items)
+
+
+class OutputSender:
+    """Sends what steps generate to the senders of the requests: one message per sender and step.
+
+    A request is accepted before its first tokens: by the input thread before it hands the request
+    over, if all its items are there, or here once the scheduler does without the missing ones.
+    """
+
+    def __init__(self, writer: EngineChannelWriter) -> None:
+        self._writer = writer
+        self._senders: dict[str, str] = {}
+        """Request → its sender; requests whose sender was cut off are missing."""
+        self._unaccepted: set[str] = set()
+        """Requests whose sender waits for `Accepted`."""
+
+    def open(self, request_id: str, sender: str, *, accepted: bool) -> None:
+        """From now on output of this request goes to `sender`."""
+        self._senders[request_id] = sender
+        if not accepted:
+            self._unaccepted.add(request_id)
+
+    def accept(self, request_id: str) -> None:
+        """The input thread has sent `Accepted`."""
+        self._unaccepted.discard(request_id)
+
+    def cut_off(self, sender: str) -> UnreachableSender:
+        """Send nothing more of a sender's requests: after a lost message its tokens have a gap."""
+        cut = tuple(r for r, owner in self._senders.items() if owner == sender)
+        for request_id in cut:
+            del self._senders[request_id]
+        return UnreachableSender(sender, cut)
+
+    def send(self, output: SchedulerOutput) -> list[UnreachableSender]:
+        """Send acceptances, then deltas. Returns the senders that were not reached: cut off now."""
+        lost: set[str] = set()
+        for request_id in output.accepted:
+            if request_id in self._unaccepted:
+                self._unaccepted.discard(request_id)
+                accepted = Accepted(request_id, complete=False)
+                self._send(self._senders.get(request_id), accepted, lost)
+        for sender, deltas in self._by_sender(output.deltas).items():
+            self._send(sender, Deltas(deltas), lost)
+        unreachable = [self.cut_off(sender) for sender in lost]
+        for request_id in output.released:
+            self._senders.pop(request_id, None)
+            self._unaccepted.discard(request_id)
+        return unreachable
+
+    def _by_sender(self, deltas: list[TokenDelta]) -> dict[str, list[TokenDelta]]:
+        senders = self._senders
+        by_sender: dict[str, list[TokenDelta]] = {}
+        for delta in deltas:
+            sender = senders.get(delta.request_id)
+            if sender in by_sender:
+                by_sender[sender].append(delta)
+            elif sender is not None:
+                by_sender[sender] = [delta]
+        return by_sender
+
+    def _send(self, sender: str | None, message: Accepted | Deltas, lost: set[str]) -> None:
+        if sender is not None and sender not in lost and not self._writer.send(sender, message):
+            lost.add(sender)
 
 
 def _failed(request: Request, error: LookOnceError) -> list[TokenDelta]:

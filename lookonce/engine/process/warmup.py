@@ -1,11 +1,10 @@
-"""Warming up the engine: what is loaded, compiled or allocated at first use is so afterwards.
+"""Warms up the engine at every start, before it takes requests, so that the first request need not
+wait for code to be loaded, kernels to be compiled or buffers to be allocated.
 
-    beside loading    the largest item of each modality is processed, in a thread
-    then              text, and each item, through a scheduler of their own and the real runner:
-                      encoder, prefill, decode
-    at the end        that scheduler is thrown away; nothing is cached, every counter is at zero
-
-It happens before requests are taken, at every start of the engine.
+    while weights load   the largest item of each modality is processed, in a thread
+    then                 a text, and a prompt with each item, run through a scheduler of their own
+                         and the real runner: encoder, prefill, decode
+    at the end           that scheduler is dropped; nothing is cached, every counter is at zero
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 
 from lookonce.config import MediaConfig
 from lookonce.engine.process.engine_core import EngineCore
-from lookonce.engine.settings import EngineSettings
+from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import RequestFailedError, error_from_wire
 from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.families.registry import load_family
@@ -40,19 +39,19 @@ SCOPE = bytes(32)
 
 
 class WarmUpItems:
-    """Processes the items while weights load; used once more if they turn out too long."""
+    """Processes the items while weights load, and again if they turn out too long."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._model, self._media = settings.model, settings.media
         limits = (settings.scheduler.max_num_batched_tokens, settings.model.max_model_len)
         self._max_tokens = min(filter(None, limits)) - OVERHEAD_TOKENS
-        """A step's worth of tokens at most: how long a larger item takes nobody knows."""
+        """At most the tokens of one step: how long a larger item takes is unknown."""
         threads = ThreadPoolExecutor(1, thread_name_prefix="warm-up")
         self._begun: Future[list[ProcessedItem]] = threads.submit(self._make, self._max_tokens)
         threads.shutdown(wait=False)
 
     def take(self, info: ModelInfo) -> list[ProcessedItem]:
-        """What was made; made again, smaller, where the model's context is shorter."""
+        """The processed items; made again, smaller, where the model's context is shorter."""
         room = info.max_model_len - OVERHEAD_TOKENS
         try:
             items = self._begun.result()
@@ -79,20 +78,20 @@ def processed_items(
 
 
 def warm_up(core: EngineCore, items: Sequence[ProcessedItem]) -> None:
-    """Answer a text, and a prompt with each item. What fails is a warning.
+    """Answer a text, and a prompt with each item. A failure is a warning.
 
-    `core` is thrown away afterwards; its runner has forgotten everything by then.
+    The caller drops `core` afterwards; its runner has freed everything by then.
     """
-    _one("text", core, _request("text", None), {})
+    _warm_up_with("text", core, _request("text", None), {})
     for item in items:
         key = _key(item)
-        _one(item.modality, core, _request(item.modality, item), {key: item})
+        _warm_up_with(item.modality, core, _request(item.modality, item), {key: item})
     core.reset_encoder_cache()
     while core.step() is not None:
         pass
 
 
-def _one(
+def _warm_up_with(
     what: str, core: EngineCore, request: GenerateRequest, items: dict[bytes, ProcessedItem]
 ) -> None:
     started, num_tokens = time.monotonic(), request.prompt.shape[0]
@@ -108,7 +107,7 @@ def _one(
 
 
 def _run(core: EngineCore) -> None:
-    """Until all is answered. Raises what an answer failed with."""
+    """Step until all is answered. Raises what an answer failed with."""
     while core.has_work:
         output = core.step()
         for delta in output.deltas if output is not None else ():
@@ -119,7 +118,7 @@ def _run(core: EngineCore) -> None:
 
 
 def _request(name: str, item: ProcessedItem | None) -> GenerateRequest:
-    """Some text with the item, if any, in the middle."""
+    """A short text with the item, if any, in its middle."""
     text = [0] * (TEXT_TOKENS // 2)
     placeholder = [] if item is None else item.expansion.token_ids()
     ids = np.array([*text, *placeholder, *text], dtype=np.int32)

@@ -1,7 +1,7 @@
-"""Processes that are started with one line of JSON, and kept alive.
+"""Child processes that are started with one line of JSON on stdin, and restarted when they die.
 
-A child's stdin stays open for as long as its parent lives: its end tells the child that the parent
-is gone. Each child has a process group of its own: Ctrl-C on the terminal is for the parent.
+A child's stdin stays open as long as its parent lives; end of file tells the child that the parent
+is gone. Each child has a process group of its own: Ctrl-C on the terminal reaches the parent alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from lookonce.errors import EngineDeadError
 
-if TYPE_CHECKING:  # its module needs numpy, which a supervisor does without
+if TYPE_CHECKING:  # `types.ports` needs numpy, which a supervisor does not import
     from lookonce.types.ports import Clock
 
 logger = logging.getLogger(__name__)
@@ -26,11 +26,11 @@ MAX_RESTARTS = 3
 RESTART_WINDOW = 600.0
 """Seconds in which a process may be restarted `MAX_RESTARTS` times."""
 EXIT_REFUSED = 2
-"""The exit status of a child that cannot be started with these settings: again would not help."""
+"""The exit status of a child that refuses its settings: starting it again would not help."""
 
 
 class RestartBudget:
-    """How often a process may still be restarted."""
+    """Limits how often a process is restarted within `window` seconds."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class RestartBudget:
         self._restarts: deque[float] = deque()
 
     def try_take(self) -> int | None:
-        """The number of this restart within the window, from 1; None when there were enough."""
+        """Take a restart: its number within the window, from 1, or None when none is left."""
         now = self._clock()
         while self._restarts and now - self._restarts[0] >= self._window:
             self._restarts.popleft()
@@ -54,7 +54,7 @@ class RestartBudget:
         return len(self._restarts)
 
 
-class Child:
+class ChildProcess:
     """One process from its start to its end."""
 
     def __init__(self, name: str, process: Process) -> None:
@@ -70,8 +70,8 @@ class Child:
         *,
         pass_fds: Sequence[int] = (),
         read_output: bool = False,
-    ) -> Child:
-        """Start `command` and give it its line. With `read_output` its stdout can be read here."""
+    ) -> ChildProcess:
+        """Start `command` and write `settings` to its stdin; `read_output`: `read_line` is used."""
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=PIPE,
@@ -111,28 +111,28 @@ class Child:
             await self.wait()
 
 
-class KeptProcess:
-    """Starts a process again when it ends unasked.
+class SupervisedProcess:
+    """Starts a process, and starts it again when it ends before `stop`.
 
-    `follow` runs beside each child until it has ended; what it raises ends the keeping.
+    `follow` runs beside each child until the child has ended; what `follow` raises, `run` raises.
     """
 
     def __init__(
         self,
         name: str,
-        start: Callable[[], Awaitable[Child]],
-        follow: Callable[[Child], Awaitable[None]] | None = None,
+        start: Callable[[], Awaitable[ChildProcess]],
+        follow: Callable[[ChildProcess], Awaitable[None]] | None = None,
         restarts: RestartBudget | None = None,
     ) -> None:
         self.name = name
-        self.child: Child | None = None
+        self.child: ChildProcess | None = None
         self._start = start
         self._follow = follow
         self._restarts = restarts if restarts is not None else RestartBudget()
         self._stopping = False
 
     async def run(self) -> None:
-        """Until `stop`. Raises `EngineDeadError` when restarting does not help."""
+        """Keep it running until `stop`. Raises `EngineDeadError` when restarting does not help."""
         while not self._stopping:
             child = self.child = await self._start()
             self._kill_if_stopped(child)
@@ -141,8 +141,8 @@ class KeptProcess:
             status = await child.wait()
             self._consider_restart(status)
 
-    def _kill_if_stopped(self, child: Child) -> None:
-        """`stop` may have been asked for while this child was being started."""
+    def _kill_if_stopped(self, child: ChildProcess) -> None:
+        """`stop` may have been called while this child was being started."""
         if self._stopping:
             child.kill()
 
@@ -163,7 +163,7 @@ class KeptProcess:
             self.child.kill()
 
     async def stop(self, timeout: float) -> None:
-        """SIGTERM, and SIGKILL `timeout` seconds later; it is not started again."""
+        """SIGTERM, and SIGKILL `timeout` seconds later; the process is not started again."""
         self._stopping = True
         if self.child is not None:
             await self.child.stop(timeout)

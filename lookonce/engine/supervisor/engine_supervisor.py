@@ -1,4 +1,4 @@
-"""Keeps an engine process running, from a process that imports neither torch nor transformers."""
+"""Keeps an engine process running; needs neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -12,26 +12,32 @@ from pathlib import Path
 
 import msgspec
 
-from lookonce.engine.progress import Alive, Failed, Loading, Serving, parse_progress
-from lookonce.engine.settings import EngineSettings
-from lookonce.engine.supervisor.child_process import Child, KeptProcess, RestartBudget
+from lookonce.engine.process_io import (
+    EngineAlive,
+    EngineLoading,
+    EngineServing,
+    EngineSettings,
+    StartFailed,
+    parse_progress,
+)
+from lookonce.engine.supervisor.child_process import ChildProcess, RestartBudget, SupervisedProcess
 from lookonce.errors import error_from_wire
 
 logger = logging.getLogger(__name__)
 
 ENGINE_COMMAND = (sys.executable, "-m", "lookonce.engine.process")
 STOP_SECONDS = 5.0
-"""What the step in progress may take when the engine is told to stop."""
+"""How long the engine may take to finish its step when it is told to stop."""
 
 OnLoading = Callable[[int, int], None]
-"""Told the weights loaded and the weights in all (0: not known yet)."""
+"""Called with the number of weights loaded and of weights in all (0: not known yet)."""
 
 
 class EngineSupervisor:
     """Starts the engine process and starts it again when it dies or hangs.
 
-    An engine that shows no life for twice `stall_timeout` seconds, or whose step takes that long,
-    is killed: its clients have called it stuck for a while by then.
+    An engine that sends no event for twice `stall_timeout` seconds, or whose step takes that long,
+    is killed. After `stall_timeout` its clients have called it stuck already.
     """
 
     def __init__(
@@ -47,12 +53,12 @@ class EngineSupervisor:
         self._hang_limit = 2 * stall_timeout
         self._on_loading = on_loading
         self._command = command
-        self._process = KeptProcess("the engine process", self._start, self._follow, restarts)
+        self._process = SupervisedProcess("the engine process", self._start, self._follow, restarts)
         self._serving = asyncio.Event()
 
     async def run(self) -> None:
-        """Until `stop`. Raises what the engine refuses to start with (`ConfigError`,
-        `ModelLoadError`), and `EngineDeadError` when restarting does not help."""
+        """Keep the process running until `stop`. Raises the `ConfigError` or `ModelLoadError` that
+        it refuses to start with, and `EngineDeadError` when restarting does not help."""
         await self._process.run()
 
     async def wait_serving(self) -> None:
@@ -65,11 +71,13 @@ class EngineSupervisor:
     def kill(self) -> None:
         self._process.kill()
 
-    async def _start(self) -> Child:
+    async def _start(self) -> ChildProcess:
         settings = msgspec.json.encode(self._settings)
-        return await Child.start(self._process.name, self._command, settings, read_output=True)
+        return await ChildProcess.start(
+            self._process.name, self._command, settings, read_output=True
+        )
 
-    async def _follow(self, child: Child) -> None:
+    async def _follow(self, child: ChildProcess) -> None:
         limit: float | None = None  # loading may be silent for long
         while True:
             try:
@@ -81,28 +89,28 @@ class EngineSupervisor:
             if not line:
                 return
             match parse_progress(line):
-                case Loading(done, total):
+                case EngineLoading(done, total):
                     if self._on_loading is not None:
                         self._on_loading(done, total)
-                case Serving(seconds):
+                case EngineServing(seconds):
                     logger.info("the engine serves after %.1f s", seconds)
                     self._serving.set()
                     limit = self._hang_limit
-                case Alive(stalled_seconds):
+                case EngineAlive(stalled_seconds):
                     if stalled_seconds > self._hang_limit:
                         self._end_hanging(child)
-                case Failed(error):
+                case StartFailed(error):
                     await child.wait()
                     raise error_from_wire(*error)
 
-    def _end_hanging(self, child: Child) -> None:
+    def _end_hanging(self, child: ChildProcess) -> None:
         logger.error("the engine has not answered for %.0f s: it is killed", self._hang_limit)
         child.kill()
 
 
 @contextmanager
 def socket_folder(address: str) -> Iterator[Path]:
-    """The private folder of an `ipc://` endpoint: made for this user alone, removed at the end."""
+    """The folder of an `ipc://` endpoint: created for this user alone, removed at the end."""
     folder = Path(address.removeprefix("ipc://")).parent
     folder.mkdir(mode=0o700)
     try:

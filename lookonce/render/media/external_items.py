@@ -190,29 +190,6 @@ def placeholder_span(feature: MediaFeature, item: RenderedItem) -> tuple[int, in
     return start, start + item.expansion.length
 
 
-def check_token_ids(
-    token_ids: Sequence[int],
-    vocab_size: int,
-    placeholders: frozenset[int],
-    spans: Sequence[tuple[int, int]] = (),
-    param: str = "prompt",
-) -> None:
-    """Outside `spans`, ids are the vocabulary's and none stands for media. `BadRequestError`."""
-    start = 0
-    for begin, end in [*spans, (len(token_ids), len(token_ids))]:
-        for number in range(start, begin):
-            token_id = token_ids[number]
-            if type(token_id) is not int or not 0 <= token_id < vocab_size:
-                problem = f"token ids are 0 to {vocab_size - 1}"
-            elif token_id in placeholders:
-                problem = f"token {token_id} stands for media, which there is none of here"
-            else:
-                continue
-            name = f"{param}[{number}]"
-            raise BadRequestError(f"{name}: {problem}", param=name)
-        start = end
-
-
 def _digests(given: GivenMedia) -> list[bytes]:
     """What the name may mean in its client's scope."""
     external = external_hash(given.name.encode("utf-8", "surrogatepass"), modality=given.modality)

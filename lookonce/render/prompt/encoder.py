@@ -20,9 +20,8 @@ from lookonce.render.prompt.placeholder_escaping import (
 from lookonce.render.prompt.template import ChatTemplate, ChatTemplates
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.media import Modality
+from lookonce.types.request_validation import check_text_length
 
-SLACK = 2
-"""A tokenizer may drop characters (spaces beside special tokens), but not half of a long text."""
 OFF_LOOP_CHARACTERS = 64 * 1024
 """A text above this is tokenized in a thread (tokenizing does 1 to 5 MB/s)."""
 
@@ -130,16 +129,8 @@ class PromptEncoder:
         return EncodedPrompt(token_ids, text)
 
     def _check_length(self, text: str, max_tokens: int | None, param: str) -> None:
-        """Tokenizing 30 MB takes half a minute, only to find that they do not fit."""
-        if max_tokens is None or len(text) <= OFF_LOOP_CHARACTERS:
-            return
-        if len(text) > SLACK * max_tokens * self._tokenizer.longest_token:
-            raise BadRequestError(
-                f"{param}: the prompt has {len(text)} characters, far more than the model's "
-                f"context of {max_tokens} tokens can hold",
-                param=param,
-                code="context_length_exceeded",
-            )
+        if max_tokens is not None and len(text) > OFF_LOOP_CHARACTERS:
+            check_text_length(len(text), self._tokenizer.longest_token, max_tokens, param)
 
     async def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         try:

@@ -20,7 +20,7 @@ from lookonce.frontend.requests import (
     StreamOptions,
 )
 from lookonce.frontend.sampling_params import chat_sampling, completion_sampling, names_limit
-from lookonce.frontend.services import Services, shortened
+from lookonce.frontend.services import Services
 from lookonce.server.http.body import receive
 from lookonce.server.http.connection import while_connected
 from lookonce.server.http.error_responses import encode, json_response
@@ -29,6 +29,7 @@ from lookonce.server.routes.completions import named_prompts
 from lookonce.server.routes.generate_features import Features, MediaForm, features_of
 from lookonce.server.routes.serving_base import check_body, request_id_of
 from lookonce.types.request import RenderedPrompt
+from lookonce.types.request_validation import shorten_max_tokens
 from lookonce.types.sampling import SamplingParams
 
 
@@ -129,7 +130,7 @@ def _body(
 ) -> RenderedBody:
     limit = services.max_model_len()
     if limit is not None and not names_limit(body):
-        sampling = shortened(rendered, sampling, limit)
+        sampling = shorten_max_tokens(sampling, len(rendered.token_ids), limit)
     return RenderedBody(
         request_id=request_id,
         model=services.require_model(body.model),

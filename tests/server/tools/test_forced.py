@@ -15,7 +15,7 @@ from lookonce.frontend.tools.calls import UsableTools, calls_of, words_of
 from lookonce.frontend.tools.formats import choose_dialect
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.sampling import Grammar, SamplingParams
-from tests.engine.test_grammar import EOS, VOCAB, walk
+from tests.support.engine.grammars import EOS, VOCAB, walk
 
 CITY = {
     "type": "object",

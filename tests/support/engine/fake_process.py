@@ -11,16 +11,13 @@ import sys
 import threading
 from collections.abc import Callable
 
-from lookonce.core.block_pool import BlockPool
-from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.request_validation import RequestValidator
-from lookonce.engine.process.engine_core import EngineCore
-from lookonce.engine.process.main import host_engine
-from lookonce.engine.process.request_validation import Judge
-from lookonce.engine.settings import EngineSettings
+from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
+from lookonce.engine.process.main import run_engine
+from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import ConfigError
-from tests.support.core.builders import ROW_BYTES, Limits, make_scheduler
+from tests.support.core.builders import Limits
 from tests.support.core.fake_runner import FakeRunner
+from tests.support.engine.living import fake_engine
 
 LIMITS = Limits(num_blocks=1100, max_num_seqs=16)
 CRASH_AFTER = 0.2
@@ -28,7 +25,7 @@ CRASH_AFTER = 0.2
 
 def build(
     settings: EngineSettings, progress: Callable[[int, int], None]
-) -> tuple[EngineCore, Judge]:
+) -> tuple[EngineCore, RequestPreprocessor]:
     sys.stdout.write("libraries may print what they like\n")
     progress(0, 2)
     progress(2, 2)
@@ -39,11 +36,8 @@ def build(
             raise RuntimeError("a bug")
         case "crash":
             threading.Timer(CRASH_AFTER, os._exit, [7]).start()
-    pool = BlockPool(LIMITS.num_blocks, LIMITS.block_size)
-    encoder_cache = EncoderCache(LIMITS.encoder_rows * ROW_BYTES, ROW_BYTES)
-    door = RequestValidator(pool, encoder_cache, LIMITS.model, LIMITS.max_num_batched_tokens)
-    return EngineCore(make_scheduler(LIMITS), FakeRunner(LIMITS)), Judge(LIMITS.model, door)
+    return fake_engine(LIMITS, FakeRunner(LIMITS))
 
 
 if __name__ == "__main__":
-    host_engine(build)
+    run_engine(build)

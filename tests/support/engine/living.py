@@ -1,37 +1,36 @@
-"""Whole engines inside the test's process: real reception, loop and scheduler, a fake runner."""
+"""Whole engines inside the test's process: real threads, scheduler and channel, a fake runner."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 from collections.abc import Callable
 
 import numpy as np
 
-from lookonce.config import ChannelConfig
+from lookonce.config import (
+    ChannelConfig,
+    EncoderConfig,
+    KVConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from lookonce.core.block_pool import BlockPool
-from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.request_validation import RequestValidator
 from lookonce.engine.client.engine_client import EngineClient
-from lookonce.engine.process.engine_core import EngineCore
-from lookonce.engine.process.grammar_pool import Compile
-from lookonce.engine.process.input_thread import Reception
-from lookonce.engine.process.receiver_cache import Intake
-from lookonce.engine.process.request_validation import Judge, no_grammar
-from lookonce.engine.process.step_loop import StepLoop, Stop
-from lookonce.ipc.channel import EngineChannel
-from lookonce.ipc.double import InProcessHub
+from lookonce.engine.process.build import EngineThreads, assemble
+from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
+from lookonce.engine.process.grammar import Compile
+from lookonce.engine.process_io import EngineSettings
 from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem
+from lookonce.types.ports import ModelRunner
 from lookonce.types.request import RenderedItem, RenderedPrompt, TokenDelta
 from lookonce.types.step import StepPlan, StepResult
-from tests.support.core.builders import PLACEHOLDER, ROW_BYTES, Limits, key, make_scheduler, request
+from tests.support.core.builders import PLACEHOLDER, ROW_BYTES, Limits, key, request
 from tests.support.core.fake_runner import FakeRunner, reference
+from tests.support.in_process_link import InProcessHub
 
 PATIENCE = 30.0
 """Seconds after which a test that waits has failed."""
-
-_epochs = itertools.count(1)
 
 
 class GatedRunner(FakeRunner):
@@ -57,6 +56,28 @@ class GatedRunner(FakeRunner):
         return super().execute(plan)
 
 
+def fake_engine(limits: Limits, runner: ModelRunner) -> tuple[EngineCore, RequestPreprocessor]:
+    """As `make_scheduler(limits)`, put together as every engine is."""
+    settings = EngineSettings(
+        model=ModelConfig("", "fake"),
+        scheduler=SchedulerConfig(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_encoder_tokens=limits.max_encoder_tokens,
+            max_queue=limits.max_queue,
+            encoder_prefetch=limits.encoder_prefetch,
+        ),
+        kv=KVConfig(prefix_caching=limits.prefix_caching),
+        encoder=EncoderConfig(
+            cache_bytes=limits.encoder_rows * ROW_BYTES,
+            host_cache_bytes=limits.host_rows * ROW_BYTES,
+        ),
+        address="",
+    )
+    pool = BlockPool(limits.num_blocks, limits.block_size)
+    return assemble(limits.model, runner, settings, pool)
+
+
 class LivingEngine:
     """An engine with its two threads. `die` is what `kill -9` looks like from outside."""
 
@@ -70,43 +91,33 @@ class LivingEngine:
     ) -> None:
         self.limits = limits if limits is not None else Limits()
         self.runner = GatedRunner(self.limits)
-        self.core = EngineCore(make_scheduler(self.limits), self.runner)
-        self.intake = Intake(epoch=next(_epochs))
-        self.reception = Reception(
-            EngineChannel(hub.engine_link()),
-            self.intake,
-            num_senders=num_senders,
-            max_queue=self.limits.max_queue,
+        self.core, self._preprocessor = fake_engine(self.limits, self.runner)
+        self._threads = EngineThreads(
+            hub.engine_link(), num_senders=num_senders, max_queue=self.limits.max_queue
         )
-        self._loop = StepLoop(self.core, self.reception.exchange)
-        self._threads = [
-            threading.Thread(target=self.reception.run),
-            threading.Thread(target=self._loop.run),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self.receiver_cache = self._threads.receiver_cache
+        self.step_channel = self._threads.step_channel
+        self._threads.start_input()
+        self._steps = threading.Thread(target=self._threads.run_steps, args=(self.core,))
+        self._steps.start()
         if ready:
             self.become_ready()
 
-    def become_ready(self, compile_grammar: Compile = no_grammar) -> None:
-        limits = self.limits
-        pool = BlockPool(limits.num_blocks, limits.block_size)
-        encoder_cache = EncoderCache(limits.encoder_rows * ROW_BYTES, ROW_BYTES)
-        door = RequestValidator(pool, encoder_cache, limits.model, limits.max_num_batched_tokens)
-        self.reception.open_doors(Judge(limits.model, door, compile_grammar))
+    def become_ready(self, compile_grammar: Compile | None = None) -> None:
+        if compile_grammar is not None:
+            self._preprocessor.compile_grammar = compile_grammar
+        self._threads.open(self._preprocessor)
 
     def die(self) -> None:
         self.runner.gate.set()
-        self.reception.stop()
-        self.reception.exchange.command(Stop())
-        for thread in self._threads:
-            thread.join(PATIENCE)
+        self._threads.stop()
+        self._steps.join(PATIENCE)
 
     def check_empty(self) -> None:
         """Nothing is left of any request."""
         self.core.check_integrity()
-        self.intake.check_integrity()
-        assert not self.intake.store.requests
+        self.receiver_cache.check_integrity()
+        assert not self.receiver_cache.store.requests
         assert not self.runner.known
         stats = self.core.stats()
         assert stats["num_requests_running"] == stats["num_requests_waiting"] == 0
@@ -151,7 +162,7 @@ class World:
                 self.engine.check_empty()
                 assert client.directory.num_pins == 0
                 assert client.directory.sizes() == dict(
-                    self.engine.intake.store.share(client.sender.sender_id)
+                    self.engine.receiver_cache.store.share(client.sender.sender_id)
                 )
 
         try:
@@ -161,7 +172,7 @@ class World:
 
     async def quiet(self, client: EngineClient) -> None:
         """Returns once the engine has nothing to do, and has told the runner everything."""
-        store = self.engine.intake.store
+        store = self.engine.receiver_cache.store
         while True:
             stats = await client.stats()
             if not store.requests and not self.engine.runner.known:

@@ -1,4 +1,4 @@
-"""Credits: first come, first served; never lost; an amount above the capacity passes alone."""
+"""FlowControl: first come, first served; never lost; an amount above the capacity passes alone."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookonce.errors import EngineDeadError
-from lookonce.ipc.flow_control import Credits
+from lookonce.ipc.channel import FlowControl
 
 
 def test_what_fits_is_granted_at_once():
     async def scenario():
-        credits = Credits(10)
-        await credits.acquire(4)
-        await credits.acquire(6)
-        assert credits.used == 10
+        flow = FlowControl(10)
+        await flow.acquire(4)
+        await flow.acquire(6)
+        assert flow.used == 10
 
     asyncio.run(scenario())
 
 
 def test_waiters_are_served_in_order_even_if_a_later_one_would_fit():
     async def scenario():
-        credits, order = Credits(10), []
+        flow, order = FlowControl(10), []
 
         async def want(nbytes):
-            await credits.acquire(nbytes)
+            await flow.acquire(nbytes)
             order.append(nbytes)
 
-        await credits.acquire(8)
+        await flow.acquire(8)
         tasks = [asyncio.create_task(want(n)) for n in (5, 1, 3)]
         await asyncio.sleep(0)
-        assert credits.num_waiting == 3
-        credits.release(8)
+        assert flow.num_waiting == 3
+        flow.release(8)
         await asyncio.gather(*tasks)
         assert order == [5, 1, 3]
 
@@ -43,29 +43,29 @@ def test_waiters_are_served_in_order_even_if_a_later_one_would_fit():
 
 def test_more_than_everything_passes_alone():
     async def scenario():
-        credits = Credits(10)
-        await credits.acquire(1)
-        huge = asyncio.create_task(credits.acquire(100))
+        flow = FlowControl(10)
+        await flow.acquire(1)
+        huge = asyncio.create_task(flow.acquire(100))
         await asyncio.sleep(0)
         assert not huge.done()
-        credits.release(1)
+        flow.release(1)
         await huge
-        assert credits.used == 100
+        assert flow.used == 100
 
     asyncio.run(scenario())
 
 
 def test_failing_wakes_every_waiter_and_leaves_holders_alone():
     async def scenario():
-        credits = Credits(10)
-        await credits.acquire(10)
-        waiting = asyncio.create_task(credits.acquire(1))
+        flow = FlowControl(10)
+        await flow.acquire(10)
+        waiting = asyncio.create_task(flow.acquire(1))
         await asyncio.sleep(0)
-        credits.fail(EngineDeadError("gone"))
+        flow.fail(EngineDeadError("gone"))
         with pytest.raises(EngineDeadError):
             await waiting
-        credits.release(10)
-        assert credits.used == 0
+        flow.release(10)
+        assert flow.used == 0
 
     asyncio.run(scenario())
 
@@ -81,12 +81,12 @@ def test_whatever_is_cancelled_and_released_nothing_is_lost(script):
     """Grants that race with cancellation go to the next waiter; in the end all is free."""
 
     async def scenario():
-        credits = Credits(10)
+        flow = FlowControl(10)
         tasks: list[tuple[asyncio.Task[None], int]] = []
         held: list[int] = []
 
         async def want(nbytes):
-            await credits.acquire(nbytes)
+            await flow.acquire(nbytes)
             held.append(nbytes)
 
         for action, number in script:
@@ -95,15 +95,15 @@ def test_whatever_is_cancelled_and_released_nothing_is_lost(script):
             elif action == "cancel" and tasks:
                 tasks[number % len(tasks)][0].cancel()
             elif action == "release" and held:
-                credits.release(held.pop(number % len(held)))
+                flow.release(held.pop(number % len(held)))
             elif action == "yield":
                 await asyncio.sleep(0)
-            credits.check_integrity()
+            flow.check_integrity()
         while not all(task.done() for task, _ in tasks) or held:
             await asyncio.sleep(0)
             while held:
-                credits.release(held.pop())
-        assert credits.used == 0
-        assert credits.num_waiting == 0
+                flow.release(held.pop())
+        assert flow.used == 0
+        assert flow.num_waiting == 0
 
     asyncio.run(scenario())

@@ -1,7 +1,7 @@
-"""The links inside one process: the same frames, the same order, no socket.
+"""Links inside one process, for tests: the same frames in the same order, without a socket.
 
-Whatever runs over `DealerLink` and `ZmqEngineLink` runs over these. Closing the engine's end is
-the engine's death; taking a new one from the hub is its restart.
+Closing the engine's end stands for the engine's death, taking a new one from the hub for its
+restart.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from lookonce.ipc.links import LinkEvents
+from lookonce.ipc.channel import LinkEvents
 from lookonce.types.media import Buffer
 
 
 class InProcessHub:
-    """Where the two kinds of end meet; the place of the socket's address."""
+    """Connects the two kinds of ends; stands for the socket's address."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -24,7 +24,7 @@ class InProcessHub:
         self._engine: InProcessEngineLink | None = None
 
     def engine_link(self) -> InProcessEngineLink:
-        """A fresh engine's end; every client that is open connects to it."""
+        """The end of a new engine; every open client connects to it."""
         engine = InProcessEngineLink(self)
         with self._lock:
             self._engine = engine

@@ -8,78 +8,23 @@ import logging
 import msgspec
 import pytest
 
-from lookonce.ipc.channel import ClientChannel
 from lookonce.ipc.messages import (
-    NO_OPS,
     Abort,
     Accepted,
-    CacheOps,
     Deltas,
     Heartbeat,
     Hello,
-    KeyedItem,
     Rejected,
     ResendMedia,
-    Submit,
     SupplyMedia,
     UpdateCache,
     Welcome,
 )
 from tests.support.core.builders import feature, key, request, text
-from tests.support.engine.living import PATIENCE, World, item, until
+from tests.support.engine.living import PATIENCE, World, until
+from tests.support.engine.raw_client import RawClient, added
 
 CAT = feature("cat", 3, 4)
-
-
-class RawClient:
-    """Speaks the protocol by hand."""
-
-    def __init__(self, world, name="api"):
-        self.name = name
-        self.channel = ClientChannel(world.hub.client_link(name), max_bytes_in_flight=1 << 20)
-        self.messages: asyncio.Queue = asyncio.Queue()
-        self.epoch = world.engine.intake.epoch
-        self._seq = 0
-
-    def connected(self):
-        pass
-
-    def disconnected(self):
-        pass
-
-    def received(self, message):
-        self.messages.put_nowait(message)
-
-    def seq(self):
-        self._seq += 1
-        return self._seq
-
-    async def hello(self):
-        self.channel.open(self)
-        await asyncio.sleep(0)
-        self.channel.send_now(Hello(self.name))
-        return await self.next(Welcome)
-
-    def submit(self, wire, *, epoch=None, ops=NO_OPS):
-        self.channel.send_now(Submit(epoch or self.epoch, self.seq(), ops, wire))
-
-    async def next(self, kind):
-        """The next message that is no heartbeat, which must be of this kind."""
-        while isinstance(message := await self.messages.get(), Heartbeat):
-            if kind is Heartbeat:
-                return message
-        assert isinstance(message, kind), message
-        return message
-
-    async def deltas_until_finished(self):
-        found = []
-        while not found or found[-1].deltas[-1].finish_reason is None:
-            found.append(await self.next(Deltas))
-        return found
-
-    async def settled(self):
-        """Everything sent so far has been received."""
-        await until(lambda: self.channel.bytes_in_flight == 0)
 
 
 @pytest.fixture
@@ -104,10 +49,6 @@ def speak():
     return run
 
 
-def added(*names):
-    return CacheOps(adds=tuple(KeyedItem(key(name), item(4)) for name in names))
-
-
 def test_a_request_whose_items_came_along_is_accepted_without_a_step(speak):
     async def scenario(client, world):
         world.engine.runner.gate.clear()
@@ -129,7 +70,7 @@ def test_a_rejection_waits_for_no_step_either_and_the_operations_hold(speak):
         client.submit(request("r", [5000]), ops=added("cat"))
         rejected = await client.next(Rejected)
         assert rejected.error[0] == "BadRequestError"
-        assert set(world.engine.intake.store.share("api")) == {key("cat")}
+        assert set(world.engine.receiver_cache.store.share("api")) == {key("cat")}
         world.engine.runner.gate.set()
 
     speak(scenario)
@@ -150,7 +91,7 @@ def test_a_supply_for_a_request_that_is_over_still_changes_the_store(speak):
     async def scenario(client, world):
         client.channel.send_now(SupplyMedia(client.epoch, client.seq(), added("cat"), "gone"))
         await client.settled()
-        assert set(world.engine.intake.store.share("api")) == {key("cat")}
+        assert set(world.engine.receiver_cache.store.share("api")) == {key("cat")}
 
     speak(scenario)
 
@@ -164,7 +105,7 @@ def test_a_request_id_in_use_is_rejected_and_the_first_goes_on(speak):
         await client.next(Rejected)
         world.engine.runner.gate.set()
         assert len(await client.deltas_until_finished()) == 8
-        assert set(world.engine.intake.store.share("api")) == {key("cat")}
+        assert set(world.engine.receiver_cache.store.share("api")) == {key("cat")}
 
     speak(scenario)
 
@@ -172,14 +113,14 @@ def test_a_request_id_in_use_is_rejected_and_the_first_goes_on(speak):
 def test_one_message_a_step_carries_all_deltas_of_a_sender(speak):
     async def scenario(client, world):
         world.engine.runner.gate.clear()
-        exchange = world.engine.reception.exchange
+        step_channel = world.engine.step_channel
         client.submit(request("first", text(9)))
         await client.next(Accepted)
-        await until(lambda: exchange.stalled_seconds > 0)
+        await until(lambda: step_channel.stalled_seconds > 0)
         for name in ("second", "third"):
             client.submit(request(name, text(9)))
             await client.next(Accepted)
-        await until(lambda: exchange.num_commands == 2)
+        await until(lambda: step_channel.num_commands == 2)
         world.engine.runner.gate.set()
         sizes: list[int] = []
         while sum(sizes) < 24:
@@ -197,8 +138,8 @@ def test_messages_of_another_epoch_do_nothing_but_free_their_room(speak):
         client.channel.send_now(old)
         client.channel.send_now(Abort(client.epoch + 1, ("r",)))
         await client.settled()
-        assert len(world.engine.intake.store) == 0
-        assert not world.engine.intake.store.requests
+        assert len(world.engine.receiver_cache.store) == 0
+        assert not world.engine.receiver_cache.store.requests
 
     speak(scenario)
 
@@ -213,7 +154,7 @@ def test_who_says_no_hello_is_not_heard(speak, caplog):
         client.submit(request("s", text(9)))
         await client.next(Accepted)
         await until(lambda: "said no hello" in caplog.text)
-        assert world.engine.intake.store.requests == ("s",)
+        assert world.engine.receiver_cache.store.requests == ("s",)
         world.engine.runner.gate.set()
         rude.channel.close()
 
@@ -229,9 +170,9 @@ def test_a_second_hello_ends_what_ran_for_the_first(speak):
         await client.next(Accepted)
         client.channel.send_now(Hello("api"))
         await client.next(Welcome)
-        assert world.engine.intake.store.share("api") == {}
+        assert world.engine.receiver_cache.store.share("api") == {}
         world.engine.runner.gate.set()
-        await until(lambda: not world.engine.intake.store.requests)
+        await until(lambda: not world.engine.receiver_cache.store.requests)
 
     speak(scenario)
 

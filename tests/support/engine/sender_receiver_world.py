@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lookonce.engine.client.sender_cache import Sender
-from lookonce.engine.process.receiver_cache import Intake
+from lookonce.engine.client.sender_cache import SenderCache
+from lookonce.engine.process.receiver_cache import ReceiverCache
 from lookonce.errors import MediaNotCachedError
 from lookonce.ipc.channel import Unreadable
 from lookonce.ipc.messages import (
@@ -87,10 +87,12 @@ class Request:
 class Api:
     """One API process: renderer, sender, client."""
 
+    sender_type = SenderCache
+
     def __init__(self, world: World, name: str, capacity_bytes: int) -> None:
         self.world = world
         self.name = name
-        self.sender = Sender(name, capacity_bytes=capacity_bytes)
+        self.sender = self.sender_type(name, capacity_bytes=capacity_bytes)
         self.inbox: deque[object] = deque()
         self.outbox: deque[object] = deque([self.sender.hello()])
         self.requests: dict[str, Request] = {}
@@ -317,11 +319,11 @@ class Api:
 
 
 class Engine:
-    """The engine process: an intake, a judge, and requests that run until they finish."""
+    """The engine process: its receiver cache, and requests that run until they finish."""
 
     def __init__(self, world: World, epoch: int, num_clears: int = 0) -> None:
         self.world = world
-        self.intake = world.make_intake(epoch)
+        self.receiver_cache = world.make_receiver_cache(world, epoch)
         self.running: dict[str, str] = {}
         """Accepted request → sender."""
         self.waiting: dict[str, tuple[str, tuple[bytes, ...]]] = {}
@@ -331,14 +333,20 @@ class Engine:
     def receive(self, api: Api) -> None:
         message = api.outbox.popleft()
         if isinstance(message, Hello):
-            self._heal(api, self.intake.hello(message.sender, message.epoch), self.intake.epoch)
-            api.inbox.append(Welcome(self.intake.epoch, MODEL, self.world.num_senders, True))
+            self._heal(
+                api,
+                self.receiver_cache.hello(message.sender, message.epoch),
+                self.receiver_cache.epoch,
+            )
+            api.inbox.append(
+                Welcome(self.receiver_cache.epoch, MODEL, self.world.num_senders, True)
+            )
         elif isinstance(message, Submit):
             self._submit(api, message)
         elif isinstance(message, SupplyMedia):
             self._supply(api, message)
         elif isinstance(message, UpdateCache):
-            self._heal(api, self.intake.update(api.name, message), message.epoch)
+            self._heal(api, self.receiver_cache.update(api.name, message), message.epoch)
         elif isinstance(message, Unreadable):
             self._misread(api, message.request_id)
         elif isinstance(message, Abort):
@@ -348,7 +356,7 @@ class Engine:
 
     def _submit(self, api: Api, message: Submit) -> None:
         request_id = message.request.request_id
-        held = self.intake.submit(api.name, message)
+        held = self.receiver_cache.submit(api.name, message)
         if held is None:
             self._heal(api, False, message.epoch)
             self._reject(api, request_id, "EngineDeadError")
@@ -362,7 +370,7 @@ class Engine:
             self._accept(api, request_id)
 
     def _supply(self, api: Api, message: SupplyMedia) -> None:
-        held = self.intake.supply(api.name, message)
+        held = self.receiver_cache.supply(api.name, message)
         self._heal(api, held is not None, message.epoch)
         _, keys = self.waiting.get(message.request_id, ("", ()))
         if held is None or not keys:
@@ -378,7 +386,7 @@ class Engine:
 
     def _misread(self, api: Api, request_id: str | None) -> None:
         """Whatever it was, it changed the directory and not the share."""
-        self._heal(api, False, self.intake.epoch)
+        self._heal(api, False, self.receiver_cache.epoch)
         self.world.misread.add(self.num_clears)
         if request_id is not None:
             self.end(request_id)
@@ -392,7 +400,7 @@ class Engine:
         api.inbox.append(Rejected(request_id, (kind, "no", None)))
 
     def _heal(self, api: Api, taken: bool, epoch: int) -> None:
-        if not taken and epoch == self.intake.epoch:
+        if not taken and epoch == self.receiver_cache.epoch:
             self.num_clears += 1
             api.inbox.append(ClearCache(self.num_clears))
 
@@ -400,7 +408,7 @@ class Engine:
         """Finished, rejected or aborted."""
         self.running.pop(request_id, None)
         self.waiting.pop(request_id, None)
-        self.intake.release(request_id)
+        self.receiver_cache.release(request_id)
 
     def finish(self, request_id: str) -> None:
         """It has run to its end, or was aborted by somebody else's wish while it waited."""
@@ -412,21 +420,21 @@ class Engine:
     def reset(self) -> None:
         self.num_clears += 1
         self.world.expectations_may_break = True
-        for name in self.intake.store.senders:
+        for name in self.receiver_cache.store.senders:
             self.world.apis[name].inbox.append(ClearCache(self.num_clears))
 
     def forget(self, name: str) -> None:
         """Its heartbeats were lost: the engine takes an API process for dead."""
         self.world.expectations_may_break = True
-        for request_id in self.intake.goodbye(name):
+        for request_id in self.receiver_cache.goodbye(name):
             self.end(request_id)
             self._reject(self.world.apis[name], request_id, "EngineDeadError")
 
     def _send_hints(self, sender: Api) -> None:
         """Replies carry what others added; they may be read long after that has gone again."""
         for name, api in self.world.apis.items():
-            if name != sender.name and self.intake.knows(name):
-                hints = self.intake.take_hints(name)
+            if name != sender.name and self.receiver_cache.knows(name):
+                hints = self.receiver_cache.take_hints(name)
                 if hints is not None:
                     api.inbox.append(hints)
 
@@ -446,16 +454,20 @@ class World:
         num_senders: int = 2,
         *,
         make_api: type[Api] = Api,
-        make_intake: Callable[[int], Intake] = Intake,
+        make_engine: type[Engine] = Engine,
+        make_receiver_cache: Callable[[World, int], ReceiverCache] = (
+            lambda world, epoch: ReceiverCache(epoch)
+        ),
     ) -> None:
         self.num_senders = num_senders
         self.expectations_may_break = num_senders > 1
         """Hints, restarts and resets do that; nothing else may."""
         self.misread: set[int] = set()
         """Numbers of `ClearCache` that answer messages which could not be read."""
-        self.make_intake = make_intake
+        self.make_receiver_cache = make_receiver_cache
         self._num_requests = 0
-        self.engine = Engine(self, 1)
+        self.make_engine = make_engine
+        self.engine = make_engine(self, 1)
         names = [f"api-{number}" for number in range(num_senders)]
         self.apis = {name: make_api(self, name, num_senders * capacity_bytes) for name in names}
         for api in self.apis.values():
@@ -476,16 +488,16 @@ class World:
     def restart_engine(self) -> None:
         """The engine dies with all it held; what is under way to it still arrives, at the new."""
         self.expectations_may_break = True
-        epoch = self.engine.intake.epoch + 1
-        self.engine = Engine(self, epoch, self.engine.num_clears)
+        epoch = self.engine.receiver_cache.epoch + 1
+        self.engine = self.make_engine(self, epoch, self.engine.num_clears)
         for api in self.apis.values():
             api.inbox.append(Heartbeat(epoch, True, 0.0))
 
     # --- what must hold -----------------------------------------------------------------------
 
     def check(self) -> None:
-        self.engine.intake.check_integrity()
-        mismatches = self.engine.intake.store.mismatches
+        self.engine.receiver_cache.check_integrity()
+        mismatches = self.engine.receiver_cache.store.mismatches
         assert not mismatches or self.misread, "an operation contradicted a share"
         for api in self.apis.values():
             api.sender.directory.check_integrity()
@@ -493,11 +505,11 @@ class World:
                 self._check_equal(api)
 
     def _connected(self, api: Api) -> bool:
-        intake = self.engine.intake
-        return intake.knows(api.name) and api.sender.epoch == intake.epoch
+        receiver_cache = self.engine.receiver_cache
+        return receiver_cache.knows(api.name) and api.sender.epoch == receiver_cache.epoch
 
     def _check_equal(self, api: Api) -> None:
-        store, directory = self.engine.intake.store, api.sender.directory
+        store, directory = self.engine.receiver_cache.store, api.sender.directory
         assert dict(store.share(api.name)) == directory.sizes(), "the two sides differ"
         assert store.share_nbytes(api.name) == directory.nbytes
 
@@ -536,7 +548,7 @@ class World:
         return False
 
     def _check_nothing_left(self) -> None:
-        store = self.engine.intake.store
+        store = self.engine.receiver_cache.store
         listed = set()
         for api in self.apis.values():
             states = {request.id: request.state for request in api.requests.values()}

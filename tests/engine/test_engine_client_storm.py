@@ -127,7 +127,7 @@ class Storm:
             await self.check(clients)
 
     async def check(self, clients):
-        store = self.world.engine.intake.store
+        store = self.world.engine.receiver_cache.store
         for client in clients:
             share = store.share(client.sender.sender_id)
             await until(lambda c=client, s=share: c.directory.sizes() == dict(s))

@@ -1,26 +1,26 @@
-"""Sender and intake, rule by rule. (Every interleaving: `test_sender_intake_machine`.)"""
+"""Sender and receiver cache, rule by rule; every interleaving: `test_sender_receiver_machine`."""
 
 import pytest
 
 from lookonce.cache.identity import UuidBindings
-from lookonce.engine.client.sender_cache import Sender
-from lookonce.engine.process import receiver_cache as intake_module
-from lookonce.engine.process.receiver_cache import Held, Intake
+from lookonce.engine.client.sender_cache import SenderCache
+from lookonce.engine.process import receiver_cache as receiver_module
+from lookonce.engine.process.receiver_cache import Held, ReceiverCache
 from lookonce.errors import BadRequestError, MediaNotCachedError, NotReadyError
 from lookonce.ipc.messages import ClearCache, Hint, Hints, KeyedItem, Welcome
 from lookonce.types.media import Array, feature_at
 from lookonce.types.request import GenerateRequest, RenderedItem, RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 from tests.support.cache_items import expansion, item, key
-from tests.support.engine.sender_intake_world import MODEL
+from tests.support.engine.sender_receiver_world import MODEL
 
 
 async def never_called():
     raise AssertionError("the test supplies what is recovered")
 
 
-def welcomed(capacity=3000, epoch=1, num_senders=1, name="a", **extra) -> Sender:
-    sender = Sender(name, capacity_bytes=capacity, **extra)
+def welcomed(capacity=3000, epoch=1, num_senders=1, name="a", **extra) -> SenderCache:
+    sender = SenderCache(name, capacity_bytes=capacity, **extra)
     sender.welcome(Welcome(epoch, MODEL, num_senders, True))
     return sender
 
@@ -61,19 +61,19 @@ def loose(message):
 
 
 def pair(capacity=3000, num_senders=2):
-    """Two senders of `capacity` each, and the intake that greeted them."""
-    intake = Intake(1)
+    """Two senders of `capacity` each, and the receiver cache that they said hello to."""
+    receiver_cache = ReceiverCache(1)
     senders = [welcomed(capacity * num_senders, 1, num_senders, name) for name in ("a", "b")]
     for sender in senders:
-        assert intake.hello(sender.sender_id)
-    return (*senders, intake)
+        assert receiver_cache.hello(sender.sender_id)
+    return (*senders, receiver_cache)
 
 
-def assert_equal(intake, *senders):
-    intake.check_integrity()
-    assert intake.store.mismatches == 0
+def assert_equal(receiver_cache, *senders):
+    receiver_cache.check_integrity()
+    assert receiver_cache.store.mismatches == 0
     for sender in senders:
-        assert dict(intake.store.share(sender.sender_id)) == sender.directory.sizes()
+        assert dict(receiver_cache.store.share(sender.sender_id)) == sender.directory.sizes()
 
 
 # --- submit -----------------------------------------------------------------------------------
@@ -104,10 +104,10 @@ def test_an_item_another_request_added_meanwhile_is_only_referred_to():
 
 
 def test_copies_in_one_request_are_one_add():
-    sender, _, intake = pair()
+    sender, _, receiver_cache = pair()
     message = submit(sender, part(1), part(1, ahead=True), part(1, ahead=True))
     assert added(message) == [key(1)]
-    held = intake.submit("a", message)
+    held = receiver_cache.submit("a", message)
     assert (list(held.items), held.missing) == ([key(1)], ())
 
 
@@ -122,30 +122,30 @@ def test_what_does_not_fit_beside_pins_travels_loose():
 
 
 def test_an_item_larger_than_the_cache_is_served_and_evicts_nothing():
-    sender, _, intake = pair()
-    intake.submit("a", submit(sender, part(1)))
+    sender, _, receiver_cache = pair()
+    receiver_cache.submit("a", submit(sender, part(1)))
     message = submit(sender, part(2, 3001), request_id="s")
     assert (loose(message), message.ops.drops) == ([key(2)], ())
-    assert intake.submit("a", message).items.keys() == {key(2)}
-    intake.release("s")
-    assert key(2) not in intake.store
-    assert_equal(intake, sender)
+    assert receiver_cache.submit("a", message).items.keys() == {key(2)}
+    receiver_cache.release("s")
+    assert key(2) not in receiver_cache.store
+    assert_equal(receiver_cache, sender)
 
 
 def test_a_request_larger_than_the_cache_never_evicts_its_own_items():
-    sender, _, intake = pair()
+    sender, _, receiver_cache = pair()
     message = submit(sender, *(part(number) for number in range(8)))
     assert (len(message.ops.adds), len(message.loose), message.ops.drops) == (3, 5, ())
-    held = intake.submit("a", message)
+    held = receiver_cache.submit("a", message)
     assert (len(held.items), held.missing) == (8, ())
-    intake.release("r")
-    assert_equal(intake, sender)
+    receiver_cache.release("r")
+    assert_equal(receiver_cache, sender)
 
 
 def test_a_reference_may_go_ahead_of_its_item():
-    sender, _, intake = pair()
+    sender, _, receiver_cache = pair()
     message = submit(sender, part(1), part(2, ahead=True))
-    held = intake.submit("a", message)
+    held = receiver_cache.submit("a", message)
     assert (list(held.items), held.missing) == ([key(1)], (key(2),))
     assert key(2) not in sender.directory
 
@@ -161,7 +161,7 @@ def test_pins_end_with_sending_or_cancelling_whichever_comes_first():
 
 
 def test_nothing_is_sent_before_the_engine_is_known():
-    sender = Sender("a", capacity_bytes=3000)
+    sender = SenderCache("a", capacity_bytes=3000)
     sender.directory.hint(key(1), 1000, expansion())
     prompt = RenderedPrompt([1], items=[looked_up(sender, 1), part(2)])
     with pytest.raises(NotReadyError):
@@ -186,13 +186,13 @@ def test_switched_off_everything_travels_loose():
 
 
 def test_a_supply_lists_what_was_recovered():
-    sender, _, intake = pair()
+    sender, _, receiver_cache = pair()
     prompt = RenderedPrompt([1], items=[part(1, ahead=True)])
-    held = intake.submit("a", sender.submit(request(1), prompt))
+    held = receiver_cache.submit("a", sender.submit(request(1), prompt))
     assert [p.key for p in sender.to_recover(prompt, held.missing)] == [key(1)]
     message = sender.supply("r", prompt, held.missing, {key(1): item(1000)})
-    assert intake.supply("a", message).items.keys() == {key(1)}
-    assert_equal(intake, sender)
+    assert receiver_cache.supply("a", message).items.keys() == {key(1)}
+    assert_equal(receiver_cache, sender)
 
 
 @pytest.mark.parametrize(("outcome", "counts"), [("hit", (1, 0)), ("not_needed", (0, 1))])
@@ -221,9 +221,9 @@ def test_a_reference_ahead_counts_as_a_hit_once_it_is_accepted():
 
 
 def test_a_reference_ahead_that_is_asked_for_counts_as_what_it_became():
-    sender, _, intake = pair()
+    sender, _, receiver_cache = pair()
     prompt = ahead_of_items(1, 1, 2)
-    held = intake.submit("a", sender.submit(request(1, 1, 2), prompt))
+    held = receiver_cache.submit("a", sender.submit(request(1, 1, 2), prompt))
     made, _ = sender.to_recover(prompt, held.missing)
     made.outcome = "miss"
     sender.supply("r", prompt, held.missing, {key(1): item(600), key(2): item(600)})
@@ -234,22 +234,22 @@ def test_a_reference_ahead_that_is_asked_for_counts_as_what_it_became():
 
 
 def test_what_another_request_has_sent_meanwhile_is_not_made_again():
-    sender, _, intake = pair()
+    sender, _, receiver_cache = pair()
     prompt = RenderedPrompt([1], items=[part(1, ahead=True)])
-    held = intake.submit("a", sender.submit(request(1), prompt))
-    intake.submit("a", submit(sender, part(1), request_id="s"))
+    held = receiver_cache.submit("a", sender.submit(request(1), prompt))
+    receiver_cache.submit("a", submit(sender, part(1), request_id="s"))
     assert sender.to_recover(prompt, held.missing) == ()
     message = sender.supply("r", prompt, held.missing, {})
-    assert intake.supply("a", message).items.keys() == {key(1)}
+    assert receiver_cache.supply("a", message).items.keys() == {key(1)}
 
 
 def test_a_supply_that_does_not_fit_travels_loose():
-    sender, _, intake = pair()
+    sender, _, receiver_cache = pair()
     prompt = RenderedPrompt([1], items=[part(1, ahead=True)])
-    held = intake.submit("a", sender.submit(request(1), prompt))
+    held = receiver_cache.submit("a", sender.submit(request(1), prompt))
     message = sender.supply("r", prompt, held.missing, {key(1): item(3001)})
     assert (added(message), loose(message)) == ([], [key(1)])
-    assert intake.supply("a", message).items.keys() == {key(1)}
+    assert receiver_cache.supply("a", message).items.keys() == {key(1)}
 
 
 def test_what_was_rendered_need_not_be_recovered():
@@ -262,13 +262,13 @@ def test_what_was_rendered_need_not_be_recovered():
 
 
 def test_an_item_that_came_meanwhile_is_not_sent_twice():
-    sender, _, intake = pair()
+    sender, _, receiver_cache = pair()
     prompt = RenderedPrompt([1], items=[part(1, ahead=True)])
-    held = intake.submit("a", sender.submit(request(1), prompt))
-    intake.submit("a", submit(sender, part(1), request_id="s"))
+    held = receiver_cache.submit("a", sender.submit(request(1), prompt))
+    receiver_cache.submit("a", submit(sender, part(1), request_id="s"))
     message = sender.supply("r", prompt, held.missing, {key(1): item(1000)})
     assert (added(message), loose(message)) == ([], [])
-    assert intake.supply("a", message).items.keys() == {key(1)}
+    assert receiver_cache.supply("a", message).items.keys() == {key(1)}
 
 
 def test_a_reference_without_bytes_behind_it_is_422():
@@ -289,61 +289,61 @@ def test_of_two_copies_the_one_with_bytes_is_recovered():
 
 
 def test_a_supply_for_a_request_that_ended_still_keeps_both_sides_equal():
-    sender, _, intake = pair()
+    sender, _, receiver_cache = pair()
     prompt = RenderedPrompt([1], items=[part(1, ahead=True)])
-    held = intake.submit("a", sender.submit(request(1), prompt))
+    held = receiver_cache.submit("a", sender.submit(request(1), prompt))
     message = sender.supply("r", prompt, held.missing, {key(1): item(1000)})
-    intake.release("r")
-    assert intake.supply("a", message) == Held({})
-    assert intake.store.requests == ()
-    assert_equal(intake, sender)
+    receiver_cache.release("r")
+    assert receiver_cache.supply("a", message) == Held({})
+    assert receiver_cache.store.requests == ()
+    assert_equal(receiver_cache, sender)
 
 
 # --- the engine's side ------------------------------------------------------------------------
 
 
 def test_operations_apply_even_if_the_request_cannot_be_taken():
-    sender, _, intake = pair()
-    intake.submit("a", submit(sender, part(1)))
+    sender, _, receiver_cache = pair()
+    receiver_cache.submit("a", submit(sender, part(1)))
     with pytest.raises(BadRequestError, match="request_id"):
-        intake.submit("a", submit(sender, part(2)))
-    assert_equal(intake, sender)
-    assert intake.store.requests == ("r",)
+        receiver_cache.submit("a", submit(sender, part(2)))
+    assert_equal(receiver_cache, sender)
+    assert receiver_cache.store.requests == ("r",)
 
 
 def test_a_request_keeps_its_items_until_released_whatever_is_dropped():
-    sender, _, intake = pair()
-    intake.submit("a", submit(sender, part(1)))
-    intake.submit("a", submit(sender, part(2, 3000), request_id="s"))
-    assert key(1) in intake.store
-    assert_equal(intake, sender)
-    intake.release("r")
-    intake.release("r")
-    intake.release("never seen")
-    assert key(1) not in intake.store
-    assert_equal(intake, sender)
+    sender, _, receiver_cache = pair()
+    receiver_cache.submit("a", submit(sender, part(1)))
+    receiver_cache.submit("a", submit(sender, part(2, 3000), request_id="s"))
+    assert key(1) in receiver_cache.store
+    assert_equal(receiver_cache, sender)
+    receiver_cache.release("r")
+    receiver_cache.release("r")
+    receiver_cache.release("never seen")
+    assert key(1) not in receiver_cache.store
+    assert_equal(receiver_cache, sender)
 
 
 def test_items_held_for_one_request_serve_another_that_sent_a_reference():
-    sender, other, intake = pair()
-    intake.submit("a", submit(sender, part(1, 3001)))
-    held = intake.submit("b", submit(other, part(1, ahead=True), request_id="s"))
+    sender, other, receiver_cache = pair()
+    receiver_cache.submit("a", submit(sender, part(1, 3001)))
+    held = receiver_cache.submit("b", submit(other, part(1, ahead=True), request_id="s"))
     assert held.missing == ()
 
 
 def test_messages_of_another_epoch_are_discarded_whole():
     sender = welcomed(epoch=1)
     late = submit(sender, part(1))
-    intake = Intake(2)
-    intake.hello("a", sender.epoch)
-    assert intake.submit("a", late) is None
-    assert intake.update("a", sender.clear(ClearCache(1))) is False
-    assert (len(intake.store), intake.store.requests) == (0, ())
+    receiver_cache = ReceiverCache(2)
+    receiver_cache.hello("a", sender.epoch)
+    assert receiver_cache.submit("a", late) is None
+    assert receiver_cache.update("a", sender.clear(ClearCache(1))) is False
+    assert (len(receiver_cache.store), receiver_cache.store.requests) == (0, ())
 
 
 def test_an_epoch_is_above_0():
     with pytest.raises(ValueError, match="epoch"):
-        Intake(0)
+        ReceiverCache(0)
 
 
 # --- epochs, resets, senders that come and go ----------------------------------------------------
@@ -371,146 +371,146 @@ def test_a_pin_taken_before_a_restart_is_given_back_after_it():
 
 
 def test_a_reset_travels_through_the_senders_own_queue():
-    sender, other, intake = pair()
-    intake.submit("a", submit(sender, part(1)))
+    sender, other, receiver_cache = pair()
+    receiver_cache.submit("a", submit(sender, part(1)))
     under_way = submit(sender, part(2), request_id="s")
     cleared = sender.clear(ClearCache(7))
     after = submit(sender, part(3), request_id="t")
     for message in (under_way, after):
         if message is after:
-            assert intake.update("a", cleared)
-        intake.submit("a", message)
+            assert receiver_cache.update("a", cleared)
+        receiver_cache.submit("a", message)
     assert cleared.cleared == 7
     assert sender.directory.sizes() == {key(3): 1000}
-    assert_equal(intake, sender, other)
+    assert_equal(receiver_cache, sender, other)
 
 
 def test_a_sender_whose_message_was_lost_starts_over():
-    sender, _, intake = pair()
-    intake.submit("a", submit(sender, part(1)))
+    sender, _, receiver_cache = pair()
+    receiver_cache.submit("a", submit(sender, part(1)))
     submit(sender, part(2, 3000), request_id="lost")
-    assert intake.update("a", sender.resync())
+    assert receiver_cache.update("a", sender.resync())
     assert len(sender.directory) == 0
-    assert_equal(intake, sender)
+    assert_equal(receiver_cache, sender)
 
 
 def test_goodbye_names_the_requests_to_abort_and_closes_the_share():
-    sender, other, intake = pair()
-    intake.submit("a", submit(sender, part(1)))
-    intake.submit("b", submit(other, part(2), request_id="s"))
-    assert intake.goodbye("a") == ("r",)
-    assert intake.goodbye("a") == ("r",)
-    intake.release("r")
-    assert not intake.knows("a")
-    assert [number for number in (1, 2) if key(number) in intake.store] == [2]
-    intake.check_integrity()
+    sender, other, receiver_cache = pair()
+    receiver_cache.submit("a", submit(sender, part(1)))
+    receiver_cache.submit("b", submit(other, part(2), request_id="s"))
+    assert receiver_cache.goodbye("a") == ("r",)
+    assert receiver_cache.goodbye("a") == ("r",)
+    receiver_cache.release("r")
+    assert not receiver_cache.knows("a")
+    assert [number for number in (1, 2) if key(number) in receiver_cache.store] == [2]
+    receiver_cache.check_integrity()
 
 
 def test_a_sender_taken_for_dead_comes_back_by_clearing_itself():
-    sender, other, intake = pair()
-    intake.submit("a", submit(sender, part(1)))
-    intake.release("r")
-    intake.goodbye("a")
-    assert intake.submit("a", submit(sender, part(2), request_id="s")) is None
-    assert intake.hello("a", sender.epoch) is False
-    assert intake.update("a", sender.clear(ClearCache(1)))
-    intake.submit("a", submit(sender, part(3), request_id="t"))
-    assert_equal(intake, sender, other)
+    sender, other, receiver_cache = pair()
+    receiver_cache.submit("a", submit(sender, part(1)))
+    receiver_cache.release("r")
+    receiver_cache.goodbye("a")
+    assert receiver_cache.submit("a", submit(sender, part(2), request_id="s")) is None
+    assert receiver_cache.hello("a", sender.epoch) is False
+    assert receiver_cache.update("a", sender.clear(ClearCache(1)))
+    receiver_cache.submit("a", submit(sender, part(3), request_id="t"))
+    assert_equal(receiver_cache, sender, other)
 
 
 def test_a_repeated_hello_of_this_epoch_keeps_the_share():
-    sender, _, intake = pair()
-    intake.submit("a", submit(sender, part(1)))
+    sender, _, receiver_cache = pair()
+    receiver_cache.submit("a", submit(sender, part(1)))
     hello = sender.hello()
-    assert intake.hello(hello.sender, hello.epoch)
-    assert_equal(intake, sender)
+    assert receiver_cache.hello(hello.sender, hello.epoch)
+    assert_equal(receiver_cache, sender)
 
 
 # --- several senders --------------------------------------------------------------------------
 
 
-def pass_hints(intake, sender):
-    sender.hint(intake.take_hints(sender.sender_id))
+def pass_hints(receiver_cache, sender):
+    sender.hint(receiver_cache.take_hints(sender.sender_id))
 
 
 def test_an_item_another_sender_added_is_adopted_without_sending_it():
-    sender, other, intake = pair()
-    intake.submit("a", submit(sender, part(1)))
-    pass_hints(intake, other)
+    sender, other, receiver_cache = pair()
+    receiver_cache.submit("a", submit(sender, part(1)))
+    pass_hints(receiver_cache, other)
     message = submit(other, looked_up(other, 1), request_id="s")
     assert (added(message), message.ops.adopts) == ([], ((key(1), 1000),))
-    assert intake.submit("b", message).missing == ()
-    assert_equal(intake, sender, other)
+    assert receiver_cache.submit("b", message).missing == ()
+    assert_equal(receiver_cache, sender, other)
 
 
 def test_even_an_item_already_processed_is_adopted_to_save_its_bytes():
-    sender, other, intake = pair()
-    intake.submit("a", submit(sender, part(1)))
-    pass_hints(intake, other)
+    sender, other, receiver_cache = pair()
+    receiver_cache.submit("a", submit(sender, part(1)))
+    pass_hints(receiver_cache, other)
     message = submit(other, part(1), request_id="s")
     assert (added(message), loose(message)) == ([], [])
 
 
 def test_a_stale_hint_is_a_resend():
-    sender, other, intake = pair()
-    intake.submit("a", submit(sender, part(1)))
-    pass_hints(intake, other)
-    intake.release("r")
-    intake.update("a", sender.clear(ClearCache(1)))
+    sender, other, receiver_cache = pair()
+    receiver_cache.submit("a", submit(sender, part(1)))
+    pass_hints(receiver_cache, other)
+    receiver_cache.release("r")
+    receiver_cache.update("a", sender.clear(ClearCache(1)))
     prompt = RenderedPrompt([1], items=[looked_up(other, 1)])
-    held = intake.submit("b", other.submit(request(1, request_id="s"), prompt))
+    held = receiver_cache.submit("b", other.submit(request(1, request_id="s"), prompt))
     assert held.missing == (key(1),)
-    assert_equal(intake, sender, other)
+    assert_equal(receiver_cache, sender, other)
     message = other.supply("s", prompt, held.missing, {key(1): item(1000)})
     assert added(message) == [key(1)]
-    assert intake.supply("b", message).items.keys() == {key(1)}
-    assert_equal(intake, sender, other)
+    assert receiver_cache.supply("b", message).items.keys() == {key(1)}
+    assert_equal(receiver_cache, sender, other)
     again = submit(other, looked_up(other, 1), request_id="t")
-    assert intake.submit("b", again).missing == ()
+    assert receiver_cache.submit("b", again).missing == ()
 
 
 def test_a_hint_without_room_is_only_referred_to():
-    sender, other, intake = pair()
-    intake.submit("b", submit(other, part(2, 2500), request_id="s"))
+    sender, other, receiver_cache = pair()
+    receiver_cache.submit("b", submit(other, part(2, 2500), request_id="s"))
     waiting = RenderedPrompt([1], items=[looked_up(other, 2)])
-    intake.submit("a", submit(sender, part(1)))
-    pass_hints(intake, other)
+    receiver_cache.submit("a", submit(sender, part(1)))
+    pass_hints(receiver_cache, other)
     message = submit(other, looked_up(other, 1), request_id="t")
     assert message.ops.adopts == ()
-    assert intake.submit("b", message).missing == ()
+    assert receiver_cache.submit("b", message).missing == ()
     other.cancel(waiting)
 
 
 def test_hints_name_only_what_is_new_to_the_store_and_still_there():
-    sender, other, intake = pair()
-    intake.submit("a", submit(sender, part(1)))
-    intake.release("r")
-    intake.update("a", sender.clear(ClearCache(1)))
-    assert intake.take_hints("b") is None
-    intake.submit("b", submit(other, part(2), request_id="s"))
-    intake.submit("a", submit(sender, part(2), request_id="t"))
-    assert intake.take_hints("b") is None
-    assert intake.take_hints("a") == Hints((Hint(key(2), 1000, expansion()),))
+    sender, other, receiver_cache = pair()
+    receiver_cache.submit("a", submit(sender, part(1)))
+    receiver_cache.release("r")
+    receiver_cache.update("a", sender.clear(ClearCache(1)))
+    assert receiver_cache.take_hints("b") is None
+    receiver_cache.submit("b", submit(other, part(2), request_id="s"))
+    receiver_cache.submit("a", submit(sender, part(2), request_id="t"))
+    assert receiver_cache.take_hints("b") is None
+    assert receiver_cache.take_hints("a") == Hints((Hint(key(2), 1000, expansion()),))
 
 
 def test_pending_hints_are_bounded(monkeypatch):
-    monkeypatch.setattr(intake_module, "MAX_PENDING_HINTS", 2)
-    sender, _, intake = pair(capacity=9000)
-    intake.submit("a", submit(sender, part(1), part(2), part(3)))
-    assert [hint.key for hint in intake.take_hints("b").items] == [key(2), key(3)]
+    monkeypatch.setattr(receiver_module, "MAX_PENDING_HINTS", 2)
+    sender, _, receiver_cache = pair(capacity=9000)
+    receiver_cache.submit("a", submit(sender, part(1), part(2), part(3)))
+    assert [hint.key for hint in receiver_cache.take_hints("b").items] == [key(2), key(3)]
 
 
 def test_uuid_bindings_reach_the_other_senders_and_the_first_counts():
     scope, cat, dog = b"s" * 32, b"c" * 32, b"d" * 32
-    sender, other, intake = pair()
+    sender, other, receiver_cache = pair()
     sender.uuids.bind(scope, "pet", cat)
-    intake.submit("a", submit(sender, part(1)))
+    receiver_cache.submit("a", submit(sender, part(1)))
     other.uuids.bind(scope, "pet", dog)
-    intake.submit("b", submit(other, part(2), request_id="s"))
-    pass_hints(intake, other)
+    receiver_cache.submit("b", submit(other, part(2), request_id="s"))
+    pass_hints(receiver_cache, other)
     assert other.uuids.resolve(scope, "pet") == cat
     assert submit(other, part(3), request_id="t").bindings == ()
-    pass_hints(intake, sender)
+    pass_hints(receiver_cache, sender)
     assert sender.uuids.resolve(scope, "pet") == cat
 
 
@@ -526,15 +526,15 @@ def test_a_sender_alone_has_nobody_to_tell_of_bindings():
 
 
 def test_injected_items_are_added_unless_held_or_too_large():
-    sender, _, intake = pair()
-    intake.submit("a", submit(sender, part(1)))
+    sender, _, receiver_cache = pair()
+    receiver_cache.submit("a", submit(sender, part(1)))
     message = sender.update(
         [KeyedItem(key(n), item(size)) for n, size in enumerate((3001, 900, 900))]
     )
     assert added(message) == [key(2)]
     assert key(0) not in sender.directory
-    assert intake.update("a", message)
-    assert_equal(intake, sender)
+    assert receiver_cache.update("a", message)
+    assert_equal(receiver_cache, sender)
 
 
 def test_injection_with_the_cache_off_stores_nothing():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookonce.errors import ProtocolError
-from lookonce.ipc.zmtp import GREETING, Reader, hello, message
+from lookonce.ipc.zmq_client_link import GREETING, Reader, hello, message
 
 PATIENCE = 20.0
 FRAMES = st.lists(st.binary(max_size=600), min_size=1, max_size=4)

@@ -1,6 +1,6 @@
 """The cache protocol under every interleaving, and proof that the machine would notice.
 
-Hypothesis drives the world of `sender_intake_world`: two API processes and an engine. The world
+Hypothesis drives the world of `sender_receiver_world`: two API processes and an engine. The world
 checks itself after every event. The mutations at the end break the protocol in one place each;
 the same machine must find every one.
 """
@@ -20,10 +20,10 @@ from hypothesis.stateful import (
 
 from lookonce.cache.directory import Directory
 from lookonce.cache.lru import ByteLRU, Evicted
-from lookonce.engine.client.sender_cache import Sender, _Change
-from lookonce.engine.process.receiver_cache import Intake
+from lookonce.engine.client.sender_cache import SenderCache, _Change
+from lookonce.engine.process.receiver_cache import ReceiverCache
 from lookonce.ipc.messages import NO_OPS
-from tests.support.engine.sender_intake_world import Api, Engine, World
+from tests.support.engine.sender_receiver_world import Api, Engine, World
 
 PICK = st.integers(0, 11)
 NUMBERS = st.lists(st.integers(0, 11), min_size=1, max_size=5)
@@ -171,6 +171,26 @@ def assert_found(how, max_examples=1000, **world_parts):
         run(max_examples, [Phase.generate], **world_parts)
 
 
+def api_of(broken_sender):
+    """API processes whose sender's half is broken."""
+
+    class ApiOf(Api):
+        sender_type = broken_sender
+
+    return ApiOf
+
+
+def sender_over(directory_type):
+    """A sender's half over a broken directory."""
+
+    class SenderOver(SenderCache):
+        def __init__(self, sender_id, *, capacity_bytes):
+            super().__init__(sender_id, capacity_bytes=capacity_bytes)
+            self.directory = directory_type(capacity_bytes)
+
+    return SenderOver
+
+
 class CommitsBeforeTheAwait(Api):
     """The directory changes when rendering ends, the message goes out when there is room."""
 
@@ -186,10 +206,12 @@ def test_committing_before_the_await_is_found():
     assert_found("the two sides differ|contradicted", make_api=CommitsBeforeTheAwait)
 
 
-class JudgesFirst(Intake):
+class RejectsFirst(ReceiverCache):
     """A request that will be rejected never gets its cache operations applied."""
 
-    world = None
+    def __init__(self, world, epoch):
+        super().__init__(epoch)
+        self.world = world
 
     def submit(self, sender, message):
         if self.world.fate(message.request.request_id) == "reject":
@@ -199,16 +221,10 @@ class JudgesFirst(Intake):
         return super().submit(sender, message)
 
 
-def test_judging_before_applying_is_found():
-    def judging_first(world_init):
-        def init(self, *args, **kwargs):
-            JudgesFirst.world = self
-            world_init(self, *args, **kwargs)
-
-        return init
-
-    with patch.object(World, "__init__", judging_first(World.__init__)):
-        assert_found("the two sides differ|contradicted|did not bring", make_intake=JudgesFirst)
+def test_rejecting_before_applying_is_found():
+    assert_found(
+        "the two sides differ|contradicted|did not bring", make_receiver_cache=RejectsFirst
+    )
 
 
 def test_evicting_a_pinned_entry_is_found():
@@ -228,12 +244,17 @@ def test_evicting_a_pinned_entry_is_found():
 
 
 def test_a_lookup_that_does_not_pin_is_found():
-    def cancel(self, rendered):
-        for part in rendered.items:
-            part.pinned = False
+    class PeekingDirectory(Directory):
+        lookup = Directory.peek
 
-    with patch.object(Directory, "lookup", Directory.peek), patch.object(Sender, "cancel", cancel):
-        assert_found("a pinned entry was evicted|a pin was not given back|differ")
+    class WithoutPins(sender_over(PeekingDirectory)):
+        def cancel(self, rendered):
+            for part in rendered.items:
+                part.pinned = False
+
+    assert_found(
+        "a pinned entry was evicted|a pin was not given back|differ", make_api=api_of(WithoutPins)
+    )
 
 
 def test_not_protecting_a_messages_own_keys_is_found():
@@ -245,78 +266,93 @@ def test_not_protecting_a_messages_own_keys_is_found():
 
 
 def test_listening_to_another_epoch_is_found():
-    class Credulous(Intake):
+    class OfAnyEpoch(ReceiverCache):
+        def __init__(self, world, epoch):
+            super().__init__(epoch)
+
         def _accepts(self, sender, epoch):
             return self.knows(sender)
 
-    assert_found("differ|contradicted|still held", make_intake=Credulous)
+    assert_found("differ|contradicted|still held", make_receiver_cache=OfAnyEpoch)
 
 
 def test_clearing_without_saying_so_is_found():
-    def clear(self, message):
-        self.directory.reset()
-        return self._update(NO_OPS)
+    class ClearsInSilence(SenderCache):
+        def clear(self, message):
+            self.directory.reset()
+            return self._update(NO_OPS)
 
-    with patch.object(Sender, "clear", clear):
-        assert_found("differ|contradicted|end")
+    assert_found("differ|contradicted|end", make_api=api_of(ClearsInSilence))
 
 
 def test_trusting_a_hint_is_found():
     """A stale adoption is taken for certain: its resend brings nothing."""
-    real = Directory.try_list
 
-    def certain(self, key, nbytes, expansion, *, adopted=False, injected=False):
-        return real(self, key, nbytes, expansion)
+    class CertainDirectory(Directory):
+        def try_list(self, key, nbytes, expansion, *, adopted=False, injected=False):
+            return super().try_list(key, nbytes, expansion)
 
-    with patch.object(Directory, "try_list", certain):
-        assert_found("did not bring|asked|sent")
+    broken = sender_over(CertainDirectory)
+    assert_found("did not bring|asked|sent", make_api=api_of(broken))
 
 
 def test_counting_a_reference_ahead_twice_is_found():
-    def settle(self, rendered):
-        for part in rendered.items:
-            if part.outcome == "not_needed":
-                self.directory.count(part.outcome)
+    class CountsTwice(SenderCache):
+        def settle(self, rendered):
+            for part in rendered.items:
+                if part.outcome == "not_needed":
+                    self.directory.count(part.outcome)
 
-    with patch.object(Sender, "settle", settle):
-        assert_found("miscounted")
+    assert_found("miscounted", make_api=api_of(CountsTwice))
 
 
 def test_never_counting_what_was_asked_for_is_found():
-    with (
-        patch.object(Sender, "_settle_asked", lambda self, rendered, keys: None),
-        patch.object(Sender, "settle", lambda self, rendered: None),
-    ):
-        assert_found("miscounted")
+    class NeverCounts(SenderCache):
+        def settle(self, rendered):
+            pass
+
+        def _settle_asked(self, rendered, keys):
+            pass
+
+    assert_found("miscounted", make_api=api_of(NeverCounts))
 
 
 def test_telling_a_resend_in_the_receipt_is_found():
     """A part was counted as a hit; its receipt calls it a miss because it was made again."""
 
-    def made_again(self, part):
-        self.processed += part.uncounted
-        part.outcome = "miss"
+    class CallsItMiss(Api):
+        def made_again(self, part):
+            self.processed += part.uncounted
+            part.outcome = "miss"
 
-    with patch.object(Api, "made_again", made_again):
-        assert_found("receipts say other")
+    assert_found("receipts say other", make_api=CallsItMiss)
 
 
 def test_keeping_the_pins_of_a_cancelled_prompt_is_found():
-    with patch.object(Api, "cancel", lambda self, request: self.end(request, "cancelled")):
-        assert_found("pins leaked")
+    class KeepsPins(Api):
+        def cancel(self, request):
+            self.end(request, "cancelled")
+
+    assert_found("pins leaked", make_api=KeepsPins)
 
 
 def test_forgetting_to_release_is_found():
-    class Hoarder(Intake):
+    class NeverReleases(ReceiverCache):
+        def __init__(self, world, epoch):
+            super().__init__(epoch)
+
         def release(self, request_id):
             pass
 
-    assert_found("still held", make_intake=Hoarder)
+    assert_found("still held", make_receiver_cache=NeverReleases)
 
 
 def test_ignoring_what_could_not_be_read_is_found():
-    with patch.object(Engine, "_misread", lambda self, api, request_id: None):
-        assert_found("never made good|never reach an end|'sent'")
+    class IgnoresUnreadable(Engine):
+        def _misread(self, api, request_id):
+            pass
+
+    assert_found("never made good|never reach an end|'sent'", make_engine=IgnoresUnreadable)
 
 
 def test_a_settled_world_has_its_items_on_both_sides():
@@ -330,4 +366,4 @@ def test_a_settled_world_has_its_items_on_both_sides():
     assert first.sender.directory.sizes().keys() == second.sender.directory.sizes().keys()
     assert (first.sender.directory.queries, first.sender.directory.hits) == (6, 4)
     assert {r.state for api in (first, second) for r in api.requests.values()} == {"done"}
-    assert len(world.engine.intake.store) == 2
+    assert len(world.engine.receiver_cache.store) == 2

@@ -1,7 +1,7 @@
 """One request as its caller sees it: an async iterator of token deltas.
 
-`PendingRequest` is what the client keeps; `Generation` is the handle the caller holds. Nothing but
-the caller holds the handle, so dropping it, like leaving or cancelling it, aborts the request.
+The client keeps a `PendingRequest`, the caller a `DeltaStream`. Only the caller refers to the
+stream: dropping it aborts the request, as does leaving or cancelling it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lookonce.types.request import FinishReason, RenderedPrompt, TokenDelta
 
 
 class PendingRequest:
-    """What is known of a request between its submission and its last delta.
+    """A request from its submission to its last delta.
 
     new ──▶ submitted ──▶ accepted ──▶ closed (every sample finished, failed, or abandoned)
     """
@@ -28,7 +28,7 @@ class PendingRequest:
         self.submitted = False
         self.accepted = False
         self.complete = False
-        """The engine holds all its items: it asks for none any more."""
+        """The engine holds all items of the request, and asks for none any more."""
         self.error: LookOnceError | None = None
         self._unfinished = set(range(num_samples))
         self._deltas: deque[TokenDelta] = deque()
@@ -37,7 +37,7 @@ class PendingRequest:
 
     @property
     def closed(self) -> bool:
-        """Nothing more will come; what came may still have to be read."""
+        """No more deltas will come; some may still have to be read."""
         return self.error is not None or not self._unfinished
 
     @property
@@ -45,7 +45,7 @@ class PendingRequest:
         return len(self._unfinished)
 
     def accept(self, *, complete: bool) -> None:
-        """Arrays that can be made again are let go; their sources too, if nobody will ask."""
+        """Drop the items' arrays that can be made again, and, if `complete`, their sources too."""
         self.accepted = True
         self.complete = complete
         for part in self.rendered.items:
@@ -57,7 +57,7 @@ class PendingRequest:
             self._wake()
 
     def push(self, delta: TokenDelta) -> None:
-        """Take a delta; one of a sample that has ended already is dropped."""
+        """Add a delta; one of a sample that has ended already is dropped."""
         if delta.index not in self._unfinished or self.error is not None:
             return
         if delta.error is not None:
@@ -75,7 +75,7 @@ class PendingRequest:
             self.push(TokenDelta(self.request_id, index, [], finish_reason=reason))
 
     def forget_sample(self, index: int) -> None:
-        """The caller needs no more of this sample."""
+        """Take no more deltas of this sample."""
         self._unfinished.discard(index)
         self._wake()
 
@@ -85,7 +85,7 @@ class PendingRequest:
             self._wake()
 
     async def wait_accepted(self) -> None:
-        """Raises what the request failed with."""
+        """Returns once the engine has accepted the request; raises what the request failed with."""
         self._acceptance_awaited = True
         while not self.accepted and not self.closed:
             await self.change()
@@ -107,7 +107,7 @@ class PendingRequest:
         return None
 
     def change(self) -> asyncio.Future[None]:
-        """Done with the next thing that happens to the request; one waits at a time."""
+        """A future for the next delta, acceptance or failure; one task may wait for it."""
         self._change = asyncio.get_running_loop().create_future()
         return self._change
 
@@ -116,14 +116,15 @@ class PendingRequest:
             self._change.set_result(None)
 
 
-class Generation:
+class DeltaStream:
     """The token deltas of one request, as they come.
 
         deltas = await client.generate(...)      returns once the engine has accepted
         async for delta in deltas: ...           (or iterate at once, without the await)
 
-    Raises what the request failed with. One task at a time may wait on it. Closing it, cancelling
-    whoever waits on it, or dropping it aborts the request; so does leaving `async with`.
+    Raises what the request failed with. One task at a time may wait on it. The request is aborted
+    when the stream is closed or dropped, when `async with` is left, and when a task that waits on
+    it is cancelled.
     """
 
     def __init__(

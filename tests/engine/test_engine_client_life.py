@@ -225,7 +225,7 @@ def test_a_client_that_closes_leaves_nothing_in_the_engine(world):
         world.engine.runner.gate.set()
         with pytest.raises(EngineDeadError):
             await all_of(running)
-        await until(lambda: other.sender.sender_id not in world.engine.intake.store.senders)
+        await until(lambda: other.sender.sender_id not in world.engine.receiver_cache.store.senders)
 
     world.run(scenario)
 
@@ -244,7 +244,7 @@ def test_the_states_of_an_engine_that_starts(world):
             with pytest.raises(NotReadyError):
                 await client.generate(rendered(text(9)), GREEDY, "r")
             engine = world.new_engine(ready=False)
-            await until(lambda: client._pulse.connected)
+            await until(lambda: client._health.connected)
             assert client.state == "starting"
             engine.become_ready()
             await client.wait_ready()
@@ -319,7 +319,7 @@ def test_two_api_processes_share_one_engine_and_each_others_items():
             deltas = await all_of(other.generate(shared, GREEDY, "b"))
             assert tokens_of(deltas) == expected(shared, 8)
             assert other.sender.resends == 0
-        await until(lambda: len(world.engine.intake.store.senders) == 1)
+        await until(lambda: len(world.engine.receiver_cache.store.senders) == 1)
 
     world.run(scenario)
 
@@ -332,14 +332,14 @@ def test_any_api_process_may_abort_a_request_of_another():
             await other.wait_ready()
             world.engine.runner.gate.clear()
             generation = await client.generate(rendered(text(9)), ENDLESS, "r")
-            exchange = world.engine.reception.exchange
-            await until(lambda: exchange.busy_since is not None)
+            step_channel = world.engine.step_channel
+            await until(lambda: step_channel.busy_since is not None)
             await other.abort("r")
-            await until(lambda: exchange.num_commands == 1)
+            await until(lambda: step_channel.num_commands == 1)
             world.engine.runner.gate.set()
             deltas = await all_of(generation)
             assert deltas[-1].finish_reason == "abort"
-        await until(lambda: len(world.engine.intake.store.senders) == 1)
+        await until(lambda: len(world.engine.receiver_cache.store.senders) == 1)
 
     world.run(scenario)
 

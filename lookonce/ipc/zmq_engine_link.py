@@ -1,4 +1,4 @@
-"""The engine process's end of the link: a ROUTER. `client_link` is the other."""
+"""The engine process's end of the ZMQ link: a ROUTER (`zmq_client_link` is the other end)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import zmq
 from lookonce.types.media import Buffer
 
 MAX_BATCH = 256
-"""Messages one `poll` takes before its owner gets to do other work."""
+"""Messages that one `poll` returns at most, so that its owner gets to do other work."""
 
 # Plain numbers: arithmetic on pyzmq's enumerations costs more than sending.
 POLLIN = int(zmq.POLLIN)
@@ -22,11 +22,12 @@ MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
 
 
 class ZmqEngineLink:
-    """A ROUTER that one thread reads from and any may send on.
+    """A ROUTER that one thread reads from and any thread may send on.
 
-    A lock guards every use of the socket. The reader waits without it, for the socket's readiness
-    or for the pipe through which others wake it. That readiness is an edge, and whatever is done
-    with the socket may swallow it: who has sent looks whether something has come, and wakes.
+    A lock guards every use of the socket. The reader waits without the lock, for the socket's file
+    descriptor or for the pipe through which other threads wake it. The descriptor is
+    edge-triggered, and any use of the socket may consume the edge: after sending, a thread looks
+    whether a message has come, and wakes the reader.
     """
 
     def __init__(self, address: str) -> None:
@@ -59,7 +60,7 @@ class ZmqEngineLink:
                 identity, *frames = _receive(self._socket)
                 received.append((bytes(identity).decode("latin-1"), frames))
         if left:
-            self.wake()  # the edge that announced it has been
+            self.wake()  # the descriptor will not announce the messages that are left
         return received
 
     def send(self, sender: str, frames: Sequence[Buffer]) -> bool:
@@ -73,7 +74,7 @@ class ZmqEngineLink:
         return reached
 
     def wake(self) -> None:
-        # A full pipe has woken the thread already; a closed one has nobody to wake.
+        # A full pipe has woken the thread already; a closed one has no reader.
         with suppress(BlockingIOError, OSError):
             os.write(self._wake_in, b"\0")
 
@@ -88,7 +89,7 @@ class ZmqEngineLink:
 
 
 def _has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Whether one can be received now; quicker than its EVENTS, or than catching `zmq.Again`."""
+    """Whether one can be received; quicker than asking for EVENTS or catching `zmq.Again`."""
     return bool(zmq.zmq_poll([(socket, POLLIN)], 0))
 
 

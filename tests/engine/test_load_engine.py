@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from lookonce.config import EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
-from lookonce.engine.process import build as build_module
-from lookonce.engine.process.build import build_engine
-from lookonce.engine.settings import EngineSettings
+from lookonce.config import KVConfig, SchedulerConfig
+from lookonce.engine.process import load_engine as build_module
+from lookonce.engine.process.load_engine import load_engine
 from lookonce.errors import BadRequestError, ConfigError, ModelLoadError
 from tests.support.core.builders import request
-
-
-def settings(folder, **changes):
-    plain = EngineSettings(
-        model=ModelConfig(str(folder), "m"),
-        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=512),
-        kv=KVConfig(cache_bytes=1 << 20),
-        encoder=EncoderConfig(cache_bytes=1 << 20),
-        address="ipc:///nowhere",
-    )
-    return dataclasses.replace(plain, **changes)
-
-
-def build(given):
-    return build_engine(given, lambda done, total: None)
+from tests.support.engine.loading import build, settings
 
 
 def test_an_engine_is_warm_and_its_counters_are_at_zero(folder):
-    core, judge = build(settings(folder("llama")))
+    core, preprocessor = build(settings(folder("llama")))
     stats = core.stats()
     assert all(value == 0 for value in stats.values())
-    judge.check(request("r", [1, 2, 3]), {})
+    preprocessor.preprocess(request("r", [1, 2, 3]), {})
     core.add(request("r", [1, 2, 3]), {})
     tokens = []
     while (output := core.step()) is not None:
@@ -44,7 +27,7 @@ def test_an_engine_is_warm_and_its_counters_are_at_zero(folder):
 
 def test_loading_is_reported_up_to_the_last_weight(folder):
     told = []
-    build_engine(settings(folder("llama")), lambda done, total: told.append((done, total)))
+    load_engine(settings(folder("llama")), lambda done, total: told.append((done, total)))
     assert told[0][0] == 0
     assert told[-1][0] == told[-1][1] > 0
 
@@ -76,11 +59,11 @@ def test_a_kv_cache_larger_than_the_container_may_take_is_refused(folder, tmp_pa
 
 
 def test_no_sequence_is_longer_than_the_kv_cache(folder):
-    _, judge = build(settings(folder("llama"), kv=KVConfig(cache_bytes=1 << 14)))
-    limit = judge.model.max_model_len
+    _, preprocessor = build(settings(folder("llama"), kv=KVConfig(cache_bytes=1 << 14)))
+    limit = preprocessor.model.max_model_len
     assert limit % 16 == 0
-    with pytest.raises(BadRequestError, match=f"takes {limit} tokens"):
-        judge.check(request("r", [1] * limit), {})
+    with pytest.raises(BadRequestError, match=f"context is {limit} tokens"):
+        preprocessor.preprocess(request("r", [1] * limit), {})
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):

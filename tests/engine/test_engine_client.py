@@ -1,4 +1,4 @@
-"""The client against a whole engine: real reception, step loop and scheduler, a fake runner."""
+"""The client against a whole engine: real input thread, step loop and scheduler, a fake runner."""
 
 from __future__ import annotations
 

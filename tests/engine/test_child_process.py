@@ -8,7 +8,12 @@ import sys
 
 import pytest
 
-from lookonce.engine.supervisor.child_process import EXIT_REFUSED, Child, KeptProcess, RestartBudget
+from lookonce.engine.supervisor.child_process import (
+    EXIT_REFUSED,
+    ChildProcess,
+    RestartBudget,
+    SupervisedProcess,
+)
 from lookonce.errors import EngineDeadError
 
 PATIENCE = 30.0
@@ -20,9 +25,9 @@ def python(code):
 
 def kept(code, **options):
     async def start():
-        return await Child.start("the child", python(code), b"{}", read_output=True)
+        return await ChildProcess.start("the child", python(code), b"{}", read_output=True)
 
-    return KeptProcess("the child", start, **options)
+    return SupervisedProcess("the child", start, **options)
 
 
 def run(scenario):
@@ -47,7 +52,7 @@ def test_a_child_gets_its_line_and_sees_the_end_of_stdin_only_with_its_parent():
     code = "import sys; print(sys.stdin.readline().strip(), flush=True); sys.stdin.read()"
 
     async def scenario():
-        child = await Child.start("c", python(code), b'{"a": 1}', read_output=True)
+        child = await ChildProcess.start("c", python(code), b'{"a": 1}', read_output=True)
         assert await child.read_line() == b'{"a": 1}\n'
         await child.stop(PATIENCE)
 
@@ -61,7 +66,7 @@ def test_a_child_that_ignores_sigterm_is_killed(caplog):
     )
 
     async def scenario():
-        child = await Child.start("the child", python(code), b"", read_output=True)
+        child = await ChildProcess.start("the child", python(code), b"", read_output=True)
         await child.read_line()
         await child.stop(0.1)
         assert await child.wait() == -9
@@ -122,7 +127,7 @@ def test_stopped_while_it_starts_it_does_not_stay():
 
 def test_a_command_that_does_not_read_its_line_is_no_error():
     async def scenario():
-        child = await Child.start("c", python("raise SystemExit(5)"), b"x" * 1_000_000)
+        child = await ChildProcess.start("c", python("raise SystemExit(5)"), b"x" * 1_000_000)
         assert await child.wait() == 5
 
     run(scenario)

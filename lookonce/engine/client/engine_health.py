@@ -1,4 +1,4 @@
-"""Whether there is an engine, and whether it can be asked anything: what heartbeats tell."""
+"""The state of the engine as one client sees it, from connections and heartbeats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lookonce.types.ports import Clock
 EngineState = Literal["starting", "ready", "stuck", "dead"]
 
 
-class Pulse:
+class EngineHealth:
     """The engine's state as one client sees it.
 
     starting ── welcome ──▶ ready ◀── a step takes too long ──▶ stuck
@@ -43,7 +43,7 @@ class Pulse:
 
     @property
     def model(self) -> ModelInfo:
-        """The served model's facts; they outlive the engine. Raises `NotReadyError` before."""
+        """The served model, also after the engine has died; `NotReadyError` before it was ready."""
         if self._model is None:
             raise NotReadyError("the model is still loading")
         return self._model
@@ -52,7 +52,7 @@ class Pulse:
         await self._ready.wait()
 
     def require_ready(self) -> None:
-        """Raises what keeps the engine from taking a request now."""
+        """Raises `NotReadyError` or `EngineDeadError` unless the engine takes requests now."""
         match self.state:
             case "starting":
                 raise NotReadyError("the model is still loading")
@@ -72,13 +72,13 @@ class Pulse:
             self._ready.set()
 
     def beat(self, message: Heartbeat, epoch: int) -> None:
-        """`epoch`: the engine's whose welcome has come."""
+        """`epoch`: that of the engine that has sent its welcome."""
         self._last_beat = self._clock()
         self._stalled = message.stalled_seconds
         if message.ready and message.epoch == epoch:
             self._ready.set()
 
-    def lose(self) -> None:
+    def disconnect(self) -> None:
         self.connected = False
         self._ready.clear()
         self._stalled = 0.0

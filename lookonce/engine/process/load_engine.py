@@ -1,0 +1,150 @@
+"""Loads the model of an engine, sizes its KV cache, and warms it up: the one module of this floor
+that needs torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import torch
+
+from lookonce.config import GIB, KVConfig
+from lookonce.core.block_pool import BlockPool
+from lookonce.engine.process.build import assemble
+from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
+from lookonce.engine.process.kv_tiers import open_external, rope_of
+from lookonce.engine.process.warmup import WarmUpItems, warm_up
+from lookonce.engine.process_io import EngineSettings
+from lookonce.errors import ConfigError
+from lookonce.model.attention.backend import AttentionBackend
+from lookonce.model.attention.select import resolve_block_size, select_backend
+from lookonce.model.kv_pages import block_bytes
+from lookonce.model.loader import LoadedModel, load_model
+from lookonce.model.runner import Runner
+from lookonce.model.threads import Threads
+
+logger = logging.getLogger(__name__)
+
+CONTAINER_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+"""Linux's files of a container's memory limit: cgroup v2 and v1."""
+Progress = Callable[[int, int], None]
+"""Called with (number of weights loaded, number of weights in all)."""
+
+
+def load_engine(
+    settings: EngineSettings, progress: Progress
+) -> tuple[EngineCore, RequestPreprocessor]:
+    """Load the model, size the caches, and warm up.
+
+    Raises `ConfigError` for settings the model cannot be served with, and `ModelLoadError`.
+    """
+    threads = Threads.of_machine()
+    items = WarmUpItems(settings)  # processed while weights load
+    loaded = load_model(settings.model, progress)
+    backend, block_size = attention_of(loaded, settings.kv)
+    num_blocks = _num_blocks(loaded, settings.kv, block_size)
+    loaded = _fitted(loaded, num_blocks * block_size)
+    scratch = BlockPool(num_blocks, block_size)
+    runner = make_runner(loaded, settings, backend, scratch, threads)
+    logger.info(
+        "serving %s on %s: %s, attention %s, %d KV blocks of %d tokens",
+        loaded.info.model_type,
+        loaded.device,
+        loaded.info.dtype,
+        backend.name,
+        num_blocks,
+        block_size,
+    )
+    rehearsal, _ = assemble(loaded.info, runner, settings, scratch)
+    warm_up(rehearsal, items.take(loaded.info))
+    gc.collect()
+    gc.freeze()  # the model's objects stay: later collections need not walk them
+    gc.enable()  # `__main__` has disabled it
+    external = None
+    if settings.kv.tiers:
+        rope = rope_of(loaded.family.text_config)
+        external = open_external(settings.kv, loaded.info, rope, runner.page_copier())
+    pool = BlockPool(num_blocks, block_size)
+    return assemble(loaded.info, runner, settings, pool, external)
+
+
+def attention_of(loaded: LoadedModel, kv: KVConfig) -> tuple[AttentionBackend, int]:
+    """The attention backend of this model, and tokens per KV block. Raises `ConfigError`."""
+    backend = select_backend(loaded.device, loaded.family.attention_features(loaded.dtype))
+    return backend, resolve_block_size(backend, kv.block_size)
+
+
+def make_runner(
+    loaded: LoadedModel,
+    settings: EngineSettings,
+    backend: AttentionBackend,
+    pool: BlockPool,
+    threads: Threads | None = None,
+) -> Runner:
+    """A runner with as many blocks as `pool`; `threads` None: torch's setting stays."""
+    return Runner(
+        loaded,
+        num_blocks=pool.num_blocks,
+        block_size=pool.block_size,
+        backend=backend,
+        max_num_seqs=settings.scheduler.max_num_seqs,
+        max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
+        threads=threads,
+    )
+
+
+def _num_blocks(loaded: LoadedModel, kv: KVConfig, block_size: int) -> int:
+    family = loaded.family
+    nbytes = block_bytes(
+        num_layers=family.num_layers,
+        block_size=block_size,
+        num_kv_heads=family.num_kv_heads,
+        head_dim=family.head_dim,
+        dtype=loaded.dtype,
+    )
+    there = _memory_bytes(loaded.device)
+    if kv.cache_bytes > there:
+        raise ConfigError(
+            f"--kv-cache-gb is {kv.cache_bytes / GIB:.1f}, but the {loaded.device.type} has "
+            f"{there / GIB:.1f} GiB of memory"
+        )
+    num_blocks = kv.cache_bytes // nbytes
+    if num_blocks == 0:
+        raise ConfigError(
+            f"--kv-cache-gb is too small: one block of {block_size} tokens takes {nbytes} bytes"
+        )
+    return num_blocks
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """All memory of the device, used or not; in a container at most its limit."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in CONTAINER_LIMITS:
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            limits.append(int(path.read_text()))
+    return min(limits)
+
+
+def _fitted(loaded: LoadedModel, kv_tokens: int) -> LoadedModel:
+    """Limit `max_model_len` to the KV cache: a longer sequence could not go on even alone in it."""
+    info = loaded.info
+    if info.max_model_len <= kv_tokens:
+        return loaded
+    logger.warning(
+        "the KV cache holds %d tokens: sequences are limited to that, not to the model's %d",
+        kv_tokens,
+        info.max_model_len,
+    )
+    fitted = msgspec.structs.replace(info, max_model_len=kv_tokens)
+    return dataclasses.replace(loaded, info=fitted)
