@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from lookonce.errors import BadRequestError, RequestError
 from lookonce.frontend.generation import Piece, Sample
-from lookonce.frontend.logprobs import CompletionFormat as LogprobsFormat
+from lookonce.frontend.logprobs import CompletionLogprobsBuilder as LogprobsFormat
 from lookonce.frontend.logprobs import echoed_logprobs, joined_completion
 from lookonce.frontend.requests import CompletionRequest
 from lookonce.frontend.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
@@ -30,7 +30,7 @@ async def completions(request: Request) -> Response:
     body = await receive(request, CompletionRequest)
     exchange = open_exchange(request, body, arrival)
     sampling = completion_sampling(body, exchange.services.defaults)
-    return await answer(request, exchange, CompletionFormat(exchange, body, sampling))
+    return await answer(request, exchange, CompletionLogprobsBuilder(exchange, body, sampling))
 
 
 def named_prompts(prompt: str | list[str | int | list[int]]) -> dict[str, str | list[int]]:
@@ -67,7 +67,7 @@ def _naming(name: str) -> Iterator[None]:
         raise type(error)(message, param=named, code=error.code) from None
 
 
-class CompletionFormat:
+class CompletionLogprobsBuilder:
     """Text completion objects, whole and in chunks."""
 
     def __init__(
