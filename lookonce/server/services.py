@@ -12,14 +12,13 @@ from typing import Self
 from prometheus_client.core import Metric
 
 from lookonce.config import Config
-from lookonce.engine.client.engine_client import EngineClient
 from lookonce.errors import (
     DrainingError,
     EngineDeadError,
     ModelNotFoundError,
     NotReadyError,
 )
-from lookonce.frontend.frontend import Frontend, limits_learned, open_frontend
+from lookonce.frontend.frontend import Frontend, engine_client, limits_learned, open_frontend
 from lookonce.frontend.metrics import Counts
 from lookonce.render.readonly import ReadOnlyRenderer, open_readonly
 from lookonce.server.api_process_peers import AbortPeers, MetricsPeers, RunningRequests
@@ -118,7 +117,7 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
 
     `index` is this process's number among the server's API processes.
     """
-    client = EngineClient(config.channel, processor_cache_bytes=config.media.processor_cache_bytes)
+    client = engine_client(config)
     folder = Path(config.channel.address.removeprefix("ipc://")).parent
     processes = config.server.api_processes
     running = RunningRequests()
