@@ -12,8 +12,11 @@ from starlette.responses import Response
 
 from lookonce.errors import BadRequestError, RequestError
 from lookonce.frontend.generation import Piece, Sample
-from lookonce.frontend.logprobs import CompletionLogprobsBuilder as LogprobsFormat
-from lookonce.frontend.logprobs import echoed_logprobs, joined_completion
+from lookonce.frontend.logprobs import (
+    CompletionLogprobsBuilder,
+    echoed_logprobs,
+    joined_completion,
+)
 from lookonce.frontend.requests import CompletionRequest
 from lookonce.frontend.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from lookonce.frontend.sampling_params import asked_limit, completion_sampling
@@ -30,7 +33,7 @@ async def completions(request: Request) -> Response:
     body = await receive(request, CompletionRequest)
     exchange = open_exchange(request, body, arrival)
     sampling = completion_sampling(body, exchange.services.defaults)
-    return await answer(request, exchange, CompletionLogprobsBuilder(exchange, body, sampling))
+    return await answer(request, exchange, CompletionFormat(exchange, body, sampling))
 
 
 def named_prompts(prompt: str | list[str | int | list[int]]) -> dict[str, str | list[int]]:
@@ -67,7 +70,7 @@ def _naming(name: str) -> Iterator[None]:
         raise type(error)(message, param=named, code=error.code) from None
 
 
-class CompletionLogprobsBuilder:
+class CompletionFormat:
     """Text completion objects, whole and in chunks."""
 
     def __init__(
@@ -82,7 +85,7 @@ class CompletionLogprobsBuilder:
         """Samples that have begun, where they are streamed."""
         self._prompt_only = bool(body.echo) and asked_limit(body) == 0
         """What is generated nevertheless, for the prompt's sake, is left out."""
-        self._logprob_formats: dict[int, LogprobsFormat] = {}
+        self._logprob_formats: dict[int, CompletionLogprobsBuilder] = {}
         self._echoes: dict[int, CompletionLogprobs] = {}
         """By prompt, as all its samples show it."""
         self._id = f"cmpl-{exchange.request_id}"
@@ -182,7 +185,7 @@ class CompletionLogprobsBuilder:
         if index not in self._logprob_formats:
             echo = self._echo(index, wanted)
             parts += [] if echo is None else [echo]
-            self._logprob_formats[index] = LogprobsFormat(
+            self._logprob_formats[index] = CompletionLogprobsBuilder(
                 renderer.token_bytes,
                 wanted,
                 renderer.skipped(self._sampling),
