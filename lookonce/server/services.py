@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -21,8 +21,10 @@ from lookonce.errors import (
 from lookonce.frontend.frontend import Frontend, engine_client, limits_learned, open_frontend
 from lookonce.frontend.metrics import Counts
 from lookonce.render.readonly import ReadOnlyRenderer, open_readonly
-from lookonce.server.api_process_peers import AbortPeers, MetricsPeers, RunningRequests
+from lookonce.server.api_process_peers import AbortPeers, MetricsPeers
 from lookonce.server.http.auth import KeyRing
+
+Abort = Callable[[], Awaitable[None]]
 
 
 class Drain:
@@ -51,6 +53,42 @@ class Drain:
 
     async def wait_idle(self) -> None:
         await self._idle.wait()
+
+
+class RunningRequests:
+    """The requests that run in this process: (tenant, request id) → how to abort them.
+
+    Clients may use one id for several requests.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[str, str], list[Abort]] = {}
+
+    @contextmanager
+    def noted(self, tenant: str, request_id: str, abort: Abort) -> Iterator[None]:
+        """While one request runs."""
+        self.note(tenant, request_id, abort)
+        try:
+            yield
+        finally:
+            self.forget(tenant, request_id, abort)
+
+    def note(self, tenant: str, request_id: str, abort: Abort) -> None:
+        self._running.setdefault((tenant, request_id), []).append(abort)
+
+    def forget(self, tenant: str, request_id: str, abort: Abort) -> None:
+        name = (tenant, request_id)
+        self._running[name].remove(abort)
+        if not self._running[name]:
+            del self._running[name]
+
+    async def abort(self, tenant: str, request_ids: list[str]) -> list[str]:
+        """Abort a tenant's requests; answers the ids that were running here."""
+        found = [name for name in dict.fromkeys(request_ids) if (tenant, name) in self._running]
+        for request_id in found:
+            for abort in list(self._running.get((tenant, request_id), ())):
+                await abort()
+        return found
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,7 +175,7 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
         metrics.sources.append(lambda: readonly_counts(readonly))
         async with (
             MetricsPeers(folder, index, processes, metrics.local_families) as peers,
-            AbortPeers(folder, index, processes, running) as abort_peers,
+            AbortPeers(folder, index, processes, running.abort) as abort_peers,
         ):
             yield Services(
                 config=config,
@@ -158,3 +196,6 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
 def readonly_counts(renderer: ReadOnlyRenderer) -> Counts:
     """What a read-only renderer counts, under names of its own."""
     return {f"readonly_{name}": value for name, value in renderer.counts().items()}
+
+
+# --- aborting requests --------------------------------------------------------------------------
