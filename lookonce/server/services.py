@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -63,15 +63,6 @@ class RunningRequests:
 
     def __init__(self) -> None:
         self._running: dict[tuple[str, str], list[Abort]] = {}
-
-    @contextmanager
-    def noted(self, tenant: str, request_id: str, abort: Abort) -> Iterator[None]:
-        """While one request runs."""
-        self.note(tenant, request_id, abort)
-        try:
-            yield
-        finally:
-            self.forget(tenant, request_id, abort)
 
     def note(self, tenant: str, request_id: str, abort: Abort) -> None:
         self._running.setdefault((tenant, request_id), []).append(abort)
