@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar, cast
 
 import msgspec
 
+from lookonce.cache.identity import media_hash
 from lookonce.config import NANO, Config, Options, SchedulerConfig, resolve
 from lookonce.engine.settings import engine_settings
 from lookonce.engine.supervisor.engine_supervisor import EngineSupervisor, OnLoading, socket_folder
@@ -32,7 +33,6 @@ from lookonce.frontend.media_injection import (
     ItemOutcome,
     arrays_reader,
     inject_offered,
-    media_name,
     offered_items,
 )
 from lookonce.frontend.model_download import with_local_model
@@ -164,7 +164,12 @@ class LLM:
 
     def media_hash(self, data: bytes, *, modality: Modality) -> str:
         """The name of encoded media (a PNG file, say) in the caches of this model, hex digits."""
-        return media_name(self._frontend, data, modality)
+        return media_hash(
+            data,
+            modality=modality,
+            fingerprint=self._frontend.renderer.fingerprint,
+            algorithm=self._frontend.config.media.hash_algorithm,
+        ).hex()
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """What the model's `generation_config.json` recommends, with `changes`."""

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from lookonce.cache.identity import media_hash
 from lookonce.engine.client.injection import Injected, Keyed
 from lookonce.errors import BadRequestError, LookOnceError
 from lookonce.frontend.frontend import Frontend
@@ -28,16 +27,6 @@ class ItemOutcome(msgspec.Struct, kw_only=True):
     status: str
     """`stored`, `already_held` or `rejected`."""
     reason: str | None = None
-
-
-def media_name(frontend: Frontend, data: bytes, modality: Modality) -> str:
-    """The name of encoded media (a PNG file, say) in the caches of this model: hex digits."""
-    return media_hash(
-        data,
-        modality=modality,
-        fingerprint=frontend.renderer.fingerprint,
-        algorithm=frontend.config.media.hash_algorithm,
-    ).hex()
 
 
 @dataclass(frozen=True, slots=True)
