@@ -22,7 +22,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 
-class Frontend:
+class ExternalFrontend:
     """Prompts of one model, made without LookOnce."""
 
     def __init__(self, folder: str) -> None:
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--server", default="http://127.0.0.1:8000")
     asked = parser.parse_args()
 
-    frontend = Frontend(asked.model)
+    frontend = ExternalFrontend(asked.model)
     arrays = frontend.process(asked.picture)
     name = "sha256:" + hashlib.sha256(asked.picture.read_bytes()).hexdigest()
     with httpx.Client(base_url=asked.server, timeout=120) as server:

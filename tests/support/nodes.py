@@ -22,10 +22,8 @@ from lookonce.engine.client.engine_client import EngineClient
 from lookonce.engine.process.build import EngineThreads
 from lookonce.engine.process.load_engine import load_engine
 from lookonce.engine.process_io import engine_settings
-from lookonce.frontend.auth import KeyRing
+from lookonce.frontend.frontend import RenderOnlyEngine
 from lookonce.frontend.metrics import Metrics
-from lookonce.frontend.render_only_engine import NoEngine
-from lookonce.frontend.services import Services
 from lookonce.render.media.load import MediaLoader
 from lookonce.render.media.processing import MediaJob, Processed
 from lookonce.render.media.resolver import MediaResolver
@@ -36,6 +34,8 @@ from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
 from lookonce.render.renderer import Renderer
 from lookonce.server.http.app import RENDER_ROUTES, build_app
+from lookonce.server.http.auth import KeyRing
+from lookonce.server.services import Services
 from tests.support.in_process_link import InProcessHub
 from tests.support.model.chats import PoolInProcess
 
@@ -140,7 +140,7 @@ async def _node(
         config=config,
         renderer=renderer,
         readonly=readonly,
-        engine=engine or NoEngine(),
+        engine=engine or RenderOnlyEngine(),
         metrics=Metrics("m"),
         keys=KeyRing.of(config.server),
     )

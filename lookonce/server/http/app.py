@@ -8,7 +8,6 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from lookonce.frontend.services import Services
 from lookonce.server.http.middleware import Door
 from lookonce.server.routes.abort import abort_requests
 from lookonce.server.routes.chat import chat_completions
@@ -29,6 +28,7 @@ from lookonce.server.routes.status import (
     show_version,
 )
 from lookonce.server.routes.tokenize import detokenize, tokenize
+from lookonce.server.services import Services
 
 RENDER_ROUTES = [
     Route("/health", health),

@@ -19,12 +19,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lookonce.errors import LookOnceError
-from lookonce.frontend.auth import header
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
-from lookonce.frontend.services import Drain, Services
+from lookonce.server.http.auth import header
 from lookonce.server.http.connection import ClientLeftError
 from lookonce.server.http.error_responses import INTERNAL, error_response, json_response
 from lookonce.server.routes.page import is_page
+from lookonce.server.services import Drain, Services
 
 logger = logging.getLogger("lookonce.server")
 

@@ -6,10 +6,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lookonce.frontend.auth import Principal
-from lookonce.frontend.services import Services
+from lookonce.server.http.auth import Principal
 from lookonce.server.http.body import receive
 from lookonce.server.http.error_responses import json_response
+from lookonce.server.services import Services
 
 
 class AbortRequest(msgspec.Struct):

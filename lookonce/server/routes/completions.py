@@ -12,8 +12,11 @@ from starlette.responses import Response
 
 from lookonce.errors import BadRequestError, RequestError
 from lookonce.frontend.generation import Piece, Sample
-from lookonce.frontend.logprobs import CompletionFormat as LogprobsFormat
-from lookonce.frontend.logprobs import echoed_logprobs, joined_completion
+from lookonce.frontend.logprobs import (
+    CompletionLogprobsBuilder,
+    echoed_logprobs,
+    joined_completion,
+)
 from lookonce.frontend.requests import CompletionRequest
 from lookonce.frontend.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from lookonce.frontend.sampling_params import asked_limit, completion_sampling
@@ -82,7 +85,7 @@ class CompletionFormat:
         """Samples that have begun, where they are streamed."""
         self._prompt_only = bool(body.echo) and asked_limit(body) == 0
         """What is generated nevertheless, for the prompt's sake, is left out."""
-        self._logprob_formats: dict[int, LogprobsFormat] = {}
+        self._logprob_formats: dict[int, CompletionLogprobsBuilder] = {}
         self._echoes: dict[int, CompletionLogprobs] = {}
         """By prompt, as all its samples show it."""
         self._id = f"cmpl-{exchange.request_id}"
@@ -182,7 +185,7 @@ class CompletionFormat:
         if index not in self._logprob_formats:
             echo = self._echo(index, wanted)
             parts += [] if echo is None else [echo]
-            self._logprob_formats[index] = LogprobsFormat(
+            self._logprob_formats[index] = CompletionLogprobsBuilder(
                 renderer.token_bytes,
                 wanted,
                 renderer.skipped(self._sampling),

@@ -12,15 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lookonce.errors import BadRequestError
-from lookonce.frontend.auth import Principal
 from lookonce.frontend.requests import (
     ChatRequest,
     CompletionRequest,
-    Generate,
+    GenerationFields,
     StreamOptions,
 )
 from lookonce.frontend.sampling_params import chat_sampling, completion_sampling, names_limit
-from lookonce.frontend.services import Services
+from lookonce.server.http.auth import Principal
 from lookonce.server.http.body import receive
 from lookonce.server.http.connection import while_connected
 from lookonce.server.http.error_responses import encode, json_response
@@ -28,6 +27,7 @@ from lookonce.server.routes.chat import chat_options, chat_tools, check_chat
 from lookonce.server.routes.completions import named_prompts
 from lookonce.server.routes.generate_features import Features, MediaForm, features_of
 from lookonce.server.routes.serving_base import check_body, request_id_of
+from lookonce.server.services import Services
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.request_validation import shorten_max_tokens
 from lookonce.types.sampling import SamplingParams
@@ -123,7 +123,7 @@ async def render_completion(request: Request) -> Response:
 
 def _body(
     services: Services,
-    body: Generate,
+    body: GenerationFields,
     request_id: str,
     rendered: RenderedPrompt,
     sampling: SamplingParams,

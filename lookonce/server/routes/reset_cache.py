@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lookonce.frontend.auth import Principal
-from lookonce.frontend.services import Services
+from lookonce.server.http.auth import Principal
+from lookonce.server.services import Services
 
 TIERS = ("mm", "encoder", "prefix")
 

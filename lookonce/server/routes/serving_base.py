@@ -16,8 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lookonce.errors import BadRequestError
-from lookonce.frontend.auth import Principal, header
-from lookonce.frontend.generation import Generation, Piece, Sample, merged, prepare
+from lookonce.frontend.generation import Piece, PromptGeneration, Sample, merged, prepare
 from lookonce.frontend.logprobs import prompt_entries
 from lookonce.frontend.receipt import kv_transfer_params, reuse_receipt, usage
 from lookonce.frontend.requests import StreamOptions
@@ -28,10 +27,11 @@ from lookonce.frontend.responses import (
     Usage,
 )
 from lookonce.frontend.sampling_params import names_limit
-from lookonce.frontend.services import Services
+from lookonce.server.http.auth import Principal, header
 from lookonce.server.http.connection import while_connected
 from lookonce.server.http.error_responses import encode
 from lookonce.server.http.event_stream import PLAIN, EventStream, Group, Groups, Wire
+from lookonce.server.services import Services
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
@@ -80,7 +80,7 @@ class Exchange:
     cache_salt: str | None
     arrival: float
     created: int = field(default_factory=lambda: int(time.time()))
-    generations: list[Generation] = field(default_factory=list)
+    generations: list[PromptGeneration] = field(default_factory=list)
     aborted: bool = False
     num_scored: int = 0
     """Log-probabilities of prompts that the answer will have."""

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from lookonce import __version__
 from lookonce.errors import LookOnceError
 from lookonce.frontend.responses import ModelCard, ModelList
-from lookonce.frontend.services import Services
 from lookonce.server.http.error_responses import json_response
+from lookonce.server.services import Services
 
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 STARTED = int(time.time())

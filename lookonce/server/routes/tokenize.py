@@ -8,15 +8,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lookonce.errors import BadRequestError
-from lookonce.frontend.auth import Principal
 from lookonce.frontend.requests import DetokenizeRequest, TokenizeRequest, template_options
 from lookonce.frontend.responses import Prompt, Tokens
-from lookonce.frontend.services import Services
-from lookonce.frontend.tools.asked import read_tools
-from lookonce.frontend.tools.calls import usable_tools
+from lookonce.frontend.tools.calls import read_tools, tool_calling
+from lookonce.server.http.auth import Principal
 from lookonce.server.http.body import receive
 from lookonce.server.http.connection import while_connected
 from lookonce.server.http.error_responses import json_response
+from lookonce.server.services import Services
 from lookonce.types.request import RenderedPrompt
 
 
@@ -56,7 +55,7 @@ async def _render(
 
 
 def _options(services: Services, body: TokenizeRequest) -> dict[str, Any]:
-    tools = usable_tools(read_tools(body.tools, None, None), services.tool_dialect)
+    tools = tool_calling(read_tools(body.tools, None, None), services.tool_dialect)
     options = template_options(body)
     return options if tools is None else {**options, "tools": tools.asked.for_template()}
 

@@ -15,8 +15,8 @@ from lookonce.frontend.generation import Piece, Sample
 from lookonce.frontend.logprobs import chat_logprobs
 from lookonce.frontend.responses import TokenEntry, ToolCallDelta
 from lookonce.frontend.sampling_params import SamplingDefaults, response_sampling
-from lookonce.frontend.tools.calls import UsableTools, reader_of, usable_tools
-from lookonce.frontend.tools.deltas import Words
+from lookonce.frontend.tools.calls import ToolCalling, reader_of, tool_calling
+from lookonce.frontend.tools.parser import ContentText
 from lookonce.server.http.body import receive
 from lookonce.server.http.error_responses import encode, error_body
 from lookonce.server.routes.responses_api.body import (
@@ -50,7 +50,7 @@ async def create_response(request: Request) -> Response:
     exchange = open_exchange(request, body, arrival)
     exchange.include_usage = False  # the last event always has it
     check_response(body)
-    tools = usable_tools(response_tools(body), exchange.services.tool_dialect)
+    tools = tool_calling(response_tools(body), exchange.services.tool_dialect)
     sampling = _sampling(body, exchange.services.defaults)
     if tools is not None:
         sampling = tools.constrain(sampling)
@@ -81,7 +81,7 @@ class ResponseFormat:
         exchange: Exchange,
         body: ResponsesRequest,
         sampling: SamplingParams,
-        tools: UsableTools | None,
+        tools: ToolCalling | None,
     ) -> None:
         self._exchange = exchange
         self._body = body
@@ -157,7 +157,7 @@ class ResponseFormat:
         self._reader.note(said.token_ids, self._logprobs(said))
         for told, logprobs in self._reader.push(text, last=finish_reason is not None):
             match told:
-                case Words(more):
+                case ContentText(more):
                     yield from writer.words(more, logprobs)
                 case ToolCallDelta():
                     yield from writer.call(told)

@@ -20,10 +20,10 @@ from msgspec import UNSET
 
 from lookonce.frontend.logprobs import TextCursor
 from lookonce.frontend.responses import TokenEntry, ToolCallDelta
-from lookonce.frontend.tools.calls import CallReader, PlainReader, Told
-from lookonce.frontend.tools.deltas import Words
+from lookonce.frontend.tools.calls import AnswerDelta, CallReader, PlainTextReader
+from lookonce.frontend.tools.parser import ContentText
 
-Scored: TypeAlias = tuple[Told, list[TokenEntry]]
+Scored: TypeAlias = tuple[AnswerDelta, list[TokenEntry]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Waiting:
 
 class ScoredReader:
     def __init__(
-        self, reader: CallReader | PlainReader, *, unheard: Collection[int], scored: bool
+        self, reader: CallReader | PlainTextReader, *, unheard: Collection[int], scored: bool
     ) -> None:
         """`scored`: there are log-probabilities."""
         self._reader = reader
@@ -88,11 +88,11 @@ class ScoredReader:
     def _decided(self, text: str, *, last: bool) -> Iterator[Scored]:
         told = self._reader.push(text, last=last)
         self._num_read += len(text)
-        num_said = sum(len(each.text) for each in told if isinstance(each, Words))
+        num_said = sum(len(each.text) for each in told if isinstance(each, ContentText))
         num_held = 0 if last else self._reader.num_held
         entries = self._decide(self._num_read - num_held, num_said)
         for each in told:
-            yield each, entries if isinstance(each, Words) else []
+            yield each, entries if isinstance(each, ContentText) else []
 
     def _decide(self, end: int, num_said: int) -> list[TokenEntry]:
         """What the reader decides at once are words, or words before a marker, or none."""
@@ -105,11 +105,11 @@ class ScoredReader:
 def _joined(scored: list[Scored]) -> list[Scored]:
     """Neighbours made one, as the reader makes them of a text that comes at once."""
     result: list[Scored] = []
-    for are_words, group in groupby(scored, key=lambda each: isinstance(each[0], Words)):
+    for are_words, group in groupby(scored, key=lambda each: isinstance(each[0], ContentText)):
         run = list(group)
         if are_words:
-            text = "".join(told.text for told, _ in run if isinstance(told, Words))
-            result.append((Words(text), [entry for _, entries in run for entry in entries]))
+            text = "".join(told.text for told, _ in run if isinstance(told, ContentText))
+            result.append((ContentText(text), [entry for _, entries in run for entry in entries]))
         else:
             result += _joined_calls(run)
     return result
