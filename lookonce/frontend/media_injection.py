@@ -16,7 +16,7 @@ import msgspec
 from lookonce.engine.client.injection import Injected, Keyed
 from lookonce.errors import BadRequestError, LookOnceError
 from lookonce.frontend.services import Services
-from lookonce.render.media.injection import arrays_of
+from lookonce.render.media.external_items import arrays_of
 from lookonce.types.media import MODALITIES, Array, Modality
 
 logger = logging.getLogger("lookonce.server")

@@ -25,8 +25,8 @@ from lookonce.frontend.metrics import Metrics
 from lookonce.frontend.metrics_peers import Peers
 from lookonce.frontend.sampling_params import SamplingDefaults
 from lookonce.frontend.tools.formats import ToolDialect
+from lookonce.render.families.base import Largest
 from lookonce.render.media.external_items import GivenMedia
-from lookonce.render.media.largest_media import Largest
 from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import RenderedItem, RenderedPrompt, TokenDelta

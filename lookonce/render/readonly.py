@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from lookonce.cache.lru import ByteLRU
 from lookonce.cache.uuids import UuidBindings
 from lookonce.config import MediaConfig
-from lookonce.render.media.largest_media import Largest, largest_media
-from lookonce.render.media.load import MediaLoader
+from lookonce.render.families.base import Largest, largest_media
+from lookonce.render.media.loader import MediaLoader
 from lookonce.render.media.resolver import MediaResolver
 from lookonce.render.prompt.encoder import ChatOptions
 from lookonce.render.renderer import Renderer

@@ -16,10 +16,11 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lookonce.cache.identity import item_key
+from lookonce.cache.identity import item_key, scope_digest
 from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import BadRequestError
 from lookonce.render.families.base import ProcessorFamily
@@ -29,22 +30,30 @@ from lookonce.render.media.external_items import (
     GivenResolver,
     check_token_ids,
     digest_to_write,
+    given_item,
     place_given,
     placeholder_span,
 )
-from lookonce.render.media.injection import given_item
-from lookonce.render.media.load import MediaLoader
+from lookonce.render.media.loader import MediaLoader
 from lookonce.render.media.pool import MediaPool
 from lookonce.render.media.processing import ProcessingSettings
-from lookonce.render.media.resolver import MediaResolver, RenderStats
-from lookonce.render.media.resolver_ports import NameBindings, RendererDirectory
+from lookonce.render.media.resolver import (
+    MediaResolver,
+    NameBindings,
+    RendererDirectory,
+    RenderStats,
+)
 from lookonce.render.prompt.detokenizer import Detokenizer
-from lookonce.render.prompt.encoder import ChatOptions, EncodedPrompt, PromptEncoder, chat_options
+from lookonce.render.prompt.encoder import (
+    ChatOptions,
+    EncodedPrompt,
+    PromptEncoder,
+    chat_options,
+    template_sources,
+)
 from lookonce.render.prompt.messages import has_many_values, in_thread_if, read_messages
 from lookonce.render.prompt.placeholders import MediaPart, match_placeholders, place_media
-from lookonce.render.prompt.template import template_sources
 from lookonce.render.prompt.tokenizer import Tokenizer
-from lookonce.render.scope import scope_of
 from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
 from lookonce.types.sampling import SamplingParams
@@ -396,3 +405,13 @@ async def _open_resolver(
         max_bytes=media.max_bytes,
         algorithm=media.hash_algorithm,
     )
+
+
+def scope_of(tenant: str, cache_salt: str | None) -> bytes:
+    """`scope_digest`; tenants are few and remembered, salts are the clients' and are not."""
+    return _of_tenant(tenant) if cache_salt is None else scope_digest(tenant, cache_salt)
+
+
+@lru_cache(maxsize=1024)
+def _of_tenant(tenant: str) -> bytes:
+    return scope_digest(tenant, None)

@@ -25,7 +25,7 @@ from lookonce.frontend.auth import KeyRing
 from lookonce.frontend.metrics import Metrics
 from lookonce.frontend.render_only_engine import NoEngine
 from lookonce.frontend.services import Drain, Rehearsal, Services
-from lookonce.render.media.largest_media import Largest
+from lookonce.render.families.base import Largest
 from lookonce.server.http.app import build_app
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import EncoderOutcome, PrefillFacts, RenderedPrompt, TokenDelta

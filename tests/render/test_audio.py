@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookonce.errors import TooLargeError, UnprocessableMediaError
-from lookonce.render.media.audio import decode_audio
+from lookonce.render.media.processing import decode_audio
 
 RATE = 16_000
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, features
 
 from lookonce.errors import TooLargeError, UnprocessableMediaError
-from lookonce.render.media.decode import FORMATS, decode_image
+from lookonce.render.media.processing import IMAGE_FORMATS, decode_image
 
 LIMIT = 1_000_000
 
@@ -58,7 +58,7 @@ FITS_GZIP_BOMB = (
 
 
 class TestFormats:
-    @pytest.mark.parametrize("kind", FORMATS)
+    @pytest.mark.parametrize("kind", IMAGE_FORMATS)
     def test_the_four_formats_open(self, kind: str) -> None:
         image = decode_image(encode(picture(), kind), LIMIT)
         assert (image.mode, image.size) == ("RGB", (40, 30))
@@ -136,7 +136,7 @@ class TestLimits:
 
 
 class TestBroken:
-    @pytest.mark.parametrize("kind", FORMATS)
+    @pytest.mark.parametrize("kind", IMAGE_FORMATS)
     @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
     def test_a_truncated_picture_is_refused_in_our_own_words(self, kind: str, share: float) -> None:
         data = encode(picture(200, 200), kind)
@@ -147,7 +147,7 @@ class TestBroken:
 
     @settings(deadline=None, max_examples=150)
     @given(
-        kind=st.sampled_from(FORMATS),
+        kind=st.sampled_from(IMAGE_FORMATS),
         changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=20),
         cut=st.integers(0, 10**6),
     )

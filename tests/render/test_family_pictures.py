@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lookonce.errors import UnprocessableMediaError
-from lookonce.render.families.qwen_images import smart_size
+from lookonce.render.families.qwen2_5_vl import smart_size
 from tests.support.render import hugging_face
 from tests.support.render.samples import PICTURE_KINDS, SIZES, load, numpy_of, picture
 

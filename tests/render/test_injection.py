@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lookonce.errors import BadRequestError
 from lookonce.render.families.registry import load_family
-from lookonce.render.media.injection import arrays_of, decode_kwargs, encode_kwargs, given_item
+from lookonce.render.media.external_items import arrays_of, decode_kwargs, encode_kwargs, given_item
 from lookonce.types.media import ITEM_SIZE, Array, Expansion, ProcessedItem
 
 EXPANSION = Expansion(((7, 2),), 7)

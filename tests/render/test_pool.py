@@ -33,7 +33,7 @@ from lookonce.errors import (
 from lookonce.render.media import pool as pool_module
 from lookonce.render.media.pool import MediaPool
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
-from lookonce.render.media.worker_link import map_memory, new_memory
+from lookonce.render.media.worker import map_memory, new_memory
 from tests.support.render.doubles import until
 
 FAKE = (sys.executable, "-m", "tests.support.render.fake_worker")

@@ -19,8 +19,7 @@ from lookonce.render.families.registry import load_family
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
 from lookonce.render.media.resolver import MediaResolver
 from lookonce.render.prompt import encoder as encoding
-from lookonce.render.prompt.encoder import ChatOptions, PromptEncoder
-from lookonce.render.prompt.template import template_sources
+from lookonce.render.prompt.encoder import ChatOptions, PromptEncoder, template_sources
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.renderer import Renderer, open_renderer
 from lookonce.types.sampling import SamplingParams

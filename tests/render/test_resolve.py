@@ -20,9 +20,8 @@ from lookonce.errors import (
     UnprocessableMediaError,
 )
 from lookonce.render.media import resolver as resolve_module
-from lookonce.render.media.load import MediaLoader
+from lookonce.render.media.loader import MediaLoader, MediaSource
 from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE, MediaResolver
-from lookonce.render.media.sources import MediaSource
 from lookonce.types.request import RenderedItem
 from tests.support.render.doubles import (
     FakeFamily,

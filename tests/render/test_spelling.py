@@ -13,7 +13,7 @@ from lookonce.errors import BadRequestError, ModelLoadError
 from lookonce.render.families.registry import load_family
 from lookonce.render.prompt.encoder import ChatOptions, PromptEncoder
 from lookonce.render.prompt.messages import read_messages
-from lookonce.render.prompt.placeholder_escaping import (
+from lookonce.render.prompt.placeholders import (
     RESERVED,
     SecretSpelling,
     media_spelling,

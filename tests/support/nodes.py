@@ -31,12 +31,10 @@ from lookonce.frontend.render_only_engine import NoEngine
 from lookonce.frontend.services import Services
 from lookonce.ipc.channel import EngineChannel
 from lookonce.ipc.double import InProcessHub
-from lookonce.render.media.load import MediaLoader
+from lookonce.render.media.loader import MediaLoader
 from lookonce.render.media.processing import MediaJob, Processed
-from lookonce.render.media.resolver import MediaResolver
-from lookonce.render.media.resolver_ports import NameBindings, RendererDirectory
-from lookonce.render.prompt.encoder import PromptEncoder
-from lookonce.render.prompt.template import template_sources
+from lookonce.render.media.resolver import MediaResolver, NameBindings, RendererDirectory
+from lookonce.render.prompt.encoder import PromptEncoder, template_sources
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
 from lookonce.render.renderer import Renderer

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
+from lookonce.errors import BadRequestError, ModelLoadError
 from lookonce.types.media import Array
 
 STORAGE: dict[str, type[np.generic]] = {
@@ -45,3 +50,103 @@ def stored_array(storage: NDArray[np.generic], dtype: str) -> Array:
 def int64_array(*values: int) -> Array:
     """An `Array` of shape [len(values)]."""
     return stored_array(np.array(values, np.int64), "int64")
+
+
+Arrays = Mapping[str, Array]
+
+
+Shape = tuple[int | None, ...]
+"""None: any length from 1 on."""
+
+
+def refuse_arrays(message: str) -> BadRequestError:
+    """The item cannot be what the model's processor made."""
+    return BadRequestError(message, code="invalid_item")
+
+
+def check_arrays(arrays: Arrays, expected: Mapping[str, tuple[str, Shape]]) -> None:
+    """Names, dtypes and shapes exactly as expected. Raises `BadRequestError` naming the array."""
+    if arrays.keys() != expected.keys():
+        names = ", ".join(sorted(expected))
+        raise refuse_arrays(f"the item must have the arrays {names} and no others")
+    for name, (dtype, shape) in expected.items():
+        array = arrays[name]
+        if array.dtype != dtype:
+            raise refuse_arrays(f"{name} is {array.dtype}; it must be {dtype}")
+        if not _fits(array.shape, shape):
+            wanted = ", ".join("n" if length is None else str(length) for length in shape)
+            raise refuse_arrays(f"{name} has shape {array.shape}; it must be ({wanted})")
+
+
+def in_model_dtype(arrays: Arrays, dtype: str) -> dict[str, Array]:
+    """float32 arrays cast to the model's dtype, as our own processors do; others as they are."""
+    return {
+        name: _cast(array, dtype) if array.dtype == "float32" != dtype else array
+        for name, array in arrays.items()
+    }
+
+
+def integers(array: Array) -> tuple[int, ...]:
+    """The values of a small int64 array."""
+    return tuple(int(value) for value in np.frombuffer(array.data, "<i8"))
+
+
+def _cast(array: Array, dtype: str) -> Array:
+    values = np.frombuffer(array.data, "<f4").reshape(array.shape)
+    return stored_array(cast_floats(values, dtype), dtype)
+
+
+def _fits(shape: tuple[int, ...], wanted: Shape) -> bool:
+    return len(shape) == len(wanted) and all(
+        length == want or (want is None and length > 0)
+        for length, want in zip(shape, wanted, strict=True)
+    )
+
+
+Levels = NDArray[np.uint8]
+
+
+class PixelTable:
+    """8-bit RGB levels → what the model sees."""
+
+    def __init__(self, processor: Any, dtype: str) -> None:
+        """`processor` is a transformers image processor of the PIL backend."""
+        if processor.backend != "pil":
+            raise ModelLoadError("the image processor is not one this family knows")
+        ramp = np.tile(np.arange(256, dtype=np.uint8), (3, 1))[:, None, :]
+        values = processor.rescale(ramp, processor.rescale_factor) if processor.do_rescale else ramp
+        if processor.do_normalize:
+            values = processor.normalize(values, processor.image_mean, processor.image_std)
+        self._levels = np.ascontiguousarray(
+            cast_floats(np.asarray(values, np.float32)[:, 0], dtype)
+        )
+        self.dtype = dtype
+
+    def planes(self, pixels: Levels) -> Array:
+        """[height, width, 3] → [3, height, width]."""
+        out = np.empty((3, *pixels.shape[:2]), STORAGE[self.dtype])
+        for channel in range(3):
+            out[channel] = self._levels[channel][pixels[..., channel]]
+        return stored_array(out, self.dtype)
+
+    def patches(self, pixels: Levels, patch: int, merge: int, repeat: int) -> Array:
+        """[height, width, 3] → [patches, 3 * repeat * patch * patch], in Qwen's order.
+
+        Patches of one merge x merge window are neighbours; within a patch come channel, frame
+        (the picture `repeat` times), row and column.
+        """
+        height, width = pixels.shape[0] // patch, pixels.shape[1] // patch
+        windows = pixels.reshape(
+            height // merge, merge, patch, width // merge, merge, patch, 3
+        ).transpose(6, 0, 3, 1, 4, 2, 5)
+        out = np.empty((height * width, 3, repeat, patch * patch), STORAGE[self.dtype])
+        for channel in range(3):
+            levels = windows[channel].reshape(height * width, patch * patch)
+            out[:, channel] = self._levels[channel][levels][:, None]
+        return stored_array(out.reshape(height * width, -1), self.dtype)
+
+
+def resized(image: Image.Image, width: int, height: int, resample: int | None) -> Levels:
+    """The picture at a new size, [height, width, 3]."""
+    kind = Image.Resampling.BILINEAR if resample is None else Image.Resampling(resample)
+    return np.asarray(image.resize((width, height), kind))

@@ -7,8 +7,11 @@ on the first `process`, which runs in a worker.
 
 from __future__ import annotations
 
+import io
+import wave
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import ClassVar
 
@@ -18,17 +21,25 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from PIL import Image, features
 
+from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, ModelLoadError
-from lookonce.render.families.external_arrays import Arrays, refuse_arrays
-from lookonce.render.families.folder import FolderFiles, Json
+from lookonce.render.families.arrays import Arrays, refuse_arrays
+from lookonce.render.families.processor_files import FolderFiles, Json
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 Options = dict[str, object]
+
+
 Decoded = Image.Image | NDArray[np.float32]
 """An RGB picture, or mono samples [n] at the family's `sampling_rate`."""
 
+
 PIXEL_LIBRARIES = ("Pillow", "numpy", "transformers")
+
+
 SOUND_LIBRARIES = ("numpy", "soundfile", "soxr", "transformers")
+
+
 CODECS = ("jpg", "webp", "zlib", "libjpeg_turbo")
 
 
@@ -135,3 +146,83 @@ def token_id(config: Json, *names: str) -> int:
         if isinstance(value, int):
             return value
     raise ModelLoadError(f"config.json has no {names[0]}")
+
+
+def bad_option(name: str, message: str) -> BadRequestError:
+    return BadRequestError(f"mm_processor_kwargs: {message}", param=f"mm_processor_kwargs.{name}")
+
+
+def longest_edge(kwargs: Mapping[str, object], least: int, most: int) -> Options:
+    """`size.longest_edge` in pixels where it is not `most`, the folder's own, which is no option.
+
+    Raises `BadRequestError` unless it is a whole number from `least` to `most`.
+    """
+    size = kwargs.get("size")
+    if size is None:
+        return {}
+    edge = size.get("longest_edge") if isinstance(size, Mapping) and len(size) == 1 else None
+    if type(edge) is not int or not least <= edge <= most:
+        raise bad_option("size", f"size must hold longest_edge, a number from {least} to {most}")
+    return {} if edge == most else {"longest_edge": edge}
+
+
+MAX_SIDE_RATIO = 200
+"""Longer side over shorter one. Processors that fix the shorter side would blow up a thin picture;
+Qwen's refuses above the same ratio."""
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The item of one modality with the largest placeholder that the limits allow."""
+
+    modality: Modality
+    size: tuple[int, ...]
+    """(width, height) of a picture; (samples,) of a sound at the family's rate."""
+    sampling_rate: int = 0
+
+    def decoded(self) -> Decoded:
+        """A grey picture, or a quiet hum: silence takes shortcuts in some processors."""
+        if self.modality == "image":
+            return Image.new("RGB", (self.size[0], self.size[1]), (127, 127, 127))
+        time = np.arange(self.size[0]) / self.sampling_rate
+        return (0.1 * np.sin(2 * np.pi * 220.0 * time)).astype(np.float32)
+
+    def encoded(self) -> bytes:
+        """The same as a file that clients could send: PNG or WAV."""
+        target, decoded = io.BytesIO(), self.decoded()
+        if isinstance(decoded, Image.Image):
+            decoded.save(target, "PNG", compress_level=1)
+            return target.getvalue()
+        with wave.open(target, "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(self.sampling_rate)
+            file.writeframes((decoded * 32767).astype("<i2").tobytes())
+        return target.getvalue()
+
+
+def largest_media(
+    family: ProcessorFamily, media: MediaConfig, max_tokens: int
+) -> Iterator[Largest]:
+    """One for each modality with a limit above 0, with a placeholder of at most `max_tokens`.
+
+    A modality whose smallest item has more is left out.
+    """
+    for modality in family.modalities:
+        if media.limit_per_prompt.get(modality, 0) > 0:
+            size = _largest_size(family, media, modality, max_tokens)
+            if size is not None:
+                yield Largest(modality, size, family.sampling_rate)
+
+
+def _largest_size(
+    family: ProcessorFamily, media: MediaConfig, modality: Modality, max_tokens: int
+) -> tuple[int, ...] | None:
+    size = family.largest_size(modality, max_tokens)
+    if modality == "audio":
+        longest = int(media.max_audio_seconds * family.sampling_rate)
+        return None if size is None else (min(size[0], longest),)
+    while size is not None and size[0] * size[1] > media.max_image_pixels:
+        num_tokens = family.expansion_of_size(modality, size, {}).length
+        size = family.largest_size(modality, num_tokens // 2) if num_tokens > 1 else None
+    return size

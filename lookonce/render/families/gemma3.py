@@ -8,11 +8,9 @@ from typing import Any
 from PIL import Image
 
 from lookonce.errors import ModelLoadError
+from lookonce.render.families.arrays import Arrays, PixelTable, check_arrays, resized
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.external_arrays import Arrays, check_arrays
-from lookonce.render.families.folder import FolderFiles
-from lookonce.render.families.hf import image_processor
-from lookonce.render.families.pixels import PixelTable, resized
+from lookonce.render.families.processor_files import FolderFiles, image_processor
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 

@@ -19,14 +19,25 @@ from blake3 import blake3
 from PIL import Image
 
 from lookonce.errors import ModelLoadError
-from lookonce.render.families.arrays import int64_array, stored_array
-from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.external_arrays import Arrays, check_arrays, integers, refuse_arrays
-from lookonce.render.families.folder import FolderFiles
-from lookonce.render.families.hf import image_processor
-from lookonce.render.families.options import bad_option, longest_edge
-from lookonce.render.families.pixels import Levels, PixelTable
-from lookonce.render.families.wording import Wording
+from lookonce.render.families.arrays import (
+    Arrays,
+    Levels,
+    PixelTable,
+    check_arrays,
+    int64_array,
+    integers,
+    refuse_arrays,
+    stored_array,
+)
+from lookonce.render.families.base import (
+    Decoded,
+    Options,
+    ProcessorFamily,
+    bad_option,
+    longest_edge,
+    token_id,
+)
+from lookonce.render.families.processor_files import FolderFiles, Wording, image_processor
 from lookonce.types.media import Array, Expansion, Modality, ProcessedItem
 
 MAX_SIDE = 4096

@@ -11,14 +11,17 @@ from blake3 import blake3
 from PIL import Image
 
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
-from lookonce.render.families.arrays import int64_array
-from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.external_arrays import Arrays, check_arrays, integers, refuse_arrays
-from lookonce.render.families.folder import FolderFiles
-from lookonce.render.families.hf import image_processor
-from lookonce.render.families.options import longest_edge
-from lookonce.render.families.pixels import PixelTable, resized
-from lookonce.render.families.wording import Wording
+from lookonce.render.families.arrays import (
+    Arrays,
+    PixelTable,
+    check_arrays,
+    int64_array,
+    integers,
+    refuse_arrays,
+    resized,
+)
+from lookonce.render.families.base import Decoded, Options, ProcessorFamily, longest_edge, token_id
+from lookonce.render.families.processor_files import FolderFiles, Wording, image_processor
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 

@@ -12,13 +12,11 @@ import numpy as np
 from PIL import Image
 
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
-from lookonce.render.families.arrays import float_array
+from lookonce.render.families.arrays import Arrays, check_arrays, float_array, refuse_arrays
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.external_arrays import Arrays, check_arrays, refuse_arrays
-from lookonce.render.families.folder import FolderFiles
-from lookonce.render.families.hf import whisper_feature_extractor
-from lookonce.render.families.mel import MelSettings, log_mel, num_frames
-from lookonce.render.families.qwen_images import OPTION_NAMES, QwenImages
+from lookonce.render.families.processor_files import FolderFiles, whisper_feature_extractor
+from lookonce.render.families.qwen2_5_vl import OPTION_NAMES, QwenImages
+from lookonce.render.families.whisper import MelSettings, log_mel, num_frames
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 

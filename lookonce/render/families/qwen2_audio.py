@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from lookonce.errors import UnprocessableMediaError
-from lookonce.render.families.arrays import stored_array
+from lookonce.render.families.arrays import Arrays, check_arrays, refuse_arrays, stored_array
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.external_arrays import Arrays, check_arrays, refuse_arrays
-from lookonce.render.families.folder import FolderFiles
-from lookonce.render.families.mel import num_frames
-from lookonce.render.families.whisper import WhisperSound
+from lookonce.render.families.processor_files import FolderFiles
+from lookonce.render.families.whisper import WhisperSound, num_frames
 from lookonce.types.media import Array, Expansion, Modality, ProcessedItem
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from lookonce.render.families.base import ProcessorFamily
-from lookonce.render.families.folder import Json, read_folder
 from lookonce.render.families.gemma3 import Gemma3Processing
 from lookonce.render.families.idefics3 import Idefics3Processing
 from lookonce.render.families.llava import LlavaProcessing
 from lookonce.render.families.pixtral import PixtralProcessing
+from lookonce.render.families.processor_files import Json, read_folder
 from lookonce.render.families.qwen2_5_omni import Qwen2_5OmniProcessing
 from lookonce.render.families.qwen2_5_vl import Qwen2_5VLProcessing
 from lookonce.render.families.qwen2_audio import Qwen2AudioProcessing

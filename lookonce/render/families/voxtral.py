@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from lookonce.render.families.arrays import Arrays, check_arrays
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.external_arrays import Arrays, check_arrays
-from lookonce.render.families.folder import FolderFiles
+from lookonce.render.families.processor_files import FolderFiles
 from lookonce.render.families.whisper import WhisperSound
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 from lookonce.errors import ModelLoadError
 from lookonce.render.families.arrays import float_array
-from lookonce.render.families.folder import Json
-from lookonce.render.families.hf import whisper_feature_extractor
-from lookonce.render.families.mel import MelSettings, padded_log_mel
+from lookonce.render.families.processor_files import Json, whisper_feature_extractor
 from lookonce.types.media import Array
 
 
@@ -56,3 +54,97 @@ class WhisperSound:
             hop_length=extractor.hop_length,
             max_samples=extractor.n_samples,
         )
+
+
+BLOCK_FRAMES = 2048
+"""Frames transformed at once, so that long clips need little memory."""
+
+
+SILENCE, RANGE = -10.0, 8.0
+"""log10 of the power of silence, and how far below the loudest a level may lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class MelSettings:
+    """`filters` is [n_fft // 2 + 1, mel bins]; lengths are in samples."""
+
+    filters: NDArray[np.float64]
+    n_fft: int
+    hop_length: int
+    max_samples: int
+    silence_before: bool = False
+    """Whether the silence that fills `max_samples` comes before the sound, not after it."""
+
+
+def log_mel(samples: NDArray[np.float32], settings: MelSettings) -> NDArray[np.float32]:
+    """Features [mel bins, frames] of mono `samples` [n], n in 1..max; frames as `num_frames`."""
+    frames = num_frames(len(samples), settings.hop_length, settings.silence_before)
+    if settings.silence_before:
+        levels = _levels_at_the_end(samples, settings)
+        return _scaled(levels[len(levels) - frames :])
+    return _scaled(_levels(samples, settings)[:frames])
+
+
+def padded_log_mel(samples: NDArray[np.float32], settings: MelSettings) -> NDArray[np.float32]:
+    """The same beside the silence that pads the clip: [mel bins, max_samples // hop]."""
+    levels = _levels(samples, settings)
+    shape = (settings.max_samples // settings.hop_length, levels.shape[1])
+    padded = np.full(shape, max(SILENCE, levels.max() - RANGE))
+    padded[: len(levels)] = levels
+    return _scaled(padded)
+
+
+def num_frames(num_samples: int, hop_length: int, silence_before: bool = False) -> int:
+    """Frames that begin within the sound. One that silence comes before ends at a frame's end."""
+    return num_samples // hop_length if silence_before else -(-num_samples // hop_length)
+
+
+def _levels(samples: NDArray[np.float32], settings: MelSettings) -> NDArray[np.float64]:
+    """log10 mel power of every frame that touches sound, [frames, mel bins], floored."""
+    # Frames after the clip's last still touch sound, and their level counts for the maximum.
+    tail = -(-settings.n_fft // (2 * settings.hop_length))
+    frames = num_frames(len(samples), settings.hop_length) + tail
+    spectrum = _log_spectrum(_padded(samples, settings), settings)
+    spectrum = spectrum[: min(frames, settings.max_samples // settings.hop_length)]
+    return _floored(spectrum)
+
+
+def _levels_at_the_end(samples: NDArray[np.float32], settings: MelSettings) -> NDArray[np.float64]:
+    """The same of a sound that silence comes before, of its last frames: all with sound, and some
+    before."""
+    hop = settings.hop_length
+    # Silence that a frame sees from within the sound, and once more for the mirror to reach into.
+    before = num_frames(len(samples) + 2 * settings.n_fft, hop) * hop
+    signal = np.zeros(min(before, settings.max_samples))
+    signal[len(signal) - len(samples) :] = samples
+    mirrored = np.pad(signal, settings.n_fft // 2, mode="reflect")
+    return _floored(_log_spectrum(mirrored, settings)[: len(signal) // hop])
+
+
+def _floored(levels: NDArray[np.float64]) -> NDArray[np.float64]:
+    floored: NDArray[np.float64] = np.maximum(levels, levels.max() - RANGE)
+    return floored
+
+
+def _scaled(levels: NDArray[np.float64]) -> NDArray[np.float32]:
+    """[frames, mel bins] → [mel bins, frames], as the encoder takes them."""
+    return np.ascontiguousarray(((levels + 4.0) / 4.0).T, np.float32)
+
+
+def _padded(samples: NDArray[np.float32], settings: MelSettings) -> NDArray[np.float64]:
+    """Silence after the clip as far as a frame reaches, then both ends mirrored by half a frame."""
+    silent = np.zeros(min(settings.max_samples, len(samples) + settings.n_fft))
+    silent[: len(samples)] = samples
+    return np.pad(silent, settings.n_fft // 2, mode="reflect")
+
+
+def _log_spectrum(signal: NDArray[np.float64], settings: MelSettings) -> NDArray[np.float64]:
+    """log10 of the mel power of every frame, [frames, mel bins]."""
+    n_fft = settings.n_fft
+    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(n_fft) / n_fft)
+    frames = np.lib.stride_tricks.sliding_window_view(signal, n_fft)[:: settings.hop_length]
+    blocks = []
+    for start in range(0, len(frames), BLOCK_FRAMES):
+        wave = np.fft.rfft(frames[start : start + BLOCK_FRAMES] * window, axis=1)
+        blocks.append((wave.real**2 + wave.imag**2) @ settings.filters)
+    return np.log10(np.maximum(np.concatenate(blocks), 10**SILENCE))

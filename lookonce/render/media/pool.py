@@ -33,7 +33,7 @@ from lookonce.errors import (
     error_from_wire,
 )
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
-from lookonce.render.media.worker_link import (
+from lookonce.render.media.worker import (
     REPLIES,
     Configure,
     Done,

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -29,23 +29,17 @@ from lookonce.errors import (
     UnprocessableMediaError,
 )
 from lookonce.render.families.base import Options
-from lookonce.render.media.load import OFF_LOOP_BYTES
+from lookonce.render.media.loader import OFF_LOOP_BYTES, MediaSource, for_part
 from lookonce.render.media.processing import MediaJob, Processed
-from lookonce.render.media.resolver_ports import (
-    Family,
-    Loader,
-    NameBindings,
-    Pool,
-    RendererDirectory,
-)
 from lookonce.render.media.single_flight import Flights
-from lookonce.render.media.sources import MediaSource, for_part
 from lookonce.types.media import Expansion, Modality, ProcessedItem
+from lookonce.types.ports import ItemDirectory
 from lookonce.types.request import ProcessorOutcome, RenderedItem
 
 MAX_SIDE_BY_SIDE = 32
 """Parts of one prompt that are fetched or processed at a time: a prompt with more must neither be
 refused by the pool's bounded queue nor fill it alone."""
+
 
 T = TypeVar("T")
 
@@ -402,3 +396,41 @@ async def _all_of(works: Iterable[Callable[[], Coroutine[Any, Any, T]]]) -> list
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+class Family(Protocol):
+    """What identities depend on; `families.base.ProcessorFamily` is the real one."""
+
+    def fingerprint(self) -> bytes: ...
+
+    def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> Options: ...
+
+
+class Loader(Protocol):
+    """Encoded bytes of a source; `load.MediaLoader` is the real one."""
+
+    @property
+    def fetched(self) -> Counter[str]:
+        """Bodies fetched and files read, by modality."""
+
+    async def load(self, source: MediaSource, scope: bytes = b"") -> bytes: ...
+
+
+class Pool(Protocol):
+    """Decodes and processes off the event loop; `pool.MediaPool` is the real one."""
+
+    def run(self, job: MediaJob) -> Coroutine[Any, Any, Processed]:
+        """Raises at once what refuses the job; the rest when awaited."""
+
+
+class RendererDirectory(ItemDirectory, Protocol):
+    @property
+    def capacity_bytes(self) -> int: ...
+
+
+class NameBindings(Protocol):
+    """What uuids mean; `cache.uuids.UuidBindings` is the real one."""
+
+    def bind(self, scope: bytes, uuid: str, digest: bytes, *, param: str | None = None) -> None: ...
+
+    def resolve(self, scope: bytes, uuid: str) -> bytes | None: ...

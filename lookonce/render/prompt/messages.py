@@ -15,8 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from lookonce.errors import BadRequestError
-from lookonce.render.media.sources import MediaSource, media_source
-from lookonce.render.prompt.placeholder_escaping import refuse_reserved
+from lookonce.render.media.loader import MediaSource, media_source
+from lookonce.render.prompt.placeholders import refuse_reserved
 from lookonce.types.media import Modality
 
 FEW_VALUES = 2048

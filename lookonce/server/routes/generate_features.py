@@ -9,8 +9,7 @@ import msgspec
 import pybase64
 
 from lookonce.errors import BadRequestError
-from lookonce.render.media.external_items import GivenMedia
-from lookonce.render.media.injection import encode_kwargs
+from lookonce.render.media.external_items import GivenMedia, encode_kwargs
 from lookonce.types.media import MODALITIES, MediaFeature, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
 

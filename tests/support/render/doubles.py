@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from lookonce.errors import UnprocessableMediaError
+from lookonce.render.media.loader import MediaSource, for_part
 from lookonce.render.media.processing import MediaJob, Processed
-from lookonce.render.media.sources import MediaSource, for_part
 from lookonce.types.media import Array, Expansion, Modality, ProcessedItem
 
 PLACEHOLDERS: dict[Modality, int] = {"image": 9, "audio": 3}

@@ -10,7 +10,7 @@ import time
 
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.render.media.processing import Processed
-from lookonce.render.media.worker_link import (
+from lookonce.render.media.worker import (
     HEADER_BYTES,
     REQUESTS,
     Configure,

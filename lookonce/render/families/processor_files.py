@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from blake3 import blake3
+from tokenizers import Tokenizer
 
 from lookonce.errors import ModelLoadError
 
@@ -87,3 +91,60 @@ def _hub_file(model: str, name: str) -> Path | None:
         return None
     except (OSError, ValueError, httpx.HTTPError) as error:
         raise ModelLoadError(f"{name} of {model} cannot be read: {error}") from None
+
+
+IMAGE_PROCESSORS = {
+    "CLIPImageProcessor": "transformers.models.clip.image_processing_pil_clip",
+    "SiglipImageProcessor": "transformers.models.siglip.image_processing_pil_siglip",
+    "Qwen2VLImageProcessor": "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
+    "Gemma3ImageProcessor": "transformers.models.gemma3.image_processing_pil_gemma3",
+    "PixtralImageProcessor": "transformers.models.pixtral.image_processing_pil_pixtral",
+    "Idefics3ImageProcessor": "transformers.models.idefics3.image_processing_pil_idefics3",
+    "SmolVLMImageProcessor": "transformers.models.smolvlm.image_processing_pil_smolvlm",
+}
+"""`image_processor_type` (without "Fast") → module of its PIL class."""
+
+
+OLD_NAMES = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}
+
+
+def image_processor(config: Json, *allowed: str) -> Any:
+    """The image processor the folder asks for. Raises `ModelLoadError` unless it is `allowed`."""
+    name = str(config.get("image_processor_type", allowed[0])).removesuffix("Fast")
+    name = OLD_NAMES.get(name, name)
+    if name not in allowed:
+        raise ModelLoadError(f"image processor {name} is not supported with this model type")
+    return getattr(import_module(IMAGE_PROCESSORS[name]), f"{name}Pil").from_dict(dict(config))
+
+
+def whisper_feature_extractor(config: Json) -> Any:
+    """The extractor, of which only the settings and mel filters are used (see `mel`)."""
+    module = import_module("transformers.models.whisper.feature_extraction_whisper")
+    return module.WhisperFeatureExtractor.from_dict(dict(config))
+
+
+Runs = tuple[tuple[int, int], ...]
+"""`(token id, count)` in order."""
+
+
+class Wording:
+    """Texts → runs of token ids. Raises `ModelLoadError` for a folder without tokenizer.json."""
+
+    def __init__(self, files: FolderFiles) -> None:
+        if files.tokenizer is None:
+            raise ModelLoadError("the model has no tokenizer.json, which says how media is written")
+        described = Path(files.tokenizer).read_bytes()
+        self.digest = blake3(described).digest()
+        """Of the tokenizer: a part of the fingerprint of families whose expansions hold its ids."""
+        self._tokenizer = Tokenizer.from_buffer(described)
+
+    def runs(self, text: str) -> Runs:
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return tuple((token, len(list(same))) for token, same in groupby(ids))
+
+    def token(self, text: str) -> int:
+        """The id of a text that is one token. Raises `ModelLoadError` where it is not."""
+        found = self._tokenizer.token_to_id(text)
+        if found is None:
+            raise ModelLoadError(f"the tokenizer has no token {text}")
+        return int(found)
