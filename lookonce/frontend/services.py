@@ -25,8 +25,8 @@ from lookonce.frontend.metrics import Metrics
 from lookonce.frontend.metrics_peers import Peers
 from lookonce.frontend.sampling_params import SamplingDefaults
 from lookonce.frontend.tools.formats import ToolDialect
-from lookonce.render.families.base import Largest
-from lookonce.render.media.external_items import GivenMedia
+from lookonce.render.families.base import LargestItem
+from lookonce.render.media.external_items import ExternalItem
 from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import RenderedItem, RenderedPrompt, TokenDelta
@@ -108,7 +108,7 @@ class Renderer(Protocol):
     async def render_tokens(
         self,
         token_ids: Sequence[int],
-        media: Sequence[GivenMedia] = (),
+        media: Sequence[ExternalItem] = (),
         *,
         tenant: str = "",
         cache_salt: str | None = None,
@@ -158,7 +158,7 @@ class ReadOnlyRenderer(Renderer, Protocol):
 class Rehearsal(ReadOnlyRenderer, Protocol):
     """A renderer that works as the others do and shows nowhere, for warming up."""
 
-    def largest_media(self, max_tokens: int) -> list[Largest]:
+    def largest_media(self, max_tokens: int) -> list[LargestItem]:
         """Of each modality that is served, with placeholders of at most `max_tokens`."""
 
     def forget(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from lookonce.cache.lru import ByteLRU
 from lookonce.cache.uuids import UuidBindings
 from lookonce.config import MediaConfig
-from lookonce.render.families.base import Largest, largest_media
+from lookonce.render.families.base import LargestItem, largest_media
 from lookonce.render.media.loader import MediaLoader
 from lookonce.render.media.resolver import MediaResolver
 from lookonce.render.prompt.encoder import ChatOptions
@@ -145,7 +145,7 @@ class ReadOnlyRenderer(Renderer):
             self._memory.remember([part])
         return item
 
-    def largest_media(self, max_tokens: int) -> list[Largest]:
+    def largest_media(self, max_tokens: int) -> list[LargestItem]:
         """Of each modality that is served, with placeholders of at most `max_tokens`."""
         if self._family is None or self._resolver is None:
             return []

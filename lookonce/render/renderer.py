@@ -26,13 +26,13 @@ from lookonce.errors import BadRequestError
 from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.families.registry import load_family
 from lookonce.render.media.external_items import (
-    GivenMedia,
-    GivenResolver,
+    ExternalItem,
+    ExternalItemResolver,
     check_token_ids,
-    digest_to_write,
-    given_item,
-    place_given,
+    item_from_arrays,
+    place_external_items,
     placeholder_span,
+    storage_digest,
 )
 from lookonce.render.media.loader import MediaLoader
 from lookonce.render.media.pool import MediaPool
@@ -52,7 +52,7 @@ from lookonce.render.prompt.encoder import (
     template_sources,
 )
 from lookonce.render.prompt.messages import has_many_values, in_thread_if, read_messages
-from lookonce.render.prompt.placeholders import MediaPart, match_placeholders, place_media
+from lookonce.render.prompt.placeholders import PlaceableItem, match_placeholders, place_media
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
@@ -115,7 +115,7 @@ class Renderer:
         modalities = [source.modality for source in chat.sources]
         spots = match_placeholders(encoded.token_ids, modalities, placeholder_ids)
         self._check_length(len(encoded.token_ids), "messages")
-        scope = scope_of(tenant, cache_salt)
+        scope = scope_of_request(tenant, cache_salt)
         if not chat.sources or self._resolver is None:
             return RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text)
         items = await self._resolver.resolve(chat.sources, scope, kwargs)
@@ -136,7 +136,7 @@ class Renderer:
         add_special_tokens: bool = True,
     ) -> RenderedPrompt:
         """Render a plain prompt: a text, in which media tokens are ordinary text, or token ids."""
-        scope = scope_of(tenant, cache_salt)
+        scope = scope_of_request(tenant, cache_salt)
         if isinstance(prompt, str):
             encoded = await self._encoder.encode_text(
                 prompt, add_special_tokens=add_special_tokens, max_tokens=self.max_model_len
@@ -152,7 +152,7 @@ class Renderer:
     async def render_tokens(
         self,
         token_ids: Sequence[int],
-        media: Sequence[GivenMedia] = (),
+        media: Sequence[ExternalItem] = (),
         *,
         tenant: str = "",
         cache_salt: str | None = None,
@@ -165,11 +165,11 @@ class Renderer:
         the part at fault; then, as when cancelled, no pin is left.
         """
         self._check_length(len(token_ids), "token_ids")
-        scope = scope_of(tenant, cache_salt)
+        scope = scope_of_request(tenant, cache_salt)
         placed = sorted(media, key=lambda each: each.offset)
         items = await self._given_items(placed, scope, mm_processor_kwargs, trusted=trusted)
         try:
-            features = place_given(token_ids, placed, items)
+            features = place_external_items(token_ids, placed, items)
             spans = [placeholder_span(f, i) for f, i in zip(features, items, strict=True)]
             self._check_token_ids(token_ids, spans, "token_ids")
         except BaseException:
@@ -191,9 +191,9 @@ class Renderer:
         what this model's processor could not have made."""
         if self._family is None:
             raise BadRequestError("the model takes no media")
-        digest = digest_to_write(name, modality, trusted=trusted)
-        item = given_item(self._family, modality, arrays)
-        return item_key(scope_of(tenant, cache_salt), digest), item
+        digest = storage_digest(name, modality, trusted=trusted)
+        item = item_from_arrays(self._family, modality, arrays)
+        return item_key(scope_of_request(tenant, cache_salt), digest), item
 
     @property
     def tools_template(self) -> str | None:
@@ -233,7 +233,7 @@ class Renderer:
 
     def skipped(self, sampling: SamplingParams, keep: Collection[str] = ()) -> Collection[int]:
         """Tokens that add nothing to a sample's text."""
-        return self.tokenizer.specials_but(keep) if sampling.skip_special_tokens else ()
+        return self.tokenizer.special_ids_except(keep) if sampling.skip_special_tokens else ()
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.tokenizer.token_bytes(token_id)
@@ -287,7 +287,7 @@ class Renderer:
 
     async def _given_items(
         self,
-        media: Sequence[GivenMedia],
+        media: Sequence[ExternalItem],
         scope: bytes,
         kwargs: Mapping[str, Any] | None,
         *,
@@ -351,7 +351,7 @@ def _placed(
     spots: Sequence[tuple[int, int]],
     scope: bytes,
 ) -> RenderedPrompt:
-    parts = [MediaPart(item.key, item.modality, item.expansion) for item in items]
+    parts = [PlaceableItem(item.key, item.modality, item.expansion) for item in items]
     placed = place_media(encoded.token_ids, parts, spots)
     return RenderedPrompt(
         placed.token_ids,
@@ -364,8 +364,8 @@ def _placed(
 
 def _given_resolver(
     family: ProcessorFamily | None, resolver: MediaResolver | None
-) -> GivenResolver | None:
-    return None if family is None or resolver is None else GivenResolver(family, resolver)
+) -> ExternalItemResolver | None:
+    return None if family is None or resolver is None else ExternalItemResolver(family, resolver)
 
 
 def _load_encoder(
@@ -407,7 +407,7 @@ async def _open_resolver(
     )
 
 
-def scope_of(tenant: str, cache_salt: str | None) -> bytes:
+def scope_of_request(tenant: str, cache_salt: str | None) -> bytes:
     """`scope_digest`; tenants are few and remembered, salts are the clients' and are not."""
     return _of_tenant(tenant) if cache_salt is None else scope_digest(tenant, cache_salt)
 

@@ -25,7 +25,7 @@ from lookonce.frontend.auth import KeyRing
 from lookonce.frontend.metrics import Metrics
 from lookonce.frontend.render_only_engine import NoEngine
 from lookonce.frontend.services import Drain, Rehearsal, Services
-from lookonce.render.families.base import Largest
+from lookonce.render.families.base import LargestItem
 from lookonce.server.http.app import build_app
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import EncoderOutcome, PrefillFacts, RenderedPrompt, TokenDelta
@@ -105,13 +105,13 @@ async def _post(client: httpx.AsyncClient, what: str, route: str, bodies: Sequen
     logger.info("warmed up %s with %s in %.2f s", route, what, time.monotonic() - started)
 
 
-def _largest(rehearsal: Rehearsal, config: Config) -> list[tuple[Largest, str]]:
+def _largest(rehearsal: Rehearsal, config: Config) -> list[tuple[LargestItem, str]]:
     limits = (config.scheduler.max_num_batched_tokens, config.model.max_model_len)
     media = rehearsal.largest_media(min(filter(None, limits)))
     return [(each, base64.b64encode(each.encoded()).decode()) for each in media]
 
 
-def _part(medium: Largest, data: str) -> Body:
+def _part(medium: LargestItem, data: str) -> Body:
     if medium.modality == "image":
         return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}

@@ -49,7 +49,7 @@ def test_the_expanded_prompt_equals_the_full_processors(
     family, image = load(folder(kind)), picture(*size)
     token = hugging_face.token(folder(kind), family.placeholder_token_id("image"))
     expected = hugging_face.prompt_ids(folder(kind), f"one {token} two", images=[[image]])
-    before, after = family.surroundings("image")
+    before, after = family.text_around_placeholder("image")
     ids = hugging_face.token_ids(folder(kind), f"one {before}{token}{after} two")
     at = ids.index(family.placeholder_token_id("image"))
     expansion = family.process("image", image, {}).expansion

@@ -24,7 +24,7 @@ from PIL import Image, features
 from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, ModelLoadError
 from lookonce.render.families.arrays import Arrays, refuse_arrays
-from lookonce.render.families.processor_files import FolderFiles, Json
+from lookonce.render.families.processor_files import Json, ProcessorFiles
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 Options = dict[str, object]
@@ -55,7 +55,7 @@ class ProcessorFamily(ABC):
     max_audio_seconds: float = 0.0
     """What the processor takes at most; a longer clip would silently lose its end."""
 
-    def __init__(self, files: FolderFiles, dtype: str) -> None:
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         self.files = files
         self.dtype = dtype
 
@@ -63,7 +63,7 @@ class ProcessorFamily(ABC):
     def placeholder_token_id(self, modality: Modality) -> int:
         """The token that a chat template emits for one item, which its expansion replaces."""
 
-    def surroundings(self, modality: Modality) -> tuple[str, str]:
+    def text_around_placeholder(self, modality: Modality) -> tuple[str, str]:
         """Text the family wants before and after a placeholder.
 
         It is added to the rendered template before tokenizing, never as ids of its own: a tokenizer
@@ -172,7 +172,7 @@ Qwen's refuses above the same ratio."""
 
 
 @dataclass(frozen=True, slots=True)
-class Largest:
+class LargestItem:
     """The item of one modality with the largest placeholder that the limits allow."""
 
     modality: Modality
@@ -203,7 +203,7 @@ class Largest:
 
 def largest_media(
     family: ProcessorFamily, media: MediaConfig, max_tokens: int
-) -> Iterator[Largest]:
+) -> Iterator[LargestItem]:
     """One for each modality with a limit above 0, with a placeholder of at most `max_tokens`.
 
     A modality whose smallest item has more is left out.
@@ -212,7 +212,7 @@ def largest_media(
         if media.limit_per_prompt.get(modality, 0) > 0:
             size = _largest_size(family, media, modality, max_tokens)
             if size is not None:
-                yield Largest(modality, size, family.sampling_rate)
+                yield LargestItem(modality, size, family.sampling_rate)
 
 
 def _largest_size(

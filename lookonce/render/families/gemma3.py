@@ -10,7 +10,7 @@ from PIL import Image
 from lookonce.errors import ModelLoadError
 from lookonce.render.families.arrays import Arrays, PixelTable, check_arrays, resized
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.processor_files import FolderFiles, image_processor
+from lookonce.render.families.processor_files import ProcessorFiles, image_processor
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 
@@ -21,7 +21,7 @@ class Gemma3Processing(ProcessorFamily):
     model_types = ("gemma3",)
     modalities = ("image",)
 
-    def __init__(self, files: FolderFiles, dtype: str) -> None:
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
         if files.image_processor.get("do_pan_and_scan"):
             raise ModelLoadError("an image processor with do_pan_and_scan is not supported")
@@ -37,7 +37,7 @@ class Gemma3Processing(ProcessorFamily):
         """The template writes begin-of-image where the whole picture goes."""
         return self._begin
 
-    def surroundings(self, modality: Modality) -> tuple[str, str]:
+    def text_around_placeholder(self, modality: Modality) -> tuple[str, str]:
         return "\n\n", "\n\n"
 
     def expansion_of_size(

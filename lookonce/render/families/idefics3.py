@@ -37,7 +37,11 @@ from lookonce.render.families.base import (
     longest_edge,
     token_id,
 )
-from lookonce.render.families.processor_files import FolderFiles, Wording, image_processor
+from lookonce.render.families.processor_files import (
+    ProcessorFiles,
+    ProcessorTokenizer,
+    image_processor,
+)
 from lookonce.types.media import Array, Expansion, Modality, ProcessedItem
 
 MAX_SIDE = 4096
@@ -49,9 +53,9 @@ class Idefics3Processing(ProcessorFamily):
     model_types = ("idefics3", "smolvlm")
     modalities = ("image",)
 
-    def __init__(self, files: FolderFiles, dtype: str) -> None:
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
-        self._wording = Wording(files)
+        self._wording = ProcessorTokenizer(files)
         self._token = token_id(files.config, "image_token_id")
         if self._wording.token(IMAGE) != self._token:
             raise ModelLoadError(f"image_token_id of config.json is not the id of {IMAGE}")

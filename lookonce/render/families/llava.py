@@ -11,7 +11,7 @@ from PIL import Image
 from lookonce.errors import ModelLoadError
 from lookonce.render.families.arrays import Arrays, PixelTable, check_arrays, resized
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.processor_files import FolderFiles, Json, image_processor
+from lookonce.render.families.processor_files import Json, ProcessorFiles, image_processor
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 
@@ -19,7 +19,7 @@ class LlavaProcessing(ProcessorFamily):
     model_types = ("llava",)
     modalities = ("image",)
 
-    def __init__(self, files: FolderFiles, dtype: str) -> None:
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
         self._token = token_id(files.config, "image_token_id", "image_token_index")
         self._height, self._width = _output_size(files.image_processor)

@@ -21,7 +21,11 @@ from lookonce.render.families.arrays import (
     resized,
 )
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, longest_edge, token_id
-from lookonce.render.families.processor_files import FolderFiles, Wording, image_processor
+from lookonce.render.families.processor_files import (
+    ProcessorFiles,
+    ProcessorTokenizer,
+    image_processor,
+)
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 
@@ -31,9 +35,9 @@ class PixtralProcessing(ProcessorFamily):
     model_types = ("mistral3",)
     modalities = ("image",)
 
-    def __init__(self, files: FolderFiles, dtype: str) -> None:
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
-        self._wording = Wording(files)
+        self._wording = ProcessorTokenizer(files)
         self._token = token_id(files.config, "image_token_id", "image_token_index")
         stated = files.processor
         self._break = self._wording.token(stated.get("image_break_token", "[IMG_BREAK]"))

@@ -16,7 +16,7 @@ from lookonce.errors import ModelLoadError
 Json = dict[str, Any]
 
 
-class FolderFiles(msgspec.Struct, frozen=True):
+class ProcessorFiles(msgspec.Struct, frozen=True):
     """The JSON files of a Hugging Face folder that say how media is processed."""
 
     config: Json
@@ -42,7 +42,7 @@ class FolderFiles(msgspec.Struct, frozen=True):
         return dict(nested) if isinstance(nested, dict) else self.preprocessor
 
 
-def read_folder(folder: str | Path) -> FolderFiles:
+def read_processor_files(folder: str | Path) -> ProcessorFiles:
     """The files of a local Hugging Face folder or a hub id.
 
     Raises `ModelLoadError` when config.json is missing or any of the files is not JSON.
@@ -51,7 +51,7 @@ def read_folder(folder: str | Path) -> FolderFiles:
     if not config:
         raise ModelLoadError(f"{folder} has no config.json")
     tokenizer = _file(folder, "tokenizer.json")
-    return FolderFiles(
+    return ProcessorFiles(
         config=config,
         preprocessor=_read_json(folder, "preprocessor_config.json"),
         processor=_read_json(folder, "processor_config.json"),
@@ -127,10 +127,10 @@ Runs = tuple[tuple[int, int], ...]
 """`(token id, count)` in order."""
 
 
-class Wording:
+class ProcessorTokenizer:
     """Texts → runs of token ids. Raises `ModelLoadError` for a folder without tokenizer.json."""
 
-    def __init__(self, files: FolderFiles) -> None:
+    def __init__(self, files: ProcessorFiles) -> None:
         if files.tokenizer is None:
             raise ModelLoadError("the model has no tokenizer.json, which says how media is written")
         described = Path(files.tokenizer).read_bytes()

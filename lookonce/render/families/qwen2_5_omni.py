@@ -14,7 +14,7 @@ from PIL import Image
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.render.families.arrays import Arrays, check_arrays, float_array, refuse_arrays
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.processor_files import FolderFiles, whisper_feature_extractor
+from lookonce.render.families.processor_files import ProcessorFiles, whisper_feature_extractor
 from lookonce.render.families.qwen2_5_vl import OPTION_NAMES, QwenImages
 from lookonce.render.families.whisper import MelSettings, log_mel, num_frames
 from lookonce.types.media import Expansion, Modality, ProcessedItem
@@ -24,7 +24,7 @@ class Qwen2_5OmniProcessing(ProcessorFamily):  # noqa: N801
     model_types = ("qwen2_5_omni_thinker", "qwen2_5_omni")
     modalities = ("image", "audio")
 
-    def __init__(self, files: FolderFiles, dtype: str) -> None:
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
         thinker = files.config.get("thinker_config") or files.config
         token = token_id(thinker, "image_token_id", "image_token_index")

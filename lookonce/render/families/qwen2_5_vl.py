@@ -27,7 +27,7 @@ from lookonce.render.families.base import (
     bad_option,
     token_id,
 )
-from lookonce.render.families.processor_files import FolderFiles, Json, image_processor
+from lookonce.render.families.processor_files import Json, ProcessorFiles, image_processor
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 OPTION_NAMES = ("min_pixels", "max_pixels", "size")
@@ -196,7 +196,7 @@ class Qwen2_5VLProcessing(ProcessorFamily):  # noqa: N801
     model_types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
     modalities = ("image",)
 
-    def __init__(self, files: FolderFiles, dtype: str) -> None:
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
         token = token_id(files.config, "image_token_id")
         self.images = QwenImages(files.image_processor, token, dtype)

@@ -7,7 +7,7 @@ import numpy as np
 from lookonce.errors import UnprocessableMediaError
 from lookonce.render.families.arrays import Arrays, check_arrays, refuse_arrays, stored_array
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.processor_files import FolderFiles
+from lookonce.render.families.processor_files import ProcessorFiles
 from lookonce.render.families.whisper import WhisperSound, num_frames
 from lookonce.types.media import Array, Expansion, Modality, ProcessedItem
 
@@ -16,7 +16,7 @@ class Qwen2AudioProcessing(ProcessorFamily):
     model_types = ("qwen2_audio",)
     modalities = ("audio",)
 
-    def __init__(self, files: FolderFiles, dtype: str) -> None:
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
         self._token = token_id(files.config, "audio_token_id", "audio_token_index")
         self._sound = WhisperSound(files.feature_extractor, dtype)

@@ -11,7 +11,7 @@ import numpy as np
 
 from lookonce.render.families.arrays import Arrays, check_arrays
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.processor_files import FolderFiles
+from lookonce.render.families.processor_files import ProcessorFiles
 from lookonce.render.families.whisper import WhisperSound
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
@@ -26,7 +26,7 @@ class VoxtralProcessing(ProcessorFamily):
     modalities = ("audio",)
     max_audio_seconds = MAX_SECONDS
 
-    def __init__(self, files: FolderFiles, dtype: str) -> None:
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
         self._token = token_id(files.config, "audio_token_id", "audio_token_index")
         self._sound = WhisperSound(files.feature_extractor, dtype)

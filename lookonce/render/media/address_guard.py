@@ -15,9 +15,9 @@ from typing import TypeAlias
 import httpcore
 
 IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
-Resolver: TypeAlias = Callable[[str, int], Awaitable[list[str]]]
+AddressLookup: TypeAlias = Callable[[str, int], Awaitable[list[str]]]
 """Host and port → textual addresses; raises `OSError` when there is none."""
-Judge: TypeAlias = Callable[[IPAddress], bool]
+AddressRule: TypeAlias = Callable[[IPAddress], bool]
 """Whether an address may be connected to."""
 
 # Ranges that some version of `ipaddress` counts as global. IPv4: protocol assignments, the 6to4
@@ -57,7 +57,7 @@ def is_public(address: IPAddress) -> bool:
     )
 
 
-async def resolve(host: str, port: int) -> list[str]:
+async def lookup_addresses(host: str, port: int) -> list[str]:
     """The system resolver, off the event loop's thread."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -67,7 +67,9 @@ async def resolve(host: str, port: int) -> list[str]:
 class GuardedBackend(httpcore.AsyncNetworkBackend):
     """Opens TCP connections for the fetcher, only to addresses the judge allows."""
 
-    def __init__(self, judge: Judge = is_public, resolver: Resolver = resolve) -> None:
+    def __init__(
+        self, judge: AddressRule = is_public, resolver: AddressLookup = lookup_addresses
+    ) -> None:
         self._judge = judge
         self._resolver = resolver
         self._inner = httpcore.AnyIOBackend()

@@ -48,7 +48,7 @@ Ranges = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class GivenMedia:
+class ExternalItem:
     """One item of a prompt whose placeholder is in the token ids already."""
 
     modality: Modality
@@ -63,7 +63,7 @@ class GivenMedia:
     media_data: str | None = None
 
 
-def digest_to_write(name: str, modality: Modality, *, trusted: bool) -> bytes:
+def storage_digest(name: str, modality: Modality, *, trusted: bool) -> bytes:
     """The MediaHash arrays are stored under. Raises `BadRequestError` for an impossible name."""
     real = real_digest(name)
     if trusted and real is not None:
@@ -77,7 +77,7 @@ def real_digest(name: str) -> bytes | None:
     return bytes.fromhex(name) if REAL_HASH.fullmatch(name) else None
 
 
-class GivenResolver:
+class ExternalItemResolver:
     """Given media → rendered items; shares directory and processing with `resolver`."""
 
     def __init__(self, family: ProcessorFamily, resolver: MediaResolver) -> None:
@@ -87,7 +87,7 @@ class GivenResolver:
 
     async def resolve(
         self,
-        media: Sequence[GivenMedia],
+        media: Sequence[ExternalItem],
         scope: bytes,
         kwargs: Mapping[str, object],
         *,
@@ -120,7 +120,7 @@ class GivenResolver:
     ) -> list[RenderedItem]:
         return await self._resolver.resolve(sources, scope, kwargs) if sources else []
 
-    async def _named(self, given: GivenMedia, scope: bytes, *, trusted: bool) -> RenderedItem:
+    async def _named(self, given: ExternalItem, scope: bytes, *, trusted: bool) -> RenderedItem:
         try:
             if given.kwargs_data is None:
                 return self._referenced(given, scope)
@@ -129,10 +129,10 @@ class GivenResolver:
             raise error if error.param else for_part(error, given.param) from None
 
     async def _by_value(
-        self, given: GivenMedia, data: str, scope: bytes, *, trusted: bool
+        self, given: ExternalItem, data: str, scope: bytes, *, trusted: bool
     ) -> RenderedItem:
         """What is held already is used, not what came."""
-        digest = digest_to_write(given.name, given.modality, trusted=trusted)
+        digest = storage_digest(given.name, given.modality, trusted=trusted)
         held = self._held_under_any(given, scope)
         if held is not None:
             return held
@@ -140,7 +140,7 @@ class GivenResolver:
             arrays = await asyncio.to_thread(decode_kwargs, data)
         else:
             arrays = decode_kwargs(data)
-        item = given_item(self._family, given.modality, arrays)
+        item = item_from_arrays(self._family, given.modality, arrays)
         fits = item.nbytes <= self._directory.capacity_bytes
         return RenderedItem(
             key=item_key(scope, digest),
@@ -151,7 +151,7 @@ class GivenResolver:
             outcome="miss" if fits else "bypass",
         )
 
-    def _referenced(self, given: GivenMedia, scope: bytes) -> RenderedItem:
+    def _referenced(self, given: ExternalItem, scope: bytes) -> RenderedItem:
         held = self._held_under_any(given, scope)
         if held is not None:
             return held
@@ -164,12 +164,12 @@ class GivenResolver:
                 )
         raise MediaNotCachedError("no item is held under this hash; send it with its data")
 
-    def _held_under_any(self, given: GivenMedia, scope: bytes) -> RenderedItem | None:
+    def _held_under_any(self, given: ExternalItem, scope: bytes) -> RenderedItem | None:
         """Under the MediaHash first: what is held there is right for certain."""
         held = (self._held(given, scope, digest) for digest in _digests(given))
         return next((item for item in held if item is not None), None)
 
-    def _held(self, given: GivenMedia, scope: bytes, digest: bytes) -> RenderedItem | None:
+    def _held(self, given: ExternalItem, scope: bytes, digest: bytes) -> RenderedItem | None:
         key = item_key(scope, digest)
         expansion = self._directory.lookup(key)
         if expansion is None:
@@ -180,8 +180,8 @@ class GivenResolver:
         )
 
 
-def place_given(
-    token_ids: Sequence[int], media: Sequence[GivenMedia], items: Sequence[RenderedItem]
+def place_external_items(
+    token_ids: Sequence[int], media: Sequence[ExternalItem], items: Sequence[RenderedItem]
 ) -> tuple[MediaFeature, ...]:
     """Features in the order of `media`, which is by offset; each placeholder is its item's.
 
@@ -229,18 +229,18 @@ def check_token_ids(
         start = end
 
 
-def _digests(given: GivenMedia) -> list[bytes]:
+def _digests(given: ExternalItem) -> list[bytes]:
     """What the name may mean in its client's scope."""
     external = external_hash(given.name.encode("utf-8", "surrogatepass"), modality=given.modality)
     real = real_digest(given.name)
     return [external] if real is None else [real, external]
 
 
-def _is_encoded(given: GivenMedia) -> bool:
+def _is_encoded(given: ExternalItem) -> bool:
     return given.kwargs_data is None and given.media_data is not None
 
 
-def _source(given: GivenMedia) -> MediaSource:
+def _source(given: ExternalItem) -> MediaSource:
     digest = real_digest(given.name)
     if digest is None:
         raise BadRequestError(
@@ -250,7 +250,7 @@ def _source(given: GivenMedia) -> MediaSource:
     return MediaSource(given.modality, "inline", given.media_data or "", given.param, digest=digest)
 
 
-def _start(given: GivenMedia, expansion: Expansion) -> int:
+def _start(given: ExternalItem, expansion: Expansion) -> int:
     """Where the item's expansion begins. Raises `BadRequestError`.
 
     A placeholder names the embed positions, or all of the expansion.
@@ -273,7 +273,7 @@ def _start(given: GivenMedia, expansion: Expansion) -> int:
     return start
 
 
-def _misplaced(given: GivenMedia, problem: str) -> BadRequestError:
+def _misplaced(given: ExternalItem, problem: str) -> BadRequestError:
     return BadRequestError(f"{given.param}: {problem}", param=given.param)
 
 
@@ -331,7 +331,7 @@ def arrays_of(kwargs: Mapping[str, Any]) -> dict[str, Array]:
     return {str(name): _copied_array(str(name), value) for name, value in kwargs.items()}
 
 
-def given_item(family: ProcessorFamily, modality: Modality, arrays: Arrays) -> ProcessedItem:
+def item_from_arrays(family: ProcessorFamily, modality: Modality, arrays: Arrays) -> ProcessedItem:
     """The item, if this model's processor could have made it. Raises `BadRequestError`."""
     if modality not in family.modalities:
         raise refuse_arrays(f"this model takes no {modality}")

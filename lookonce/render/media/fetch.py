@@ -29,7 +29,7 @@ from lookonce.errors import (
 )
 from lookonce.render.media.address_guard import AddressRefusedError, GuardedBackend
 from lookonce.render.media.fetch_cache import CachedBody, CacheKey, FetchCache
-from lookonce.render.media.single_flight import Flights
+from lookonce.render.media.single_flight import SingleFlight
 
 MAX_REDIRECTS = 5
 MAX_CONNECTIONS = 32
@@ -68,7 +68,7 @@ class Fetcher:
         self._max_bytes = max_bytes
         self._domains = frozenset(domain.lower().rstrip(".") for domain in allowed_domains)
         self._cache = cache if cache is not None else FetchCache(0)
-        self._flights: Flights[CacheKey, bytes] = Flights()
+        self._flights: SingleFlight[CacheKey, bytes] = SingleFlight()
         self._pool = httpcore.AsyncConnectionPool(
             ssl_context=_ssl_context(),
             max_connections=MAX_CONNECTIONS,

@@ -30,7 +30,7 @@ from lookonce.errors import (
 from lookonce.render.media.address_guard import GuardedBackend, is_any, is_public
 from lookonce.render.media.fetch import FetchCounts, Fetcher
 from lookonce.render.media.fetch_cache import FetchCache
-from lookonce.render.media.single_flight import Flights
+from lookonce.render.media.single_flight import SingleFlight
 from lookonce.types.media import Modality
 
 Origin = Literal["inline", "remote", "file", "nothing"]
@@ -234,7 +234,7 @@ class MediaLoader:
             cache=FetchCache(cache_bytes),
             backend=GuardedBackend(is_any if config.allow_private else is_public),
         )
-        self._reads: Flights[str, bytes] = Flights()
+        self._reads: SingleFlight[str, bytes] = SingleFlight()
 
     @property
     def counts(self) -> FetchCounts:

@@ -35,11 +35,11 @@ from lookonce.errors import (
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
 from lookonce.render.media.worker import (
     REPLIES,
-    Configure,
-    Done,
-    Failed,
+    ConfigureWorker,
+    JobDone,
+    JobFailed,
+    JobRequest,
     LinkClosedError,
-    Work,
     new_memory,
     processed_from,
     receive,
@@ -264,11 +264,11 @@ class _Worker:
         """Blocks for a second or two. Raises `ModelLoadError` when it cannot serve the model."""
         self._link.settimeout(START_TIMEOUT)
         try:
-            send(self._link, Configure(self._settings))
+            send(self._link, ConfigureWorker(self._settings))
             reply, _ = receive(self._link, REPLIES)
         except (LinkClosedError, OSError):
             raise ModelLoadError("a media worker process did not start") from None
-        if isinstance(reply, Failed):
+        if isinstance(reply, JobFailed):
             raise error_from_wire(*reply.error)
         self._link.settimeout(self._job_timeout)
 
@@ -281,13 +281,13 @@ class _Worker:
         data = memoryview(job.data)
         memory = new_memory([(0, data)])
         try:
-            send(self._link, Work(job.modality, job.options, data.nbytes), memory)
+            send(self._link, JobRequest(job.modality, job.options, data.nbytes), memory)
         finally:
             os.close(memory)
         reply, fd = receive(self._link, REPLIES)
-        if isinstance(reply, Done):
+        if isinstance(reply, JobDone):
             return processed_from(reply, fd)
-        if isinstance(reply, Failed):
+        if isinstance(reply, JobFailed):
             raise error_from_wire(*reply.error)
         raise LinkClosedError
 

@@ -31,7 +31,7 @@ from lookonce.errors import (
 from lookonce.render.families.base import Options
 from lookonce.render.media.loader import OFF_LOOP_BYTES, MediaSource, for_part
 from lookonce.render.media.processing import MediaJob, Processed
-from lookonce.render.media.single_flight import Flights
+from lookonce.render.media.single_flight import SingleFlight
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 from lookonce.types.ports import ItemDirectory
 from lookonce.types.request import ProcessorOutcome, RenderedItem
@@ -66,7 +66,7 @@ class RenderStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Identified:
+class ResolvedPart:
     """A part whose content is known. `data` is None when only a uuid named it."""
 
     source: MediaSource
@@ -98,7 +98,7 @@ class MediaResolver:
     def __init__(
         self,
         *,
-        family: Family,
+        family: ItemIdentity,
         directory: RendererDirectory,
         uuids: NameBindings,
         loader: Loader,
@@ -116,7 +116,7 @@ class MediaResolver:
         self._pool = pool
         self._max_bytes = max_bytes
         self._algorithm: HashAlgorithm = algorithm
-        self._flights: Flights[bytes, Processed] = Flights()
+        self._flights: SingleFlight[bytes, Processed] = SingleFlight()
         self._num_in_pool = 0
         self._live: weakref.WeakValueDictionary[bytes, RenderedItem] = weakref.WeakValueDictionary()
         """Parts with their item at hand, of prompts that may not be sent yet."""
@@ -200,7 +200,7 @@ class MediaResolver:
 
     # --- identity -----------------------------------------------------------------------------
 
-    def _identify_now(self, source: MediaSource, prompt: _Prompt) -> Identified | None:
+    def _identify_now(self, source: MediaSource, prompt: _Prompt) -> ResolvedPart | None:
         """Where that needs no waiting. Raises `RequestError`."""
         if source.origin == "nothing":
             return self._identify_by_uuid(source, prompt)
@@ -209,7 +209,7 @@ class MediaResolver:
         data = source.inline_bytes(self._max_bytes)
         return self._identified(source, prompt, self._hash(source, prompt, data), data)
 
-    def _identify_by_uuid(self, source: MediaSource, prompt: _Prompt) -> Identified:
+    def _identify_by_uuid(self, source: MediaSource, prompt: _Prompt) -> ResolvedPart:
         name = _uuid_name(source, prompt.options[source.modality])
         digest = self._uuids.resolve(prompt.scope, name)
         if digest is None:
@@ -227,7 +227,7 @@ class MediaResolver:
 
     def _identified(
         self, source: MediaSource, prompt: _Prompt, digest: bytes, data: bytes | None
-    ) -> Identified:
+    ) -> ResolvedPart:
         """Raises before any work when the part's uuid or digest means other media."""
         options, scope = prompt.options[source.modality], prompt.scope
         if source.digest not in (None, digest):
@@ -238,11 +238,11 @@ class MediaResolver:
                 raise ConflictError(
                     f"{source.param}: this uuid is bound to other media", param=source.param
                 )
-        return Identified(source, options, scope, digest, item_key(scope, digest), data)
+        return ResolvedPart(source, options, scope, digest, item_key(scope, digest), data)
 
     # --- content ------------------------------------------------------------------------------
 
-    def _held(self, part: Identified, prompt: _Prompt) -> RenderedItem | None:
+    def _held(self, part: ResolvedPart, prompt: _Prompt) -> RenderedItem | None:
         """The item of a part that needs no work here. Raises when a bare uuid has nothing."""
         expansion = self.directory.lookup(part.key)
         if expansion is not None:
@@ -264,7 +264,7 @@ class MediaResolver:
             raise _not_cached(part.source)
         return None
 
-    async def _make(self, part: Identified, prompt: _Prompt) -> RenderedItem:
+    async def _make(self, part: ResolvedPart, prompt: _Prompt) -> RenderedItem:
         """Decode and process, or join who is doing it."""
         joined = part.key in self._flights
         made = await self._process(part)
@@ -275,7 +275,7 @@ class MediaResolver:
             item.decode_ms, item.process_ms = made.decode_ms, made.process_ms
         return self._bound(part, item)
 
-    async def _process(self, part: Identified) -> Processed:
+    async def _process(self, part: ResolvedPart) -> Processed:
         try:
             return await self._flights.run(part.key, lambda: self._run(part.job))
         except RequestError as error:
@@ -295,7 +295,7 @@ class MediaResolver:
 
     def _item(
         self,
-        part: Identified,
+        part: ResolvedPart,
         expansion: Expansion,
         *,
         outcome: ProcessorOutcome,
@@ -319,7 +319,7 @@ class MediaResolver:
         return rendered
 
     def _recovery(
-        self, part: Identified, item: weakref.ref[RenderedItem]
+        self, part: ResolvedPart, item: weakref.ref[RenderedItem]
     ) -> Callable[[], Coroutine[Any, Any, ProcessedItem]]:
         """Makes the item again from its bytes, and lets the receipt say so, unless the part has
         been counted: the receipt says what was counted, and a resend counts nothing.
@@ -354,7 +354,7 @@ class MediaResolver:
     def _outcome_of(self, item: ProcessedItem) -> ProcessorOutcome:
         return "miss" if item.nbytes <= self.directory.capacity_bytes else "bypass"
 
-    def _bound(self, part: Identified, item: RenderedItem) -> RenderedItem:
+    def _bound(self, part: ResolvedPart, item: RenderedItem) -> RenderedItem:
         """The item, its uuid bound now that its content is known to be good."""
         source = part.source
         if source.uuid is not None:
@@ -398,7 +398,7 @@ async def _all_of(works: Iterable[Callable[[], Coroutine[Any, Any, T]]]) -> list
     return [task.result() for task in tasks]
 
 
-class Family(Protocol):
+class ItemIdentity(Protocol):
     """What identities depend on; `families.base.ProcessorFamily` is the real one."""
 
     def fingerprint(self) -> bytes: ...

@@ -27,8 +27,8 @@ class _Flight(Generic[V]):
         self.num_waiting = 0
 
 
-class Flights(Generic[K, V]):
-    """Flights in the air, by key. Belongs to one event loop."""
+class SingleFlight(Generic[K, V]):
+    """SingleFlight in the air, by key. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._flights: dict[K, _Flight[V]] = {}

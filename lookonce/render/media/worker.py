@@ -47,13 +47,13 @@ HEADER_BYTES = 4
 M = TypeVar("M")
 
 
-class Configure(msgspec.Struct, frozen=True, tag="configure", array_like=True):
-    """The first message to a worker; it answers `Ready` or `Failed`."""
+class ConfigureWorker(msgspec.Struct, frozen=True, tag="configure", array_like=True):
+    """The first message to a worker; it answers `WorkerReady` or `JobFailed`."""
 
     settings: ProcessingSettings
 
 
-class Work(msgspec.Struct, frozen=True, tag="work", array_like=True):
+class JobRequest(msgspec.Struct, frozen=True, tag="work", array_like=True):
     """One job; its encoded bytes are the memory beside the message."""
 
     modality: Modality
@@ -61,7 +61,7 @@ class Work(msgspec.Struct, frozen=True, tag="work", array_like=True):
     num_bytes: int
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
+class WorkerReady(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     pass
 
 
@@ -74,7 +74,7 @@ class ArrayLocation(msgspec.Struct, frozen=True, array_like=True):
     offset: int
 
 
-class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
+class JobDone(msgspec.Struct, frozen=True, tag="done", array_like=True):
     modality: Modality
     expansion: Expansion
     arrays: tuple[ArrayLocation, ...]
@@ -83,14 +83,14 @@ class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
     process_ms: float
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
+class JobFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     error: tuple[str, str, str | None]
 
 
-Request = Configure | Work
+Request = ConfigureWorker | JobRequest
 
 
-Reply = Ready | Done | Failed
+Reply = WorkerReady | JobDone | JobFailed
 
 
 REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -189,7 +189,7 @@ def send_processed(link: socket.socket, processed: Processed) -> None:
         end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
     last = max((offset + piece.nbytes for offset, piece in pieces), default=0)
     item = processed.item
-    message = Done(
+    message = JobDone(
         modality=item.modality,
         expansion=item.expansion,
         arrays=tuple(placed),
@@ -205,10 +205,10 @@ def send_processed(link: socket.socket, processed: Processed) -> None:
 
 
 def send_error(link: socket.socket, error: LookOnceError) -> None:
-    send(link, Failed(error_to_wire(error)))
+    send(link, JobFailed(error_to_wire(error)))
 
 
-def processed_from(message: Done, fd: int | None) -> Processed:
+def processed_from(message: JobDone, fd: int | None) -> Processed:
     """The item a worker sent, its arrays views of the mapped memory."""
     memory = map_memory(fd, message.num_bytes)
     arrays = {place.name: _array(place, memory) for place in message.arrays}
@@ -267,7 +267,7 @@ def _settle() -> None:
 
 def _configured(link: socket.socket) -> Processing | None:
     request, _ = receive(link, REQUESTS)
-    assert isinstance(request, Configure)
+    assert isinstance(request, ConfigureWorker)
     settings = request.settings
     try:
         processing = Processing(settings)
@@ -277,13 +277,13 @@ def _configured(link: socket.socket) -> Processing | None:
         return None
     limit = BASE_MEMORY + BYTES_PER_PIXEL * settings.max_image_pixels
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    send(link, Ready())
+    send(link, WorkerReady())
     return processing
 
 
 def _serve(link: socket.socket, processing: Processing) -> None:
     request, fd = receive(link, REQUESTS)
-    assert isinstance(request, Work)
+    assert isinstance(request, JobRequest)
     job = MediaJob(request.modality, map_memory(fd, request.num_bytes), request.options)
     try:
         processed = processing.run(job)

@@ -17,10 +17,10 @@ from lookonce.errors import BadRequestError, ConfigError
 from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.prompt.messages import Json, in_thread_if
 from lookonce.render.prompt.placeholders import (
-    SecretSpelling,
-    media_spelling,
+    PlaceholderEscaping,
+    escaped_tokenizer,
+    escaping_of,
     refuse_reserved,
-    secret_tokenizer,
 )
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.media import Modality
@@ -65,8 +65,8 @@ class PromptEncoder:
             {} if family is None else {m: family.placeholder_token_id(m) for m in family.modalities}
         )
         ids = self.placeholder_ids.values()
-        self._spelling = media_spelling(tokenizer, ids)
-        self._tokenizer = secret_tokenizer(tokenizer, self._spelling, ids)
+        self._spelling = escaping_of(tokenizer, ids)
+        self._tokenizer = escaped_tokenizer(tokenizer, self._spelling, ids)
         self._surrounded = _surrounded(self._tokenizer, family)
         # Hugging Face's processors add the bos token a template left out; its tokenizers do not.
         self._completes_bos = family is not None
@@ -174,7 +174,7 @@ def _surrounded(tokenizer: Tokenizer, family: ProcessorFamily | None) -> dict[st
     if family is None:
         return found
     for modality in family.modalities:
-        before, after = family.surroundings(modality)
+        before, after = family.text_around_placeholder(modality)
         if before or after:
             placeholder = tokenizer.added_tokens[family.placeholder_token_id(modality)]
             found[placeholder] = before + placeholder + after
@@ -221,10 +221,10 @@ class ChatTemplate:
         source: str,
         *,
         variables: Mapping[str, str] | None = None,
-        spelling: SecretSpelling | None = None,
+        spelling: PlaceholderEscaping | None = None,
         placeholders: Mapping[Modality, str] | None = None,
     ) -> None:
-        self._spelling = spelling or SecretSpelling(())
+        self._spelling = spelling or PlaceholderEscaping(())
         self._source = self._spelling.conceal(source)
         self._variables = {
             name: self._spelling.conceal(text) for name, text in (variables or {}).items()

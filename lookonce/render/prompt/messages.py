@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Chat:
+class ParsedMessages:
     """`conversation` in templates' terms: a media part is only `{"type": its modality}`."""
 
     conversation: list[Json] = field(default_factory=list)
@@ -43,7 +43,7 @@ def read_messages(
     modalities: Collection[Modality],
     limits: Mapping[str, int],
     max_tokens: int | None = None,
-) -> Chat:
+) -> ParsedMessages:
     """Check and convert a request's messages. `limits` is media parts per modality.
 
     Raises `BadRequestError` naming the part, e.g. `messages[1].content[0]`; before anything is
@@ -53,7 +53,7 @@ def read_messages(
         raise BadRequestError("messages must not be empty", param="messages")
     if max_tokens is not None:
         _check_count(messages, max_tokens)
-    chat = Chat()
+    chat = ParsedMessages()
     for number, message in enumerate(messages):
         chat.conversation.append(_message(message, f"messages[{number}]", chat.sources))
     if not chat.sources:

@@ -21,7 +21,7 @@ from lookonce.types.media import Expansion, MediaFeature, Modality, feature_at
 
 
 @dataclass(frozen=True, slots=True)
-class MediaPart:
+class PlaceableItem:
     """One media part of a prompt, resolved far enough to be placed."""
 
     key: bytes
@@ -39,7 +39,7 @@ class ExpandedPrompt:
 
 
 def place_media(
-    token_ids: list[int], parts: Sequence[MediaPart], spots: Sequence[tuple[int, int]]
+    token_ids: list[int], parts: Sequence[PlaceableItem], spots: Sequence[tuple[int, int]]
 ) -> ExpandedPrompt:
     """Replace every placeholder by its part's expansion. O(tokens of the result).
 
@@ -103,7 +103,7 @@ _FIRST_LABEL = 0xE000
 _MEDIA_WORDS = re.compile("image|img|audio|video|vision|sound|speech|picture|<[be]o[iav]>", re.I)
 
 
-class SecretSpelling:
+class PlaceholderEscaping:
     """Public and secret spellings of a tokenizer's media tokens."""
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -127,20 +127,20 @@ class SecretSpelling:
         return self._secret_pattern.sub(lambda found: self._publics[found[0]], text)
 
 
-def media_spelling(tokenizer: Tokenizer, placeholder_ids: Iterable[int]) -> SecretSpelling:
+def escaping_of(tokenizer: Tokenizer, placeholder_ids: Iterable[int]) -> PlaceholderEscaping:
     """Covers every added token about media; none when the model takes no media."""
     placeholders = set(placeholder_ids)
     if not placeholders:
-        return SecretSpelling(())
-    return SecretSpelling(
+        return PlaceholderEscaping(())
+    return PlaceholderEscaping(
         text
         for token_id, text in tokenizer.added_tokens.items()
         if token_id in placeholders or _MEDIA_WORDS.search(text)
     )
 
 
-def secret_tokenizer(
-    tokenizer: Tokenizer, spelling: SecretSpelling, placeholder_ids: Iterable[int]
+def escaped_tokenizer(
+    tokenizer: Tokenizer, spelling: PlaceholderEscaping, placeholder_ids: Iterable[int]
 ) -> Tokenizer:
     """The tokenizer that knows media tokens by their secret spelling only.
 
@@ -148,7 +148,7 @@ def secret_tokenizer(
     """
     if not spelling.secrets:
         return tokenizer
-    secret = tokenizer.respelled(spelling.secrets)
+    secret = tokenizer.with_renamed_tokens(spelling.secrets)
     for token_id in placeholder_ids:
         text = secret.added_tokens.get(token_id)
         if text is None or token_id not in secret.encode(text, add_special_tokens=False):

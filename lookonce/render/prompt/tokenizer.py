@@ -64,7 +64,7 @@ class Tokenizer:
         """Text → id of every special token."""
         return {self.added_tokens[token_id]: token_id for token_id in self.special_ids}
 
-    def specials_but(self, kept: Collection[str]) -> frozenset[int]:
+    def special_ids_except(self, kept: Collection[str]) -> frozenset[int]:
         """Ids of the special tokens whose text is not among `kept`."""
         if not kept:
             return self.special_ids
@@ -145,7 +145,7 @@ class Tokenizer:
         """Every token is a run of bytes, and a text is their concatenation."""
         return self._decoder_kinds == ["ByteLevel"]
 
-    def respelled(self, spellings: Mapping[str, str]) -> Tokenizer:
+    def with_renamed_tokens(self, spellings: Mapping[str, str]) -> Tokenizer:
         """The same tokenizer, with some added tokens written otherwise (old → new text)."""
         described = json.loads(self.backend.to_str())
         for added in described["added_tokens"]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookonce.render.media.single_flight import Flights
+from lookonce.render.media.single_flight import SingleFlight
 
 
 class Work:
@@ -42,13 +42,13 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def board(flights: Flights[str, str], work: Work, key: str = "k") -> asyncio.Task[str]:
+def board(flights: SingleFlight[str, str], work: Work, key: str = "k") -> asyncio.Task[str]:
     return asyncio.create_task(flights.run(key, lambda: work.run(key)))
 
 
 def test_concurrent_callers_of_one_key_share_one_execution() -> None:
     async def scenario() -> None:
-        flights, work = Flights[str, str](), Work()
+        flights, work = SingleFlight[str, str](), Work()
         callers = [board(flights, work) for _ in range(64)]
         await settle()
         work.end("k", "done")
@@ -60,7 +60,7 @@ def test_concurrent_callers_of_one_key_share_one_execution() -> None:
 
 def test_different_keys_fly_apart() -> None:
     async def scenario() -> None:
-        flights, work = Flights[str, str](), Work()
+        flights, work = SingleFlight[str, str](), Work()
         first, second = board(flights, work, "a"), board(flights, work, "b")
         await settle()
         work.end("b", "B")
@@ -74,7 +74,7 @@ def test_different_keys_fly_apart() -> None:
 
 def test_a_failure_reaches_every_caller_and_is_forgotten() -> None:
     async def scenario() -> None:
-        flights, work = Flights[str, str](), Work()
+        flights, work = SingleFlight[str, str](), Work()
         callers = [board(flights, work) for _ in range(3)]
         await settle()
         work.fail("k", LookupError("broken"))
@@ -91,7 +91,7 @@ def test_a_failure_reaches_every_caller_and_is_forgotten() -> None:
 
 def test_nothing_is_kept_after_landing() -> None:
     async def scenario() -> None:
-        flights, work = Flights[str, str](), Work()
+        flights, work = SingleFlight[str, str](), Work()
         caller = board(flights, work)
         await settle()
         assert "k" in flights
@@ -107,7 +107,7 @@ def test_who_comes_while_the_result_is_on_its_way_boards_no_second_flight() -> N
     """Between the work's end and the first caller's next step, the loop runs others."""
 
     async def scenario() -> None:
-        flights, work = Flights[str, str](), Work()
+        flights, work = SingleFlight[str, str](), Work()
         first = board(flights, work)
         await settle()
 
@@ -130,7 +130,7 @@ def test_who_comes_while_the_result_is_on_its_way_boards_no_second_flight() -> N
 
 def test_one_caller_leaving_does_not_disturb_the_others() -> None:
     async def scenario() -> None:
-        flights, work = Flights[str, str](), Work()
+        flights, work = SingleFlight[str, str](), Work()
         leaver, stayer = board(flights, work), board(flights, work)
         await settle()
         leaver.cancel()
@@ -145,7 +145,7 @@ def test_one_caller_leaving_does_not_disturb_the_others() -> None:
 
 def test_the_work_is_cancelled_with_its_last_caller() -> None:
     async def scenario() -> None:
-        flights, work = Flights[str, str](), Work()
+        flights, work = SingleFlight[str, str](), Work()
         leavers = [board(flights, work) for _ in range(2)]
         await settle()
         for leaver in leavers:
@@ -160,7 +160,7 @@ def test_the_work_is_cancelled_with_its_last_caller() -> None:
 
 def test_a_caller_boards_a_new_flight_while_the_abandoned_one_ends() -> None:
     async def scenario() -> None:
-        flights, work = Flights[str, str](), Work()
+        flights, work = SingleFlight[str, str](), Work()
         leaver = board(flights, work)
         await settle()
         leaver.cancel()
@@ -180,7 +180,7 @@ def test_a_failure_without_callers_is_not_reported_as_lost() -> None:
     async def scenario() -> None:
         complaints: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, c: complaints.append(c))
-        flights, work = Flights[str, str](), Work()
+        flights, work = SingleFlight[str, str](), Work()
         leaver = board(flights, work)
         await settle()
         leaver.cancel()
@@ -203,7 +203,7 @@ def test_at_most_one_execution_is_in_the_air_and_every_caller_gets_an_end(
     steps: list[tuple[str, int]],
 ) -> None:
     async def scenario() -> None:
-        flights, in_air, most = Flights[str, int](), 0, 0
+        flights, in_air, most = SingleFlight[str, int](), 0, 0
         ends: list[asyncio.Future[int]] = []
         callers: list[asyncio.Task[int]] = []
 
@@ -250,7 +250,7 @@ def test_at_most_one_execution_is_in_the_air_and_every_caller_gets_an_end(
 
 def test_callers_may_fly_different_keys_with_any_hashable() -> None:
     async def scenario() -> None:
-        flights = Flights[tuple[bytes, str], str]()
+        flights = SingleFlight[tuple[bytes, str], str]()
 
         async def work() -> str:
             return "x"
@@ -262,7 +262,7 @@ def test_callers_may_fly_different_keys_with_any_hashable() -> None:
 
 def test_an_error_raised_at_once_reaches_the_caller() -> None:
     async def scenario() -> None:
-        flights = Flights[str, str]()
+        flights = SingleFlight[str, str]()
 
         async def work() -> str:
             raise LookupError("at once")
