@@ -171,7 +171,7 @@ async def open_readonly(
     loader = MediaLoader(media, cache_bytes=FETCH_BYTES)
     resolver = None
     if main._resolver is not None:
-        resolver = main._resolver.beside(
+        resolver = main._resolver.with_memory(
             directory=memory, uuids=ReadOnlyBindings(uuids), loader=loader
         )
     try:
