@@ -1,4 +1,4 @@
-"""The renderer: what a client sent → the token ids and media items the engine computes from.
+"""The renderer: a request's messages, text or token ids → token ids and media items for the engine.
 
     messages ─▶ template ─▶ text ─▶ token ids ─▶ placeholders matched with media parts
                                                     │
@@ -6,8 +6,8 @@
                                                     │
                                 RenderedPrompt ◀────┘
 
-It lives in the API process and imports no torch. Cheap checks come first: a prompt that is too long
-or whose template lost a picture is refused before anything is fetched.
+It runs in the API process and imports no torch. Cheap checks come first: a prompt that is too long,
+or whose template dropped a picture, is refused before anything is fetched.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from lookonce.render.prompt.encoder import (
     template_sources,
 )
 from lookonce.render.prompt.messages import has_many_values, in_thread_if, read_messages
-from lookonce.render.prompt.placeholders import PlaceableItem, match_placeholders, place_media
+from lookonce.render.prompt.placeholders import match_placeholders, place_media
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
@@ -63,8 +63,8 @@ class Renderer:
     """One per API process, used on its event loop.
 
     `resolver` and `family` are None for a text-only model; `limits` is media parts per modality.
-    `max_model_len` and `vocab_size` may be learnt later and set; until then the former is not
-    checked, and the tokenizer's vocabulary stands in for the latter.
+    `max_model_len` and `vocab_size` may be set later: until then lengths are not checked, and token
+    ids are checked against the tokenizer's vocabulary.
     """
 
     def __init__(
@@ -84,7 +84,9 @@ class Renderer:
         self._encoder = encoder
         self._family = family
         self._resolver = resolver
-        self._given = _given_resolver(family, resolver)
+        self._external = (
+            None if family is None or resolver is None else ExternalItemResolver(family, resolver)
+        )
         self._limits = dict(limits or {})
 
     # --- prompts ------------------------------------------------------------------------------
@@ -97,10 +99,10 @@ class Renderer:
         cache_salt: str | None = None,
         options: ChatOptions | Mapping[str, Any] | None = None,
     ) -> RenderedPrompt:
-        """Render OpenAI messages. The prompt's pins are the caller's to hand on, or `release`.
+        """Render OpenAI messages. The caller sends the prompt on with its pins, or calls `release`.
 
-        Raises a `RequestError` that names the part at fault; then, as when cancelled, no pin is
-        left.
+        Raises a `RequestError` that names the part at fault. After an error or a cancellation no
+        pin is left.
         """
         chosen = chat_options(options)
         kwargs = self._processor_kwargs(chosen.mm_processor_kwargs)
@@ -113,14 +115,14 @@ class Renderer:
             chat.conversation, chosen, self.max_model_len, large=large
         )
         modalities = [source.modality for source in chat.sources]
-        spots = match_placeholders(encoded.token_ids, modalities, placeholder_ids)
+        positions = match_placeholders(encoded.token_ids, modalities, placeholder_ids)
         self._check_length(len(encoded.token_ids), "messages")
-        scope = scope_of_request(tenant, cache_salt)
+        scope = _scope(tenant, cache_salt)
         if not chat.sources or self._resolver is None:
             return RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text)
         items = await self._resolver.resolve(chat.sources, scope, kwargs)
         try:
-            rendered = _placed(encoded, items, spots, scope)
+            rendered = _placed(encoded, items, positions, scope)
             self._check_length(len(rendered.token_ids), "messages")
         except BaseException:
             self._resolver.release(items)
@@ -135,8 +137,8 @@ class Renderer:
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
     ) -> RenderedPrompt:
-        """Render a plain prompt: a text, in which media tokens are ordinary text, or token ids."""
-        scope = scope_of_request(tenant, cache_salt)
+        """Render a plain prompt: token ids, or a text, in which media tokens are ordinary text."""
+        scope = _scope(tenant, cache_salt)
         if isinstance(prompt, str):
             encoded = await self._encoder.encode_text(
                 prompt, add_special_tokens=add_special_tokens, max_tokens=self.max_model_len
@@ -159,15 +161,15 @@ class Renderer:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         trusted: bool = False,
     ) -> RenderedPrompt:
-        """A prompt whose media somebody else placed: token ids with placeholders expanded.
+        """Check a prompt that was rendered elsewhere: token ids with placeholders expanded.
 
         `trusted`: the client may name its arrays by a MediaHash. Raises a `RequestError` that names
-        the part at fault; then, as when cancelled, no pin is left.
+        the part at fault. After an error or a cancellation no pin is left.
         """
         self._check_length(len(token_ids), "token_ids")
-        scope = scope_of_request(tenant, cache_salt)
+        scope = _scope(tenant, cache_salt)
         placed = sorted(media, key=lambda each: each.offset)
-        items = await self._given_items(placed, scope, mm_processor_kwargs, trusted=trusted)
+        items = await self._external_items(placed, scope, mm_processor_kwargs, trusted=trusted)
         try:
             features = place_external_items(token_ids, placed, items)
             spans = [placeholder_span(f, i) for f, i in zip(features, items, strict=True)]
@@ -187,17 +189,19 @@ class Renderer:
         cache_salt: str | None = None,
         trusted: bool = False,
     ) -> tuple[bytes, ProcessedItem]:
-        """The key and the item of arrays somebody else processed. Raises `BadRequestError` for
-        what this model's processor could not have made."""
+        """The key and the item of arrays that were processed elsewhere.
+
+        Raises `BadRequestError` for arrays that this model's processor could not have made.
+        """
         if self._family is None:
             raise BadRequestError("the model takes no media")
         digest = storage_digest(name, modality, trusted=trusted)
         item = item_from_arrays(self._family, modality, arrays)
-        return item_key(scope_of_request(tenant, cache_salt), digest), item
+        return item_key(_scope(tenant, cache_salt), digest), item
 
     @property
     def tools_template(self) -> str | None:
-        """Source of the chat template that requests with tools use; None without any."""
+        """Source of the chat template for requests with tools; None if there is none."""
         return self._encoder.tools_template
 
     @property
@@ -207,11 +211,11 @@ class Renderer:
 
     @property
     def fingerprint(self) -> bytes:
-        """What `media_hash` needs to name this model's items; empty for a text-only model."""
+        """The fingerprint that `media_hash` takes; empty for a text-only model."""
         return b"" if self._family is None else self._family.fingerprint()
 
     def release(self, prompt: RenderedPrompt) -> None:
-        """Give back the pins of a prompt that will not be sent. May be called again."""
+        """Unpin the items of a prompt that will not be sent. May be called twice."""
         if self._resolver is not None:
             self._resolver.release(prompt.items)
 
@@ -220,8 +224,10 @@ class Renderer:
     def detokenizer(
         self, sampling: SamplingParams, context: Sequence[int] = (), keep: Collection[str] = ()
     ) -> Detokenizer:
-        """For one sample. `context` is the prompt's token ids (its end is enough); special tokens
-        whose text is in `keep` are text."""
+        """The detokenizer of one sample; special tokens whose text is in `keep` are shown.
+
+        `context` is the prompt's token ids, of which the last ones are enough.
+        """
         return Detokenizer(
             self.tokenizer,
             stops=sampling.stop,
@@ -232,22 +238,22 @@ class Renderer:
         )
 
     def skipped(self, sampling: SamplingParams, keep: Collection[str] = ()) -> Collection[int]:
-        """Tokens that add nothing to a sample's text."""
+        """Ids of the tokens that are not shown in a sample's text."""
         return self.tokenizer.special_ids_except(keep) if sampling.skip_special_tokens else ()
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.tokenizer.token_bytes(token_id)
 
     def token_text(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it."""
+        """The token as written in the vocabulary."""
         return self.tokenizer.token_text(token_id)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Every token's text, special tokens included."""
+        """The text of token ids, special tokens included."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def counts(self) -> dict[str, float]:
-        """What was done for media, as `name:modality` → value."""
+        """Counts of `RenderStats`, as `name:modality` → value."""
         stats = RenderStats() if self._resolver is None else self._resolver.stats
         counted: dict[str, Counter[Any]] = {
             "media_fetches_total": stats.fetched,
@@ -285,7 +291,7 @@ class Renderer:
                 code="context_length_exceeded",
             )
 
-    async def _given_items(
+    async def _external_items(
         self,
         media: Sequence[ExternalItem],
         scope: bytes,
@@ -295,7 +301,7 @@ class Renderer:
     ) -> list[RenderedItem]:
         if not media:
             return []
-        if self._given is None:
+        if self._external is None:
             raise BadRequestError("the model takes no media", param="features")
         for modality, count in Counter(each.modality for each in media).items():
             allowed = self._limits.get(modality, 0)
@@ -305,7 +311,7 @@ class Renderer:
                     param=f"features.mm_hashes.{modality}",
                 )
         checked = self._processor_kwargs(kwargs)
-        return await self._given.resolve(media, scope, checked, trusted=trusted)
+        return await self._external.resolve(media, scope, checked, trusted=trusted)
 
     def _check_token_ids(
         self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]] = (), param: str = "prompt"
@@ -343,29 +349,6 @@ async def open_renderer(
             limits=media.limit_per_prompt,
             max_model_len=max_model_len,
         )
-
-
-def _placed(
-    encoded: EncodedPrompt,
-    items: Sequence[RenderedItem],
-    spots: Sequence[tuple[int, int]],
-    scope: bytes,
-) -> RenderedPrompt:
-    parts = [PlaceableItem(item.key, item.modality, item.expansion) for item in items]
-    placed = place_media(encoded.token_ids, parts, spots)
-    return RenderedPrompt(
-        placed.token_ids,
-        features=placed.features,
-        items=[items[index] for index in placed.order],
-        scope=scope,
-        text=encoded.text,
-    )
-
-
-def _given_resolver(
-    family: ProcessorFamily | None, resolver: MediaResolver | None
-) -> ExternalItemResolver | None:
-    return None if family is None or resolver is None else ExternalItemResolver(family, resolver)
 
 
 def _load_encoder(
@@ -407,11 +390,27 @@ async def _open_resolver(
     )
 
 
-def scope_of_request(tenant: str, cache_salt: str | None) -> bytes:
-    """`scope_digest`; tenants are few and remembered, salts are the clients' and are not."""
-    return _of_tenant(tenant) if cache_salt is None else scope_digest(tenant, cache_salt)
+def _placed(
+    encoded: EncodedPrompt,
+    items: Sequence[RenderedItem],
+    positions: Sequence[tuple[int, int]],
+    scope: bytes,
+) -> RenderedPrompt:
+    placed = place_media(encoded.token_ids, items, positions)
+    return RenderedPrompt(
+        placed.token_ids,
+        features=placed.features,
+        items=[items[index] for index in placed.order],
+        scope=scope,
+        text=encoded.text,
+    )
+
+
+def _scope(tenant: str, cache_salt: str | None) -> bytes:
+    """`scope_digest` of a request. Without a salt it is cached by tenant: tenants are few."""
+    return _tenant_scope(tenant) if cache_salt is None else scope_digest(tenant, cache_salt)
 
 
 @lru_cache(maxsize=1024)
-def _of_tenant(tenant: str) -> bytes:
+def _tenant_scope(tenant: str) -> bytes:
     return scope_digest(tenant, None)

@@ -15,7 +15,6 @@ from lookonce.render.prompt.encoder import ChatOptions, PromptEncoder
 from lookonce.render.prompt.messages import read_messages
 from lookonce.render.prompt.placeholders import (
     RESERVED,
-    PlaceableItem,
     PlaceholderEscaping,
     escaped_tokenizer,
     escaping_of,
@@ -23,6 +22,7 @@ from lookonce.render.prompt.placeholders import (
     place_media,
 )
 from lookonce.types.media import Expansion
+from lookonce.types.request import RenderedItem
 from tests.support.render.tokenizers import nano_tokenizer
 
 IMAGE, AUDIO, BEGIN, END, EMBED = 9, 3, 20, 21, 22
@@ -32,16 +32,26 @@ IDS = {"image": IMAGE, "audio": AUDIO}
 
 
 def image(name, tokens):
-    return PlaceableItem(name, "image", Expansion(((IMAGE, tokens),), IMAGE))
+    return RenderedItem(
+        name, b"", "image", item=None, expansion=Expansion(((IMAGE, tokens),), IMAGE)
+    )
 
 
 def audio(name, tokens):
-    return PlaceableItem(name, "audio", Expansion(((AUDIO, tokens),), AUDIO))
+    return RenderedItem(
+        name, b"", "audio", item=None, expansion=Expansion(((AUDIO, tokens),), AUDIO)
+    )
 
 
 def wrapped(name, tokens):
     """An expansion that brings its own begin and end."""
-    return PlaceableItem(name, "image", Expansion(((BEGIN, 1), (EMBED, tokens), (END, 1)), EMBED))
+    return RenderedItem(
+        name,
+        b"",
+        "image",
+        item=None,
+        expansion=Expansion(((BEGIN, 1), (EMBED, tokens), (END, 1)), EMBED),
+    )
 
 
 def placed_in(token_ids, parts, placeholder_ids=IDS):
@@ -242,25 +252,25 @@ def test_depth_costs_a_client_s_request_only():
         encode([{"role": "user", "content": "x", "name": deep}])
 
 
-def test_revealing_undoes_concealing():
-    spelling = PlaceholderEscaping(MEDIA_TOKENS)
+def test_unescaping_undoes_escaping():
+    escaping = PlaceholderEscaping(MEDIA_TOKENS)
     text = "a<|IMAGE|><|AUDIO|>b<|im_end|>"
-    assert spelling.conceal(text) != text
-    assert spelling.reveal(spelling.conceal(text)) == text
+    assert escaping.escape(text) != text
+    assert escaping.unescape(escaping.escape(text)) == text
 
 
-def test_a_token_whose_text_contains_another_s_is_concealed_whole():
-    spelling = PlaceholderEscaping(["<image>", "<image>s"])
-    assert spelling.reveal(spelling.conceal("<image>s<image>")) == "<image>s<image>"
-    assert len(spelling.conceal("<image>s")) == len(spelling.conceal("<image>"))
+def test_a_token_whose_text_contains_another_s_is_escaped_whole():
+    escaping = PlaceholderEscaping(["<image>", "<image>s"])
+    assert escaping.unescape(escaping.escape("<image>s<image>")) == "<image>s<image>"
+    assert len(escaping.escape("<image>s")) == len(escaping.escape("<image>"))
 
 
 def test_a_model_without_media_keeps_its_tokenizer():
-    spelling = escaping_of(nano_tokenizer(), [])
-    assert escaped_tokenizer(nano_tokenizer(), spelling, []) is nano_tokenizer()
+    escaping = escaping_of(nano_tokenizer(), [])
+    assert escaped_tokenizer(nano_tokenizer(), escaping, []) is nano_tokenizer()
 
 
 def test_a_placeholder_that_is_no_token_is_a_load_error():
-    spelling = escaping_of(nano_tokenizer(), [500])
+    escaping = escaping_of(nano_tokenizer(), [500])
     with pytest.raises(ModelLoadError, match="500"):
-        escaped_tokenizer(nano_tokenizer(), spelling, [500])
+        escaped_tokenizer(nano_tokenizer(), escaping, [500])

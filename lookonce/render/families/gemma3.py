@@ -15,8 +15,8 @@ from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 
 class Gemma3Processing(ProcessorFamily):
-    """Pan and scan, off by default in the processor too, is not offered: a folder that asks for it
-    is refused."""
+    """Pan and scan, which is off by default in the processor, is not supported: a folder that turns
+    it on is refused."""
 
     model_types = ("gemma3",)
     modalities = ("image",)
@@ -34,7 +34,7 @@ class Gemma3Processing(ProcessorFamily):
         self._num_tokens = int(config.get("mm_tokens_per_image", 256))
 
     def placeholder_token_id(self, modality: Modality) -> int:
-        """The template writes begin-of-image where the whole picture goes."""
+        """Begin-of-image, which the template writes for the whole picture."""
         return self._begin
 
     def text_around_placeholder(self, modality: Modality) -> tuple[str, str]:
@@ -52,7 +52,7 @@ class Gemma3Processing(ProcessorFamily):
         return self.expansion_of_size(modality, (width, height), {})
 
     def largest_size(self, modality: Modality, max_tokens: int) -> tuple[int, ...] | None:
-        """All pictures have as many tokens."""
+        """All pictures have the same number of tokens."""
         height, width = self._output_size
         return (width, height) if self._num_tokens + 2 <= max_tokens else None
 

@@ -37,7 +37,7 @@ class LlavaProcessing(ProcessorFamily):
         return Expansion(((self._token, self._num_tokens),), self._token)
 
     def largest_size(self, modality: Modality, max_tokens: int) -> tuple[int, ...] | None:
-        """All pictures have as many tokens."""
+        """All pictures have the same number of tokens."""
         return (self._width, self._height) if self._num_tokens <= max_tokens else None
 
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:

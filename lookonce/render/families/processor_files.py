@@ -1,4 +1,9 @@
-"""The JSON files of a model that say how media is processed, from a folder or the hub."""
+"""The files of a model that say how media is processed, and what Hugging Face makes of them.
+
+The JSON is read from a folder or the hub. Hugging Face processors are built from it here only. They
+are always those of the PIL backend: torchvision's, which transformers prefers where it is
+installed, give other pixels. transformers is imported on use, which takes a second in workers only.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +19,34 @@ from tokenizers import Tokenizer
 from lookonce.errors import ModelLoadError
 
 Json = dict[str, Any]
+Runs = tuple[tuple[int, int], ...]
+"""`(token id, count)` in order."""
+IMAGE_PROCESSORS = {
+    "CLIPImageProcessor": "transformers.models.clip.image_processing_pil_clip",
+    "SiglipImageProcessor": "transformers.models.siglip.image_processing_pil_siglip",
+    "Qwen2VLImageProcessor": "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
+    "Gemma3ImageProcessor": "transformers.models.gemma3.image_processing_pil_gemma3",
+    "PixtralImageProcessor": "transformers.models.pixtral.image_processing_pil_pixtral",
+    "Idefics3ImageProcessor": "transformers.models.idefics3.image_processing_pil_idefics3",
+    "SmolVLMImageProcessor": "transformers.models.smolvlm.image_processing_pil_smolvlm",
+}
+"""`image_processor_type` (without "Fast") → module of its PIL class."""
+OLD_NAMES = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}
 
 
 class ProcessorFiles(msgspec.Struct, frozen=True):
-    """The JSON files of a Hugging Face folder that say how media is processed."""
+    """The JSON of a Hugging Face folder that says how media is processed."""
 
     config: Json
     preprocessor: Json
-    """Of the image processor and the feature extractor; both may share one file."""
+    """preprocessor_config.json: image processor, feature extractor, or both."""
     processor: Json
-    """Top level of processor_config.json: what the processor class itself was given."""
+    """processor_config.json: the arguments of the processor class."""
     tokenizer: str | None = None
-    """Path of tokenizer.json; None where there is none."""
+    """Path of tokenizer.json; None if there is none."""
 
     def described(self) -> list[Json]:
-        """What of the files decides how media is processed, wherever they lie."""
+        """The content that decides how media is processed, without paths."""
         return [self.config, self.preprocessor, self.processor]
 
     @property
@@ -60,7 +78,7 @@ def read_processor_files(folder: str | Path) -> ProcessorFiles:
 
 
 def _read_json(folder: str | Path, name: str) -> Json:
-    """Empty when there is no such file."""
+    """The JSON object in a file; empty if there is no such file."""
     path = _file(folder, name)
     if path is None:
         return {}
@@ -78,7 +96,7 @@ def _file(folder: str | Path, name: str) -> Path | None:
 
 
 def _hub_file(model: str, name: str) -> Path | None:
-    # Imported where a hub is needed: a worker that reads a local folder starts sooner.
+    # Imported only for a hub id: a worker that reads a local folder starts sooner.
     import httpx
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -93,23 +111,34 @@ def _hub_file(model: str, name: str) -> Path | None:
         raise ModelLoadError(f"{name} of {model} cannot be read: {error}") from None
 
 
-IMAGE_PROCESSORS = {
-    "CLIPImageProcessor": "transformers.models.clip.image_processing_pil_clip",
-    "SiglipImageProcessor": "transformers.models.siglip.image_processing_pil_siglip",
-    "Qwen2VLImageProcessor": "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
-    "Gemma3ImageProcessor": "transformers.models.gemma3.image_processing_pil_gemma3",
-    "PixtralImageProcessor": "transformers.models.pixtral.image_processing_pil_pixtral",
-    "Idefics3ImageProcessor": "transformers.models.idefics3.image_processing_pil_idefics3",
-    "SmolVLMImageProcessor": "transformers.models.smolvlm.image_processing_pil_smolvlm",
-}
-"""`image_processor_type` (without "Fast") → module of its PIL class."""
+class ProcessorTokenizer:
+    """The folder's tokenizer, for the texts that some families write around a picture's tokens.
 
+    It needs the `tokenizers` library only. Raises `ModelLoadError` without a tokenizer.json.
+    """
 
-OLD_NAMES = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}
+    def __init__(self, files: ProcessorFiles) -> None:
+        if files.tokenizer is None:
+            raise ModelLoadError("the model has no tokenizer.json, which says how media is written")
+        described = Path(files.tokenizer).read_bytes()
+        self.digest = blake3(described).digest()
+        """Digest of the tokenizer; part of the fingerprint of families that use this class."""
+        self._tokenizer = Tokenizer.from_buffer(described)
+
+    def runs(self, text: str) -> Runs:
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return tuple((token, len(list(same))) for token, same in groupby(ids))
+
+    def token(self, text: str) -> int:
+        """The id of a text that is one token. Raises `ModelLoadError` if it is not."""
+        found = self._tokenizer.token_to_id(text)
+        if found is None:
+            raise ModelLoadError(f"the tokenizer has no token {text}")
+        return int(found)
 
 
 def image_processor(config: Json, *allowed: str) -> Any:
-    """The image processor the folder asks for. Raises `ModelLoadError` unless it is `allowed`."""
+    """The image processor that the folder names. Raises `ModelLoadError` unless it is `allowed`."""
     name = str(config.get("image_processor_type", allowed[0])).removesuffix("Fast")
     name = OLD_NAMES.get(name, name)
     if name not in allowed:
@@ -118,33 +147,6 @@ def image_processor(config: Json, *allowed: str) -> Any:
 
 
 def whisper_feature_extractor(config: Json) -> Any:
-    """The extractor, of which only the settings and mel filters are used (see `mel`)."""
+    """The extractor, of which `whisper` uses only the settings and the mel filters."""
     module = import_module("transformers.models.whisper.feature_extraction_whisper")
     return module.WhisperFeatureExtractor.from_dict(dict(config))
-
-
-Runs = tuple[tuple[int, int], ...]
-"""`(token id, count)` in order."""
-
-
-class ProcessorTokenizer:
-    """Texts → runs of token ids. Raises `ModelLoadError` for a folder without tokenizer.json."""
-
-    def __init__(self, files: ProcessorFiles) -> None:
-        if files.tokenizer is None:
-            raise ModelLoadError("the model has no tokenizer.json, which says how media is written")
-        described = Path(files.tokenizer).read_bytes()
-        self.digest = blake3(described).digest()
-        """Of the tokenizer: a part of the fingerprint of families whose expansions hold its ids."""
-        self._tokenizer = Tokenizer.from_buffer(described)
-
-    def runs(self, text: str) -> Runs:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return tuple((token, len(list(same))) for token, same in groupby(ids))
-
-    def token(self, text: str) -> int:
-        """The id of a text that is one token. Raises `ModelLoadError` where it is not."""
-        found = self._tokenizer.token_to_id(text)
-        if found is None:
-            raise ModelLoadError(f"the tokenizer has no token {text}")
-        return int(found)

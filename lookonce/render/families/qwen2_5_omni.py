@@ -1,6 +1,6 @@
-"""Qwen2.5-Omni's thinker: Qwen2-VL's pictures, and sound as log-mel frames. Nano is one.
+"""Qwen2.5-Omni's thinker: Qwen2-VL's pictures, and sound as log-mel frames. Nano is of this type.
 
-A folder holds the thinker alone or, as published, also what makes it speak, which is not used.
+A folder has the thinker alone or, as published, the talker too, which is not used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Qwen2_5OmniProcessing(ProcessorFamily):  # noqa: N801
         self.sampling_rate = int(sound.get("sampling_rate", 16000))
         self.max_audio_seconds = float(sound.get("chunk_length", 30))
         self.hop_length = int(sound.get("hop_length", 160))
-        # As published; the silence is cut off again, but the first frame sees some of it.
+        # As published. The silence is cut off again, but the first frame overlaps it.
         self._silence_before = sound.get("padding_side") == "left"
 
     def placeholder_token_id(self, modality: Modality) -> int:

@@ -1,4 +1,7 @@
-"""Qwen2-VL to Qwen3-VL: pictures of any size, between the template's vision start and end."""
+"""Qwen2-VL to Qwen3-VL: pictures of any size, between the template's vision start and end.
+
+`QwenImages` is shared by every family with this image processor.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from lookonce.render.families.arrays import (
     PixelTable,
     check_arrays,
     int64_array,
-    integers,
+    int64_values,
     refuse_arrays,
     resized,
 )
@@ -31,13 +34,45 @@ from lookonce.render.families.processor_files import Json, ProcessorFiles, image
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 OPTION_NAMES = ("min_pixels", "max_pixels", "size")
-
-
 DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 
 
+class Qwen2_5VLProcessing(ProcessorFamily):  # noqa: N801
+    model_types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+    modalities = ("image",)
+
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
+        super().__init__(files, dtype)
+        token = token_id(files.config, "image_token_id")
+        self.images = QwenImages(files.image_processor, token, dtype)
+
+    def placeholder_token_id(self, modality: Modality) -> int:
+        return self.images.token_id
+
+    def option_names(self) -> tuple[str, ...]:
+        return OPTION_NAMES
+
+    def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> Options:
+        return self.images.options(kwargs)
+
+    def expansion_of_size(
+        self, modality: Modality, size: tuple[int, ...], options: Options
+    ) -> Expansion:
+        return self.images.expansion(size[0], size[1], options)
+
+    def expansion_of_arrays(self, modality: Modality, arrays: Arrays) -> Expansion:
+        return self.images.expansion_of_arrays(arrays)
+
+    def largest_size(self, modality: Modality, max_tokens: int) -> tuple[int, ...] | None:
+        return self.images.largest_size(max_tokens)
+
+    def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
+        assert isinstance(decoded, Image.Image)
+        return self.images.process(decoded, options)
+
+
 class QwenImages:
-    """Keeps a picture's shape: as many patches as fit between `min_pixels` and `max_pixels`."""
+    """Qwen2-VL's image processor: keeps the aspect ratio, between `min_pixels` and `max_pixels`."""
 
     def __init__(self, config: Json, token_id: int, dtype: str) -> None:
         """`config` is the image processor's; `token_id` the placeholder's."""
@@ -71,10 +106,7 @@ class QwenImages:
         return PixelTable(self._processor, self._dtype)
 
     def options(self, kwargs: Mapping[str, object]) -> Options:
-        """The pixel bounds where they differ from the folder's. Raises `BadRequestError`.
-
-        Bounds may be narrowed, not widened: a 1x1 picture must not be blown up to gigabytes.
-        """
+        """The pixel bounds if they differ from the folder's. Raises `BadRequestError`."""
         size = kwargs.get("size")
         size = {} if size is None else size
         if not isinstance(size, Mapping) or not size.keys() <= {"shortest_edge", "longest_edge"}:
@@ -103,14 +135,14 @@ class QwenImages:
         )
 
     def expansion_of_arrays(self, arrays: Arrays) -> Expansion:
-        """See `ProcessorFamily.expansion_of_arrays`. The grid decides positions: it is checked."""
+        """See `ProcessorFamily.expansion_of_arrays`. The grid decides positions."""
         values = 3 * self.frames * self.patch**2
         expected = {
             "pixel_values": (self._dtype, (None, values)),
             "image_grid_thw": ("int64", (3,)),
         }
         check_arrays(arrays, expected)
-        frames, rows, columns = integers(arrays["image_grid_thw"])
+        frames, rows, columns = int64_values(arrays["image_grid_thw"])
         num_patches = arrays["pixel_values"].shape[0]
         if frames != 1 or rows < 1 or columns < 1 or rows * columns != num_patches:
             raise refuse_arrays(
@@ -118,7 +150,7 @@ class QwenImages:
             )
         if rows % self.merge or columns % self.merge:
             raise refuse_arrays(f"rows and columns of patches must be multiples of {self.merge}")
-        # The shorter side of a thin picture is rounded up to a whole patch.
+        # A thin picture may exceed max_pixels: its shorter side is rounded up to a whole patch.
         thinnest = self._factor * math.isqrt(MAX_SIDE_RATIO * self.max_pixels)
         limit = max(self.max_pixels, thinnest)
         if num_patches * self.patch**2 > limit:
@@ -126,7 +158,7 @@ class QwenImages:
         return self._expansion(rows // self.merge, columns // self.merge)
 
     def largest_size(self, max_tokens: int) -> tuple[int, int] | None:
-        """Among squares and pictures of two to one, the one of most tokens up to `max_tokens`."""
+        """Of squares and 2:1 pictures, the size with the most tokens, at most `max_tokens`."""
         most = min(max_tokens, self.max_pixels // self._factor**2)
         found: dict[int, tuple[int, int]] = {}
         for shape in (1, 2):
@@ -179,7 +211,7 @@ def smart_size(
 
 
 def _bound(name: str, kwargs: Mapping[str, object], edge: object, default: int) -> int:
-    """Pixels, by either spelling: the option `name`, or an edge of `size`."""
+    """Pixels, from the option `name` or an edge of `size`. Raises `BadRequestError`."""
     given: list[int] = []
     for value in (kwargs.get(name), edge):
         if value is None:
@@ -190,37 +222,3 @@ def _bound(name: str, kwargs: Mapping[str, object], edge: object, default: int) 
     if len(set(given)) > 1:
         raise bad_option(name, f"{name} and size contradict each other")
     return given[0] if given else default
-
-
-class Qwen2_5VLProcessing(ProcessorFamily):  # noqa: N801
-    model_types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-    modalities = ("image",)
-
-    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
-        super().__init__(files, dtype)
-        token = token_id(files.config, "image_token_id")
-        self.images = QwenImages(files.image_processor, token, dtype)
-
-    def placeholder_token_id(self, modality: Modality) -> int:
-        return self.images.token_id
-
-    def option_names(self) -> tuple[str, ...]:
-        return OPTION_NAMES
-
-    def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> Options:
-        return self.images.options(kwargs)
-
-    def expansion_of_size(
-        self, modality: Modality, size: tuple[int, ...], options: Options
-    ) -> Expansion:
-        return self.images.expansion(size[0], size[1], options)
-
-    def expansion_of_arrays(self, modality: Modality, arrays: Arrays) -> Expansion:
-        return self.images.expansion_of_arrays(arrays)
-
-    def largest_size(self, modality: Modality, max_tokens: int) -> tuple[int, ...] | None:
-        return self.images.largest_size(max_tokens)
-
-    def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
-        assert isinstance(decoded, Image.Image)
-        return self.images.process(decoded, options)

@@ -50,7 +50,7 @@ class Qwen2AudioProcessing(ProcessorFamily):
 
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
         """`input_features` [mel bins, frames] of a whole span, `feature_attention_mask` [frames]:
-        1 where there is sound, 0 in the silence that pads it."""
+        1 for sound, 0 for the silence that pads it."""
         assert isinstance(decoded, np.ndarray)
         frames = num_frames(len(decoded), self._sound.hop_length)
         expansion = self._expansion(frames)

@@ -1,4 +1,4 @@
-"""The one table of processor families: `model_type` of a config → family."""
+"""The table of processor families: `model_type` of a config → family."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def load_family(folder: str | Path, dtype: str) -> ProcessorFamily | None:
     """The family of a Hugging Face folder or hub id; None for a text-only model.
 
     Cheap: reads JSON, imports neither torch nor transformers. `dtype` is the model's. Raises
-    `ModelLoadError` for a folder without config, or of a type that is not supported, with those
-    that are.
+    `ModelLoadError` for a folder without config, or of an unsupported type; the message lists the
+    supported ones.
     """
     files = read_processor_files(folder)
     model_type = str(files.config.get("model_type", ""))

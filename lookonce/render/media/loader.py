@@ -1,7 +1,11 @@
-"""From the media part of a chat message to where its bytes come from.
+"""Where the encoded bytes of a media part come from, and how they are loaded.
 
-Nothing is fetched, decoded or even base64-decoded here: a `MediaSource` is cheap, and many are
-never opened because their bytes are already known.
+    part of a message ─▶ media_source ─▶ MediaSource ─▶ MediaLoader.load ─▶ bytes
+                         nothing is opened             inline: base64 decoded
+                                                       remote: fetched (see `fetch`)
+                                                       file:   read beneath the allowed folder
+
+A `MediaSource` is cheap to make, and many are never loaded because their content is held already.
 """
 
 from __future__ import annotations
@@ -34,41 +38,32 @@ from lookonce.render.media.single_flight import SingleFlight
 from lookonce.types.media import Modality
 
 Origin = Literal["inline", "remote", "file", "nothing"]
-
-
 MAX_URL_LENGTH = 8192
-
-
 MAX_HEADER_LENGTH = 256
-
-
 MAX_UUID_LENGTH = 512
-
-
 AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
-
-
 ESCAPES = {
     "%2B": "+", "%2b": "+", "%2F": "/", "%2f": "/", "%3D": "=", "%3d": "=",
     "%0A": "", "%0a": "", "%0D": "", "%0d": "", "%20": "",
 }  # fmt: skip
-"""What there is to escape in base64: text of many escapes is not worth decoding."""
-
-
+"""Percent-encodings of the characters of base64 and of line ends, all that a data URL needs."""
 PART_MODALITY: dict[str, Modality] = {
     "image_url": "image",
     "input_audio": "audio",
     "audio_url": "audio",
 }
-"""Part types that carry media; `video_url` is refused by name."""
+"""Part type → modality; `video_url` is refused with an error of its own."""
+FETCH_CACHE_BYTES = 256 * 1024 * 1024
+OFF_LOOP_BYTES = 4 * 1024 * 1024
+"""Encoded media above this many bytes is decoded from base64, and hashed, in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaSource:
-    """One media part: what it is, and where its encoded bytes come from.
+    """One media part and where its encoded bytes come from.
 
     `value` is base64 text from `start` on ("inline"), a URL ("remote", "file") or empty ("nothing":
-    the part names only a `uuid`). `param` names the part in errors: `messages[1].content[0]`.
+    the part has only a `uuid`). `param` names the part in errors: `messages[1].content[0]`.
     """
 
     modality: Modality
@@ -77,16 +72,16 @@ class MediaSource:
     param: str
     uuid: str | None = None
     start: int = 0
-    """Length of a data URL's header: cutting it off would copy megabytes."""
+    """Length of a data URL's header, which stays in `value`: cutting it off copies megabytes."""
     digest: bytes | None = None
-    """The MediaHash the bytes must have; None: whichever they have."""
+    """The MediaHash that the bytes must have; None for any."""
 
     def inline_bytes(self, max_bytes: int) -> bytes:
-        """The bytes of an inline source. Raises `BadRequestError`, or `TooLargeError` first."""
+        """The bytes of an inline source. Raises `BadRequestError` or `TooLargeError`."""
         if (len(self.value) - self.start) // 4 * 3 > max_bytes + 2:
             raise too_large(self.param, max_bytes)
         text = self.value[self.start :] if self.start else self.value
-        data = _decoded(text)
+        data = _base64_bytes(text)
         if data is None:
             raise BadRequestError(f"{self.param}: the data is not valid base64", param=self.param)
         if not data:
@@ -94,22 +89,6 @@ class MediaSource:
         if len(data) > max_bytes:
             raise too_large(self.param, max_bytes)
         return data
-
-
-def _decoded(text: str) -> bytes | None:
-    """The bytes of base64, of which programs write several kinds: percent-encoded in a data URL,
-    in lines, without padding. None for anything else."""
-    try:
-        data: bytes = pybase64.b64decode(text, validate=True)
-    except ValueError:
-        for escape, meant in ESCAPES.items() if "%" in text else ():
-            text = text.replace(escape, meant)
-        joined = "".join(text.split()).rstrip("=")
-        try:
-            data = pybase64.b64decode(joined + "=" * (-len(joined) % 4), validate=True)
-        except ValueError:
-            return None
-    return data
 
 
 def media_source(part: Mapping[str, object], param: str) -> MediaSource:
@@ -133,7 +112,7 @@ def media_source(part: Mapping[str, object], param: str) -> MediaSource:
 
 def source_of_url(url: str, modality: Modality, param: str, uuid: str | None = None) -> MediaSource:
     """The source behind a https, http, data or file URL. Raises `BadRequestError`."""
-    # A data URL is megabytes long: it is never split, only its beginning is looked at.
+    # A data URL is megabytes long: only its beginning is looked at.
     scheme, colon, _ = url[:16].partition(":")
     match scheme.lower() if colon else "":
         case "data":
@@ -150,79 +129,8 @@ def source_of_url(url: str, modality: Modality, param: str, uuid: str | None = N
     )
 
 
-def for_part(error: RequestError, param: str) -> RequestError:
-    """The same error, naming the part it struck.
-
-    What fetches, decodes and processes is shared by many requests, so it raises errors that know
-    no part; each request that waited names its own.
-    """
-    return type(error)(f"{param}: {error.message}", param=param, code=error.code)
-
-
-def too_large(param: str, max_bytes: int) -> TooLargeError:
-    """Encoded media above the limit."""
-    return TooLargeError(f"{param}: the media is larger than {max_bytes} bytes", param=param)
-
-
-def _uuid(part: Mapping[str, object], param: str) -> str | None:
-    uuid = part.get("uuid")
-    if uuid is None:
-        return None
-    if not isinstance(uuid, str) or not 0 < len(uuid) <= MAX_UUID_LENGTH:
-        raise BadRequestError(
-            f"{param}: uuid must be a text of 1 to {MAX_UUID_LENGTH} characters", param=param
-        )
-    return uuid
-
-
-def _url(body: object, kind: str, param: str) -> str:
-    """OpenAI nests the URL, `{"url": ...}`; a bare text is accepted as vLLM does."""
-    url = body.get("url") if isinstance(body, Mapping) else body
-    if not isinstance(url, str) or not url:
-        raise BadRequestError(f"{param}: {kind} needs a url", param=param)
-    return url
-
-
-def _audio_data(body: object, param: str) -> str:
-    data = body.get("data") if isinstance(body, Mapping) else None
-    name = body.get("format") if isinstance(body, Mapping) else None
-    if not isinstance(data, str) or not data:
-        raise BadRequestError(f"{param}: input_audio needs base64 data", param=param)
-    # The format is only checked: what the bytes are is read from the bytes.
-    if name not in AUDIO_FORMATS:
-        allowed = ", ".join(AUDIO_FORMATS)
-        raise BadRequestError(f"{param}: the audio format must be one of {allowed}", param=param)
-    return data
-
-
-def _data_url_start(url: str, param: str) -> int:
-    """Where the payload of `data:image/png;base64,AAAA` begins. The media type is not trusted."""
-    comma = url.find(",", 0, MAX_HEADER_LENGTH)
-    if comma < 0 or not url[:comma].lower().endswith(";base64"):
-        raise BadRequestError(f"{param}: a data URL must hold base64", param=param)
-    return comma + 1
-
-
-def _check_length(url: str, param: str) -> None:
-    if len(url) > MAX_URL_LENGTH:
-        raise BadRequestError(
-            f"{param}: the URL is longer than {MAX_URL_LENGTH} characters", param=param
-        )
-
-
-def _shown(value: object) -> str:
-    return repr(value[:40]) if isinstance(value, str) else "(not a text)"
-
-
-FETCH_CACHE_BYTES = 256 * 1024 * 1024
-
-
-OFF_LOOP_BYTES = 4 * 1024 * 1024
-"""Encoded media above this is decoded from base64, and hashed, in a thread."""
-
-
 class MediaLoader:
-    """Opens media sources under the limits of the configuration. One per API process."""
+    """Loads media sources within the limits of the configuration. One per API process."""
 
     def __init__(self, config: MediaConfig, *, cache_bytes: int = FETCH_CACHE_BYTES) -> None:
         self._max_bytes = config.max_bytes
@@ -246,7 +154,7 @@ class MediaLoader:
         return self._fetcher.counts.fetched
 
     async def load(self, source: MediaSource, scope: bytes = b"") -> bytes:
-        """The encoded bytes. `scope` (32 bytes) keeps tenants apart in the fetch cache.
+        """The encoded bytes. `scope` (32 bytes) separates tenants in the fetch cache.
 
         Raises a `RequestError` that names the part.
         """
@@ -276,17 +184,17 @@ class MediaLoader:
 
 
 class LocalFiles:
-    """`file://` URLs beneath one folder; outside it nothing exists."""
+    """Reads `file://` URLs beneath one folder."""
 
     def __init__(self, root: str | None, max_bytes: int) -> None:
         self._root = None if root is None else Path(root).resolve()
         self._max_bytes = max_bytes
 
     def read(self, url: str) -> bytes:
-        """The file's bytes. Errors never tell whether something outside the folder exists."""
+        """The file's bytes. No error tells whether a file outside the folder exists."""
         path = self._resolved(url)
         try:
-            # Without O_NONBLOCK a FIFO would hang us; without O_NOFOLLOW a late link leads out.
+            # O_NONBLOCK: a FIFO would block. O_NOFOLLOW: the file may just have become a link.
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except (OSError, ValueError):
             raise UnprocessableMediaError("the file cannot be read") from None
@@ -301,7 +209,7 @@ class LocalFiles:
         return data
 
     def _read_open(self, fd: int) -> bytes:
-        """At most one byte more than allowed."""
+        """The first `max_bytes` + 1 bytes of a regular file."""
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or not status.st_size:
             raise UnprocessableMediaError("the file cannot be read")
@@ -309,7 +217,7 @@ class LocalFiles:
             return file.read(self._max_bytes + 1)
 
     def _resolved(self, url: str) -> Path:
-        """The real path, symlinks followed, beneath the allowed folder."""
+        """The path with symlinks followed. Raises unless it is beneath the allowed folder."""
         if self._root is None:
             raise MediaForbiddenError("local files are not allowed")
         try:
@@ -322,3 +230,82 @@ class LocalFiles:
         if not path.is_relative_to(self._root):
             raise MediaForbiddenError("the file is not beneath the allowed folder")
         return path
+
+
+def for_part(error: RequestError, param: str) -> RequestError:
+    """The same error, with the request part `param` in its message.
+
+    Fetching, decoding and processing are shared by several requests, so their errors name no part;
+    each request that waited adds its own.
+    """
+    return type(error)(f"{param}: {error.message}", param=param, code=error.code)
+
+
+def too_large(param: str, max_bytes: int) -> TooLargeError:
+    """The error for encoded media above the limit."""
+    return TooLargeError(f"{param}: the media is larger than {max_bytes} bytes", param=param)
+
+
+def _base64_bytes(text: str) -> bytes | None:
+    """The bytes of base64 text, also percent-encoded, in lines or without padding; else None."""
+    try:
+        data: bytes = pybase64.b64decode(text, validate=True)
+    except ValueError:
+        for escape, meant in ESCAPES.items() if "%" in text else ():
+            text = text.replace(escape, meant)
+        joined = "".join(text.split()).rstrip("=")
+        try:
+            data = pybase64.b64decode(joined + "=" * (-len(joined) % 4), validate=True)
+        except ValueError:
+            return None
+    return data
+
+
+def _uuid(part: Mapping[str, object], param: str) -> str | None:
+    uuid = part.get("uuid")
+    if uuid is None:
+        return None
+    if not isinstance(uuid, str) or not 0 < len(uuid) <= MAX_UUID_LENGTH:
+        raise BadRequestError(
+            f"{param}: uuid must be a text of 1 to {MAX_UUID_LENGTH} characters", param=param
+        )
+    return uuid
+
+
+def _url(body: object, kind: str, param: str) -> str:
+    """The URL of a part: `{"url": ...}` as in OpenAI's API, or a plain text as vLLM accepts."""
+    url = body.get("url") if isinstance(body, Mapping) else body
+    if not isinstance(url, str) or not url:
+        raise BadRequestError(f"{param}: {kind} needs a url", param=param)
+    return url
+
+
+def _audio_data(body: object, param: str) -> str:
+    data = body.get("data") if isinstance(body, Mapping) else None
+    name = body.get("format") if isinstance(body, Mapping) else None
+    if not isinstance(data, str) or not data:
+        raise BadRequestError(f"{param}: input_audio needs base64 data", param=param)
+    # The decoder finds the real format in the bytes.
+    if name not in AUDIO_FORMATS:
+        allowed = ", ".join(AUDIO_FORMATS)
+        raise BadRequestError(f"{param}: the audio format must be one of {allowed}", param=param)
+    return data
+
+
+def _data_url_start(url: str, param: str) -> int:
+    """Where the payload of `data:image/png;base64,AAAA` begins. The media type is not trusted."""
+    comma = url.find(",", 0, MAX_HEADER_LENGTH)
+    if comma < 0 or not url[:comma].lower().endswith(";base64"):
+        raise BadRequestError(f"{param}: a data URL must hold base64", param=param)
+    return comma + 1
+
+
+def _check_length(url: str, param: str) -> None:
+    if len(url) > MAX_URL_LENGTH:
+        raise BadRequestError(
+            f"{param}: the URL is longer than {MAX_URL_LENGTH} characters", param=param
+        )
+
+
+def _shown(value: object) -> str:
+    return repr(value[:40]) if isinstance(value, str) else "(not a text)"

@@ -1,7 +1,14 @@
-"""A worker process of the media pool: `python -m lookonce.render.media.worker FD`.
+"""A worker process of the media pool, and the messages by which pool and worker talk.
 
-It decodes what strangers send, so it is a process of its own: a decoder that crashes takes only
-its job along. It ends when the pool's end of the socket closes.
+    python -m lookonce.render.media.worker FD
+
+A worker decodes files of unknown origin, so it is a process of its own: if a decoder crashes, only
+the job is lost. The worker ends when the pool closes its end of the socket.
+
+A message is a 4-byte length and msgpack, on a unix socket. Encoded media (to the worker) and arrays
+(back) are not in the message but in anonymous memory, whose file descriptor is sent with it and
+which the receiver maps. The memory has no name that could leak; the kernel frees it with its last
+mapping, whichever process dies.
 """
 
 from __future__ import annotations
@@ -38,13 +45,16 @@ from lookonce.types.media import (
 )
 
 ALIGNMENT = 64
-"""Arrays start at multiples of this, in bytes, so that every dtype may be viewed in place."""
-
-
+"""Arrays start at multiples of this many bytes, so that every dtype can be viewed in place."""
 HEADER_BYTES = 4
-
-
+NICENESS = 5
+"""Workers run at lower priority than the event loop and the engine, which share the cores."""
+BASE_MEMORY = 4 << 30
+BYTES_PER_PIXEL = 64
+"""Address space a worker may use: `BASE_MEMORY`, and this much per pixel of the largest picture."""
+WARM_UP_SIDE = 1024
 M = TypeVar("M")
+log = logging.getLogger("lookonce.render.media.worker")
 
 
 class ConfigureWorker(msgspec.Struct, frozen=True, tag="configure", array_like=True):
@@ -54,7 +64,7 @@ class ConfigureWorker(msgspec.Struct, frozen=True, tag="configure", array_like=T
 
 
 class JobRequest(msgspec.Struct, frozen=True, tag="work", array_like=True):
-    """One job; its encoded bytes are the memory beside the message."""
+    """One job; its encoded bytes are in the memory sent with the message."""
 
     modality: Modality
     options: Options
@@ -62,11 +72,11 @@ class JobRequest(msgspec.Struct, frozen=True, tag="work", array_like=True):
 
 
 class WorkerReady(msgspec.Struct, frozen=True, tag="ready", array_like=True):
-    pass
+    """The worker takes jobs."""
 
 
 class ArrayLocation(msgspec.Struct, frozen=True, array_like=True):
-    """Where an array lies in the memory beside the message."""
+    """Where an array starts in the memory sent with the message."""
 
     name: str
     dtype: str
@@ -75,6 +85,8 @@ class ArrayLocation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class JobDone(msgspec.Struct, frozen=True, tag="done", array_like=True):
+    """The processed item; its arrays are in the memory sent with the message."""
+
     modality: Modality
     expansion: Expansion
     arrays: tuple[ArrayLocation, ...]
@@ -84,31 +96,101 @@ class JobDone(msgspec.Struct, frozen=True, tag="done", array_like=True):
 
 
 class JobFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
+    """The error of a job, or of starting the worker."""
+
     error: tuple[str, str, str | None]
 
 
-Request = ConfigureWorker | JobRequest
-
-
-Reply = WorkerReady | JobDone | JobFailed
-
-
-REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-
-
-REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+WorkerRequest = ConfigureWorker | JobRequest
+WorkerReply = WorkerReady | JobDone | JobFailed
+REQUESTS: msgspec.msgpack.Decoder[WorkerRequest] = msgspec.msgpack.Decoder(WorkerRequest)
+REPLIES: msgspec.msgpack.Decoder[WorkerReply] = msgspec.msgpack.Decoder(WorkerReply)
 
 
 class LinkClosedError(Exception):
-    """The other side is gone, or has lost its mind: what it sent is no message."""
+    """The other process has ended, or sent something that is not a message."""
 
 
-def send(link: socket.socket, message: Request | Reply, memory: int | None = None) -> None:
-    """`memory` is a file descriptor that the receiver gets a copy of."""
+def main() -> None:
+    """Serve jobs on the socket whose descriptor is the only argument, until it closes."""
+    _restrict_process()
+    with socket.socket(fileno=int(sys.argv[1])) as link:
+        try:
+            processing = _configured(link)
+            while processing is not None:
+                _serve(link, processing)
+        except LinkClosedError:
+            return
+
+
+def _restrict_process() -> None:
+    # Without torch transformers starts in one second instead of four, and takes 70 MB, not 300.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides when workers end
+    os.nice(NICENESS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # C libraries write warnings about broken media straight to descriptor 2: it becomes /dev/null.
+    # Python's own messages keep the real one.
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    logging.basicConfig(stream=sys.stderr)
+
+
+def _configured(link: socket.socket) -> Processing | None:
+    request, _ = receive(link, REQUESTS)
+    assert isinstance(request, ConfigureWorker)
+    settings = request.settings
+    try:
+        processing = Processing(settings)
+        warm_up(processing, settings.max_image_pixels)
+    except LookOnceError as error:
+        send_error(link, error)
+        return None
+    limit = BASE_MEMORY + BYTES_PER_PIXEL * settings.max_image_pixels
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    send(link, WorkerReady())
+    return processing
+
+
+def _serve(link: socket.socket, processing: Processing) -> None:
+    request, fd = receive(link, REQUESTS)
+    assert isinstance(request, JobRequest)
+    job = MediaJob(request.modality, map_memory(fd, request.num_bytes), request.options)
+    try:
+        processed = processing.run(job)
+    except LookOnceError as error:
+        send_error(link, error)
+    except Exception as error:  # noqa: BLE001  one bad item must not end the worker
+        log.error("processing %s failed: %r", request.modality, error)
+        send_error(link, UnprocessableMediaError(f"the {request.modality} cannot be processed"))
+    else:
+        send_processed(link, processed)
+
+
+def warm_up(processing: Processing, max_image_pixels: int) -> None:
+    """Process an item of each modality, so that decoders and processors are loaded, and memory is
+    allocated, before the first real item comes."""
+    Image.preinit()
+    family = processing.family
+    if "image" in family.modalities:
+        side = min(WARM_UP_SIDE, math.isqrt(max_image_pixels))
+        for file_format in ("PNG", "JPEG"):
+            file = io.BytesIO()
+            Image.new("RGB", (side, side), (127, 127, 127)).save(file, file_format)
+            processing.run(MediaJob("image", file.getvalue()))
+    if "audio" in family.modalities:
+        family.process("audio", np.zeros(family.sampling_rate, np.float32), {})
+
+
+def send(
+    link: socket.socket, message: WorkerRequest | WorkerReply, memory: int | None = None
+) -> None:
+    """Send a message; `memory` is a file descriptor of which the receiver gets a copy."""
     body = msgspec.msgpack.encode(message)
     frame = len(body).to_bytes(HEADER_BYTES, "little") + body
     try:
-        # The descriptor rides on the first byte; sendmsg may take only part of the frame.
+        # The descriptor goes with the first byte; sendmsg may send only part of the frame.
         sent = socket.send_fds(link, [frame], [] if memory is None else [memory])
         link.sendall(frame[sent:])
     except (BrokenPipeError, ConnectionError):
@@ -159,9 +241,10 @@ def new_memory(pieces: Iterable[tuple[int, Buffer]]) -> int:
 
 
 def map_memory(fd: int | None, num_bytes: int) -> memoryview:
-    """The memory, read-only; it lives as long as the view. Closes the descriptor.
+    """A read-only view of the memory, mapped as long as the view lives. Closes the descriptor.
 
-    Raises `OSError` when it did not arrive: the kernel drops it where this process has too many.
+    Raises `OSError` when the descriptor did not arrive: the kernel drops it when this process has
+    too many open.
     """
     if fd is None:
         if num_bytes:
@@ -181,7 +264,7 @@ def _anonymous_file() -> int:
 
 
 def send_processed(link: socket.socket, processed: Processed) -> None:
-    """A worker's answer: the item's arrays side by side in one memory."""
+    """Send a `JobDone` with the item's arrays one after another in one memory."""
     placed, pieces, end = [], [], 0
     for name, array in processed.item.arrays.items():
         placed.append(ArrayLocation(name, array.dtype, array.shape, end))
@@ -209,7 +292,7 @@ def send_error(link: socket.socket, error: LookOnceError) -> None:
 
 
 def processed_from(message: JobDone, fd: int | None) -> Processed:
-    """The item a worker sent, its arrays views of the mapped memory."""
+    """The item of a `JobDone`; its arrays are views of the mapped memory."""
     memory = map_memory(fd, message.num_bytes)
     arrays = {place.name: _array(place, memory) for place in message.arrays}
     item = ProcessedItem(message.modality, arrays, message.expansion)
@@ -219,96 +302,6 @@ def processed_from(message: JobDone, fd: int | None) -> Processed:
 def _array(place: ArrayLocation, memory: memoryview) -> Array:
     end = place.offset + math.prod(place.shape) * ITEM_SIZE[place.dtype]
     return Array(place.dtype, place.shape, memory[place.offset : end])
-
-
-NICENESS = 5
-"""Answering comes before decoding: the event loop and the engine step share the same cores."""
-
-
-BASE_MEMORY = 4 << 30
-
-
-BYTES_PER_PIXEL = 64
-"""Address space allowed: a base, and what decoding, compositing and processing a pixel takes."""
-
-
-WARM_UP_SIDE = 1024
-
-
-log = logging.getLogger("lookonce.render.media.worker")
-
-
-def main() -> None:
-    """Serve jobs on the socket whose descriptor is the only argument, until it closes."""
-    _settle()
-    with socket.socket(fileno=int(sys.argv[1])) as link:
-        try:
-            processing = _configured(link)
-            while processing is not None:
-                _serve(link, processing)
-        except LinkClosedError:
-            return
-
-
-def _settle() -> None:
-    # Not installed, as far as this process is concerned: transformers then starts in one second
-    # instead of four and needs 70 MB instead of 300.
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides when workers end
-    os.nice(NICENESS)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # C libraries write warnings about broken media straight to descriptor 2; Python's own
-    # messages keep the real one.
-    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    logging.basicConfig(stream=sys.stderr)
-
-
-def _configured(link: socket.socket) -> Processing | None:
-    request, _ = receive(link, REQUESTS)
-    assert isinstance(request, ConfigureWorker)
-    settings = request.settings
-    try:
-        processing = Processing(settings)
-        warm_up(processing, settings.max_image_pixels)
-    except LookOnceError as error:
-        send_error(link, error)
-        return None
-    limit = BASE_MEMORY + BYTES_PER_PIXEL * settings.max_image_pixels
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    send(link, WorkerReady())
-    return processing
-
-
-def _serve(link: socket.socket, processing: Processing) -> None:
-    request, fd = receive(link, REQUESTS)
-    assert isinstance(request, JobRequest)
-    job = MediaJob(request.modality, map_memory(fd, request.num_bytes), request.options)
-    try:
-        processed = processing.run(job)
-    except LookOnceError as error:
-        send_error(link, error)
-    except Exception as error:  # noqa: BLE001  one bad item must not end the worker
-        log.error("processing %s failed: %r", request.modality, error)
-        send_error(link, UnprocessableMediaError(f"the {request.modality} cannot be processed"))
-    else:
-        send_processed(link, processed)
-
-
-def warm_up(processing: Processing, max_image_pixels: int) -> None:
-    """Process an item of each modality, so that the first real one finds all loaded: decoders,
-    processors, and memory the allocator has already got."""
-    Image.preinit()
-    family = processing.family
-    if "image" in family.modalities:
-        side = min(WARM_UP_SIDE, math.isqrt(max_image_pixels))
-        for file_format in ("PNG", "JPEG"):
-            file = io.BytesIO()
-            Image.new("RGB", (side, side), (127, 127, 127)).save(file, file_format)
-            processing.run(MediaJob("image", file.getvalue()))
-    if "audio" in family.modalities:
-        family.process("audio", np.zeros(family.sampling_rate, np.float32), {})
 
 
 if __name__ == "__main__":
