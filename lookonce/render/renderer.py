@@ -34,14 +34,12 @@ from lookonce.render.media.external_items import (
     placeholder_span,
     storage_digest,
 )
-from lookonce.render.media.loader import MediaLoader
-from lookonce.render.media.pool import MediaPool
-from lookonce.render.media.processing import ProcessingSettings
 from lookonce.render.media.resolver import (
     MediaResolver,
     NameBindings,
     RendererDirectory,
     RenderStats,
+    open_resolver,
 )
 from lookonce.render.prompt.detokenizer import Detokenizer
 from lookonce.render.prompt.encoder import (
@@ -340,7 +338,8 @@ async def open_renderer(
     async with AsyncExitStack() as stack:
         resolver = None
         if family is not None:
-            resolver = await _open_resolver(stack, model, media, family, directory, uuids)
+            opened = open_resolver(model, media, family, directory=directory, uuids=uuids)
+            resolver = await stack.enter_async_context(opened)
         yield Renderer(
             tokenizer=tokenizer,
             encoder=encoder,
@@ -357,37 +356,6 @@ def _load_encoder(
     tokenizer = Tokenizer.load(folder)
     sources = template_sources(folder, tokenizer, chat_template)
     return tokenizer, PromptEncoder(tokenizer, sources, family)
-
-
-async def _open_resolver(
-    stack: AsyncExitStack,
-    model: ModelConfig,
-    media: MediaConfig,
-    family: ProcessorFamily,
-    directory: RendererDirectory,
-    uuids: NameBindings,
-) -> MediaResolver:
-    loader = MediaLoader(media)
-    stack.push_async_callback(loader.aclose)
-    pool = MediaPool(
-        ProcessingSettings(
-            folder=model.folder,
-            dtype=model.dtype,
-            max_image_pixels=media.max_image_pixels,
-            max_audio_seconds=media.max_audio_seconds,
-        )
-    )
-    stack.push_async_callback(pool.aclose)
-    await pool.start()
-    return MediaResolver(
-        family=family,
-        directory=directory,
-        uuids=uuids,
-        loader=loader,
-        pool=pool,
-        max_bytes=media.max_bytes,
-        algorithm=media.hash_algorithm,
-    )
 
 
 def _placed(

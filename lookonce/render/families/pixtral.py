@@ -103,7 +103,7 @@ class PixtralProcessing(ProcessorFamily):
         return Expansion(row * (rows - 1) + last, self._token)
 
     def _grid(self, width: int, height: int, options: Options) -> tuple[int, int]:
-        """Columns and rows of tokens: the picture shrunk to the longest edge, in patches rounded up."""
+        """Columns and rows of tokens: the picture shrunk to the longest edge, rounded up."""
         longest = options.get("longest_edge", self._longest)
         assert isinstance(longest, int)
         ratio = max(height / longest, width / longest)

@@ -18,7 +18,8 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -26,6 +27,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from lookonce.cache.identity import HashAlgorithm, item_key, media_hash
+from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import (
     ConflictError,
     MediaNotCachedError,
@@ -33,8 +35,9 @@ from lookonce.errors import (
     UnprocessableMediaError,
 )
 from lookonce.render.families.base import Options
-from lookonce.render.media.loader import OFF_LOOP_BYTES, MediaSource, for_part
-from lookonce.render.media.processing import MediaJob, Processed
+from lookonce.render.media.loader import OFF_LOOP_BYTES, MediaLoader, MediaSource, for_part
+from lookonce.render.media.pool import MediaPool
+from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
 from lookonce.render.media.single_flight import SingleFlight
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 from lookonce.types.ports import ItemDirectory
@@ -397,6 +400,39 @@ class MediaResolver:
                 if not joined:
                     rendered.decode_ms, rendered.process_ms = made.decode_ms, made.process_ms
         return made.item
+
+
+@asynccontextmanager
+async def open_resolver(
+    model: ModelConfig,
+    media: MediaConfig,
+    family: ItemIdentity,
+    *,
+    directory: RendererDirectory,
+    uuids: NameBindings,
+) -> AsyncIterator[MediaResolver]:
+    """A resolver with a loader and a started worker pool. Raises `ModelLoadError`."""
+    settings = ProcessingSettings(
+        folder=model.folder,
+        dtype=model.dtype,
+        max_image_pixels=media.max_image_pixels,
+        max_audio_seconds=media.max_audio_seconds,
+    )
+    async with AsyncExitStack() as stack:
+        loader = MediaLoader(media)
+        stack.push_async_callback(loader.aclose)
+        pool = MediaPool(settings)
+        stack.push_async_callback(pool.aclose)
+        await pool.start()
+        yield MediaResolver(
+            family=family,
+            directory=directory,
+            uuids=uuids,
+            loader=loader,
+            pool=pool,
+            max_bytes=media.max_bytes,
+            algorithm=media.hash_algorithm,
+        )
 
 
 def _uuid_name(source: MediaSource, options: Options) -> str:
