@@ -44,7 +44,6 @@ from lookonce.render.media.resolver import (
 from lookonce.render.prompt.detokenizer import Detokenizer
 from lookonce.render.prompt.encoder import (
     ChatOptions,
-    EncodedPrompt,
     PromptEncoder,
     chat_options,
     template_sources,
@@ -120,11 +119,12 @@ class Renderer:
             return RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text)
         items = await self._resolver.resolve(chat.sources, scope, kwargs)
         try:
-            rendered = _placed(encoded, items, positions, scope)
+            rendered = place_media(encoded.token_ids, items, positions)
             self._check_length(len(rendered.token_ids), "messages")
         except BaseException:
             self._resolver.release(items)
             raise
+        rendered.scope, rendered.text = scope, encoded.text
         return rendered
 
     async def render_completion(
@@ -356,22 +356,6 @@ def _load_encoder(
     tokenizer = Tokenizer.load(folder)
     sources = template_sources(folder, tokenizer, chat_template)
     return tokenizer, PromptEncoder(tokenizer, sources, family)
-
-
-def _placed(
-    encoded: EncodedPrompt,
-    items: Sequence[RenderedItem],
-    positions: Sequence[tuple[int, int]],
-    scope: bytes,
-) -> RenderedPrompt:
-    placed = place_media(encoded.token_ids, items, positions)
-    return RenderedPrompt(
-        placed.token_ids,
-        features=placed.features,
-        items=[items[index] for index in placed.order],
-        scope=scope,
-        text=encoded.text,
-    )
 
 
 def _scope(tenant: str, cache_salt: str | None) -> bytes:

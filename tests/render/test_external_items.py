@@ -181,14 +181,14 @@ def test_anything_else_is_refused(value):
         arrays_of({"a": value})
 
 
-# --- judged by the family ----------------------------------------------------------------------
+# --- checked by the family ----------------------------------------------------------------------
 
 
 def test_float32_arrays_are_cast_to_the_model_s_dtype(folder):
     family = load_family(folder("llava"), "bfloat16")
     assert family is not None
-    shape = (3, family._height, family._width)
-    values = np.ones(shape, np.float32)
+    width, height = family.largest_size("image", 10**6)
+    values = np.ones((3, height, width), np.float32)
     item = item_from_arrays(family, "image", arrays_of({"pixel_values": values}))
     assert item.arrays["pixel_values"].dtype == "bfloat16"
     assert item.expansion == family.expansion_of_size("image", (9, 9), {})

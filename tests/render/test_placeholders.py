@@ -79,7 +79,7 @@ def test_parts_of_each_modality_are_taken_in_order_and_features_sorted_by_place(
     placed = placed_in([IMAGE, IMAGE, 50, AUDIO], parts)
     assert [f.key for f in placed.features] == [b"a", b"b", b"s"]
     assert [f.offset for f in placed.features] == [0, 1, 4]
-    assert placed.order == [0, 2, 1]
+    assert placed.items == [parts[0], parts[2], parts[1]]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_every_feature_covers_exactly_its_part_s_embeds(sequence):
         expected += [IDS[piece[0]]] * piece[1]
     placed = placed_in(token_ids, parts)
     assert placed.token_ids == expected
-    assert [parts[index].key for index in placed.order] == [f.key for f in placed.features]
+    assert [item.key for item in placed.items] == [f.key for f in placed.features]
     covered = [p for f in placed.features for p in range(f.offset, f.end)]
     assert covered == [p for p, token in enumerate(expected) if token < 50]
 
@@ -226,7 +226,7 @@ def test_a_template_may_print_the_tokenizer_s_own_variables():
         ({"role": "user", "content": "x", "name": RESERVED}, "messages[0].name"),
     ],
 )
-def test_the_character_secret_spellings_begin_with_is_refused(message, param):
+def test_the_character_secret_texts_begin_with_is_refused(message, param):
     with pytest.raises(BadRequestError) as caught:
         encode([message])
     assert caught.value.param == param

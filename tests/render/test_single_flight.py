@@ -42,14 +42,14 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def board(flights: SingleFlight[str, str], work: Work, key: str = "k") -> asyncio.Task[str]:
+def call(flights: SingleFlight[str, str], work: Work, key: str = "k") -> asyncio.Task[str]:
     return asyncio.create_task(flights.run(key, lambda: work.run(key)))
 
 
 def test_concurrent_callers_of_one_key_share_one_execution() -> None:
     async def scenario() -> None:
         flights, work = SingleFlight[str, str](), Work()
-        callers = [board(flights, work) for _ in range(64)]
+        callers = [call(flights, work) for _ in range(64)]
         await settle()
         work.end("k", "done")
         assert await asyncio.gather(*callers) == ["done"] * 64
@@ -61,7 +61,7 @@ def test_concurrent_callers_of_one_key_share_one_execution() -> None:
 def test_different_keys_fly_apart() -> None:
     async def scenario() -> None:
         flights, work = SingleFlight[str, str](), Work()
-        first, second = board(flights, work, "a"), board(flights, work, "b")
+        first, second = call(flights, work, "a"), call(flights, work, "b")
         await settle()
         work.end("b", "B")
         assert await second == "B"
@@ -75,12 +75,12 @@ def test_different_keys_fly_apart() -> None:
 def test_a_failure_reaches_every_caller_and_is_forgotten() -> None:
     async def scenario() -> None:
         flights, work = SingleFlight[str, str](), Work()
-        callers = [board(flights, work) for _ in range(3)]
+        callers = [call(flights, work) for _ in range(3)]
         await settle()
         work.fail("k", LookupError("broken"))
         results = await asyncio.gather(*callers, return_exceptions=True)
         assert all(isinstance(result, LookupError) for result in results)
-        again = board(flights, work)
+        again = call(flights, work)
         await settle()
         work.end("k", "better")
         assert await again == "better"
@@ -92,7 +92,7 @@ def test_a_failure_reaches_every_caller_and_is_forgotten() -> None:
 def test_nothing_is_kept_after_landing() -> None:
     async def scenario() -> None:
         flights, work = SingleFlight[str, str](), Work()
-        caller = board(flights, work)
+        caller = call(flights, work)
         await settle()
         assert "k" in flights
         work.end("k", "done")
@@ -108,7 +108,7 @@ def test_who_comes_while_the_result_is_on_its_way_boards_no_second_flight() -> N
 
     async def scenario() -> None:
         flights, work = SingleFlight[str, str](), Work()
-        first = board(flights, work)
+        first = call(flights, work)
         await settle()
 
         async def latecomer() -> str | None:
@@ -131,7 +131,7 @@ def test_who_comes_while_the_result_is_on_its_way_boards_no_second_flight() -> N
 def test_one_caller_leaving_does_not_disturb_the_others() -> None:
     async def scenario() -> None:
         flights, work = SingleFlight[str, str](), Work()
-        leaver, stayer = board(flights, work), board(flights, work)
+        leaver, stayer = call(flights, work), call(flights, work)
         await settle()
         leaver.cancel()
         await settle()
@@ -146,7 +146,7 @@ def test_one_caller_leaving_does_not_disturb_the_others() -> None:
 def test_the_work_is_cancelled_with_its_last_caller() -> None:
     async def scenario() -> None:
         flights, work = SingleFlight[str, str](), Work()
-        leavers = [board(flights, work) for _ in range(2)]
+        leavers = [call(flights, work) for _ in range(2)]
         await settle()
         for leaver in leavers:
             assert not work.cancelled
@@ -161,11 +161,11 @@ def test_the_work_is_cancelled_with_its_last_caller() -> None:
 def test_a_caller_boards_a_new_flight_while_the_abandoned_one_ends() -> None:
     async def scenario() -> None:
         flights, work = SingleFlight[str, str](), Work()
-        leaver = board(flights, work)
+        leaver = call(flights, work)
         await settle()
         leaver.cancel()
         await asyncio.sleep(0)
-        late = board(flights, work)
+        late = call(flights, work)
         await settle()
         work.end("k", "second")
         assert await late == "second"
@@ -181,7 +181,7 @@ def test_a_failure_without_callers_is_not_reported_as_lost() -> None:
         complaints: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, c: complaints.append(c))
         flights, work = SingleFlight[str, str](), Work()
-        leaver = board(flights, work)
+        leaver = call(flights, work)
         await settle()
         leaver.cancel()
         work.fail("k", LookupError("broken"))  # while its caller is leaving
@@ -195,7 +195,7 @@ def test_a_failure_without_callers_is_not_reported_as_lost() -> None:
 @settings(deadline=None, max_examples=200)
 @given(
     steps=st.lists(
-        st.tuples(st.sampled_from(["board", "leave", "end", "fail", "settle"]), st.integers(0, 9)),
+        st.tuples(st.sampled_from(["call", "leave", "end", "fail", "settle"]), st.integers(0, 9)),
         max_size=40,
     )
 )
@@ -225,7 +225,7 @@ def test_at_most_one_execution_is_in_the_air_and_every_caller_gets_an_end(
                     end.set_result(7)
 
         for step, number in steps:
-            if step == "board":
+            if step == "call":
                 callers.append(asyncio.create_task(flights.run("k", work)))
             elif step == "leave" and callers:
                 callers[number % len(callers)].cancel()

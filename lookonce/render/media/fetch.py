@@ -13,8 +13,8 @@ import asyncio
 import re
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -140,10 +140,9 @@ class Fetcher:
         self._cache.store(key, data, headers)
         return data
 
-    @asynccontextmanager
-    async def _request(
+    def _request(
         self, url: httpx.URL, held: CachedBody | None
-    ) -> AsyncIterator[httpcore.Response]:
+    ) -> AbstractAsyncContextManager[httpcore.Response]:
         headers: list[tuple[bytes | str, bytes | str]] = [
             ("Host", url.netloc),
             ("User-Agent", "lookonce"),
@@ -154,8 +153,7 @@ class Fetcher:
         target = httpcore.URL(
             scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
         )
-        async with self._pool.stream("GET", target, headers=headers) as response:
-            yield response
+        return self._pool.stream("GET", target, headers=headers)
 
     async def _read(self, response: httpcore.Response, headers: Mapping[str, str]) -> bytes:
         """The body of a 200 response. Raises `TooLargeError` above `max_bytes`."""

@@ -85,16 +85,15 @@ class Processing:
     def run(self, job: MediaJob) -> Processed:
         """Raises `UnprocessableMediaError` or `TooLargeError`, naming no request part."""
         start = time.perf_counter()
-        decoded = self._decode(job)
+        decoded: Decoded
+        if job.modality == "image":
+            decoded = decode_image(job.data, self._max_pixels)
+        else:
+            decoded = decode_audio(job.data, self.family.sampling_rate, self._max_seconds)
         middle = time.perf_counter()
         item = self.family.process(job.modality, decoded, job.options)
         end = time.perf_counter()
         return Processed(item, (middle - start) * 1e3, (end - middle) * 1e3)
-
-    def _decode(self, job: MediaJob) -> Decoded:
-        if job.modality == "image":
-            return decode_image(job.data, self._max_pixels)
-        return decode_audio(job.data, self.family.sampling_rate, self._max_seconds)
 
 
 def decode_image(data: bytes | memoryview, max_pixels: int) -> Image.Image:

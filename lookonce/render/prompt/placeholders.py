@@ -22,12 +22,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from lookonce.errors import BadRequestError, ModelLoadError
 from lookonce.render.prompt.tokenizer import Tokenizer
-from lookonce.types.media import MediaFeature, Modality, feature_at
-from lookonce.types.request import RenderedItem
+from lookonce.types.media import Modality, feature_at
+from lookonce.types.request import RenderedItem, RenderedPrompt
 
 RESERVED = "\ufdd0"
 _FIRST_SECRET = 0xE000
@@ -111,21 +110,12 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 
-@dataclass(frozen=True, slots=True)
-class ExpandedPrompt:
-    """A prompt with its placeholders expanded; `features[i]` is of item number `order[i]`."""
-
-    token_ids: list[int]
-    features: tuple[MediaFeature, ...]
-    order: list[int]
-
-
 def place_media(
     token_ids: list[int], items: Sequence[RenderedItem], positions: Sequence[tuple[int, int]]
-) -> ExpandedPrompt:
-    """Replace every placeholder by its item's expansion. O(tokens of the result).
+) -> RenderedPrompt:
+    """The prompt with every placeholder replaced by its item's expansion. O(tokens of the result).
 
-    `positions` are from `match_placeholders`.
+    `positions` are from `match_placeholders`; features and items are in their order.
     """
     placed: list[int] = []
     features, done = [], 0
@@ -136,7 +126,7 @@ def place_media(
         placed += item.expansion.token_ids()
         done = position + 1
     placed += token_ids[done:]
-    return ExpandedPrompt(placed, tuple(features), [index for _, index in positions])
+    return RenderedPrompt(placed, tuple(features), [items[index] for _, index in positions])
 
 
 def match_placeholders(
