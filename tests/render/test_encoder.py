@@ -1,4 +1,4 @@
-"""Chat templates render as transformers renders them, in the form each of them takes."""
+"""Chat templates render as in transformers, with content in the form that each of them takes."""
 
 from __future__ import annotations
 

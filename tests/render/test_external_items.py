@@ -1,4 +1,4 @@
-"""Bytes of strangers become arrays or a refusal, and nothing is allocated for what they claim."""
+"""Bytes of clients become arrays or are refused; nothing is allocated for what they only claim."""
 
 from __future__ import annotations
 

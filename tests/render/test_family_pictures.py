@@ -68,7 +68,7 @@ def test_the_expansion_is_known_from_the_size_alone(
 
 @pytest.mark.parametrize("kind", PICTURE_KINDS)
 def test_the_arrays_of_an_item_tell_its_expansion(folder: FolderMaker, kind: str) -> None:
-    """What a renderer elsewhere made is judged by its arrays alone, and ours pass."""
+    """An item processed elsewhere is checked by its arrays alone; our own items pass."""
     family = load(folder(kind))
     for size in SOME_SIZES:
         item = family.process("image", picture(*size), {})

@@ -1,4 +1,4 @@
-"""Where the bytes of a media part come from, and which parts are none."""
+"""Which message parts are media, and where their bytes are loaded from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placeholders become expansions, in place and in order, and none is lost or invented."""
+"""User texts cannot forge placeholders; each placeholder becomes its expansion, in order."""
 
 from __future__ import annotations
 

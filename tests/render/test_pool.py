@@ -1,4 +1,4 @@
-"""The pool: bounded, off the event loop, and unharmed by what its workers die of."""
+"""The pool: bounded, off the event loop, and not harmed when a worker crashes or hangs."""
 
 from __future__ import annotations
 

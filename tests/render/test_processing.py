@@ -1,4 +1,4 @@
-"""Only four picture formats, judged before they are decoded, seen as Hugging Face sees them."""
+"""Pictures and sounds are checked before they are decoded, and decoded as Hugging Face does."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ class TestAsHuggingFaceSees:
         assert decode_image(data, LIMIT).getpixel((3, 3)) == (255, 0, 0)
 
     def test_the_result_is_fully_loaded(self) -> None:
-        """No lazy decoding is left that could fail where nobody expects it."""
+        """Nothing is left to be decoded lazily, where errors are not caught."""
         data = encode(picture(200, 200), "JPEG")
         image = decode_image(data, LIMIT)
         assert np.asarray(image).shape == (200, 200, 3)

@@ -1,4 +1,4 @@
-"""Media parts cost what their bytes leave to do, and no more."""
+"""The resolver decodes and processes no media part whose item is held or being made."""
 
 from __future__ import annotations
 

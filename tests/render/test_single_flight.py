@@ -1,4 +1,4 @@
-"""One flight per key: one execution, whatever number of callers, whoever of them leaves."""
+"""One execution per key, for any number of callers, also when some of them are cancelled."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_caller_boards_a_new_flight_while_the_abandoned_one_ends() -> None:
 
 
 def test_a_failure_without_callers_is_not_reported_as_lost() -> None:
-    """asyncio complains of exceptions nobody retrieved; a flight left by all is no such case."""
+    """asyncio reports no unretrieved exception for a flight whose callers were all cancelled."""
 
     async def scenario() -> None:
         complaints: list[object] = []

@@ -1,4 +1,4 @@
-"""The tokenizer is Hugging Face's, whatever the folder, and knows what single tokens say."""
+"""The tokenizer gives Hugging Face's ids for every folder, and the bytes of single tokens."""
 
 from __future__ import annotations
 
