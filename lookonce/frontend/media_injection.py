@@ -13,7 +13,7 @@ import msgspec
 from lookonce.engine.client.sender_cache import InjectionOutcome, Keyed
 from lookonce.errors import BadRequestError, LookOnceError
 from lookonce.frontend.frontend import Frontend
-from lookonce.render.media.injection import arrays_of
+from lookonce.render.media.external_items import arrays_of
 from lookonce.types.media import MODALITIES, Array, Modality
 
 logger = logging.getLogger("lookonce.server")

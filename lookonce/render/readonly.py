@@ -1,9 +1,9 @@
-"""Rendering that leaves no trace: for routes that answer with tokens, and for remote engines.
+"""Rendering without side effects: for routes that answer with tokens, and for remote engines.
 
-    lookup ─▶ own small memory ─▶ a peek at what the main directory knows ─▶ process, and remember
+    lookup ─▶ own small memory ─▶ a peek at the main directory ─▶ process, and remember
 
-The main directory is only peeked at: no pin, no recency, no counter, no binding. What is learnt
-stays here. Where there is no main cache (a render-only server) this is all there is.
+The main directory is only read: no pin, no recency, no counter, no binding changes. New items are
+remembered here. A render-only server has no main directory, and uses this memory alone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from lookonce.cache.identity import UuidBindings
 from lookonce.cache.lru import ByteLRU
 from lookonce.config import MediaConfig
-from lookonce.render.media.largest_media import Largest, largest_media
-from lookonce.render.media.load import MediaLoader
+from lookonce.render.families.base import LargestItem, largest_media
+from lookonce.render.media.loader import MediaLoader
 from lookonce.render.media.resolver import MediaResolver
 from lookonce.render.prompt.encoder import ChatOptions
 from lookonce.render.renderer import Renderer
@@ -27,18 +27,18 @@ from lookonce.types.request import ProcessorOutcome, RenderedItem, RenderedPromp
 MAX_EXPANSIONS = 8_192
 MAX_BINDINGS = 4_096
 ITEM_BYTES = 64 << 20
-"""Processed items kept for answers that carry tensors."""
+"""Bytes of processed items kept, for responses that contain tensors."""
 FETCH_BYTES = 32 << 20
 
 
 class Peekable(Protocol):
-    """The part of `cache.directory.Directory` that changes nothing."""
+    """The read-only part of `cache.directory.Directory`."""
 
     def known_expansion(self, key: bytes) -> Expansion | None: ...
 
 
 class ReadOnlyDirectory:
-    """A `render.resolve.RendererDirectory` over a memory of its own; it pins and counts nothing."""
+    """A `resolver.RendererDirectory` with a memory of its own; it pins and counts nothing."""
 
     capacity_bytes = ITEM_BYTES
 
@@ -67,7 +67,7 @@ class ReadOnlyDirectory:
         pass
 
     def remember(self, items: Iterable[RenderedItem]) -> None:
-        """What a prompt made, for the next one."""
+        """Keep the expansions and arrays of a rendered prompt."""
         for part in items:
             self._expansions[part.key] = part.expansion
             self._expansions.move_to_end(part.key)
@@ -85,7 +85,7 @@ class ReadOnlyDirectory:
 
 
 class ReadOnlyBindings:
-    """Implements `render.resolve.NameBindings`: the main ones are read, new ones stay here."""
+    """A `resolver.NameBindings` that reads the main bindings and keeps new ones itself."""
 
     def __init__(self, main: UuidBindings | None = None) -> None:
         self._main = main
@@ -102,7 +102,7 @@ class ReadOnlyBindings:
 
 
 class ReadOnlyRenderer(Renderer):
-    """The prompts of another renderer, made beside it with a memory of their own."""
+    """Renders like another renderer, with a memory of its own."""
 
     def __init__(
         self,
@@ -138,21 +138,21 @@ class ReadOnlyRenderer(Renderer):
         return prompt
 
     async def item_of(self, part: RenderedItem) -> ProcessedItem | None:
-        """The part's arrays, made again if they must be; None when a name alone stands for it."""
+        """The part's arrays, processed again if needed; None if the part came without data."""
         item = part.item or self._memory.item(part.key)
         if item is None and part.recover is not None:
             part.item = item = await part.recover()
             self._memory.remember([part])
         return item
 
-    def largest_media(self, max_tokens: int) -> list[Largest]:
-        """Of each modality that is served, with placeholders of at most `max_tokens`."""
+    def largest_media(self, max_tokens: int) -> list[LargestItem]:
+        """The largest item of each modality, with a placeholder of at most `max_tokens`."""
         if self._family is None or self._resolver is None:
             return []
         return list(largest_media(self._family, self._media, max_tokens))
 
     def forget(self) -> None:
-        """Empty the memory; counts begin again at zero."""
+        """Empty the memory and set the counts to zero."""
         self._memory.clear()
         if self._resolver is not None:
             self._resolver.stats.clear()
@@ -166,12 +166,12 @@ async def open_readonly(
     directory: Peekable | None = None,
     uuids: UuidBindings | None = None,
 ) -> AsyncIterator[ReadOnlyRenderer]:
-    """`main`'s read-only companion: it peeks at `directory` and `uuids`, where there are any."""
+    """The read-only renderer beside `main`; it reads `directory` and `uuids`, if given."""
     memory = ReadOnlyDirectory(directory)
     loader = MediaLoader(media, cache_bytes=FETCH_BYTES)
     resolver = None
     if main._resolver is not None:
-        resolver = main._resolver.beside(
+        resolver = main._resolver.with_memory(
             directory=memory, uuids=ReadOnlyBindings(uuids), loader=loader
         )
     try:

@@ -1,4 +1,4 @@
-"""The renderer: what a client sent → the token ids and media items the engine computes from.
+"""The renderer: a request's messages, text or token ids → token ids and media items for the engine.
 
     messages ─▶ template ─▶ text ─▶ token ids ─▶ placeholders matched with media parts
                                                     │
@@ -6,8 +6,8 @@
                                                     │
                                 RenderedPrompt ◀────┘
 
-It lives in the API process and imports no torch. Cheap checks come first: a prompt that is too long
-or whose template lost a picture is refused before anything is fetched.
+It runs in the API process and imports no torch. Cheap checks come first: a prompt that is too long,
+or whose template dropped a picture, is refused before anything is fetched.
 """
 
 from __future__ import annotations
@@ -16,34 +16,40 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lookonce.cache.identity import item_key
+from lookonce.cache.identity import item_key, scope_digest
 from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import BadRequestError
 from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.families.registry import load_family
 from lookonce.render.media.external_items import (
-    GivenMedia,
-    GivenResolver,
-    digest_to_write,
-    place_given,
+    ExternalItem,
+    ExternalItemResolver,
+    item_from_arrays,
+    place_external_items,
     placeholder_span,
+    storage_digest,
 )
-from lookonce.render.media.injection import given_item
-from lookonce.render.media.load import MediaLoader
-from lookonce.render.media.pool import MediaPool
-from lookonce.render.media.processing import ProcessingSettings
-from lookonce.render.media.resolver import MediaResolver, RenderStats
-from lookonce.render.media.resolver_ports import NameBindings, RendererDirectory
+from lookonce.render.media.resolver import (
+    MediaResolver,
+    NameBindings,
+    RendererDirectory,
+    RenderStats,
+    open_resolver,
+)
 from lookonce.render.prompt.detokenizer import Detokenizer
-from lookonce.render.prompt.encoder import ChatOptions, EncodedPrompt, PromptEncoder, chat_options
+from lookonce.render.prompt.encoder import (
+    ChatOptions,
+    PromptEncoder,
+    chat_options,
+    template_sources,
+)
 from lookonce.render.prompt.messages import has_many_values, in_thread_if, read_messages
-from lookonce.render.prompt.placeholders import MediaPart, match_placeholders, place_media
-from lookonce.render.prompt.template import template_sources
+from lookonce.render.prompt.placeholders import match_placeholders, place_media
 from lookonce.render.prompt.tokenizer import Tokenizer
-from lookonce.render.scope import scope_of
 from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
 from lookonce.types.request_validation import check_prompt_length, check_token_ids
@@ -54,8 +60,8 @@ class Renderer:
     """One per API process, used on its event loop.
 
     `resolver` and `family` are None for a text-only model; `limits` is media parts per modality.
-    `max_model_len` and `vocab_size` may be learnt later and set; until then the former is not
-    checked, and the tokenizer's vocabulary stands in for the latter.
+    `max_model_len` and `vocab_size` may be set later: until then lengths are not checked, and token
+    ids are checked against the tokenizer's vocabulary.
     """
 
     def __init__(
@@ -75,7 +81,9 @@ class Renderer:
         self._encoder = encoder
         self._family = family
         self._resolver = resolver
-        self._given = _given_resolver(family, resolver)
+        self._external = (
+            None if family is None or resolver is None else ExternalItemResolver(family, resolver)
+        )
         self._limits = dict(limits or {})
 
     # --- prompts ------------------------------------------------------------------------------
@@ -88,10 +96,10 @@ class Renderer:
         cache_salt: str | None = None,
         options: ChatOptions | Mapping[str, Any] | None = None,
     ) -> RenderedPrompt:
-        """Render OpenAI messages. The prompt's pins are the caller's to hand on, or `release`.
+        """Render OpenAI messages. The caller sends the prompt on with its pins, or calls `release`.
 
-        Raises a `RequestError` that names the part at fault; then, as when cancelled, no pin is
-        left.
+        Raises a `RequestError` that names the part at fault. After an error or a cancellation no
+        pin is left.
         """
         chosen = chat_options(options)
         kwargs = self._processor_kwargs(chosen.mm_processor_kwargs)
@@ -104,18 +112,19 @@ class Renderer:
             chat.conversation, chosen, self.max_model_len, large=large
         )
         modalities = [source.modality for source in chat.sources]
-        spots = match_placeholders(encoded.token_ids, modalities, placeholder_ids)
+        positions = match_placeholders(encoded.token_ids, modalities, placeholder_ids)
         check_prompt_length(len(encoded.token_ids), self.max_model_len, "messages")
-        scope = scope_of(tenant, cache_salt)
+        scope = _scope(tenant, cache_salt)
         if not chat.sources or self._resolver is None:
             return RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text)
         items = await self._resolver.resolve(chat.sources, scope, kwargs)
         try:
-            rendered = _placed(encoded, items, spots, scope)
+            rendered = place_media(encoded.token_ids, items, positions)
             check_prompt_length(len(rendered.token_ids), self.max_model_len, "messages")
         except BaseException:
             self._resolver.release(items)
             raise
+        rendered.scope, rendered.text = scope, encoded.text
         return rendered
 
     async def render_completion(
@@ -126,8 +135,8 @@ class Renderer:
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
     ) -> RenderedPrompt:
-        """Render a plain prompt: a text, in which media tokens are ordinary text, or token ids."""
-        scope = scope_of(tenant, cache_salt)
+        """Render a plain prompt: token ids, or a text, in which media tokens are ordinary text."""
+        scope = _scope(tenant, cache_salt)
         if isinstance(prompt, str):
             encoded = await self._encoder.encode_text(
                 prompt, add_special_tokens=add_special_tokens, max_tokens=self.max_model_len
@@ -143,24 +152,24 @@ class Renderer:
     async def render_tokens(
         self,
         token_ids: Sequence[int],
-        media: Sequence[GivenMedia] = (),
+        media: Sequence[ExternalItem] = (),
         *,
         tenant: str = "",
         cache_salt: str | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         trusted: bool = False,
     ) -> RenderedPrompt:
-        """A prompt whose media somebody else placed: token ids with placeholders expanded.
+        """Check a prompt that was rendered elsewhere: token ids with placeholders expanded.
 
         `trusted`: the client may name its arrays by a MediaHash. Raises a `RequestError` that names
-        the part at fault; then, as when cancelled, no pin is left.
+        the part at fault. After an error or a cancellation no pin is left.
         """
         check_prompt_length(len(token_ids), self.max_model_len, "token_ids")
-        scope = scope_of(tenant, cache_salt)
+        scope = _scope(tenant, cache_salt)
         placed = sorted(media, key=lambda each: each.offset)
-        items = await self._given_items(placed, scope, mm_processor_kwargs, trusted=trusted)
+        items = await self._external_items(placed, scope, mm_processor_kwargs, trusted=trusted)
         try:
-            features = place_given(token_ids, placed, items)
+            features = place_external_items(token_ids, placed, items)
             spans = [placeholder_span(f, i) for f, i in zip(features, items, strict=True)]
             self._check_token_ids(token_ids, spans, "token_ids")
         except BaseException:
@@ -178,17 +187,19 @@ class Renderer:
         cache_salt: str | None = None,
         trusted: bool = False,
     ) -> tuple[bytes, ProcessedItem]:
-        """The key and the item of arrays somebody else processed. Raises `BadRequestError` for
-        what this model's processor could not have made."""
+        """The key and the item of arrays that were processed elsewhere.
+
+        Raises `BadRequestError` for arrays that this model's processor could not have made.
+        """
         if self._family is None:
             raise BadRequestError("the model takes no media")
-        digest = digest_to_write(name, modality, trusted=trusted)
-        item = given_item(self._family, modality, arrays)
-        return item_key(scope_of(tenant, cache_salt), digest), item
+        digest = storage_digest(name, modality, trusted=trusted)
+        item = item_from_arrays(self._family, modality, arrays)
+        return item_key(_scope(tenant, cache_salt), digest), item
 
     @property
     def tools_template(self) -> str | None:
-        """Source of the chat template that requests with tools use; None without any."""
+        """Source of the chat template for requests with tools; None if there is none."""
         return self._encoder.tools_template
 
     @property
@@ -198,11 +209,11 @@ class Renderer:
 
     @property
     def fingerprint(self) -> bytes:
-        """What `media_hash` needs to name this model's items; empty for a text-only model."""
+        """The fingerprint that `media_hash` takes; empty for a text-only model."""
         return b"" if self._family is None else self._family.fingerprint()
 
     def release(self, prompt: RenderedPrompt) -> None:
-        """Give back the pins of a prompt that will not be sent. May be called again."""
+        """Unpin the items of a prompt that will not be sent. May be called twice."""
         if self._resolver is not None:
             self._resolver.release(prompt.items)
 
@@ -211,8 +222,10 @@ class Renderer:
     def detokenizer(
         self, sampling: SamplingParams, context: Sequence[int] = (), keep: Collection[str] = ()
     ) -> Detokenizer:
-        """For one sample. `context` is the prompt's token ids (its end is enough); special tokens
-        whose text is in `keep` are text."""
+        """The detokenizer of one sample; special tokens whose text is in `keep` are shown.
+
+        `context` is the prompt's token ids, of which the last ones are enough.
+        """
         return Detokenizer(
             self.tokenizer,
             stops=sampling.stop,
@@ -223,22 +236,22 @@ class Renderer:
         )
 
     def skipped(self, sampling: SamplingParams, keep: Collection[str] = ()) -> Collection[int]:
-        """Tokens that add nothing to a sample's text."""
-        return self.tokenizer.specials_but(keep) if sampling.skip_special_tokens else ()
+        """Ids of the tokens that are not shown in a sample's text."""
+        return self.tokenizer.special_ids_except(keep) if sampling.skip_special_tokens else ()
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.tokenizer.token_bytes(token_id)
 
     def token_text(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it."""
+        """The token as written in the vocabulary."""
         return self.tokenizer.token_text(token_id)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Every token's text, special tokens included."""
+        """The text of token ids, special tokens included."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def counts(self) -> dict[str, float]:
-        """What was done for media, as `name:modality` → value."""
+        """Counts of `RenderStats`, as `name:modality` → value."""
         stats = RenderStats() if self._resolver is None else self._resolver.stats
         counted: dict[str, Counter[Any]] = {
             "media_fetches_total": stats.fetched,
@@ -264,9 +277,9 @@ class Renderer:
         self._family.check_options(kwargs)
         return kwargs
 
-    async def _given_items(
+    async def _external_items(
         self,
-        media: Sequence[GivenMedia],
+        media: Sequence[ExternalItem],
         scope: bytes,
         kwargs: Mapping[str, Any] | None,
         *,
@@ -274,7 +287,7 @@ class Renderer:
     ) -> list[RenderedItem]:
         if not media:
             return []
-        if self._given is None:
+        if self._external is None:
             raise BadRequestError("the model takes no media", param="features")
         for modality, count in Counter(each.modality for each in media).items():
             allowed = self._limits.get(modality, 0)
@@ -284,7 +297,7 @@ class Renderer:
                     param=f"features.mm_hashes.{modality}",
                 )
         checked = self._processor_kwargs(kwargs)
-        return await self._given.resolve(media, scope, checked, trusted=trusted)
+        return await self._external.resolve(media, scope, checked, trusted=trusted)
 
     def _check_token_ids(
         self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]] = (), param: str = "prompt"
@@ -313,7 +326,8 @@ async def open_renderer(
     async with AsyncExitStack() as stack:
         resolver = None
         if family is not None:
-            resolver = await _open_resolver(stack, model, media, family, directory, uuids)
+            opened = open_resolver(model, media, family, directory=directory, uuids=uuids)
+            resolver = await stack.enter_async_context(opened)
         yield Renderer(
             tokenizer=tokenizer,
             encoder=encoder,
@@ -324,29 +338,6 @@ async def open_renderer(
         )
 
 
-def _placed(
-    encoded: EncodedPrompt,
-    items: Sequence[RenderedItem],
-    spots: Sequence[tuple[int, int]],
-    scope: bytes,
-) -> RenderedPrompt:
-    parts = [MediaPart(item.key, item.modality, item.expansion) for item in items]
-    placed = place_media(encoded.token_ids, parts, spots)
-    return RenderedPrompt(
-        placed.token_ids,
-        features=placed.features,
-        items=[items[index] for index in placed.order],
-        scope=scope,
-        text=encoded.text,
-    )
-
-
-def _given_resolver(
-    family: ProcessorFamily | None, resolver: MediaResolver | None
-) -> GivenResolver | None:
-    return None if family is None or resolver is None else GivenResolver(family, resolver)
-
-
 def _load_encoder(
     folder: str, chat_template: str | None, family: ProcessorFamily | None
 ) -> tuple[Tokenizer, PromptEncoder]:
@@ -355,32 +346,11 @@ def _load_encoder(
     return tokenizer, PromptEncoder(tokenizer, sources, family)
 
 
-async def _open_resolver(
-    stack: AsyncExitStack,
-    model: ModelConfig,
-    media: MediaConfig,
-    family: ProcessorFamily,
-    directory: RendererDirectory,
-    uuids: NameBindings,
-) -> MediaResolver:
-    loader = MediaLoader(media)
-    stack.push_async_callback(loader.aclose)
-    pool = MediaPool(
-        ProcessingSettings(
-            folder=model.folder,
-            dtype=model.dtype,
-            max_image_pixels=media.max_image_pixels,
-            max_audio_seconds=media.max_audio_seconds,
-        )
-    )
-    stack.push_async_callback(pool.aclose)
-    await pool.start()
-    return MediaResolver(
-        family=family,
-        directory=directory,
-        uuids=uuids,
-        loader=loader,
-        pool=pool,
-        max_bytes=media.max_bytes,
-        algorithm=media.hash_algorithm,
-    )
+def _scope(tenant: str, cache_salt: str | None) -> bytes:
+    """`scope_digest` of a request. Without a salt it is cached by tenant: tenants are few."""
+    return _tenant_scope(tenant) if cache_salt is None else scope_digest(tenant, cache_salt)
+
+
+@lru_cache(maxsize=1024)
+def _tenant_scope(tenant: str) -> bytes:
+    return scope_digest(tenant, None)

@@ -22,7 +22,7 @@ from starlette.routing import BaseRoute, Route
 from lookonce.config import Config
 from lookonce.frontend.frontend import RenderOnlyEngine
 from lookonce.frontend.metrics import Metrics
-from lookonce.render.media.largest_media import Largest
+from lookonce.render.families.base import LargestItem
 from lookonce.render.readonly import ReadOnlyRenderer
 from lookonce.server.http.app import build_app
 from lookonce.server.http.auth import KeyRing
@@ -107,13 +107,13 @@ async def _post(client: httpx.AsyncClient, what: str, route: str, bodies: Sequen
     logger.info("warmed up %s with %s in %.2f s", route, what, time.monotonic() - started)
 
 
-def _largest(rehearsal: ReadOnlyRenderer, config: Config) -> list[tuple[Largest, str]]:
+def _largest(rehearsal: ReadOnlyRenderer, config: Config) -> list[tuple[LargestItem, str]]:
     limits = (config.scheduler.max_num_batched_tokens, config.model.max_model_len)
     media = rehearsal.largest_media(min(filter(None, limits)))
     return [(each, base64.b64encode(each.encoded()).decode()) for each in media]
 
 
-def _part(medium: Largest, data: str) -> Body:
+def _part(medium: LargestItem, data: str) -> Body:
     if medium.modality == "image":
         return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}

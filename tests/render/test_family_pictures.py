@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lookonce.errors import UnprocessableMediaError
-from lookonce.render.families.qwen_images import smart_size
+from lookonce.render.families.qwen2_5_vl import smart_size
 from tests.support.render import hugging_face
 from tests.support.render.samples import PICTURE_KINDS, SIZES, load, numpy_of, picture
 
@@ -49,7 +49,7 @@ def test_the_expanded_prompt_equals_the_full_processors(
     family, image = load(folder(kind)), picture(*size)
     token = hugging_face.token(folder(kind), family.placeholder_token_id("image"))
     expected = hugging_face.prompt_ids(folder(kind), f"one {token} two", images=[[image]])
-    before, after = family.surroundings("image")
+    before, after = family.text_around_placeholder("image")
     ids = hugging_face.token_ids(folder(kind), f"one {before}{token}{after} two")
     at = ids.index(family.placeholder_token_id("image"))
     expansion = family.process("image", image, {}).expansion
@@ -68,7 +68,7 @@ def test_the_expansion_is_known_from_the_size_alone(
 
 @pytest.mark.parametrize("kind", PICTURE_KINDS)
 def test_the_arrays_of_an_item_tell_its_expansion(folder: FolderMaker, kind: str) -> None:
-    """What a renderer elsewhere made is judged by its arrays alone, and ours pass."""
+    """An item processed elsewhere is checked by its arrays alone; our own items pass."""
     family = load(folder(kind))
     for size in SOME_SIZES:
         item = family.process("image", picture(*size), {})

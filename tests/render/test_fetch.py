@@ -1,4 +1,4 @@
-"""The fetcher: limits, redirects, one flight, and errors that tell a client only what it knows."""
+"""The fetcher: limits, redirects, single flight, and errors that reveal nothing to clients."""
 
 from __future__ import annotations
 

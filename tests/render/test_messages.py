@@ -1,4 +1,4 @@
-"""OpenAI's messages become what templates take; what is wrong is named where it is."""
+"""OpenAI's messages are converted for templates; errors name the part at fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool: bounded, off the event loop, and unharmed by what its workers die of."""
+"""The pool: bounded, off the event loop, and not harmed when a worker crashes or hangs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lookonce.errors import (
 from lookonce.render.media import pool as pool_module
 from lookonce.render.media.pool import MediaPool
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
-from lookonce.render.media.worker_link import map_memory, new_memory
+from lookonce.render.media.worker import map_memory, new_memory
 from tests.support.render.doubles import until
 
 FAKE = (sys.executable, "-m", "tests.support.render.fake_worker")
@@ -390,7 +390,7 @@ def test_closing_ends_a_worker_that_is_still_starting() -> None:
     async def scenario() -> None:
         pool = MediaPool(settings("mute"), num_workers=1, command=FAKE)
         starting = asyncio.create_task(pool.start())
-        await until(lambda: pool._crew._workers)
+        await until(lambda: pool._workers.processes)
         await pool.aclose()
         with pytest.raises(DrainingError):
             await starting
@@ -498,7 +498,7 @@ class TestRealWorkers:
 
     def test_a_worker_knows_no_torch(self, pool: MediaPool) -> None:
         self.run(pool, "image", self.png(30, 30))
-        (worker,) = pool._crew._workers
+        (worker,) = pool._workers.processes
         maps = Path(f"/proc/{worker._process.pid}/maps").read_text()
         assert "libtorch" not in maps
         assert "numpy" in maps

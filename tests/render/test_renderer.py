@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import threading
 from dataclasses import replace
 
 import pytest
@@ -18,14 +19,16 @@ from lookonce.render.families.registry import load_family
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
 from lookonce.render.media.resolver import MediaResolver
 from lookonce.render.prompt import encoder as encoding
-from lookonce.render.prompt.encoder import ChatOptions, PromptEncoder
-from lookonce.render.prompt.template import template_sources
+from lookonce.render.prompt.encoder import ChatOptions, PromptEncoder, template_sources
+from lookonce.render.prompt.messages import FEW_VALUES
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.renderer import Renderer, open_renderer
 from lookonce.types.sampling import SamplingParams
 from tests.support.render.doubles import FakeLoader, FakePool
 
 IMAGE, AUDIO = 9, 3
+
+
 LIMITS = {"image": 4, "audio": 2}
 
 
@@ -47,7 +50,7 @@ def user(*content):
     return {"role": "user", "content": list(content)}
 
 
-class Kitchen:
+class RenderingSetup:
     """A renderer of a real folder whose processing is a double (or, on request, the real one)."""
 
     def __init__(self, folder=NANO_FOLDER, pool=None, template=None, **options):
@@ -85,15 +88,15 @@ class Kitchen:
 
 
 @pytest.fixture
-def kitchen():
-    return Kitchen()
+def setup():
+    return RenderingSetup()
 
 
 # --- chats ---------------------------------------------------------------------------------------
 
 
-def test_a_chat_becomes_ids_features_and_items_in_prompt_order(kitchen):
-    prompt = kitchen.chat(user(text("A"), sound(b"uh"), picture(b"cat"), text("B")))
+def test_a_chat_becomes_ids_features_and_items_in_prompt_order(setup):
+    prompt = setup.chat(user(text("A"), sound(b"uh"), picture(b"cat"), text("B")))
     assert [f.modality for f in prompt.features] == ["audio", "image"]
     assert [item.modality for item in prompt.items] == ["audio", "image"]
     assert [f.key for f in prompt.features] == [item.key for item in prompt.items]
@@ -113,7 +116,7 @@ def test_items_follow_the_template_s_order_of_modalities():
         "{% if p.type == kind %}{{ '<|IMAGE|>' if kind == 'image' else '<|AUDIO|>' }}"
         "{% endif %}{% endfor %}{% endfor %}{{ messages[0].content[-1].text }}"
     )
-    prompt = Kitchen(template=pictures_first).chat(
+    prompt = RenderingSetup(template=pictures_first).chat(
         user(sound(b"s"), picture(b"a"), sound(b"ss"), picture(b"aa"), text("x"))
     )
     assert [(i.modality, i.expansion.length) for i in prompt.items] == [
@@ -125,9 +128,9 @@ def test_items_follow_the_template_s_order_of_modalities():
     assert [f.offset for f in prompt.features] == [0, 1, 3, 4]
 
 
-def test_the_scope_tells_tenants_and_salts_apart(kitchen):
+def test_the_scope_tells_tenants_and_salts_apart(setup):
     chats = [
-        kitchen.chat(user(picture(b"cat")), tenant=tenant, cache_salt=salt)
+        setup.chat(user(picture(b"cat")), tenant=tenant, cache_salt=salt)
         for tenant in ("", "t")
         for salt in (None, "", "s")
     ]
@@ -138,17 +141,19 @@ def test_the_scope_tells_tenants_and_salts_apart(kitchen):
 
 
 def test_a_text_only_model_takes_no_media(folder):
-    kitchen = Kitchen(folder("llama"))
-    assert kitchen.chat(user(text("x"))).features == ()
+    setup = RenderingSetup(folder("llama"))
+    assert setup.chat(user(text("x"))).features == ()
     with pytest.raises(BadRequestError, match="takes no image"):
-        kitchen.chat(user(picture(b"cat")))
+        setup.chat(user(picture(b"cat")))
     with pytest.raises(BadRequestError, match="takes no media"):
-        kitchen.chat(user(text("x")), mm_processor_kwargs={"max_pixels": 9})
+        setup.chat(user(text("x")), mm_processor_kwargs={"max_pixels": 9})
 
 
 def test_options_reach_the_template():
-    kitchen = Kitchen(template="{{ mood }}{{ tools }}{% if add_generation_prompt %}>{% endif %}")
-    prompt = kitchen.chat(
+    setup = RenderingSetup(
+        template="{{ mood }}{{ tools }}{% if add_generation_prompt %}>{% endif %}"
+    )
+    prompt = setup.chat(
         {"role": "user", "content": "x"},
         tools=[{"a": 1}],
         add_generation_prompt=False,
@@ -157,46 +162,46 @@ def test_options_reach_the_template():
     assert prompt.text == "calm[{'a': 1}]"
 
 
-def test_options_may_be_given_typed(kitchen):
-    work = kitchen.renderer.render_chat(
+def test_options_may_be_given_typed(setup):
+    work = setup.renderer.render_chat(
         [user(text("x"))], options=ChatOptions(add_generation_prompt=False)
     )
     assert asyncio.run(work).text == "<|im_start|>user\nx<|im_end|>\n"
 
 
-def test_options_of_the_wrong_type_are_refused(kitchen):
+def test_options_of_the_wrong_type_are_refused(setup):
     with pytest.raises(BadRequestError, match="tools"):
-        kitchen.chat(user(text("x")), tools="many")
+        setup.chat(user(text("x")), tools="many")
 
 
-def test_unknown_processor_options_are_refused(kitchen):
+def test_unknown_processor_options_are_refused(setup):
     with pytest.raises(BadRequestError, match="mm_processor_kwargs"):
-        kitchen.chat(user(picture(b"cat")), mm_processor_kwargs={"colour": 1})
+        setup.chat(user(picture(b"cat")), mm_processor_kwargs={"colour": 1})
 
 
-def test_too_many_media_parts_are_refused_before_any_work(kitchen):
+def test_too_many_media_parts_are_refused_before_any_work(setup):
     with pytest.raises(BadRequestError, match="4 are allowed"):
-        kitchen.chat(user(*[picture(b"cat")] * 5))
-    assert kitchen.pool.jobs == []
+        setup.chat(user(*[picture(b"cat")] * 5))
+    assert setup.pool.jobs == []
 
 
 @pytest.mark.parametrize("template", ["no picture", "<|IMAGE|><|IMAGE|>", "<|AUDIO|>"])
 def test_a_template_that_drops_or_invents_placeholders_is_refused_before_any_work(template):
-    kitchen = Kitchen(template=template)
+    setup = RenderingSetup(template=template)
     with pytest.raises(BadRequestError, match="placeholders"):
-        kitchen.chat(user(picture(b"cat")))
-    assert kitchen.pool.jobs == []
+        setup.chat(user(picture(b"cat")))
+    assert setup.pool.jobs == []
 
 
-def test_texts_are_tokenized_off_the_loop_when_large(kitchen, monkeypatch):
-    small = kitchen.chat(user(text("hello")))
+def test_texts_are_tokenized_off_the_loop_when_large(setup, monkeypatch):
+    small = setup.chat(user(text("hello")))
     monkeypatch.setattr(encoding, "OFF_LOOP_CHARACTERS", 3)
-    assert kitchen.chat(user(text("hello"))).token_ids == small.token_ids
+    assert setup.chat(user(text("hello"))).token_ids == small.token_ids
 
 
-def test_text_that_is_not_unicode_is_refused(kitchen):
+def test_text_that_is_not_unicode_is_refused(setup):
     with pytest.raises(BadRequestError, match="surrogate") as caught:
-        kitchen.chat(user(text("\ud800")))
+        setup.chat(user(text("\ud800")))
     assert caught.value.param == "messages"
 
 
@@ -205,15 +210,15 @@ def test_text_that_is_not_unicode_is_refused(kitchen):
 
 def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers():
     prompt = user(text("hello"))
-    length = len(Kitchen().chat(prompt).token_ids)
-    assert Kitchen(max_model_len=length + 1).chat(prompt)
+    length = len(RenderingSetup().chat(prompt).token_ids)
+    assert RenderingSetup(max_model_len=length + 1).chat(prompt)
     with pytest.raises(BadRequestError, match=f"{length} tokens.*{length} tokens") as caught:
-        Kitchen(max_model_len=length).chat(prompt)
+        RenderingSetup(max_model_len=length).chat(prompt)
     assert caught.value.code == "context_length_exceeded"
 
 
 def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it():
-    small = Kitchen(max_model_len=1000)
+    small = RenderingSetup(max_model_len=1000)
     for render in (lambda: small.chat(user(text("ab " * 500_000))),
                    lambda: small.completion("ab " * 500_000)):  # fmt: skip
         with pytest.raises(BadRequestError, match=r"15\d{5} characters") as caught:
@@ -222,35 +227,35 @@ def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it():
 
 
 def test_a_prompt_too_long_without_its_media_costs_no_processing():
-    kitchen = Kitchen(max_model_len=5)
+    setup = RenderingSetup(max_model_len=5)
     with pytest.raises(BadRequestError):
-        kitchen.chat(user(picture(b"cat"), text("hello")))
-    assert kitchen.pool.jobs == []
+        setup.chat(user(picture(b"cat"), text("hello")))
+    assert setup.pool.jobs == []
 
 
 def test_a_prompt_too_long_with_its_media_gives_its_pins_back():
-    kitchen = Kitchen(max_model_len=60)
+    setup = RenderingSetup(max_model_len=60)
     large = bytes(40)
-    [item] = kitchen.chat(user(picture(large))).items
-    kitchen.directory.try_list(item.key, item.item.nbytes, item.expansion)
+    [item] = setup.chat(user(picture(large))).items
+    setup.directory.try_list(item.key, item.item.nbytes, item.expansion)
     with pytest.raises(BadRequestError, match=r"the prompt has \d+ tokens"):
-        kitchen.chat(user(picture(large), picture(large)))
-    assert kitchen.directory.num_pins == 0
+        setup.chat(user(picture(large), picture(large)))
+    assert setup.directory.num_pins == 0
 
 
-def test_pins_of_a_rendered_prompt_can_be_given_back(kitchen):
-    [item] = kitchen.chat(user(picture(b"cat"))).items
-    kitchen.directory.try_list(item.key, item.item.nbytes, item.expansion)
-    prompt = kitchen.chat(user(picture(b"cat")))
-    assert kitchen.directory.num_pins == 1
-    kitchen.renderer.release(prompt)
-    kitchen.renderer.release(prompt)
-    assert kitchen.directory.num_pins == 0
+def test_pins_of_a_rendered_prompt_can_be_given_back(setup):
+    [item] = setup.chat(user(picture(b"cat"))).items
+    setup.directory.try_list(item.key, item.item.nbytes, item.expansion)
+    prompt = setup.chat(user(picture(b"cat")))
+    assert setup.directory.num_pins == 1
+    setup.renderer.release(prompt)
+    setup.renderer.release(prompt)
+    assert setup.directory.num_pins == 0
 
 
-def test_what_cannot_be_decoded_is_named(kitchen):
+def test_what_cannot_be_decoded_is_named(setup):
     with pytest.raises(UnprocessableMediaError) as caught:
-        kitchen.chat(user(text("x")), user(text("y"), picture(b"bad")))
+        setup.chat(user(text("x")), user(text("y"), picture(b"bad")))
     assert caught.value.param == "messages[1].content[1]"
 
 
@@ -258,52 +263,52 @@ def test_what_cannot_be_decoded_is_named(kitchen):
 
 
 def test_a_plain_text_is_tokenized_with_its_special_tokens(folder):
-    kitchen = Kitchen(folder("llama"))
-    with_bos, without = kitchen.completion("Hi"), kitchen.completion("Hi", add_special_tokens=False)
+    setup = RenderingSetup(folder("llama"))
+    with_bos, without = setup.completion("Hi"), setup.completion("Hi", add_special_tokens=False)
     assert with_bos.token_ids == [1, *without.token_ids]
     assert with_bos.text == "Hi"
 
 
-def test_token_ids_are_taken_as_they_are(kitchen):
-    assert kitchen.completion([1, 75, 2]).token_ids == [1, 75, 2]
+def test_token_ids_are_taken_as_they_are(setup):
+    assert setup.completion([1, 75, 2]).token_ids == [1, 75, 2]
 
 
 @pytest.mark.parametrize("wrong", [-1, 1024, True, 2.0, "7", None, IMAGE, AUDIO])
-def test_token_ids_that_cannot_be_are_named(kitchen, wrong):
+def test_token_ids_that_cannot_be_are_named(setup, wrong):
     with pytest.raises(BadRequestError) as caught:
-        kitchen.completion([75, wrong])
+        setup.completion([75, wrong])
     assert caught.value.param == "prompt[1]"
 
 
 def test_ids_beyond_the_tokenizer_are_taken_where_the_model_has_them():
-    assert Kitchen(vocab_size=2048).completion([2000]).token_ids == [2000]
+    assert RenderingSetup(vocab_size=2048).completion([2000]).token_ids == [2000]
 
 
 @pytest.mark.parametrize("empty", ["", []])
-def test_an_empty_prompt_is_refused(kitchen, empty):
+def test_an_empty_prompt_is_refused(setup, empty):
     with pytest.raises(BadRequestError, match="empty"):
-        kitchen.completion(empty)
+        setup.completion(empty)
 
 
 # --- answers -------------------------------------------------------------------------------------
 
 
-def test_a_detokenizer_follows_the_sampling_params(kitchen):
+def test_a_detokenizer_follows_the_sampling_params(setup):
     sampling = SamplingParams(stop=("c",), include_stop_str_in_output=True)
-    detokenizer = kitchen.renderer.detokenizer(sampling)
-    token_ids = kitchen.renderer.tokenizer.encode("abcd")
+    detokenizer = setup.renderer.detokenizer(sampling)
+    token_ids = setup.renderer.tokenizer.encode("abcd")
     assert detokenizer.push(token_ids) == "abc"
     assert detokenizer.stopped == "c"
 
 
-def test_decoding_shows_special_tokens(kitchen):
-    assert kitchen.renderer.decode([1, 75]) == "<|im_start|>a"
-    assert kitchen.renderer.token_bytes(1) == b"<|im_start|>"
+def test_decoding_shows_special_tokens(setup):
+    assert setup.renderer.decode([1, 75]) == "<|im_start|>a"
+    assert setup.renderer.token_bytes(1) == b"<|im_start|>"
 
 
-def test_work_is_counted_by_modality(kitchen):
-    kitchen.chat(user(picture(b"cat"), picture(b"cat"), sound(b"uh")))
-    assert kitchen.renderer.counts() == {
+def test_work_is_counted_by_modality(setup):
+    setup.chat(user(picture(b"cat"), picture(b"cat"), sound(b"uh")))
+    assert setup.renderer.counts() == {
         "media_fetches_total:image": 0.0,
         "media_fetches_total:audio": 0.0,
         "media_queued_total:image": 1.0,
@@ -360,7 +365,7 @@ def test_prompts_with_pictures_equal_those_of_hugging_face_s_processor(kind, fol
         picture(encoded[1]),
         text("?"),
     ]
-    prompt = Kitchen(folder(kind), pool=HerePool(folder(kind))).chat(user(*content))
+    prompt = RenderingSetup(folder(kind), pool=HerePool(folder(kind))).chat(user(*content))
     assert prompt.token_ids == list(expected["input_ids"][0])
 
 
@@ -393,3 +398,68 @@ def test_a_folder_that_is_none_is_a_load_error(tmp_path):
 
     with pytest.raises(ModelLoadError):
         asyncio.run(scenario())
+
+
+CONTEXT = 4096
+WRONG = {"role": "wizard", "content": "no message: the first to be converted would be refused"}
+OUTSIDE = 1 << 30
+"""A token id that no vocabulary has."""
+
+
+@pytest.fixture(scope="module")
+def limited():
+    return RenderingSetup(max_model_len=CONTEXT)
+
+
+CALLS = {"role": "assistant", "tool_calls": [{}] * (CONTEXT + 1)}
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([WRONG, *[user()] * CONTEXT], "messages"),
+        ([WRONG, user(*[text("")] * CONTEXT, text(""))], "messages[1].content"),
+        ([WRONG, user(*[text("")] * CONTEXT), user(text(""))], "messages[2].content"),
+        ([WRONG, CALLS], "messages[1].tool_calls"),
+    ],
+)
+def test_more_messages_or_parts_than_tokens_are_refused_unread(limited, messages, param):
+    with pytest.raises(BadRequestError, match=str(CONTEXT)) as caught:
+        limited.chat(*messages)
+    assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
+
+
+def test_token_ids_that_do_not_fit_are_not_looked_at(limited):
+    with pytest.raises(BadRequestError) as caught:
+        limited.completion([OUTSIDE] * CONTEXT)
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+
+
+class Watched(dict):
+    """A message, or a template's variable, that notes which threads read it."""
+
+    threads: set[int]
+
+    def items(self):
+        self.threads.add(threading.get_ident())
+        return super().items()
+
+
+@pytest.mark.parametrize(("extra", "on_the_loop"), [(0, True), (FEW_VALUES, False)])
+@pytest.mark.parametrize("heavy", ["messages", "chat_template_kwargs"])
+def test_only_a_large_chat_is_converted_and_rendered_beside_the_loop(
+    limited, heavy, extra, on_the_loop
+):
+    Watched.threads = set()
+    many = {"many": [1] * extra}
+    message = Watched(user(text("Hello")), **(many if heavy == "messages" else {}))
+    variables = Watched(many if heavy == "chat_template_kwargs" else {})
+
+    async def scenario() -> int:
+        options = {"chat_template_kwargs": variables}
+        await limited.renderer.render_chat([message], options=options)
+        return threading.get_ident()
+
+    loop_thread = asyncio.run(scenario())
+    assert Watched.threads
+    assert (loop_thread in Watched.threads) == on_the_loop

@@ -1,4 +1,4 @@
-"""The tokenizer is Hugging Face's, whatever the folder, and knows what single tokens say."""
+"""The tokenizer gives Hugging Face's ids for every folder, and the bytes of single tokens."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def test_a_folder_that_names_its_class_loads_as_transformers_decides(folder, tmp
     theirs = AutoTokenizer.from_pretrained(tmp_path / "named")
     assert type(theirs).__name__ == "Qwen2Tokenizer"
     image = next(token for token, text in ours.added_tokens.items() if "image" in text)
-    respelled = ours.respelled({ours.added_tokens[image]: "§§"})
+    with_renamed_tokens = ours.with_renamed_tokens({ours.added_tokens[image]: "§§"})
     for text in TEXTS:
-        assert ours.encode(text) == respelled.encode(text) == theirs.encode(text)
-    assert respelled.encode("§§") == [image]
+        assert ours.encode(text) == with_renamed_tokens.encode(text) == theirs.encode(text)
+    assert with_renamed_tokens.encode("§§") == [image]
 
 
 def test_a_generic_folder_loads_without_torch():
@@ -117,7 +117,7 @@ def test_lone_surrogates_are_the_client_s_mistake():
 def test_a_respelled_token_keeps_its_id_and_loses_its_old_text(make):
     tokenizer = make()
     old = tokenizer.added_tokens[2]
-    respelled = tokenizer.respelled({old: "§§"})
-    assert respelled.encode("a§§b") == tokenizer.encode(f"a{old}b")
-    assert 2 not in respelled.encode(f"a{old}b")
-    assert tokenizer.decode(respelled.encode(f"the {old}!")) == f"the {old}!"
+    with_renamed_tokens = tokenizer.with_renamed_tokens({old: "§§"})
+    assert with_renamed_tokens.encode("a§§b") == tokenizer.encode(f"a{old}b")
+    assert 2 not in with_renamed_tokens.encode(f"a{old}b")
+    assert tokenizer.decode(with_renamed_tokens.encode(f"the {old}!")) == f"the {old}!"

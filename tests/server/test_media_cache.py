@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lookonce import media_hash
-from lookonce.render.media.injection import encode_kwargs
+from lookonce.render.media.external_items import encode_kwargs
 from lookonce.render.media.processing import MediaJob
 from tests.server.test_readonly import chat, processors
 from tests.support.drawing import audio_part, image_part

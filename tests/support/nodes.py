@@ -24,12 +24,10 @@ from lookonce.engine.process.load_engine import load_engine
 from lookonce.engine.process_io import engine_settings
 from lookonce.frontend.frontend import RenderOnlyEngine
 from lookonce.frontend.metrics import Metrics
-from lookonce.render.media.load import MediaLoader
+from lookonce.render.media.loader import MediaLoader
 from lookonce.render.media.processing import MediaJob, Processed
-from lookonce.render.media.resolver import MediaResolver
-from lookonce.render.media.resolver_ports import NameBindings, RendererDirectory
-from lookonce.render.prompt.encoder import PromptEncoder
-from lookonce.render.prompt.template import template_sources
+from lookonce.render.media.resolver import MediaResolver, NameBindings, RendererDirectory
+from lookonce.render.prompt.encoder import PromptEncoder, template_sources
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
 from lookonce.render.renderer import Renderer

@@ -21,9 +21,8 @@ from lookonce.config import MediaConfig
 from lookonce.engine.process.engine_core import EngineCore
 from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import RequestFailedError, error_from_wire
-from lookonce.render.families.base import ProcessorFamily
+from lookonce.render.families.base import ProcessorFamily, largest_media
 from lookonce.render.families.registry import load_family
-from lookonce.render.media.largest_media import largest_media
 from lookonce.types.media import Array, MediaFeature, ProcessedItem, feature_at
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest

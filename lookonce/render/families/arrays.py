@@ -1,22 +1,50 @@
-"""NumPy arrays → `Array`s of the model's dtype. NumPy has no bfloat16: its bits are made here."""
+"""Arrays of items: in the model's dtype, from pixels, and checks of arrays made elsewhere.
+
+NumPy has no bfloat16: its bits are computed here and stored as uint16.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
+from lookonce.errors import BadRequestError, ModelLoadError
 from lookonce.types.media import Array
 
+Arrays = Mapping[str, Array]
+Levels = NDArray[np.uint8]
+Shape = tuple[int | None, ...]
+"""None: any length of at least 1."""
 STORAGE: dict[str, type[np.generic]] = {
     "float32": np.float32,
     "float16": np.float16,
     "bfloat16": np.uint16,
 }
-"""dtype name → the NumPy type that holds its bits."""
+"""dtype name → NumPy type with the same bits."""
+
+
+def float_array(values: NDArray[np.float32], dtype: str) -> Array:
+    """An `Array` of the model's dtype."""
+    return stored_array(cast_floats(values, dtype), dtype)
+
+
+def int64_array(*values: int) -> Array:
+    """An `Array` of shape [len(values)]."""
+    return stored_array(np.array(values, np.int64), "int64")
+
+
+def stored_array(storage: NDArray[np.generic], dtype: str) -> Array:
+    """An `Array` over NumPy memory that has the bits of `dtype` (see `STORAGE`)."""
+    flat = np.ascontiguousarray(storage)
+    return Array(dtype, flat.shape, flat.view(np.uint8).reshape(-1).data)
 
 
 def cast_floats(values: NDArray[np.float32], dtype: str) -> NDArray[np.generic]:
-    """The values in `dtype`, as an array of its storage type, same shape."""
+    """The values in `dtype`, as an array of its storage type and of the same shape."""
     if dtype == "bfloat16":
         return bfloat16_bits(values)
     return values.astype(STORAGE[dtype], copy=False)
@@ -27,21 +55,100 @@ def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
     high = (rounded >> np.uint32(16)).astype(np.uint16)
-    # Adding may carry a NaN's mantissa over into infinity or zero.
+    # The addition may turn the mantissa of a NaN into that of infinity or zero.
     return np.where(np.isnan(values), np.uint16(0x7FC0), high)
 
 
-def float_array(values: NDArray[np.float32], dtype: str) -> Array:
-    """An `Array` of the model's dtype."""
+def int64_values(array: Array) -> tuple[int, ...]:
+    """The values of a small int64 array."""
+    return tuple(int(value) for value in np.frombuffer(array.data, "<i8"))
+
+
+class PixelTable:
+    """8-bit RGB levels → the values of a Hugging Face image processor (PIL backend), bit for bit.
+
+    Rescaling and normalising map each of the 256 levels of each channel to one number. The
+    processor computes that number once per level; here it is looked up per pixel, in the model's
+    dtype, which saves the processor's passes over double-precision copies.
+    """
+
+    def __init__(self, processor: Any, dtype: str) -> None:
+        """`processor` is a transformers image processor of the PIL backend."""
+        if processor.backend != "pil":
+            raise ModelLoadError("the image processor is not one this family knows")
+        ramp = np.tile(np.arange(256, dtype=np.uint8), (3, 1))[:, None, :]
+        values = processor.rescale(ramp, processor.rescale_factor) if processor.do_rescale else ramp
+        if processor.do_normalize:
+            values = processor.normalize(values, processor.image_mean, processor.image_std)
+        self._levels = np.ascontiguousarray(
+            cast_floats(np.asarray(values, np.float32)[:, 0], dtype)
+        )
+        self.dtype = dtype
+
+    def planes(self, pixels: Levels) -> Array:
+        """[height, width, 3] → [3, height, width]."""
+        out = np.empty((3, *pixels.shape[:2]), STORAGE[self.dtype])
+        for channel in range(3):
+            out[channel] = self._levels[channel][pixels[..., channel]]
+        return stored_array(out, self.dtype)
+
+    def patches(self, pixels: Levels, patch: int, merge: int, repeat: int) -> Array:
+        """[height, width, 3] → [patches, 3 * repeat * patch * patch], in Qwen's order.
+
+        Patches of one merge x merge window follow each other; a patch is ordered by channel, frame
+        (the picture `repeat` times), row and column.
+        """
+        height, width = pixels.shape[0] // patch, pixels.shape[1] // patch
+        windows = pixels.reshape(
+            height // merge, merge, patch, width // merge, merge, patch, 3
+        ).transpose(6, 0, 3, 1, 4, 2, 5)
+        out = np.empty((height * width, 3, repeat, patch * patch), STORAGE[self.dtype])
+        for channel in range(3):
+            levels = windows[channel].reshape(height * width, patch * patch)
+            out[:, channel] = self._levels[channel][levels][:, None]
+        return stored_array(out.reshape(height * width, -1), self.dtype)
+
+
+def resized(image: Image.Image, width: int, height: int, resample: int | None) -> Levels:
+    """The picture at a new size, [height, width, 3]."""
+    kind = Image.Resampling.BILINEAR if resample is None else Image.Resampling(resample)
+    return np.asarray(image.resize((width, height), kind))
+
+
+def refuse_arrays(message: str) -> BadRequestError:
+    """The error for an item that the model's processor cannot have made."""
+    return BadRequestError(message, code="invalid_item")
+
+
+def check_arrays(arrays: Arrays, expected: Mapping[str, tuple[str, Shape]]) -> None:
+    """Require exactly these names, dtypes and shapes. Raises `BadRequestError` naming the array."""
+    if arrays.keys() != expected.keys():
+        names = ", ".join(sorted(expected))
+        raise refuse_arrays(f"the item must have the arrays {names} and no others")
+    for name, (dtype, shape) in expected.items():
+        array = arrays[name]
+        if array.dtype != dtype:
+            raise refuse_arrays(f"{name} is {array.dtype}; it must be {dtype}")
+        if not _has_shape(array.shape, shape):
+            wanted = ", ".join("n" if length is None else str(length) for length in shape)
+            raise refuse_arrays(f"{name} has shape {array.shape}; it must be ({wanted})")
+
+
+def in_model_dtype(arrays: Arrays, dtype: str) -> dict[str, Array]:
+    """float32 arrays cast to the model's dtype, as families do; other arrays unchanged."""
+    return {
+        name: _cast(array, dtype) if array.dtype == "float32" != dtype else array
+        for name, array in arrays.items()
+    }
+
+
+def _cast(array: Array, dtype: str) -> Array:
+    values = np.frombuffer(array.data, "<f4").reshape(array.shape)
     return stored_array(cast_floats(values, dtype), dtype)
 
 
-def stored_array(storage: NDArray[np.generic], dtype: str) -> Array:
-    """An `Array` over memory that already holds `dtype`'s bits (see `STORAGE`)."""
-    flat = np.ascontiguousarray(storage)
-    return Array(dtype, flat.shape, flat.view(np.uint8).reshape(-1).data)
-
-
-def int64_array(*values: int) -> Array:
-    """An `Array` of shape [len(values)]."""
-    return stored_array(np.array(values, np.int64), "int64")
+def _has_shape(shape: tuple[int, ...], wanted: Shape) -> bool:
+    return len(shape) == len(wanted) and all(
+        length == want or (want is None and length > 0)
+        for length, want in zip(shape, wanted, strict=True)
+    )

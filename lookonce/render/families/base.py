@@ -1,14 +1,17 @@
-"""What the renderer must know about a family of models: placeholders, options, processing.
+"""The interface of a family of models to the renderer: placeholders, options, processing.
 
 A family is cheap to load: it reads JSON and imports neither torch nor transformers, so the API
-process can hold one to name identities and lengths. The Hugging Face processor behind it is built
-on the first `process`, which runs in a worker.
+process can hold one to compute identities and lengths. The Hugging Face processor behind it is
+built by the first `process`, in a worker.
 """
 
 from __future__ import annotations
 
+import io
+import wave
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import ClassVar
 
@@ -18,81 +21,86 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from PIL import Image, features
 
+from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, ModelLoadError
-from lookonce.render.families.external_arrays import Arrays, refuse_arrays
-from lookonce.render.families.folder import FolderFiles, Json
+from lookonce.render.families.arrays import Arrays, refuse_arrays
+from lookonce.render.families.processor_files import Json, ProcessorFiles
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 Options = dict[str, object]
 Decoded = Image.Image | NDArray[np.float32]
 """An RGB picture, or mono samples [n] at the family's `sampling_rate`."""
-
 PIXEL_LIBRARIES = ("Pillow", "numpy", "transformers")
 SOUND_LIBRARIES = ("numpy", "soundfile", "soxr", "transformers")
 CODECS = ("jpg", "webp", "zlib", "libjpeg_turbo")
+MAX_SIDE_RATIO = 200
+"""Longest allowed side of a picture over its shorter side, as in Qwen's processor. Processors that
+fix the shorter side would make a thinner picture huge."""
 
 
 class ProcessorFamily(ABC):
-    """One loaded family. `dtype` is the model's: floating arrays of items are cast to it."""
+    """One loaded family. `dtype` is the model's; floating-point arrays of items have it."""
 
     model_types: ClassVar[tuple[str, ...]] = ()
     modalities: ClassVar[tuple[Modality, ...]] = ()
     arithmetic: ClassVar[int] = 1
-    """Counts changes of our own code that change the arrays of an item."""
+    """Version of this family's own code; increased when it makes other arrays."""
     sampling_rate: int = 0
-    """Hz of the samples `process` wants; 0 for families without sound."""
+    """Hz of the samples that `process` takes; 0 for families without sound."""
     max_audio_seconds: float = 0.0
-    """What the processor takes at most; a longer clip would silently lose its end."""
+    """Longest clip; the processor would cut a longer one without an error."""
 
-    def __init__(self, files: FolderFiles, dtype: str) -> None:
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         self.files = files
         self.dtype = dtype
 
     @abstractmethod
     def placeholder_token_id(self, modality: Modality) -> int:
-        """The token that a chat template emits for one item, which its expansion replaces."""
+        """The token that a chat template writes for one item; the item's expansion replaces it."""
 
-    def surroundings(self, modality: Modality) -> tuple[str, str]:
-        """Text the family wants before and after a placeholder.
+    def text_around_placeholder(self, modality: Modality) -> tuple[str, str]:
+        """Texts that the family adds before and after a placeholder.
 
-        It is added to the rendered template before tokenizing, never as ids of its own: a tokenizer
-        may merge it with the text beside it, as it does for Hugging Face's processor.
+        They are added to the rendered template before it is tokenized, because the tokenizer may
+        merge them with neighbouring text, as it does for Hugging Face's processor.
         """
         return "", ""
 
     @abstractmethod
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
-        """Run the processor on one item; `options` are those of `item_options`.
+        """Run the processor on one item; `options` are from `item_options`.
 
-        Slow (tens of milliseconds) and not for the event loop. Raises `UnprocessableMediaError`.
+        Takes tens of milliseconds: not for the event loop. Raises `UnprocessableMediaError`.
         """
 
     @abstractmethod
     def expansion_of_size(
         self, modality: Modality, size: tuple[int, ...], options: Options
     ) -> Expansion:
-        """The expansion of an item known only by its size, without processing it.
+        """The expansion of an item of this size, without processing it.
 
         `size` is (width, height) of the upright picture, or (samples,) at `sampling_rate`.
         """
 
     def expansion_of_arrays(self, modality: Modality, arrays: Arrays) -> Expansion:
-        """The expansion of an item that was processed elsewhere, known only by its arrays.
+        """The expansion of an item that was processed elsewhere. Floats have the model's dtype.
 
-        Floats are of the model's dtype. Raises `BadRequestError` for arrays, by name, dtype, shape
-        or content that decides a shape, that `process` could not have made.
+        Raises `BadRequestError` if `process` could not have made these names, dtypes and shapes, or
+        the values that decide a shape.
         """
         raise refuse_arrays(f"this model does not take processed {modality} items")
 
     def largest_size(self, modality: Modality, max_tokens: int) -> tuple[int, ...] | None:
-        """The size, as `expansion_of_size` takes it, of the item with the largest placeholder of
-        at most `max_tokens`; None when even the smallest has more."""
+        """The size (see `expansion_of_size`) of the item with the largest placeholder of at most
+        `max_tokens`; None if the smallest item has more."""
         return None
 
     def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> Options:
-        """What of a request's `mm_processor_kwargs` concerns one modality, checked and canonical.
+        """The options for one modality out of a request's `mm_processor_kwargs`, checked.
 
-        Equal options mean equal processing, so they belong into the item's identity.
+        Equal processing has equal options: they are part of the item's identity. They may narrow
+        the folder's limits but not widen them, or a 1x1 picture could become gigabytes. Raises
+        `BadRequestError`.
         """
         return {}
 
@@ -113,7 +121,7 @@ class ProcessorFamily(ABC):
         return ()
 
     def fingerprint(self) -> bytes:
-        """32 bytes that change when anything changes what `process` makes of equal bytes."""
+        """32 bytes; other ones whenever `process` might make other arrays of the same media."""
         sound = SOUND_LIBRARIES if "audio" in self.modalities else ()
         libraries = sorted({*PIXEL_LIBRARIES, *sound})
         described = {
@@ -129,9 +137,84 @@ class ProcessorFamily(ABC):
 
 
 def token_id(config: Json, *names: str) -> int:
-    """The first of `names` in the model's config. Raises `ModelLoadError` when there is none."""
+    """The first of `names` that the model's config has. Raises `ModelLoadError` if it has none."""
     for name in names:
         value = config.get(name)
         if isinstance(value, int):
             return value
     raise ModelLoadError(f"config.json has no {names[0]}")
+
+
+def bad_option(name: str, message: str) -> BadRequestError:
+    return BadRequestError(f"mm_processor_kwargs: {message}", param=f"mm_processor_kwargs.{name}")
+
+
+def longest_edge(kwargs: Mapping[str, object], least: int, most: int) -> Options:
+    """The option `size.longest_edge`, in pixels; empty if it is `most`, the folder's value.
+
+    Raises `BadRequestError` unless it is a whole number from `least` to `most`.
+    """
+    size = kwargs.get("size")
+    if size is None:
+        return {}
+    edge = size.get("longest_edge") if isinstance(size, Mapping) and len(size) == 1 else None
+    if type(edge) is not int or not least <= edge <= most:
+        raise bad_option("size", f"size must hold longest_edge, a number from {least} to {most}")
+    return {} if edge == most else {"longest_edge": edge}
+
+
+@dataclass(frozen=True, slots=True)
+class LargestItem:
+    """The item with the largest placeholder that the limits allow; warm-up uses it."""
+
+    modality: Modality
+    size: tuple[int, ...]
+    """(width, height) of a picture; (samples,) of a sound at `sampling_rate`."""
+    sampling_rate: int = 0
+
+    def decoded(self) -> Decoded:
+        """A grey picture, or a quiet tone: some processors are faster with silence."""
+        if self.modality == "image":
+            return Image.new("RGB", (self.size[0], self.size[1]), (127, 127, 127))
+        time = np.arange(self.size[0]) / self.sampling_rate
+        return (0.1 * np.sin(2 * np.pi * 220.0 * time)).astype(np.float32)
+
+    def encoded(self) -> bytes:
+        """The same as a PNG or WAV file."""
+        target, decoded = io.BytesIO(), self.decoded()
+        if isinstance(decoded, Image.Image):
+            decoded.save(target, "PNG", compress_level=1)
+            return target.getvalue()
+        with wave.open(target, "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(self.sampling_rate)
+            file.writeframes((decoded * 32767).astype("<i2").tobytes())
+        return target.getvalue()
+
+
+def largest_media(
+    family: ProcessorFamily, media: MediaConfig, max_tokens: int
+) -> Iterator[LargestItem]:
+    """The largest item of each modality with a limit above 0, of at most `max_tokens`.
+
+    A modality whose smallest item has more tokens is left out.
+    """
+    for modality in family.modalities:
+        if media.limit_per_prompt.get(modality, 0) > 0:
+            size = _largest_size(family, media, modality, max_tokens)
+            if size is not None:
+                yield LargestItem(modality, size, family.sampling_rate)
+
+
+def _largest_size(
+    family: ProcessorFamily, media: MediaConfig, modality: Modality, max_tokens: int
+) -> tuple[int, ...] | None:
+    size = family.largest_size(modality, max_tokens)
+    if modality == "audio":
+        longest = int(media.max_audio_seconds * family.sampling_rate)
+        return None if size is None else (min(size[0], longest),)
+    while size is not None and size[0] * size[1] > media.max_image_pixels:
+        num_tokens = family.expansion_of_size(modality, size, {}).length
+        size = family.largest_size(modality, num_tokens // 2) if num_tokens > 1 else None
+    return size

@@ -8,22 +8,20 @@ from typing import Any
 from PIL import Image
 
 from lookonce.errors import ModelLoadError
+from lookonce.render.families.arrays import Arrays, PixelTable, check_arrays, resized
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.external_arrays import Arrays, check_arrays
-from lookonce.render.families.folder import FolderFiles
-from lookonce.render.families.hf import image_processor
-from lookonce.render.families.pixels import PixelTable, resized
+from lookonce.render.families.processor_files import ProcessorFiles, image_processor
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 
 class Gemma3Processing(ProcessorFamily):
-    """Pan and scan, off by default in the processor too, is not offered: a folder that asks for it
-    is refused."""
+    """Pan and scan, which is off by default in the processor, is not supported: a folder that turns
+    it on is refused."""
 
     model_types = ("gemma3",)
     modalities = ("image",)
 
-    def __init__(self, files: FolderFiles, dtype: str) -> None:
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
         if files.image_processor.get("do_pan_and_scan"):
             raise ModelLoadError("an image processor with do_pan_and_scan is not supported")
@@ -36,10 +34,10 @@ class Gemma3Processing(ProcessorFamily):
         self._num_tokens = int(config.get("mm_tokens_per_image", 256))
 
     def placeholder_token_id(self, modality: Modality) -> int:
-        """The template writes begin-of-image where the whole picture goes."""
+        """Begin-of-image, which the template writes for the whole picture."""
         return self._begin
 
-    def surroundings(self, modality: Modality) -> tuple[str, str]:
+    def text_around_placeholder(self, modality: Modality) -> tuple[str, str]:
         return "\n\n", "\n\n"
 
     def expansion_of_size(
@@ -54,7 +52,7 @@ class Gemma3Processing(ProcessorFamily):
         return self.expansion_of_size(modality, (width, height), {})
 
     def largest_size(self, modality: Modality, max_tokens: int) -> tuple[int, ...] | None:
-        """All pictures have as many tokens."""
+        """All pictures have the same number of tokens."""
         height, width = self._output_size
         return (width, height) if self._num_tokens + 2 <= max_tokens else None
 

@@ -1,10 +1,10 @@
-"""Idefics3 and SmolVLM: a picture is cut into square tiles, and goes in small as a whole too.
+"""Idefics3 and SmolVLM: a picture is cut into square tiles; a small copy of the whole is added.
 
     picture ─▶ longest edge as the folder says ─▶ sides rounded up to tiles ─▶ rows x columns tiles
                                                         └▶ one tile of the whole
 
-In the prompt every tile is named by its row and column, and a line ends each row. A picture no
-larger than one tile is not cut.
+In the prompt every tile is named by its row and column, and each row ends with a newline. A picture
+that fits into one tile is not cut.
 """
 
 from __future__ import annotations
@@ -19,18 +19,33 @@ from blake3 import blake3
 from PIL import Image
 
 from lookonce.errors import ModelLoadError
-from lookonce.render.families.arrays import int64_array, stored_array
-from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.external_arrays import Arrays, check_arrays, integers, refuse_arrays
-from lookonce.render.families.folder import FolderFiles
-from lookonce.render.families.hf import image_processor
-from lookonce.render.families.options import bad_option, longest_edge
-from lookonce.render.families.pixels import Levels, PixelTable
-from lookonce.render.families.wording import Wording
+from lookonce.render.families.arrays import (
+    Arrays,
+    Levels,
+    PixelTable,
+    check_arrays,
+    int64_array,
+    int64_values,
+    refuse_arrays,
+    stored_array,
+)
+from lookonce.render.families.base import (
+    Decoded,
+    Options,
+    ProcessorFamily,
+    bad_option,
+    longest_edge,
+    token_id,
+)
+from lookonce.render.families.processor_files import (
+    ProcessorFiles,
+    ProcessorTokenizer,
+    image_processor,
+)
 from lookonce.types.media import Array, Expansion, Modality, ProcessedItem
 
 MAX_SIDE = 4096
-"""Of transformers' processor: no picture is made larger."""
+"""Longest side that transformers' processor makes."""
 AROUND, IMAGE, WHOLE = "<fake_token_around_image>", "<image>", "<global-img>"
 
 
@@ -38,20 +53,20 @@ class Idefics3Processing(ProcessorFamily):
     model_types = ("idefics3", "smolvlm")
     modalities = ("image",)
 
-    def __init__(self, files: FolderFiles, dtype: str) -> None:
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
-        self._wording = Wording(files)
+        self._tokenizer = ProcessorTokenizer(files)
         self._token = token_id(files.config, "image_token_id")
-        if self._wording.token(IMAGE) != self._token:
+        if self._tokenizer.token(IMAGE) != self._token:
             raise ModelLoadError(f"image_token_id of config.json is not the id of {IMAGE}")
         config = files.image_processor
         self._tile = int((config.get("max_image_size") or {}).get("longest_edge", 364))
         self._longest = int((config.get("size") or {}).get("longest_edge", 4 * 364))
         self._cuts = config.get("do_image_splitting", True)
-        self._tokens_per_tile = int(files.processor.get("image_seq_len") or self._rows_per_tile())
+        self._tokens_per_tile = int(files.processor.get("image_seq_len") or self._num_tile_tokens())
 
-    def _rows_per_tile(self) -> int:
-        """What the model's connector leaves of a tile's patches."""
+    def _num_tile_tokens(self) -> int:
+        """Tokens of a tile: its patches after the model's connector."""
         vision = self.files.config.get("vision_config") or {}
         patches = int(vision.get("image_size", 364)) // int(vision.get("patch_size", 14))
         return int(patches**2 / int(self.files.config.get("scale_factor", 2)) ** 2)
@@ -60,7 +75,7 @@ class Idefics3Processing(ProcessorFamily):
         return self._token
 
     def fingerprint(self) -> bytes:
-        return blake3(super().fingerprint() + self._wording.digest).digest()
+        return blake3(super().fingerprint() + self._tokenizer.digest).digest()
 
     def option_names(self) -> tuple[str, ...]:
         return ("size", "do_image_splitting")
@@ -85,7 +100,7 @@ class Idefics3Processing(ProcessorFamily):
             "cols": ("int64", (1,)),
         }
         check_arrays(arrays, expected)
-        (rows,), (columns,) = integers(arrays["rows"]), integers(arrays["cols"])
+        (rows,), (columns,) = int64_values(arrays["rows"]), int64_values(arrays["cols"])
         num_tiles, most = arrays["pixel_values"].shape[0], self._most_tiles
         cut = 0 < rows <= most and 0 < columns <= most and rows * columns > 1
         if num_tiles != rows * columns + 1 or not (cut or rows == columns == 0):
@@ -96,7 +111,7 @@ class Idefics3Processing(ProcessorFamily):
         return self._expansion(rows, columns)
 
     def largest_size(self, modality: Modality, max_tokens: int) -> tuple[int, ...] | None:
-        """Among pictures as wide as can be, of one to as many rows of tiles as columns."""
+        """The largest of the widest pictures with 1 to as many rows of tiles as columns."""
         columns = self._most_tiles
         sizes = [(columns * self._tile, rows * self._tile) for rows in range(1, columns + 1)]
         lengths = {self.expansion_of_size(modality, size, {}).length: size for size in sizes}
@@ -105,15 +120,15 @@ class Idefics3Processing(ProcessorFamily):
 
     @property
     def _most_tiles(self) -> int:
-        """Rows, or columns, a picture is cut into at most."""
+        """Largest number of rows, or of columns, of tiles."""
         return math.ceil(min(self._longest, MAX_SIDE) / self._tile)
 
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
         """`pixel_values` [tiles, 3, side, side]: row by row, the whole picture last; `rows` [1]
-        and `cols` [1] of what was cut, from which the model takes nothing.
+        and `cols` [1], the numbers of rows and columns, which the model does not use.
 
-        The processor's mask of pixels that are not padding is left out: in a picture by itself
-        nothing ever is.
+        The processor's mask of pixels that are not padding is left out: a single picture has no
+        padding.
         """
         assert isinstance(decoded, Image.Image)
         rows, columns = self._grid(*decoded.size, options)
@@ -147,12 +162,12 @@ class Idefics3Processing(ProcessorFamily):
         text += AROUND + WHOLE + IMAGE + AROUND
         runs = (
             (token, count * self._tokens_per_tile if token == self._token else count)
-            for token, count in self._wording.runs(text)
+            for token, count in self._tokenizer.runs(text)
         )
         return Expansion(tuple(runs), self._token)
 
     def _scaled(self, width: int, height: int, options: Options) -> tuple[int, int]:
-        """The first of two steps: the longer side as asked for, the shorter one made even."""
+        """The first resize: the longer side as asked for, the shorter side an even number."""
         longest = options.get("longest_edge", self._longest)
         assert isinstance(longest, int)
         ratio = width / height

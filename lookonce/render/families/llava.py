@@ -9,11 +9,9 @@ import numpy as np
 from PIL import Image
 
 from lookonce.errors import ModelLoadError
+from lookonce.render.families.arrays import Arrays, PixelTable, check_arrays, resized
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.external_arrays import Arrays, check_arrays
-from lookonce.render.families.folder import FolderFiles, Json
-from lookonce.render.families.hf import image_processor
-from lookonce.render.families.pixels import PixelTable, resized
+from lookonce.render.families.processor_files import Json, ProcessorFiles, image_processor
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 
@@ -21,7 +19,7 @@ class LlavaProcessing(ProcessorFamily):
     model_types = ("llava",)
     modalities = ("image",)
 
-    def __init__(self, files: FolderFiles, dtype: str) -> None:
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
         self._token = token_id(files.config, "image_token_id", "image_token_index")
         self._height, self._width = _output_size(files.image_processor)
@@ -39,7 +37,7 @@ class LlavaProcessing(ProcessorFamily):
         return Expansion(((self._token, self._num_tokens),), self._token)
 
     def largest_size(self, modality: Modality, max_tokens: int) -> tuple[int, ...] | None:
-        """All pictures have as many tokens."""
+        """All pictures have the same number of tokens."""
         return (self._width, self._height) if self._num_tokens <= max_tokens else None
 
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:

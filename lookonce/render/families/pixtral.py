@@ -1,4 +1,4 @@
-"""Pixtral's pictures, in LLaVA's frame (Pixtral) or Mistral's (Mistral 3): any size, row by row."""
+"""Pixtral and Mistral 3: pictures of any size, row by row."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ from blake3 import blake3
 from PIL import Image
 
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
-from lookonce.render.families.arrays import int64_array
-from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.external_arrays import Arrays, check_arrays, integers, refuse_arrays
-from lookonce.render.families.folder import FolderFiles
-from lookonce.render.families.hf import image_processor
-from lookonce.render.families.options import longest_edge
-from lookonce.render.families.pixels import PixelTable, resized
-from lookonce.render.families.wording import Wording
+from lookonce.render.families.arrays import (
+    Arrays,
+    PixelTable,
+    check_arrays,
+    int64_array,
+    int64_values,
+    refuse_arrays,
+    resized,
+)
+from lookonce.render.families.base import Decoded, Options, ProcessorFamily, longest_edge, token_id
+from lookonce.render.families.processor_files import (
+    ProcessorFiles,
+    ProcessorTokenizer,
+    image_processor,
+)
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 
@@ -28,17 +35,17 @@ class PixtralProcessing(ProcessorFamily):
     model_types = ("mistral3",)
     modalities = ("image",)
 
-    def __init__(self, files: FolderFiles, dtype: str) -> None:
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
-        self._wording = Wording(files)
+        self._tokenizer = ProcessorTokenizer(files)
         self._token = token_id(files.config, "image_token_id", "image_token_index")
         stated = files.processor
-        self._break = self._wording.token(stated.get("image_break_token", "[IMG_BREAK]"))
-        self._end = self._wording.token(stated.get("image_end_token", "[IMG_END]"))
+        self._break = self._tokenizer.token(stated.get("image_break_token", "[IMG_BREAK]"))
+        self._end = self._tokenizer.token(stated.get("image_end_token", "[IMG_END]"))
         vision = files.config.get("vision_config") or {}
         merge = stated.get("spatial_merge_size") or files.config.get("spatial_merge_size", 1)
         self._patch = int(stated.get("patch_size") or vision.get("patch_size", 16)) * int(merge)
-        """Pixels of one token, each way."""
+        """Width and height of the pixels of one token."""
         size = files.image_processor.get("size") or {}
         self._longest = int(size.get("longest_edge", 1024))
 
@@ -46,7 +53,7 @@ class PixtralProcessing(ProcessorFamily):
         return self._token
 
     def fingerprint(self) -> bytes:
-        return blake3(super().fingerprint() + self._wording.digest).digest()
+        return blake3(super().fingerprint() + self._tokenizer.digest).digest()
 
     def option_names(self) -> tuple[str, ...]:
         return ("size",)
@@ -63,7 +70,7 @@ class PixtralProcessing(ProcessorFamily):
     def expansion_of_arrays(self, modality: Modality, arrays: Arrays) -> Expansion:
         pixels = (self.dtype, (3, None, None))
         check_arrays(arrays, {"pixel_values": pixels, "image_sizes": ("int64", (2,))})
-        height, width = integers(arrays["image_sizes"])
+        height, width = int64_values(arrays["image_sizes"])
         if arrays["pixel_values"].shape[1:] != (height, width):
             raise refuse_arrays("image_sizes must be height and width of pixel_values")
         if height % self._patch or width % self._patch:
@@ -73,7 +80,7 @@ class PixtralProcessing(ProcessorFamily):
         return self._expansion(height // self._patch, width // self._patch)
 
     def largest_size(self, modality: Modality, max_tokens: int) -> tuple[int, ...] | None:
-        """Of squares."""
+        """The largest square."""
         fitting = (math.isqrt(4 * max(0, max_tokens) + 1) - 1) // 2
         side = min(fitting, self._longest // self._patch) * self._patch
         return (side, side) if side else None
@@ -96,7 +103,7 @@ class PixtralProcessing(ProcessorFamily):
         return Expansion(row * (rows - 1) + last, self._token)
 
     def _grid(self, width: int, height: int, options: Options) -> tuple[int, int]:
-        """Tokens (columns, rows): the picture shrunk to its longest edge, rounded up to patches."""
+        """Columns and rows of tokens: the picture shrunk to the longest edge, rounded up."""
         longest = options.get("longest_edge", self._longest)
         assert isinstance(longest, int)
         ratio = max(height / longest, width / longest)

@@ -1,6 +1,6 @@
-"""Qwen2.5-Omni's thinker: Qwen2-VL's pictures, and sound as log-mel frames. Nano is one.
+"""Qwen2.5-Omni's thinker: Qwen2-VL's pictures, and sound as log-mel frames. Nano is of this type.
 
-A folder holds the thinker alone or, as published, also what makes it speak, which is not used.
+A folder has the thinker alone or, as published, the talker too, which is not used.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import numpy as np
 from PIL import Image
 
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
-from lookonce.render.families.arrays import float_array
+from lookonce.render.families.arrays import Arrays, check_arrays, float_array, refuse_arrays
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.external_arrays import Arrays, check_arrays, refuse_arrays
-from lookonce.render.families.folder import FolderFiles
-from lookonce.render.families.hf import whisper_feature_extractor
-from lookonce.render.families.mel import MelSettings, log_mel, num_frames
-from lookonce.render.families.qwen_images import OPTION_NAMES, QwenImages
+from lookonce.render.families.processor_files import ProcessorFiles, whisper_feature_extractor
+from lookonce.render.families.qwen2_5_vl import OPTION_NAMES, QwenImages
+from lookonce.render.families.whisper import MelSettings, log_mel, num_frames
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 
@@ -26,7 +24,7 @@ class Qwen2_5OmniProcessing(ProcessorFamily):  # noqa: N801
     model_types = ("qwen2_5_omni_thinker", "qwen2_5_omni")
     modalities = ("image", "audio")
 
-    def __init__(self, files: FolderFiles, dtype: str) -> None:
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
         thinker = files.config.get("thinker_config") or files.config
         token = token_id(thinker, "image_token_id", "image_token_index")
@@ -38,7 +36,7 @@ class Qwen2_5OmniProcessing(ProcessorFamily):  # noqa: N801
         self.sampling_rate = int(sound.get("sampling_rate", 16000))
         self.max_audio_seconds = float(sound.get("chunk_length", 30))
         self.hop_length = int(sound.get("hop_length", 160))
-        # As published; the silence is cut off again, but the first frame sees some of it.
+        # As published. The silence is cut off again, but the first frame overlaps it.
         self._silence_before = sound.get("padding_side") == "left"
 
     def placeholder_token_id(self, modality: Modality) -> int:

@@ -1,23 +1,47 @@
-"""Qwen2-VL to Qwen3-VL: pictures of any size, between the template's vision start and end."""
+"""Qwen2-VL to Qwen3-VL: pictures of any size, between the template's vision start and end.
+
+`QwenImages` is shared by every family with this image processor.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
 
 from PIL import Image
 
-from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.external_arrays import Arrays
-from lookonce.render.families.folder import FolderFiles
-from lookonce.render.families.qwen_images import OPTION_NAMES, QwenImages
+from lookonce.errors import ModelLoadError, UnprocessableMediaError
+from lookonce.render.families.arrays import (
+    Arrays,
+    PixelTable,
+    check_arrays,
+    int64_array,
+    int64_values,
+    refuse_arrays,
+    resized,
+)
+from lookonce.render.families.base import (
+    MAX_SIDE_RATIO,
+    Decoded,
+    Options,
+    ProcessorFamily,
+    bad_option,
+    token_id,
+)
+from lookonce.render.families.processor_files import Json, ProcessorFiles, image_processor
 from lookonce.types.media import Expansion, Modality, ProcessedItem
+
+OPTION_NAMES = ("min_pixels", "max_pixels", "size")
+DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 
 
 class Qwen2_5VLProcessing(ProcessorFamily):  # noqa: N801
     model_types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
     modalities = ("image",)
 
-    def __init__(self, files: FolderFiles, dtype: str) -> None:
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
         token = token_id(files.config, "image_token_id")
         self.images = QwenImages(files.image_processor, token, dtype)
@@ -45,3 +69,156 @@ class Qwen2_5VLProcessing(ProcessorFamily):  # noqa: N801
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
         assert isinstance(decoded, Image.Image)
         return self.images.process(decoded, options)
+
+
+class QwenImages:
+    """Qwen2-VL's image processor: keeps the aspect ratio, between `min_pixels` and `max_pixels`."""
+
+    def __init__(self, config: Json, token_id: int, dtype: str) -> None:
+        """`config` is the image processor's; `token_id` the placeholder's."""
+        size = config.get("size") or {}
+        self.min_pixels = int(
+            config.get("min_pixels") or size.get("shortest_edge") or DEFAULT_MIN_PIXELS
+        )
+        self.max_pixels = int(
+            config.get("max_pixels") or size.get("longest_edge") or DEFAULT_MAX_PIXELS
+        )
+        self.patch = int(config.get("patch_size", 14))
+        self.merge = int(config.get("merge_size", 2))
+        self.frames = int(config.get("temporal_patch_size", 2))
+        self.token_id = token_id
+        self._config = config
+        self._dtype = dtype
+
+    @cached_property
+    def _processor(self) -> Any:
+        processor = image_processor(self._config, "Qwen2VLImageProcessor")
+        size = processor.size
+        if not processor.do_resize or (size.shortest_edge, size.longest_edge) != (
+            self.min_pixels,
+            self.max_pixels,
+        ):
+            raise ModelLoadError("preprocessor_config.json has sizes this family does not know")
+        return processor
+
+    @cached_property
+    def _table(self) -> PixelTable:
+        return PixelTable(self._processor, self._dtype)
+
+    def options(self, kwargs: Mapping[str, object]) -> Options:
+        """The pixel bounds if they differ from the folder's. Raises `BadRequestError`."""
+        size = kwargs.get("size")
+        size = {} if size is None else size
+        if not isinstance(size, Mapping) or not size.keys() <= {"shortest_edge", "longest_edge"}:
+            raise bad_option("size", "size must hold shortest_edge and longest_edge, in pixels")
+        low = _bound("min_pixels", kwargs, size.get("shortest_edge"), self.min_pixels)
+        high = _bound("max_pixels", kwargs, size.get("longest_edge"), self.max_pixels)
+        if not low <= high <= self.max_pixels:
+            raise bad_option(
+                "max_pixels",
+                f"max_pixels must be from min_pixels, which is {low}, to {self.max_pixels}",
+            )
+        if (low, high) == (self.min_pixels, self.max_pixels):
+            return {}
+        return {"min_pixels": low, "max_pixels": high}
+
+    def expansion(self, width: int, height: int, options: Options) -> Expansion:
+        """One token per merge x merge patches."""
+        columns, rows = (side // self._factor for side in self._target(width, height, options))
+        return self._expansion(rows, columns)
+
+    def _expansion(self, rows: int, columns: int) -> Expansion:
+        return Expansion(
+            runs=((self.token_id, rows * columns),),
+            embed_token_id=self.token_id,
+            grid=(1, rows, columns),
+        )
+
+    def expansion_of_arrays(self, arrays: Arrays) -> Expansion:
+        """See `ProcessorFamily.expansion_of_arrays`. The grid decides positions."""
+        values = 3 * self.frames * self.patch**2
+        expected = {
+            "pixel_values": (self._dtype, (None, values)),
+            "image_grid_thw": ("int64", (3,)),
+        }
+        check_arrays(arrays, expected)
+        frames, rows, columns = int64_values(arrays["image_grid_thw"])
+        num_patches = arrays["pixel_values"].shape[0]
+        if frames != 1 or rows < 1 or columns < 1 or rows * columns != num_patches:
+            raise refuse_arrays(
+                f"image_grid_thw must be 1, rows and columns of the {num_patches} patches"
+            )
+        if rows % self.merge or columns % self.merge:
+            raise refuse_arrays(f"rows and columns of patches must be multiples of {self.merge}")
+        # A thin picture may exceed max_pixels: its shorter side is rounded up to a whole patch.
+        thinnest = self._factor * math.isqrt(MAX_SIDE_RATIO * self.max_pixels)
+        limit = max(self.max_pixels, thinnest)
+        if num_patches * self.patch**2 > limit:
+            raise refuse_arrays(f"the picture has more than {limit} pixels")
+        return self._expansion(rows // self.merge, columns // self.merge)
+
+    def largest_size(self, max_tokens: int) -> tuple[int, int] | None:
+        """Of squares and 2:1 pictures, the size with the most tokens, at most `max_tokens`."""
+        most = min(max_tokens, self.max_pixels // self._factor**2)
+        found: dict[int, tuple[int, int]] = {}
+        for shape in (1, 2):
+            side = math.isqrt(max(0, most // shape)) * self._factor
+            size = (side * shape, side)
+            if side:
+                found[self.expansion(*size, {}).length] = size
+        fitting = [length for length in found if length <= max_tokens]
+        return found[max(fitting)] if fitting else None
+
+    def process(self, image: Image.Image, options: Options) -> ProcessedItem:
+        """`pixel_values` [patches, patch values] and `image_grid_thw` [3], in patches."""
+        width, height = self._target(*image.size, options)
+        pixels = resized(image, width, height, self._processor.resample)
+        patches = self._table.patches(pixels, self.patch, self.merge, self.frames)
+        grid = int64_array(1, height // self.patch, width // self.patch)
+        return ProcessedItem(
+            modality="image",
+            arrays={"pixel_values": patches, "image_grid_thw": grid},
+            expansion=self.expansion(*image.size, options),
+        )
+
+    @property
+    def _factor(self) -> int:
+        return self.patch * self.merge
+
+    def _target(self, width: int, height: int, options: Options) -> tuple[int, int]:
+        low, high = (options.get(n, getattr(self, n)) for n in ("min_pixels", "max_pixels"))
+        assert isinstance(low, int)
+        assert isinstance(high, int)
+        return smart_size(width, height, self._factor, low, high)
+
+
+def smart_size(
+    width: int, height: int, factor: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
+    """Qwen's `smart_resize`: the nearest multiples of `factor` within the pixel bounds."""
+    if max(width, height) > MAX_SIDE_RATIO * min(width, height):
+        raise UnprocessableMediaError("the image is too thin for this model")
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        scale = math.sqrt((height * width) / max_pixels)
+        new_height = max(factor, math.floor(height / scale / factor) * factor)
+        new_width = max(factor, math.floor(width / scale / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        scale = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * scale / factor) * factor
+        new_width = math.ceil(width * scale / factor) * factor
+    return new_width, new_height
+
+
+def _bound(name: str, kwargs: Mapping[str, object], edge: object, default: int) -> int:
+    """Pixels, from the option `name` or an edge of `size`. Raises `BadRequestError`."""
+    given: list[int] = []
+    for value in (kwargs.get(name), edge):
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise bad_option(name, f"{name} must be a positive integer, as an edge of size too")
+        given.append(value)
+    if len(set(given)) > 1:
+        raise bad_option(name, f"{name} and size contradict each other")
+    return given[0] if given else default

@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from lookonce.errors import UnprocessableMediaError
-from lookonce.render.families.arrays import stored_array
+from lookonce.render.families.arrays import Arrays, check_arrays, refuse_arrays, stored_array
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.external_arrays import Arrays, check_arrays, refuse_arrays
-from lookonce.render.families.folder import FolderFiles
-from lookonce.render.families.mel import num_frames
-from lookonce.render.families.whisper import WhisperSound
+from lookonce.render.families.processor_files import ProcessorFiles
+from lookonce.render.families.whisper import WhisperSound, num_frames
 from lookonce.types.media import Array, Expansion, Modality, ProcessedItem
 
 
@@ -18,7 +16,7 @@ class Qwen2AudioProcessing(ProcessorFamily):
     model_types = ("qwen2_audio",)
     modalities = ("audio",)
 
-    def __init__(self, files: FolderFiles, dtype: str) -> None:
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
         self._token = token_id(files.config, "audio_token_id", "audio_token_index")
         self._sound = WhisperSound(files.feature_extractor, dtype)
@@ -52,7 +50,7 @@ class Qwen2AudioProcessing(ProcessorFamily):
 
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
         """`input_features` [mel bins, frames] of a whole span, `feature_attention_mask` [frames]:
-        1 where there is sound, 0 in the silence that pads it."""
+        1 for sound, 0 for the silence that pads it."""
         assert isinstance(decoded, np.ndarray)
         frames = num_frames(len(decoded), self._sound.hop_length)
         expansion = self._expansion(frames)

@@ -1,15 +1,15 @@
-"""The one table of processor families: `model_type` of a config → family."""
+"""The table of processor families: `model_type` of a config → family."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from lookonce.render.families.base import ProcessorFamily
-from lookonce.render.families.folder import Json, read_folder
 from lookonce.render.families.gemma3 import Gemma3Processing
 from lookonce.render.families.idefics3 import Idefics3Processing
 from lookonce.render.families.llava import LlavaProcessing
 from lookonce.render.families.pixtral import PixtralProcessing
+from lookonce.render.families.processor_files import Json, read_processor_files
 from lookonce.render.families.qwen2_5_omni import Qwen2_5OmniProcessing
 from lookonce.render.families.qwen2_5_vl import Qwen2_5VLProcessing
 from lookonce.render.families.qwen2_audio import Qwen2AudioProcessing
@@ -36,10 +36,10 @@ def load_family(folder: str | Path, dtype: str) -> ProcessorFamily | None:
     """The family of a Hugging Face folder or hub id; None for a text-only model.
 
     Cheap: reads JSON, imports neither torch nor transformers. `dtype` is the model's. Raises
-    `ModelLoadError` for a folder without config, or of a type that is not supported, with those
-    that are.
+    `ModelLoadError` for a folder without config, or of an unsupported type; the message lists the
+    supported ones.
     """
-    files = read_folder(folder)
+    files = read_processor_files(folder)
     model_type = str(files.config.get("model_type", ""))
     family = _family_class(model_type, files.config)
     if family is not None:

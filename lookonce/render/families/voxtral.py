@@ -1,32 +1,32 @@
 """Voxtral: sound of any length, padded with silence to whole spans of the encoder.
 
 mistral_common, which writes Voxtral's prompts, counts a token for every `audio_length_per_tok` (8)
-frames of the padded sound after `[BEGIN_AUDIO]`: 375 for each span of 30 seconds. That is what
-the encoder makes of a span, and how it is counted here.
+frames of the padded sound after `[BEGIN_AUDIO]`: 375 for each span of 30 seconds. The encoder
+gives as many for a span, and they are counted so here.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from lookonce.render.families.arrays import Arrays, check_arrays
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.external_arrays import Arrays, check_arrays
-from lookonce.render.families.folder import FolderFiles
+from lookonce.render.families.processor_files import ProcessorFiles
 from lookonce.render.families.whisper import WhisperSound
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 MAX_SECONDS = 40 * 60.0
-"""What its makers say it understands; the context allows little more."""
+"""40 minutes, as Mistral states."""
 
 
 class VoxtralProcessing(ProcessorFamily):
-    """The loudest moment of the whole sound sets the scale, so spans are not processed alone."""
+    """Levels are relative to the loudest of the whole sound, so it is processed as one."""
 
     model_types = ("voxtral",)
     modalities = ("audio",)
     max_audio_seconds = MAX_SECONDS
 
-    def __init__(self, files: FolderFiles, dtype: str) -> None:
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
         self._token = token_id(files.config, "audio_token_id", "audio_token_index")
         self._sound = WhisperSound(files.feature_extractor, dtype)

@@ -1,7 +1,7 @@
 """Which network addresses media may be fetched from, and a backend that connects to no other.
 
-A host is resolved once; every address is judged; the connection goes to an address that was
-judged, never to the name again. So what was checked is what is connected to, on every hop.
+A host name is resolved once, every address is checked, and the connection is made to a checked
+address, never to the name again. So DNS cannot give another address after the check (rebinding).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import TypeAlias
 import httpcore
 
 IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
-Resolver: TypeAlias = Callable[[str, int], Awaitable[list[str]]]
-"""Host and port → textual addresses; raises `OSError` when there is none."""
-Judge: TypeAlias = Callable[[IPAddress], bool]
-"""Whether an address may be connected to."""
+AddressLookup: TypeAlias = Callable[[str, int], Awaitable[list[str]]]
+"""Host and port → addresses as text; raises `OSError` when there is none."""
+AddressRule: TypeAlias = Callable[[IPAddress], bool]
+"""Whether connections to an address are allowed."""
 
 # Ranges that some version of `ipaddress` counts as global. IPv4: protocol assignments, the 6to4
 # relay, shared and benchmark space, a cloud's metadata service. IPv6: those that carry an IPv4
@@ -38,12 +38,12 @@ class AddressRefusedError(OSError):
 
 
 def is_any(address: IPAddress) -> bool:
-    """For servers that may fetch from their own network."""
+    """The rule of servers that may fetch from their own network."""
     return True
 
 
 def is_public(address: IPAddress) -> bool:
-    """Whether a fetch may connect here: globally routable unicast, and no tunnel to elsewhere."""
+    """The rule of all other servers: globally routable unicast that carries no other address."""
     if isinstance(address, ipaddress.IPv6Address) and address.scope_id is not None:
         return False
     if any(address in network for network in _REFUSED):
@@ -57,18 +57,20 @@ def is_public(address: IPAddress) -> bool:
     )
 
 
-async def resolve(host: str, port: int) -> list[str]:
-    """The system resolver, off the event loop's thread."""
+async def lookup_addresses(host: str, port: int) -> list[str]:
+    """Addresses by the system resolver, in a thread."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 class GuardedBackend(httpcore.AsyncNetworkBackend):
-    """Opens TCP connections for the fetcher, only to addresses the judge allows."""
+    """Opens TCP connections only to addresses that `rule` allows."""
 
-    def __init__(self, judge: Judge = is_public, resolver: Resolver = resolve) -> None:
-        self._judge = judge
+    def __init__(
+        self, rule: AddressRule = is_public, resolver: AddressLookup = lookup_addresses
+    ) -> None:
+        self._rule = rule
         self._resolver = resolver
         self._inner = httpcore.AnyIOBackend()
 
@@ -93,7 +95,7 @@ class GuardedBackend(httpcore.AsyncNetworkBackend):
 
     async def _allowed(self, host: str, port: int) -> list[str]:
         addresses = await self._resolver(host, port)
-        allowed = [text for text in addresses if self._judge(ipaddress.ip_address(text))]
+        allowed = [text for text in addresses if self._rule(ipaddress.ip_address(text))]
         if addresses and not allowed:
             raise AddressRefusedError("no allowed address")
         return allowed

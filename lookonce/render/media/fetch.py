@@ -1,10 +1,10 @@
-"""Fetches remote media over http(s) under limits, without being led where it must not go.
+"""Fetches remote media over http(s), within limits and from allowed addresses only.
 
-Redirects are followed by hand, each hop is checked anew, and the guarded backend connects only to
-addresses it has judged. Proxies of the environment are not used, nothing is decompressed, and the
-cache is asked per hop, so that a moved redirect is noticed.
+Redirects are followed here, not by the HTTP library: every hop is checked and looked up in the
+cache. The guarded backend connects only to addresses it has checked. Proxy settings of the
+environment are ignored, and compressed bodies are refused.
 
-Errors here know no request part; `media.for_part` names it.
+Errors name no request part; `loader.for_part` adds it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import asyncio
 import re
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -29,7 +29,7 @@ from lookonce.errors import (
 )
 from lookonce.render.media.address_guard import AddressRefusedError, GuardedBackend
 from lookonce.render.media.fetch_cache import CachedBody, CacheKey, FetchCache
-from lookonce.render.media.single_flight import Flights
+from lookonce.render.media.single_flight import SingleFlight
 
 MAX_REDIRECTS = 5
 MAX_CONNECTIONS = 32
@@ -40,18 +40,18 @@ REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 @dataclass(slots=True)
 class FetchCounts:
-    """What the fetcher did since it started."""
+    """Counts since the fetcher started."""
 
     fetched: Counter[str] = field(default_factory=Counter)
-    """Bodies read from the network, by what they were fetched as."""
+    """Bodies read from the network, by the `kind` they were fetched as."""
     confirmed: int = 0
-    """Held bodies an origin confirmed with 304."""
+    """Held bodies that an origin confirmed with 304."""
     reused: int = 0
-    """Held bodies used without asking anyone."""
+    """Held bodies used without a request."""
 
 
 class Fetcher:
-    """Bytes behind a URL. One per API process; `aclose` ends its idle connections."""
+    """Fetches URLs. One per API process; `aclose` ends its idle connections."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class Fetcher:
         cache: FetchCache | None = None,
         backend: GuardedBackend | None = None,
     ) -> None:
-        """`timeout` is in seconds for a whole fetch; no `allowed_domains` means every host."""
+        """`timeout` is seconds for a whole fetch; empty `allowed_domains` allow every host."""
         self.counts = FetchCounts()
         self._timeout = timeout
         self._max_bytes = max_bytes
         self._domains = frozenset(domain.lower().rstrip(".") for domain in allowed_domains)
         self._cache = cache if cache is not None else FetchCache(0)
-        self._flights: Flights[CacheKey, bytes] = Flights()
+        self._running: SingleFlight[CacheKey, bytes] = SingleFlight()
         self._pool = httpcore.AsyncConnectionPool(
             ssl_context=_ssl_context(),
             max_connections=MAX_CONNECTIONS,
@@ -81,13 +81,13 @@ class Fetcher:
         await self._pool.aclose()
 
     async def fetch(self, url: str, scope: bytes = b"", kind: str = "media") -> bytes:
-        """The body behind `url`; concurrent calls for one URL and scope fetch once, and count as
-        the first one's `kind`.
+        """The body behind `url`; concurrent calls for one URL and scope fetch once, counted under
+        the `kind` of the first.
 
         Raises `MediaForbiddenError`, `UnprocessableMediaError`, `TooLargeError` or
         `BadRequestError`.
         """
-        return await self._flights.run((scope, url), lambda: self._fetch(url, scope, kind))
+        return await self._running.run((scope, url), lambda: self._fetch(url, scope, kind))
 
     async def _fetch(self, url: str, scope: bytes, kind: str) -> bytes:
         try:
@@ -118,7 +118,7 @@ class Fetcher:
         )
 
     async def _hop(self, url: httpx.URL, key: CacheKey, kind: str) -> bytes | httpx.URL:
-        """One request: the body, or where to go next."""
+        """One request: the body, or the URL to request next."""
         held = self._cache.lookup(key)
         if held is not None and self._cache.is_fresh(held):
             self.counts.reused += 1
@@ -133,15 +133,16 @@ class Fetcher:
                 self.counts.confirmed += 1
                 return held.data
             else:
-                return url  # of other content than ours: asked for once more, unconditionally
+                return (
+                    url  # the 304 is about other content than ours: request again, unconditionally
+                )
         self.counts.fetched[kind] += 1
         self._cache.store(key, data, headers)
         return data
 
-    @asynccontextmanager
-    async def _request(
+    def _request(
         self, url: httpx.URL, held: CachedBody | None
-    ) -> AsyncIterator[httpcore.Response]:
+    ) -> AbstractAsyncContextManager[httpcore.Response]:
         headers: list[tuple[bytes | str, bytes | str]] = [
             ("Host", url.netloc),
             ("User-Agent", "lookonce"),
@@ -152,11 +153,10 @@ class Fetcher:
         target = httpcore.URL(
             scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
         )
-        async with self._pool.stream("GET", target, headers=headers) as response:
-            yield response
+        return self._pool.stream("GET", target, headers=headers)
 
     async def _read(self, response: httpcore.Response, headers: Mapping[str, str]) -> bytes:
-        """The body of a 200 answer, never more than `max_bytes` of it."""
+        """The body of a 200 response. Raises `TooLargeError` above `max_bytes`."""
         if response.status != 200:
             raise UnprocessableMediaError(
                 f"the media could not be fetched: the server answered {response.status}"
@@ -176,7 +176,7 @@ class Fetcher:
         return bytes(body)
 
     def _checked(self, url: str) -> httpx.URL:
-        """The parsed URL. The one parser used here is also the one that names the connection."""
+        """The parsed URL, if it may be requested. The connection uses the same parsed URL."""
         if re.search(r"[\s\\\x00-\x20\x7f]", url):
             raise BadRequestError("the media URL is not valid")
         try:
@@ -199,7 +199,7 @@ class Fetcher:
 
 @cache
 def _ssl_context() -> ssl.SSLContext:
-    """Reading the certificates takes tens of milliseconds: once per process, not per connection."""
+    """One context per process: reading the certificates takes tens of milliseconds."""
     return httpcore.default_ssl_context()
 
 
@@ -213,7 +213,7 @@ def _redirect(url: httpx.URL, headers: Mapping[str, str]) -> httpx.URL:
 
 
 def _header_map(response: httpcore.Response) -> dict[str, str]:
-    """Lower-case name → value; the lines of a repeated field are one list."""
+    """Lower-case name → value; values of a repeated field are joined by commas."""
     joined: dict[str, str] = {}
     for raw_name, raw_value in response.headers:
         name, value = raw_name.decode("latin-1").lower(), raw_value.decode("latin-1")

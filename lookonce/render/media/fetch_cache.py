@@ -1,4 +1,9 @@
-"""Encoded bytes of remote media, kept by URL for as long as HTTP lets us, bounded in bytes."""
+"""Bodies of remote media by URL, kept as long as HTTP allows (RFC 9111), bounded in bytes, LRU.
+
+Written here because hishel 2.0.0 in its place ignores `Age`, keeps `Vary: *`, adds heuristic
+freshness (9 tests of the cache and the fetcher fail), and takes 300 µs, not 0.6, to find a body
+fresh.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +17,25 @@ from lookonce.types.ports import Clock
 
 MAX_FRESH_SECONDS = 24 * 3600.0
 ENTRY_OVERHEAD = 1024
-"""Bytes charged per entry beside its body, URL and headers."""
-MEANINGFUL = ("age", "cache-control", "etag", "last-modified", "vary")
-"""Header fields that say whether a body may be kept, for how long, and how to ask about it."""
+"""Bytes charged per entry in addition to its body, URL and headers."""
+CACHE_HEADERS = ("age", "cache-control", "etag", "last-modified", "vary")
+"""Header fields that decide whether a body may be kept, for how long, and how to revalidate it."""
 
 CacheKey = tuple[bytes, str]
-"""Scope and URL: what one tenant fetched is not shown to another, not even by its speed."""
+"""Scope and URL: no tenant can see, not even by timing, what another one fetched."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedBody:
-    """A body, how to ask whether it still holds, and until when that need not be asked."""
+    """A body, the headers to revalidate it with, and the time until which it is fresh."""
 
     data: bytes
     headers: Mapping[str, str]
-    """The `MEANINGFUL` ones."""
+    """Those of `CACHE_HEADERS` that the response had."""
     fresh_until: float
 
     def conditional_headers(self) -> list[tuple[str, bytes]]:
-        """Headers that make the origin answer 304 when the body still holds."""
+        """Request headers that make the origin answer 304 if the body has not changed."""
         asks = {"If-None-Match": "etag", "If-Modified-Since": "last-modified"}
         return [
             (ask, self.headers[name].encode("latin-1"))
@@ -40,7 +45,7 @@ class CachedBody:
 
 
 class FetchCache:
-    """URL → body, least recently used first out. Header names are lower case."""
+    """URL → body; the least recently used is evicted first. Header names are lower case."""
 
     def __init__(self, capacity_bytes: int, clock: Clock = time.monotonic) -> None:
         self._capacity = capacity_bytes
@@ -56,7 +61,7 @@ class FetchCache:
         return len(self._entries)
 
     def lookup(self, key: CacheKey) -> CachedBody | None:
-        """What is held, fresh or not; `is_fresh` tells."""
+        """The held body, fresh or stale; see `is_fresh`."""
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)
@@ -66,32 +71,32 @@ class FetchCache:
         return self._clock() < entry.fresh_until
 
     def store(self, key: CacheKey, data: bytes, headers: Mapping[str, str]) -> None:
-        """Keep a 200 answer if its headers allow it and make it reusable; else forget the key."""
+        """Keep a 200 response if its headers allow to reuse it; else remove the key."""
         self.remove(key)
-        kept = {name: headers[name] for name in MEANINGFUL if name in headers}
-        seconds = _fresh_seconds(kept)
+        kept = {name: headers[name] for name in CACHE_HEADERS if name in headers}
+        seconds = _freshness_lifetime(kept)
         reusable = seconds > 0 or "etag" in kept or "last-modified" in kept
         if not reusable or _is_forbidden(kept):
             return
         entry = CachedBody(data, kept, self._clock() + seconds)
-        if _cost(key, entry) > self._capacity:
+        if _charged_bytes(key, entry) > self._capacity:
             return
         self._entries[key] = entry
-        self._bytes += _cost(key, entry)
+        self._bytes += _charged_bytes(key, entry)
         while self._bytes > self._capacity:
             self.remove(next(iter(self._entries)))
 
     def refresh(self, key: CacheKey, headers: Mapping[str, str]) -> bool:
-        """A 304 confirmed the entry: its freshness starts again. False where it did not.
+        """Renew the entry after a 304 response. False if the 304 has another ETag than the entry.
 
-        What the 304 says counts from now on, what it does not mention stays (RFC 9111, 4.3.4). One
-        that speaks of other content than ours says nothing about ours, which is not kept.
+        Headers of the 304 replace those of the entry (RFC 9111, 4.3.4). An entry with another ETag
+        is removed.
         """
         entry = self._entries.get(key)
         if entry is None:
             return True
         old, new = (fields.get("etag") for fields in (entry.headers, headers))
-        if None not in (old, new) and _opaque(old) != _opaque(new):
+        if None not in (old, new) and _opaque_tag(old) != _opaque_tag(new):
             self.remove(key)
             return False
         without_age = {name: value for name, value in entry.headers.items() if name != "age"}
@@ -101,17 +106,17 @@ class FetchCache:
     def remove(self, key: CacheKey) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
-            self._bytes -= _cost(key, entry)
+            self._bytes -= _charged_bytes(key, entry)
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` when the byte account is off."""
-        held = sum(_cost(key, entry) for key, entry in self._entries.items())
+        """Raises `AssertionError` if `num_bytes` is not the sum of all entries."""
+        held = sum(_charged_bytes(key, entry) for key, entry in self._entries.items())
         if held != self._bytes or held > self._capacity:
             raise AssertionError(f"{held} bytes held, {self._bytes} accounted")
 
 
-def _cost(key: CacheKey, entry: CachedBody) -> int:
-    """Bytes. Whoever asks chooses the URL, and its origin the headers: they may be long."""
+def _charged_bytes(key: CacheKey, entry: CachedBody) -> int:
+    """Bytes charged for an entry. Clients choose the URL and origins the headers: both count."""
     _, url = key
     return len(entry.data) + len(url) + sum(map(len, entry.headers.values())) + ENTRY_OVERHEAD
 
@@ -121,20 +126,20 @@ def _is_forbidden(headers: Mapping[str, str]) -> bool:
     return "no-store" in _directives(headers) or "*" in varies
 
 
-def _opaque(etag: str | None) -> str | None:
-    """The tag without its mark of weakness: a 304 may weaken it."""
+def _opaque_tag(etag: str | None) -> str | None:
+    """The ETag without `W/`: a 304 may send the weak form of a strong tag."""
     return None if etag is None else etag.strip().removeprefix("W/")
 
 
 def _directives(headers: Mapping[str, str]) -> dict[str, str]:
-    """Of a directive that is repeated the first counts."""
+    """Name → value of `Cache-Control`; of a repeated directive the first counts."""
     parts = (part.strip().lower() for part in headers.get("cache-control", "").split(","))
     pairs = [part.partition("=") for part in parts if part]
     return {name: value.strip('"') for name, _, value in reversed(pairs)}
 
 
-def _fresh_seconds(headers: Mapping[str, str]) -> float:
-    """`max-age` less `Age`; without a stated lifetime every use asks the origin again."""
+def _freshness_lifetime(headers: Mapping[str, str]) -> float:
+    """Seconds: `max-age` minus `Age`; 0 (revalidate at every use) without `max-age`."""
     directives = _directives(headers)
     if "no-cache" in directives:
         return 0.0

@@ -3,9 +3,9 @@
     run ──▶ queue (bounded: 429) ──▶ one thread per worker ──▶ worker process
                                      blocks on its socket       decode + process
 
-Threads only carry messages; the work itself holds no lock of this process. A worker that dies or
-hangs fails its job alone and is replaced at the next one. Where none can be started (descriptors,
-processes or memory are short) the job ends with 503, and the next one tries again.
+The threads only send and receive messages; decoding does not hold this process's GIL. When a worker
+dies or hangs, only its job fails, and the next job starts a new worker. When no worker can be
+started (no descriptors, processes or memory left) the job fails with 503; the next job tries again.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from lookonce.errors import (
     error_from_wire,
 )
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
-from lookonce.render.media.worker_link import (
+from lookonce.render.media.worker import (
     REPLIES,
-    Configure,
-    Done,
-    Failed,
+    ConfigureWorker,
+    JobDone,
+    JobFailed,
+    JobRequest,
     LinkClosedError,
-    Work,
     new_memory,
     processed_from,
     receive,
@@ -48,10 +48,10 @@ from lookonce.render.media.worker_link import (
 from lookonce.types.media import Modality
 
 MAX_QUEUE = 256
-"""Media items waiting for a worker beyond which more are refused with 429."""
+"""Media items that may wait for a worker; more are refused with 429."""
 START_TIMEOUT = 120.0
 JOB_TIMEOUT = 60.0
-"""Seconds after which a worker counts as hung; the limits on media keep honest jobs far below."""
+"""Seconds after which a worker counts as hung. The limits on media keep normal jobs far below."""
 STOP_TIMEOUT = 2.0
 WORKER_COMMAND = (sys.executable, "-m", "lookonce.render.media.worker")
 ENVIRONMENT = {
@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 
 class MediaPool:
-    """`await run(job)`, from one event loop. Start it before use, close it after."""
+    """`await run(job)` from one event loop. Call `start` before, `aclose` after."""
 
     def __init__(
         self,
@@ -77,50 +77,49 @@ class MediaPool:
         job_timeout: float = JOB_TIMEOUT,
         command: Sequence[str] = WORKER_COMMAND,
     ) -> None:
-        """`max_queue` bounds the jobs waiting for a worker, beside those being worked on;
-        `job_timeout` is in seconds; `command` starts a worker (its socket's descriptor is added).
+        """`max_queue` bounds the jobs that wait for a worker, not counting those being processed;
+        `job_timeout` is in seconds; `command` starts a worker (the descriptor of its socket is
+        appended).
         """
         self.num_workers = num_workers or min(4, os.cpu_count() or 1)
         self.completed: Counter[str] = Counter()
-        """Jobs that gave an item, by modality."""
+        """Jobs that succeeded, by modality."""
         self._max_pending = max_queue + self.num_workers
         self._pending = 0
-        self._crew = _Crew(lambda: _Worker(command, settings, job_timeout))
+        self._workers = _Workers(lambda: _WorkerProcess(command, settings, job_timeout))
         # A new thread starts its worker before it takes a job, so no job waits for a start while
         # another worker is free.
         self._threads = ThreadPoolExecutor(
-            self.num_workers, thread_name_prefix="media", initializer=self._crew.join
+            self.num_workers, thread_name_prefix="media", initializer=self._workers.init_thread
         )
 
     @property
     def num_pending(self) -> int:
-        """Jobs waiting or being worked on."""
+        """Jobs waiting or being processed."""
         return self._pending
 
     async def start(self) -> None:
-        """Start the first worker and warm it; others start when work waits. `ModelLoadError`."""
-        await self._outcome(self._threads.submit(self._crew.prepare))
+        """Start and warm one worker; others start when jobs wait. Raises `ModelLoadError`."""
+        await self._outcome(self._threads.submit(self._workers.ensure_worker))
 
     def run(self, job: MediaJob) -> Coroutine[Any, Any, Processed]:
-        """Take a place in the queue, now; what is awaited decodes and processes.
+        """Put the job into the queue now; await the result for the processed item.
 
         Raises `QueueFullError` or `UnavailableError` at once; when awaited `UnavailableError`,
-        `UnprocessableMediaError` or `TooLargeError`. None names a request part (see
-        `media.for_part`).
-
-        A cancelled call gives its place in the queue back; work that has begun is not interrupted.
+        `UnprocessableMediaError` or `TooLargeError`. No error names a request part (see
+        `loader.for_part`). A cancelled job leaves the queue; a job that has begun is finished.
         """
-        if self._crew.is_closed():
+        if self._workers.is_closed():
             raise _draining()
         if self._pending >= self._max_pending:
             raise QueueFullError("too many media items are waiting to be processed")
         try:
-            future = self._threads.submit(self._crew.work, job)
-        except RuntimeError:  # no more threads; those there are may still do it, for nobody
-            raise _short_of_workers() from None
+            future = self._threads.submit(self._workers.work, job)
+        except RuntimeError:  # no new thread can be started; an old one may still run the job
+            raise _out_of_resources() from None
         self._pending += 1
         loop = asyncio.get_running_loop()
-        future.add_done_callback(lambda done: _call_soon(loop, self._finish, job.modality, done))
+        future.add_done_callback(lambda done: _call_on_loop(loop, self._finish, job.modality, done))
         return self._outcome(future)
 
     async def _outcome(self, future: Future[T]) -> T:
@@ -128,16 +127,16 @@ class MediaPool:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._crew.is_closed() and not (task and task.cancelling()):
-                raise _draining() from None  # the pool gave up, not the caller
+            if self._workers.is_closed() and not (task and task.cancelling()):
+                raise _draining() from None  # the pool was closed; the caller was not cancelled
             raise
 
     async def aclose(self) -> None:
-        """End the workers; jobs still waiting are cancelled, those begun fail."""
+        """End the workers; waiting jobs are cancelled, running jobs fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._crew.close()
+        self._workers.close()
         await asyncio.to_thread(self._threads.shutdown)
-        self._crew.reap()
+        self._workers.reap()
 
     def _finish(self, modality: Modality, future: Future[Processed]) -> None:
         self._pending -= 1
@@ -145,30 +144,26 @@ class MediaPool:
             self.completed[modality] += 1
 
 
-class _Crew:
-    """The workers, one per thread of the pool; each is started by the thread that needs it."""
+class _Workers:
+    """One worker process per thread of the pool; each thread starts its own."""
 
-    def __init__(self, hire: Callable[[], _Worker]) -> None:
-        self._hire = hire
-        self._mine = threading.local()
+    def __init__(self, start_worker: Callable[[], _WorkerProcess]) -> None:
+        self._start_worker = start_worker
+        self._thread = threading.local()
         self._lock = threading.Lock()
-        self._workers: set[_Worker] = set()
+        self.processes: set[_WorkerProcess] = set()
         self._closed = False
 
     def is_closed(self) -> bool:
         return self._closed
 
-    def join(self) -> None:
-        """A new thread's first act. A failure is told to those who need the worker.
+    def init_thread(self) -> None:
+        """Start the worker of a new thread. A failure is reported by the jobs that need the worker.
 
-        Whatever it is: an executor whose initializer raises takes no job ever again.
+        Every exception is suppressed: an executor whose initializer raises takes no more jobs.
         """
         with contextlib.suppress(Exception):
-            self._worker()
-
-    def prepare(self) -> None:
-        """Make sure that this thread has a living worker. Raises `ModelLoadError`."""
-        self._worker()
+            self.ensure_worker()
 
     def work(self, job: MediaJob) -> Processed:
         worker = self._ready()
@@ -177,76 +172,76 @@ class _Crew:
         except LookOnceError:
             raise
         except (LinkClosedError, TimeoutError) as error:
-            self._dismiss(worker)
+            self._discard(worker)
             if self.is_closed():
                 raise _draining() from None
-            raise _casualty(job, hung=isinstance(error, TimeoutError)) from None
+            raise _lost_worker(job, hung=isinstance(error, TimeoutError)) from None
         except OSError as error:
-            self._dismiss(worker)
+            self._discard(worker)
             logger.warning("a media item cannot be handed over: %s", error)
-            raise _short_of_workers() from None
+            raise _out_of_resources() from None
         except BaseException:
-            self._dismiss(worker)
+            self._discard(worker)
             raise
 
     def close(self) -> None:
-        """Kill all workers; their threads see it and give up."""
+        """Kill all workers; their threads see the closed links and end."""
         with self._lock:
             self._closed = True
-            workers = list(self._workers)
+            workers = list(self.processes)
         for worker in workers:
             worker.kill()
 
     def reap(self) -> None:
-        """Once no thread uses them any more."""
-        for worker in self._workers:
+        """Free the killed workers. Call it when no thread uses them any more."""
+        for worker in self.processes:
             worker.stop()
-        self._workers.clear()
+        self.processes.clear()
 
-    def _ready(self) -> _Worker:
-        """This thread's worker, for a job. Raises `UnavailableError`; the next job tries again."""
+    def _ready(self) -> _WorkerProcess:
+        """This thread's worker. Raises `UnavailableError`; the next job tries again."""
         try:
-            return self._worker()
+            return self.ensure_worker()
         except UnavailableError:
             raise
         except Exception as error:
             if self.is_closed():
                 raise _draining() from None
             logger.warning("no media worker can be started: %s", error)
-            raise _short_of_workers() from error
+            raise _out_of_resources() from error
 
-    def _worker(self) -> _Worker:
-        """This thread's worker, started if need be."""
-        mine: _Worker | None = getattr(self._mine, "worker", None)
-        if mine is not None and mine.alive:
-            return mine
-        if mine is not None:
-            self._dismiss(mine)
-        worker = self._hire()
+    def ensure_worker(self) -> _WorkerProcess:
+        """This thread's worker, started if there is none or it has ended. `ModelLoadError`."""
+        worker: _WorkerProcess | None = getattr(self._thread, "worker", None)
+        if worker is not None and worker.alive:
+            return worker
+        if worker is not None:
+            self._discard(worker)
+        worker = self._start_worker()
         try:
-            self._enrol(worker)
+            self._register(worker)
             worker.configure()
         except BaseException:
-            self._dismiss(worker)
+            self._discard(worker)
             raise
-        self._mine.worker = worker
+        self._thread.worker = worker
         return worker
 
-    def _enrol(self, worker: _Worker) -> None:
-        """From here on `close` kills it, also while it starts."""
+    def _register(self, worker: _WorkerProcess) -> None:
+        """Let `close` kill the worker, even while it starts."""
         with self._lock:
             if self._closed:
                 raise _draining()
-            self._workers.add(worker)
+            self.processes.add(worker)
 
-    def _dismiss(self, worker: _Worker) -> None:
-        self._mine.worker = None
+    def _discard(self, worker: _WorkerProcess) -> None:
+        self._thread.worker = None
         with self._lock:
-            self._workers.discard(worker)
+            self.processes.discard(worker)
         worker.stop()
 
 
-class _Worker:
+class _WorkerProcess:
     """One worker process, used by one thread."""
 
     def __init__(
@@ -264,11 +259,11 @@ class _Worker:
         """Blocks for a second or two. Raises `ModelLoadError` when it cannot serve the model."""
         self._link.settimeout(START_TIMEOUT)
         try:
-            send(self._link, Configure(self._settings))
+            send(self._link, ConfigureWorker(self._settings))
             reply, _ = receive(self._link, REPLIES)
         except (LinkClosedError, OSError):
             raise ModelLoadError("a media worker process did not start") from None
-        if isinstance(reply, Failed):
+        if isinstance(reply, JobFailed):
             raise error_from_wire(*reply.error)
         self._link.settimeout(self._job_timeout)
 
@@ -281,23 +276,23 @@ class _Worker:
         data = memoryview(job.data)
         memory = new_memory([(0, data)])
         try:
-            send(self._link, Work(job.modality, job.options, data.nbytes), memory)
+            send(self._link, JobRequest(job.modality, job.options, data.nbytes), memory)
         finally:
             os.close(memory)
         reply, fd = receive(self._link, REPLIES)
-        if isinstance(reply, Done):
+        if isinstance(reply, JobDone):
             return processed_from(reply, fd)
-        if isinstance(reply, Failed):
+        if isinstance(reply, JobFailed):
             raise error_from_wire(*reply.error)
         raise LinkClosedError
 
     def kill(self) -> None:
-        """End the process, from any thread; the one that waits for it sees the link close."""
+        """End the process, from any thread; the thread that waits for it sees the link close."""
         self._process.kill()
 
     def stop(self) -> None:
-        """End the process and free everything. A process that the kernel does not let go yet is
-        not waited for: Python collects it when it starts another.
+        """End the process and free its resources. If the process has not ended after
+        `STOP_TIMEOUT` it is left to Python, which collects it when it starts another.
         """
         self._process.kill()
         self._link.close()
@@ -308,7 +303,7 @@ class _Worker:
 
 
 def _start(command: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """A process and our end of its socket."""
+    """This process's end of the socket, and the new process."""
     ours, theirs = socket.socketpair()
     with theirs:
         try:
@@ -324,12 +319,12 @@ def _start(command: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[byte
             raise
 
 
-def _casualty(job: MediaJob, *, hung: bool) -> UnprocessableMediaError:
+def _lost_worker(job: MediaJob, *, hung: bool) -> UnprocessableMediaError:
     what = "takes too long to decode" if hung else "cannot be decoded: its decoder crashed"
     return UnprocessableMediaError(f"the {job.modality} {what}")
 
 
-def _short_of_workers() -> UnavailableError:
+def _out_of_resources() -> UnavailableError:
     return UnavailableError("media cannot be processed now: the server is short of resources")
 
 
@@ -337,9 +332,9 @@ def _draining() -> DrainingError:
     return DrainingError("the server is shutting down")
 
 
-def _call_soon(
+def _call_on_loop(
     loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object
 ) -> None:
-    # The loop may have closed before the job ended; then nobody counts any more.
+    # The loop may have closed before the job ended; then there is nothing left to count.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *arguments)

@@ -1,25 +1,49 @@
 """One media item from encoded bytes to arrays: decode, then the family's processor.
 
-This is the heavy work of rendering. It runs in the workers of `pool`; where blocking is fine
-(offline tools, tests) it may be called directly.
+Workers of the pool run this; where blocking is fine (offline tools, tests) it is called directly.
+
+* **Pictures**: PNG, JPEG, WebP and GIF only. The pixel count is read from the header and checked
+  before anything is decoded. The result is what Hugging Face makes of the same bytes: the EXIF
+  orientation is applied (`image_utils.load_image`), transparency is composited onto white
+  (`image_transforms.convert_to_rgb`), an animation is its first frame, and other modes become RGB
+  by Pillow's own rules.
+* **Sound**: WAV, FLAC, Ogg and MP3 only. Rate, channels and duration are read from the header and
+  checked before a sample is decoded; decoding then goes block by block and stops if the header was
+  wrong. Channels are averaged and samples resampled (soxr, "HQ", length rounded up) as librosa
+  does, with which Hugging Face's examples load sound.
 """
 
 from __future__ import annotations
 
+import math
 import time
+import warnings
+from io import BytesIO
+from typing import Any
 
 import msgspec
+import numpy as np
+import soundfile
+import soxr
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
 
-from lookonce.errors import ModelLoadError
-from lookonce.render.families.base import Decoded, Options, ProcessorFamily
+from lookonce.errors import ModelLoadError, TooLargeError, UnprocessableMediaError
+from lookonce.render.families.base import MAX_SIDE_RATIO, Decoded, Options, ProcessorFamily
 from lookonce.render.families.registry import load_family
-from lookonce.render.media.audio import decode_audio
-from lookonce.render.media.decode import decode_image
 from lookonce.types.media import Modality, ProcessedItem
+
+Samples = NDArray[np.float32]
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+AUDIO_CONTAINERS = frozenset({"WAV", "WAVEX", "FLAC", "OGG", "MP3", "MPEG"})
+MIN_RATE, MAX_RATE = 4_000, 192_000
+"""Hz. Outside of these a false rate would make a small file huge when it is resampled."""
+MAX_CHANNELS = 16
+BLOCK_FRAMES = 1 << 16
 
 
 class ProcessingSettings(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker needs to know once."""
+    """Settings of a worker."""
 
     folder: str
     """A Hugging Face folder or hub id."""
@@ -39,7 +63,7 @@ class MediaJob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Processed(msgspec.Struct, frozen=True, array_like=True):
-    """The item, and where the time went."""
+    """The processed item, and the time it took."""
 
     item: ProcessedItem
     decode_ms: float
@@ -61,13 +85,141 @@ class Processing:
     def run(self, job: MediaJob) -> Processed:
         """Raises `UnprocessableMediaError` or `TooLargeError`, naming no request part."""
         start = time.perf_counter()
-        decoded = self._decode(job)
+        decoded: Decoded
+        if job.modality == "image":
+            decoded = decode_image(job.data, self._max_pixels)
+        else:
+            decoded = decode_audio(job.data, self.family.sampling_rate, self._max_seconds)
         middle = time.perf_counter()
         item = self.family.process(job.modality, decoded, job.options)
         end = time.perf_counter()
         return Processed(item, (middle - start) * 1e3, (end - middle) * 1e3)
 
-    def _decode(self, job: MediaJob) -> Decoded:
-        if job.modality == "image":
-            return decode_image(job.data, self._max_pixels)
-        return decode_audio(job.data, self.family.sampling_rate, self._max_seconds)
+
+def decode_image(data: bytes | memoryview, max_pixels: int) -> Image.Image:
+    """The picture in mode RGB. Raises `UnprocessableMediaError` or `TooLargeError`."""
+    image = _open_image(data, max_pixels)
+    try:
+        return _to_rgb(ImageOps.exif_transpose(image))
+    except Exception:  # noqa: BLE001  decoders raise anything on hostile bytes, with unsafe texts
+        raise UnprocessableMediaError(
+            f"the image is broken or incomplete ({image.format})"
+        ) from None
+
+
+def _open_image(data: bytes | memoryview, max_pixels: int) -> Image.Image:
+    """The picture with its header read and checked, and no pixel decoded."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow warns of sizes that are checked below
+            image = Image.open(BytesIO(data), formats=IMAGE_FORMATS)
+    except Image.DecompressionBombError:
+        raise _too_many_pixels(max_pixels) from None
+    except Exception:  # noqa: BLE001  see decode_image
+        raise UnprocessableMediaError(
+            "the data is not a readable PNG, JPEG, WebP or GIF image"
+        ) from None
+    _check_size(*image.size, max_pixels)
+    return image
+
+
+def _check_size(width: int, height: int, max_pixels: int) -> None:
+    if width < 1 or height < 1:
+        raise UnprocessableMediaError("the image is empty")
+    if width * height > max_pixels:
+        raise _too_many_pixels(max_pixels)
+    if max(width, height) > MAX_SIDE_RATIO * min(width, height):
+        raise UnprocessableMediaError(
+            f"the image is more than {MAX_SIDE_RATIO} times longer than wide, or wider than long"
+        )
+
+
+def _too_many_pixels(max_pixels: int) -> TooLargeError:
+    return TooLargeError(f"the image has more than {max_pixels} pixels")
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, image)
+    if image.mode == "RGB":
+        image.load()
+        return image
+    return image.convert("RGB")
+
+
+def decode_audio(data: bytes | memoryview, rate: int, max_seconds: float) -> Samples:
+    """Mono samples at `rate` Hz, shape [n], n >= 1.
+
+    Raises `UnprocessableMediaError`, or `TooLargeError` for more than `max_seconds`.
+    """
+    if not _known_magic(bytes(data[:12])):
+        raise _unreadable_sound()
+    try:
+        with soundfile.SoundFile(BytesIO(data)) as file:
+            _check_sound(file, max_seconds)
+            source_rate = int(file.samplerate)
+            mono = _read_mono(file, int(max_seconds * source_rate))
+    except (soundfile.SoundFileError, RuntimeError, ValueError, OSError):
+        raise _unreadable_sound() from None
+    if mono is None:
+        raise _too_many_seconds(max_seconds)
+    if not len(mono):
+        raise UnprocessableMediaError("the audio is empty")
+    if not np.isfinite(mono).all():
+        raise UnprocessableMediaError("the audio holds samples that are no numbers")
+    return _resample(mono, source_rate, rate)
+
+
+def _known_magic(head: bytes) -> bool:
+    """Whether the first bytes are of one of the four formats; the library knows many more."""
+    wav = head[:4] == b"RIFF" and head[8:12] == b"WAVE"
+    mp3 = head[:3] == b"ID3" or (len(head) > 1 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0)
+    return wav or mp3 or head[:4] in (b"fLaC", b"OggS")
+
+
+def _check_sound(file: Any, max_seconds: float) -> None:
+    if file.format not in AUDIO_CONTAINERS:
+        raise _unreadable_sound()
+    if not MIN_RATE <= file.samplerate <= MAX_RATE:
+        raise UnprocessableMediaError(
+            f"the audio's sample rate is not between {MIN_RATE} and {MAX_RATE} Hz"
+        )
+    if not 1 <= file.channels <= MAX_CHANNELS:
+        raise UnprocessableMediaError(f"the audio has more than {MAX_CHANNELS} channels")
+    if file.frames > max_seconds * file.samplerate:
+        raise _too_many_seconds(max_seconds)
+
+
+def _read_mono(file: Any, max_frames: int) -> Samples | None:
+    """All frames, channels averaged; None when there are more than `max_frames`."""
+    blocks: list[Samples] = []
+    total = 0
+    while True:
+        block = file.read(BLOCK_FRAMES, dtype="float32", always_2d=True)
+        if not len(block):
+            break
+        total += len(block)
+        if total > max_frames:
+            return None
+        blocks.append(block[:, 0] if block.shape[1] == 1 else block.mean(axis=1))
+    return np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
+
+
+def _resample(mono: Samples, source_rate: int, rate: int) -> Samples:
+    if source_rate == rate:
+        return np.ascontiguousarray(mono)
+    length = math.ceil(len(mono) * rate / source_rate)
+    resampled = soxr.resample(mono, source_rate, rate, quality="HQ")[:length]
+    out = np.zeros(length, np.float32)
+    out[: len(resampled)] = resampled
+    return out
+
+
+def _unreadable_sound() -> UnprocessableMediaError:
+    return UnprocessableMediaError("the data is not readable WAV, FLAC, Ogg or MP3 audio")
+
+
+def _too_many_seconds(max_seconds: float) -> TooLargeError:
+    return TooLargeError(f"the audio is longer than {max_seconds:g} seconds")

@@ -1,12 +1,16 @@
 """Media parts → rendered items, with as little work as their bytes allow.
 
-    source ─▶ bytes ─▶ MediaHash ─▶ key ─▶ directory lookup ─▶ hit: pinned, nothing is decoded
-                                               │ held by a request that is not sent yet: shared
-                                               │ expansion known: the reference goes ahead
-                                               └ miss: one flight per key in the worker pool
+    source ─▶ identify: bytes ─▶ MediaHash ─▶ key
+                                               │
+              look up in the directory ◀───────┘
+                │ held: pinned, nothing is decoded
+                │ at hand in a prompt that is not sent yet: shared
+                │ only its expansion known: the item is referenced by its key
+                └ miss: make it, in the worker pool, once per key at a time
 
-Hits are settled at once, on the event loop, before anything waits; so no hit waits behind a miss.
-Every pin taken here belongs to a `RenderedItem`, or is given back before an error leaves.
+Parts whose bytes are in the request are identified and looked up at once, on the event loop, before
+anything waits; so no hit waits for a miss. Every pin taken here belongs to a `RenderedItem`, or is
+given back before an error is raised.
 """
 
 from __future__ import annotations
@@ -14,14 +18,16 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from lookonce.cache.identity import HashAlgorithm, item_key, media_hash
+from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import (
     ConflictError,
     MediaNotCachedError,
@@ -29,18 +35,12 @@ from lookonce.errors import (
     UnprocessableMediaError,
 )
 from lookonce.render.families.base import Options
-from lookonce.render.media.load import OFF_LOOP_BYTES
-from lookonce.render.media.processing import MediaJob, Processed
-from lookonce.render.media.resolver_ports import (
-    Family,
-    Loader,
-    NameBindings,
-    Pool,
-    RendererDirectory,
-)
-from lookonce.render.media.single_flight import Flights
-from lookonce.render.media.sources import MediaSource, for_part
+from lookonce.render.media.loader import OFF_LOOP_BYTES, MediaLoader, MediaSource, for_part
+from lookonce.render.media.pool import MediaPool
+from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
+from lookonce.render.media.single_flight import SingleFlight
 from lookonce.types.media import Expansion, Modality, ProcessedItem
+from lookonce.types.ports import ItemDirectory
 from lookonce.types.request import ProcessorOutcome, RenderedItem
 
 MAX_SIDE_BY_SIDE = 32
@@ -50,19 +50,59 @@ refused by the pool's bounded queue nor fill it alone."""
 T = TypeVar("T")
 
 
+class ItemIdentity(Protocol):
+    """What an item's identity depends on; implemented by `families.base.ProcessorFamily`."""
+
+    def fingerprint(self) -> bytes: ...
+
+    def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> Options: ...
+
+
+class Loader(Protocol):
+    """Loads the encoded bytes of a source; implemented by `loader.MediaLoader`."""
+
+    @property
+    def fetched(self) -> Counter[str]:
+        """Bodies fetched and files read, by modality."""
+
+    async def load(self, source: MediaSource, scope: bytes = b"") -> bytes: ...
+
+
+class Pool(Protocol):
+    """Decodes and processes off the event loop; implemented by `pool.MediaPool`."""
+
+    def run(self, job: MediaJob) -> Coroutine[Any, Any, Processed]:
+        """Raises at once if the job is refused; other errors are raised when awaited."""
+
+
+class RendererDirectory(ItemDirectory, Protocol):
+    """The directory of held items, and how much they may take; 0 means that the cache is off."""
+
+    @property
+    def capacity_bytes(self) -> int: ...
+
+
+class NameBindings(Protocol):
+    """Which content each uuid stands for; implemented by `cache.uuids.UuidBindings`."""
+
+    def bind(self, scope: bytes, uuid: str, digest: bytes, *, param: str | None = None) -> None: ...
+
+    def resolve(self, scope: bytes, uuid: str) -> bytes | None: ...
+
+
 @dataclass(slots=True)
 class RenderStats:
-    """Work done since the start, by modality; plain counters that metrics read."""
+    """Counts by modality since the start; metrics read them."""
 
     fetched: Counter[str] = field(default_factory=Counter)
     queued: Counter[Modality] = field(default_factory=Counter)
-    """Taken by the pool's queue, whatever became of it."""
+    """Jobs accepted by the pool's queue, finished or not."""
     decoded: Counter[Modality] = field(default_factory=Counter)
     processed: Counter[Modality] = field(default_factory=Counter)
     overtaking: Counter[Modality] = field(default_factory=Counter)
-    """Hits, of parts held, that were settled while others waited for the pool."""
+    """Directory hits that were answered while other parts waited for the pool."""
     waiting: Counter[Modality] = field(default_factory=Counter)
-    """Hits that waited for the pool, having joined what it did for another part."""
+    """Hits that waited for the pool, because another part's job for the same key was running."""
 
     def clear(self) -> None:
         for counter in (self.fetched, self.queued, self.decoded, self.processed):
@@ -72,8 +112,8 @@ class RenderStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Identified:
-    """A part whose content is known. `data` is None when only a uuid named it."""
+class ResolvedPart:
+    """A part whose key is known. `data` is None when only a uuid named the content."""
 
     source: MediaSource
     options: Options
@@ -89,7 +129,7 @@ class Identified:
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """One call of `resolve`: for whom, how, and the pins it has taken."""
+    """State of one call of `resolve`: scope, options, the pins taken, and what to count."""
 
     scope: bytes
     options: Mapping[Modality, Options]
@@ -104,7 +144,7 @@ class MediaResolver:
     def __init__(
         self,
         *,
-        family: Family,
+        family: ItemIdentity,
         directory: RendererDirectory,
         uuids: NameBindings,
         loader: Loader,
@@ -122,15 +162,17 @@ class MediaResolver:
         self._pool = pool
         self._max_bytes = max_bytes
         self._algorithm: HashAlgorithm = algorithm
-        self._flights: Flights[bytes, Processed] = Flights()
+        self._running: SingleFlight[bytes, Processed] = SingleFlight()
         self._num_in_pool = 0
-        self._live: weakref.WeakValueDictionary[bytes, RenderedItem] = weakref.WeakValueDictionary()
-        """Parts with their item at hand, of prompts that may not be sent yet."""
+        self._unsent: weakref.WeakValueDictionary[bytes, RenderedItem] = (
+            weakref.WeakValueDictionary()
+        )
+        """Key → a rendered item that holds its arrays, of a prompt that may not be sent yet."""
 
-    def beside(
+    def with_memory(
         self, *, directory: RendererDirectory, uuids: NameBindings, loader: Loader
     ) -> MediaResolver:
-        """The same processing with other memory: nothing it does shows in this one."""
+        """A resolver that shares the family and the pool, but has its own directory and counts."""
         return MediaResolver(
             family=self._family,
             directory=directory,
@@ -155,11 +197,17 @@ class MediaResolver:
         except BaseException:
             self.release(prompt.pinned)
             raise
-        self._count(items, prompt)
+        for item in items:
+            item.uncounted = item.outcome == "not_needed"
+            if not item.uncounted:
+                self.directory.count(item.outcome)
+        if self.directory.capacity_bytes:
+            self.stats.overtaking.update(prompt.overtaking)
+            self.stats.waiting.update(prompt.waiting)
         return items
 
     def release(self, items: Iterable[RenderedItem]) -> None:
-        """Give back the pins of a prompt that is over, and count what nobody asked for."""
+        """Unpin a finished prompt's items, and count those whose arrays were never asked for."""
         for item in items:
             if item.pinned:
                 item.pinned = False
@@ -168,32 +216,23 @@ class MediaResolver:
                 item.uncounted = False
                 self.directory.count(item.outcome)
 
-    def _count(self, items: Iterable[RenderedItem], prompt: _Prompt) -> None:
-        for item in items:
-            item.uncounted = item.outcome == "not_needed"
-            if not item.uncounted:
-                self.directory.count(item.outcome)
-        if self.directory.capacity_bytes:
-            self.stats.overtaking.update(prompt.overtaking)
-            self.stats.waiting.update(prompt.waiting)
-
     async def _resolve_all(
         self, sources: Sequence[MediaSource], prompt: _Prompt
     ) -> list[RenderedItem]:
-        settled: dict[int, RenderedItem] = {}
-        waiting: dict[int, Callable[[], Coroutine[Any, Any, RenderedItem]]] = {}
+        found: dict[int, RenderedItem] = {}
+        missing: dict[int, Callable[[], Coroutine[Any, Any, RenderedItem]]] = {}
         for number, source in enumerate(sources):
             part = self._identify_now(source, prompt)
-            held = None if part is None else self._held(part, prompt)
+            held = None if part is None else self._lookup(part, prompt)
             if held is not None:
-                settled[number] = held
+                found[number] = held
             elif part is not None:
-                waiting[number] = partial(self._make, part, prompt)
+                missing[number] = partial(self._make, part, prompt)
             else:
-                waiting[number] = partial(self._load_and_make, source, prompt)
-        if waiting:
-            settled |= zip(waiting, await _all_of(waiting.values()), strict=True)
-        return [settled[number] for number in range(len(sources))]
+                missing[number] = partial(self._load_and_make, source, prompt)
+        if missing:
+            found |= zip(missing, await _gather(missing.values()), strict=True)
+        return [found[number] for number in range(len(sources))]
 
     async def _load_and_make(self, source: MediaSource, prompt: _Prompt) -> RenderedItem:
         data = await self._loader.load(source, prompt.scope)
@@ -202,25 +241,22 @@ class MediaResolver:
         else:
             digest = self._hash(source, prompt, data)
         part = self._identified(source, prompt, digest, data)
-        return self._held(part, prompt) or await self._make(part, prompt)
+        return self._lookup(part, prompt) or await self._make(part, prompt)
 
-    # --- identity -----------------------------------------------------------------------------
+    # --- identify -----------------------------------------------------------------------------
 
-    def _identify_now(self, source: MediaSource, prompt: _Prompt) -> Identified | None:
-        """Where that needs no waiting. Raises `RequestError`."""
+    def _identify_now(self, source: MediaSource, prompt: _Prompt) -> ResolvedPart | None:
+        """The part, if its content is known without waiting. Raises `RequestError`."""
         if source.origin == "nothing":
-            return self._identify_by_uuid(source, prompt)
+            name = _uuid_name(source, prompt.options[source.modality])
+            digest = self._uuids.resolve(prompt.scope, name)
+            if digest is None:
+                raise _not_cached(source)
+            return self._identified(source, prompt, digest, None)
         if source.origin != "inline" or len(source.value) > OFF_LOOP_BYTES:
             return None
         data = source.inline_bytes(self._max_bytes)
         return self._identified(source, prompt, self._hash(source, prompt, data), data)
-
-    def _identify_by_uuid(self, source: MediaSource, prompt: _Prompt) -> Identified:
-        name = _uuid_name(source, prompt.options[source.modality])
-        digest = self._uuids.resolve(prompt.scope, name)
-        if digest is None:
-            raise _not_cached(source)
-        return self._identified(source, prompt, digest, None)
 
     def _hash(self, source: MediaSource, prompt: _Prompt, data: bytes) -> bytes:
         return media_hash(
@@ -233,57 +269,95 @@ class MediaResolver:
 
     def _identified(
         self, source: MediaSource, prompt: _Prompt, digest: bytes, data: bytes | None
-    ) -> Identified:
-        """Raises before any work when the part's uuid or digest means other media."""
+    ) -> ResolvedPart:
+        """Raises `RequestError` if the part's uuid or the digest it came with means other media."""
         options, scope = prompt.options[source.modality], prompt.scope
         if source.digest not in (None, digest):
-            raise _other_media(source)
+            raise UnprocessableMediaError(
+                f"{source.param}: the media does not have the hash it was sent with: its bytes, "
+                "the processor's options, or the processor itself (version, dtype) differ",
+                param=source.param,
+            )
         if source.uuid is not None:
             bound = self._uuids.resolve(scope, _uuid_name(source, options))
             if bound not in (None, digest):
                 raise ConflictError(
                     f"{source.param}: this uuid is bound to other media", param=source.param
                 )
-        return Identified(source, options, scope, digest, item_key(scope, digest), data)
+        return ResolvedPart(source, options, scope, digest, item_key(scope, digest), data)
 
-    # --- content ------------------------------------------------------------------------------
+    # --- look up ------------------------------------------------------------------------------
 
-    def _held(self, part: Identified, prompt: _Prompt) -> RenderedItem | None:
-        """The item of a part that needs no work here. Raises when a bare uuid has nothing."""
+    def _lookup(self, part: ResolvedPart, prompt: _Prompt) -> RenderedItem | None:
+        """The item, if nothing must be decoded for it now; None if it must be made.
+
+        Raises `MediaNotCachedError` if the part has no bytes and nothing is known of its content.
+        """
         expansion = self.directory.lookup(part.key)
         if expansion is not None:
             outcome = self.directory.held_as(part.key)
-            item = self._item(part, expansion, outcome=outcome, pinned=True)
-            prompt.pinned.append(item)
+            item = self._item(part, expansion, outcome)
+            item.pinned = True
+            prompt.pinned.append(item)  # before `_bind`, which may raise
             prompt.overtaking[item.modality] += self._num_in_pool > 0
-            return self._bound(part, item)
-        live = self._live.get(part.key)
-        if live is not None and live.item is not None:
-            item = self._item(part, live.expansion, item=live.item, outcome="hit")
-            return self._bound(part, item)
+            return self._bind(part, item)
+        unsent = self._unsent.get(part.key)
+        if unsent is not None and unsent.item is not None:
+            return self._bind(part, self._item(part, unsent.expansion, "hit", unsent.item))
         if part.data is not None and not self.directory.capacity_bytes:
-            return None  # with the cache off the engine is not asked to do without the item
+            return None  # with the cache off, the engine always needs the arrays
         expansion = self.directory.known_expansion(part.key)
         if expansion is not None:
-            return self._bound(part, self._item(part, expansion, outcome="not_needed"))
+            return self._bind(part, self._item(part, expansion, "not_needed"))
         if part.data is None:
             raise _not_cached(part.source)
         return None
 
-    async def _make(self, part: Identified, prompt: _Prompt) -> RenderedItem:
-        """Decode and process, or join who is doing it."""
-        joined = part.key in self._flights
+    def _item(
+        self,
+        part: ResolvedPart,
+        expansion: Expansion,
+        outcome: ProcessorOutcome,
+        item: ProcessedItem | None = None,
+    ) -> RenderedItem:
+        rendered = RenderedItem(
+            key=part.key,
+            media_hash=part.digest,
+            modality=part.source.modality,
+            expansion=expansion,
+            item=item,
+            outcome=outcome,
+        )
+        rendered.encoded = part.data
+        if part.data is not None:
+            rendered.recover = partial(self._recover, part, weakref.ref(rendered))
+        if item is not None:
+            self._unsent[part.key] = rendered
+        return rendered
+
+    def _bind(self, part: ResolvedPart, item: RenderedItem) -> RenderedItem:
+        """The item; its uuid is bound only now, when its content is known to be good."""
+        source = part.source
+        if source.uuid is not None:
+            name = _uuid_name(source, part.options)
+            self._uuids.bind(part.scope, name, part.digest, param=source.param)
+        return item
+
+    # --- make ---------------------------------------------------------------------------------
+
+    async def _make(self, part: ResolvedPart, prompt: _Prompt) -> RenderedItem:
+        """Decode and process the part, or wait for the job of the same key that is running."""
+        joined = part.key in self._running
         made = await self._process(part)
         prompt.waiting[part.source.modality] += joined
-        outcome: ProcessorOutcome = "hit" if joined else self._outcome_of(made.item)
-        item = self._item(part, made.item.expansion, item=made.item, outcome=outcome)
+        item = self._item(part, made.item.expansion, self._outcome(made, joined=joined), made.item)
         if not joined:
             item.decode_ms, item.process_ms = made.decode_ms, made.process_ms
-        return self._bound(part, item)
+        return self._bind(part, item)
 
-    async def _process(self, part: Identified) -> Processed:
+    async def _process(self, part: ResolvedPart) -> Processed:
         try:
-            return await self._flights.run(part.key, lambda: self._run(part.job))
+            return await self._running.run(part.key, lambda: self._run(part.job))
         except RequestError as error:
             raise for_part(error, part.source.param) from None
 
@@ -299,78 +373,70 @@ class MediaResolver:
         self.stats.processed[job.modality] += 1
         return made
 
-    def _item(
-        self,
-        part: Identified,
-        expansion: Expansion,
-        *,
-        outcome: ProcessorOutcome,
-        item: ProcessedItem | None = None,
-        pinned: bool = False,
-    ) -> RenderedItem:
-        rendered = RenderedItem(
-            key=part.key,
-            media_hash=part.digest,
-            modality=part.source.modality,
-            expansion=expansion,
-            item=item,
-            outcome=outcome,
-            pinned=pinned,
-        )
-        rendered.encoded = part.data
-        if part.data is not None:
-            rendered.recover = self._recovery(part, weakref.ref(rendered))
-        if item is not None:
-            self._live[part.key] = rendered
-        return rendered
+    def _outcome(self, made: Processed, *, joined: bool) -> ProcessorOutcome:
+        if joined:
+            return "hit"
+        return "miss" if made.item.nbytes <= self.directory.capacity_bytes else "bypass"
 
-    def _recovery(
-        self, part: Identified, item: weakref.ref[RenderedItem]
-    ) -> Callable[[], Coroutine[Any, Any, ProcessedItem]]:
-        """Makes the item again from its bytes, and lets the receipt say so, unless the part has
-        been counted: the receipt says what was counted, and a resend counts nothing.
+    async def _recover(self, part: ResolvedPart, item: weakref.ref[RenderedItem]) -> ProcessedItem:
+        """Make the arrays again from the part's bytes; the engine turned out to need them.
 
-        The prompt keeps the item until it is sent: nobody else need make it meanwhile.
+        A part that is not counted yet is counted as what it took to make it again. The item keeps
+        the arrays until the prompt is sent, so that no other part has to make them meanwhile.
         """
-
-        async def recover() -> ProcessedItem:
-            live = self._live.get(part.key)
-            if live is not None and live.item is not None:
-                made, joined = Processed(live.item, 0.0, 0.0), True
-            else:
-                joined = part.key in self._flights
-                made = await self._process(part)
-            rendered = item()
-            if rendered is not None:
-                rendered.item = made.item
+        unsent = self._unsent.get(part.key)
+        if unsent is not None and unsent.item is not None:
+            made, joined = Processed(unsent.item, 0.0, 0.0), True
+        else:
+            joined = part.key in self._running
+            made = await self._process(part)
+        rendered = item()
+        if rendered is not None:
+            rendered.item = made.item
+            if not joined:
+                self._unsent[part.key] = rendered
+            if rendered.uncounted:
+                rendered.outcome = self._outcome(made, joined=joined)
                 if not joined:
-                    self._live[part.key] = rendered
-                if rendered.uncounted:
-                    self._made_after_all(rendered, made, joined=joined)
-            return made.item
+                    rendered.decode_ms, rendered.process_ms = made.decode_ms, made.process_ms
+        return made.item
 
-        return recover
 
-    def _made_after_all(self, rendered: RenderedItem, made: Processed, *, joined: bool) -> None:
-        """A part that went ahead was needed: it will be counted as what that took."""
-        rendered.outcome = "hit" if joined else self._outcome_of(made.item)
-        if not joined:
-            rendered.decode_ms, rendered.process_ms = made.decode_ms, made.process_ms
-
-    def _outcome_of(self, item: ProcessedItem) -> ProcessorOutcome:
-        return "miss" if item.nbytes <= self.directory.capacity_bytes else "bypass"
-
-    def _bound(self, part: Identified, item: RenderedItem) -> RenderedItem:
-        """The item, its uuid bound now that its content is known to be good."""
-        source = part.source
-        if source.uuid is not None:
-            name = _uuid_name(source, part.options)
-            self._uuids.bind(part.scope, name, part.digest, param=source.param)
-        return item
+@asynccontextmanager
+async def open_resolver(
+    model: ModelConfig,
+    media: MediaConfig,
+    family: ItemIdentity,
+    *,
+    directory: RendererDirectory,
+    uuids: NameBindings,
+) -> AsyncIterator[MediaResolver]:
+    """A resolver with a loader and a started worker pool. Raises `ModelLoadError`."""
+    settings = ProcessingSettings(
+        folder=model.folder,
+        dtype=model.dtype,
+        max_image_pixels=media.max_image_pixels,
+        max_audio_seconds=media.max_audio_seconds,
+    )
+    async with AsyncExitStack() as stack:
+        loader = MediaLoader(media)
+        stack.push_async_callback(loader.aclose)
+        pool = MediaPool(settings)
+        stack.push_async_callback(pool.aclose)
+        await pool.start()
+        yield MediaResolver(
+            family=family,
+            directory=directory,
+            uuids=uuids,
+            loader=loader,
+            pool=pool,
+            max_bytes=media.max_bytes,
+            algorithm=media.hash_algorithm,
+        )
 
 
 def _uuid_name(source: MediaSource, options: Options) -> str:
-    """A uuid means one content; what options make of it are different items."""
+    """The name a uuid is bound under: with other options the same uuid is another item."""
     return msgspec.json.encode([source.uuid, options], order="deterministic").decode()
 
 
@@ -380,20 +446,12 @@ def _not_cached(source: MediaSource) -> MediaNotCachedError:
     )
 
 
-def _other_media(source: MediaSource) -> UnprocessableMediaError:
-    return UnprocessableMediaError(
-        f"{source.param}: the media does not have the hash it was sent with: its bytes, the "
-        "processor's options, or the processor itself (version, dtype) differ",
-        param=source.param,
-    )
-
-
-async def _all_of(works: Iterable[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
+async def _gather(works: Iterable[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
     """All results; the first failure cancels the rest and is raised as it is."""
-    room = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
+    slots = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
 
     async def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        async with room:
+        async with slots:
             return await work()
 
     try:

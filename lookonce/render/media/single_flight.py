@@ -1,10 +1,8 @@
-"""One flight per key: concurrent callers of the same work share one execution.
+"""Single flight: concurrent callers of the same work share one execution.
 
-A key is in flight from its first caller until the last one has the result, so that nobody slips in
-between; nothing is kept afterwards. A failure takes its key off at once: it is never cached. A
-caller who is cancelled leaves the others flying. When the last one has left, the work is cancelled:
-nobody would take its result. What that means is the work's business; a pool gives back a place in
-its queue, and finishes in peace what has begun.
+A key is in flight from its first call until the last caller has the result; nothing is kept
+afterwards. A failure ends the flight at once, so that it is not repeated to later callers. A
+cancelled caller does not disturb the others; when the last caller is cancelled, so is the work.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ class _Flight(Generic[V]):
         self.num_waiting = 0
 
 
-class Flights(Generic[K, V]):
-    """Flights in the air, by key. Belongs to one event loop."""
+class SingleFlight(Generic[K, V]):
+    """The running executions by key. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._flights: dict[K, _Flight[V]] = {}
@@ -40,29 +38,29 @@ class Flights(Generic[K, V]):
         return key in self._flights
 
     async def run(self, key: K, start: Callable[[], Awaitable[V]]) -> V:
-        """The result of `start()`, or of the flight of the same key already in the air.
+        """The result of `start()`, or of the running flight of the same key.
 
-        `start` is called once per flight; its result or exception reaches every caller.
+        `start` is called once per flight; every caller gets its result or exception.
         """
-        flight = self._flights.get(key) or self._take_off(key, start)
+        flight = self._flights.get(key) or self._start(key, start)
         flight.num_waiting += 1
         try:
             return await asyncio.shield(flight.task)
         finally:
             flight.num_waiting -= 1
             if flight.num_waiting == 0:
-                # Off the board first: a later caller must not join a flight that is ending.
+                # Forgotten first: a later caller must not join a flight that is being cancelled.
                 self._forget(key, flight)
                 flight.task.cancel()
 
-    def _take_off(self, key: K, start: Callable[[], Awaitable[V]]) -> _Flight[V]:
+    def _start(self, key: K, start: Callable[[], Awaitable[V]]) -> _Flight[V]:
         flight = _Flight(asyncio.create_task(_call(start)))
         self._flights[key] = flight
-        flight.task.add_done_callback(lambda task: self._land(key, flight, task))
+        flight.task.add_done_callback(lambda task: self._on_done(key, flight, task))
         return flight
 
-    def _land(self, key: K, flight: _Flight[V], task: asyncio.Task[V]) -> None:
-        # `exception` also marks it as seen: asyncio would complain if every caller had left.
+    def _on_done(self, key: K, flight: _Flight[V], task: asyncio.Task[V]) -> None:
+        # Calling `exception` also keeps asyncio from reporting it as never retrieved.
         if task.cancelled() or task.exception() is not None:
             self._forget(key, flight)
 

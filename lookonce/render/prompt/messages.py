@@ -1,7 +1,7 @@
-"""OpenAI's messages → what chat templates take, with the media parts listed beside.
+"""OpenAI's messages → a conversation for chat templates, and the list of its media parts.
 
-Nothing is fetched or decoded here. A message's content stays the text or the list of parts its
-author chose; `chat` shapes it for the template at hand.
+Nothing is fetched or decoded here. The content of a message stays a text or a list of parts, as the
+client sent it; `encoder.ChatTemplate` adapts it to the template.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from lookonce.errors import BadRequestError
-from lookonce.render.media.sources import MediaSource, media_source
-from lookonce.render.prompt.placeholder_escaping import refuse_reserved
+from lookonce.render.media.loader import MediaSource, media_source
+from lookonce.render.prompt.placeholders import refuse_reserved
 from lookonce.types.media import Modality
 
 FEW_VALUES = 2048
-"""What a conversation may hold and still be converted and rendered on the event loop: 5 ms."""
+"""A conversation with more JSON values than this takes over 5 ms: it is converted in a thread."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Chat:
-    """`conversation` in templates' terms: a media part is only `{"type": its modality}`."""
+class ParsedMessages:
+    """`conversation` is for templates: in it a media part is only `{"type": modality}`."""
 
     conversation: list[Json] = field(default_factory=list)
     sources: list[MediaSource] = field(default_factory=list)
@@ -43,17 +43,17 @@ def read_messages(
     modalities: Collection[Modality],
     limits: Mapping[str, int],
     max_tokens: int | None = None,
-) -> Chat:
+) -> ParsedMessages:
     """Check and convert a request's messages. `limits` is media parts per modality.
 
-    Raises `BadRequestError` naming the part, e.g. `messages[1].content[0]`; before anything is
-    converted for more messages or parts than `max_tokens`.
+    Raises `BadRequestError` naming the part, e.g. `messages[1].content[0]`. More messages or parts
+    than `max_tokens` are refused before anything is converted.
     """
     if not messages:
         raise BadRequestError("messages must not be empty", param="messages")
     if max_tokens is not None:
         _check_count(messages, max_tokens)
-    chat = Chat()
+    chat = ParsedMessages()
     for number, message in enumerate(messages):
         chat.conversation.append(_message(message, f"messages[{number}]", chat.sources))
     if not chat.sources:
@@ -68,7 +68,7 @@ def read_messages(
 
 
 def _check_count(messages: Sequence[object], most: int) -> None:
-    """A prompt has a token at least for each message, and for each part that says something."""
+    """Refuse too many messages or parts: each takes at least one token."""
     if len(messages) > most:
         raise _too_many("messages", f"there are {len(messages)}", most)
     count = 0
@@ -89,7 +89,7 @@ def _too_many(param: str, what: str, most: int) -> BadRequestError:
 
 
 def has_many_values(*values: object) -> bool:
-    """Whether JSON values hold more than a few others; looks at no more than it has to."""
+    """Whether JSON values contain more than `FEW_VALUES` others. O(`FEW_VALUES`)."""
     waiting: list[object] = list(values)
     count = 0
     while waiting:
@@ -103,7 +103,7 @@ def has_many_values(*values: object) -> bool:
 
 
 async def in_thread_if(large: bool, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-    """What `work` makes of what was given; `large`: other requests go on meanwhile."""
+    """The result of `work`, run in a thread if `large`, so that the event loop is not blocked."""
     if large:
         return await asyncio.to_thread(work, *given, **named)
     return work(*given, **named)
@@ -127,7 +127,7 @@ def _message(message: object, param: str, sources: list[MediaSource]) -> Json:
         raise BadRequestError(
             f"{param}.role: must be one of {', '.join(ROLES)}", param=f"{param}.role"
         )
-    # Absent rather than None: templates handle a missing key, and print `None`.
+    # Keys whose value is None are removed: templates handle a missing key, but print `None`.
     fields = {key: value for key, value in message.items() if value is not None}
     content = fields.pop("content", None)
     tool_calls = fields.pop("tool_calls", None)
@@ -173,7 +173,7 @@ def _tool_calls(calls: object, param: str) -> list[Json]:
 
 
 def _tool_call(call: object, param: str) -> Json:
-    """Clients send arguments as JSON text; templates print the object."""
+    """A tool call with its arguments, which clients send as JSON text, as the object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         raise BadRequestError(f"{param}: a tool call needs a function", param=param)

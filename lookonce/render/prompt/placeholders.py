@@ -1,8 +1,17 @@
-"""Placeholders → expansions, in one pass over a prompt's token ids.
+"""Placeholders of media in a prompt: no user text can forge one, and each becomes its expansion.
 
-A template writes one placeholder token per media part; the k-th of a modality stands for the k-th
-part of that modality. Whatever the template wraps around it stays; whatever the family's expansion
-brings along comes with it.
+**Escaping.** Inside the renderer every media token has a secret text, which users cannot write:
+
+    template source   <|vision_bos|><|IMAGE|>…   →  written with the secret texts
+    tokenizer         knows media tokens by their secret texts only
+    user text         `<|IMAGE|>` is ordinary text to that tokenizer: nothing to search or escape
+
+Everything else about the tokenizer is unchanged, so a chat without media tokens in its texts has
+the ids that Hugging Face gives it. A secret text begins with U+FDD0, a noncharacter that Unicode
+reserves for use inside a program; user text that contains it is refused.
+
+**Expansion.** A template writes one placeholder token per media part; the k-th placeholder of a
+modality belongs to the k-th part of that modality, and is replaced by the part's expansion:
 
     ids         … <bos> P <eos> …          P: placeholder of the image
     expansion           P P P P            4 embed tokens
@@ -11,48 +20,113 @@ brings along comes with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
-from lookonce.errors import BadRequestError
-from lookonce.types.media import Expansion, MediaFeature, Modality, feature_at
+from lookonce.errors import BadRequestError, ModelLoadError
+from lookonce.render.prompt.tokenizer import Tokenizer
+from lookonce.types.media import Modality, feature_at
+from lookonce.types.request import RenderedItem, RenderedPrompt
 
-
-@dataclass(frozen=True, slots=True)
-class MediaPart:
-    """One media part of a prompt, resolved far enough to be placed."""
-
-    key: bytes
-    modality: Modality
-    expansion: Expansion
+RESERVED = "\ufdd0"
+_FIRST_SECRET = 0xE000
+"""The character after `RESERVED` differs by token; it is from the private-use area."""
+_MEDIA_WORDS = re.compile("image|img|audio|video|vision|sound|speech|picture|<[be]o[iav]>", re.I)
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """`order[i]` is the index, among the parts, of the one `features[i]` places."""
+class PlaceholderEscaping:
+    """Text ↔ secret text of a tokenizer's media tokens."""
 
-    token_ids: list[int]
-    features: tuple[MediaFeature, ...]
-    order: list[int]
+    def __init__(self, texts: Iterable[str]) -> None:
+        # Longest first: a token's text may contain another's.
+        ordered = sorted(set(texts), key=lambda text: (-len(text), text))
+        self.secrets = {
+            text: RESERVED + chr(_FIRST_SECRET + number) for number, text in enumerate(ordered)
+        }
+        self._text_of = {secret: text for text, secret in self.secrets.items()}
+        self._text_pattern = _any_of(self.secrets)
+        self._secret_pattern = _any_of(self._text_of)
+
+    def escape(self, text: str) -> str:
+        """A trusted text (a template's source, its variables) with its media tokens escaped."""
+        return self._text_pattern.sub(lambda found: self.secrets[found[0]], text)
+
+    def unescape(self, text: str) -> str:
+        """A rendered text, or an error message about it, with the tokens' own texts."""
+        if RESERVED not in text:
+            return text
+        return self._secret_pattern.sub(lambda found: self._text_of[found[0]], text)
+
+
+def escaping_of(tokenizer: Tokenizer, placeholder_ids: Iterable[int]) -> PlaceholderEscaping:
+    """The escaping of every added token about media; empty if the model takes no media."""
+    placeholders = set(placeholder_ids)
+    if not placeholders:
+        return PlaceholderEscaping(())
+    return PlaceholderEscaping(
+        text
+        for token_id, text in tokenizer.added_tokens.items()
+        if token_id in placeholders or _MEDIA_WORDS.search(text)
+    )
+
+
+def escaped_tokenizer(
+    tokenizer: Tokenizer, escaping: PlaceholderEscaping, placeholder_ids: Iterable[int]
+) -> Tokenizer:
+    """The tokenizer that knows media tokens by their secret texts only.
+
+    Raises `ModelLoadError` if no text gives the placeholder token.
+    """
+    if not escaping.secrets:
+        return tokenizer
+    secret = tokenizer.with_renamed_tokens(escaping.secrets)
+    for token_id in placeholder_ids:
+        text = secret.added_tokens.get(token_id)
+        if text is None or token_id not in secret.encode(text, add_special_tokens=False):
+            raise ModelLoadError(f"the tokenizer cannot produce the placeholder token {token_id}")
+    return secret
+
+
+def refuse_reserved(value: object, param: str) -> None:
+    """Raise `BadRequestError` if a text anywhere in a JSON value contains U+FDD0."""
+    # Not recursive, because clients choose the depth.
+    waiting = [(value, param)]
+    while waiting:
+        part, where = waiting.pop()
+        if isinstance(part, str):
+            if not part.isascii() and RESERVED in part:
+                raise BadRequestError(
+                    f"{where}: the text holds U+FDD0, which is not a character", param=where
+                )
+        elif isinstance(part, Mapping):
+            waiting += [(key, where) for key in part]
+            waiting += [(inner, f"{where}.{key}") for key, inner in part.items()]
+        elif isinstance(part, Sequence):
+            waiting += [(inner, f"{where}[{number}]") for number, inner in enumerate(part)]
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """A pattern for any of `texts`, earlier ones first; `(?!)` matches nothing."""
+    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 
 def place_media(
-    token_ids: list[int], parts: Sequence[MediaPart], spots: Sequence[tuple[int, int]]
-) -> Placed:
-    """Replace every placeholder by its part's expansion. O(tokens of the result).
+    token_ids: list[int], items: Sequence[RenderedItem], positions: Sequence[tuple[int, int]]
+) -> RenderedPrompt:
+    """The prompt with every placeholder replaced by its item's expansion. O(tokens of the result).
 
-    `spots` are those of `match_placeholders`.
+    `positions` are from `match_placeholders`; features and items are in their order.
     """
     placed: list[int] = []
     features, done = [], 0
-    for position, index in spots:
-        part = parts[index]
+    for position, index in positions:
+        item = items[index]
         placed += token_ids[done:position]
-        features.append(feature_at(part.key, part.modality, part.expansion, len(placed)))
-        placed += part.expansion.token_ids()
+        features.append(feature_at(item.key, item.modality, item.expansion, len(placed)))
+        placed += item.expansion.token_ids()
         done = position + 1
     placed += token_ids[done:]
-    return Placed(placed, tuple(features), [index for _, index in spots])
+    return RenderedPrompt(placed, tuple(features), [items[index] for _, index in positions])
 
 
 def match_placeholders(
@@ -65,8 +139,8 @@ def match_placeholders(
     Raises `BadRequestError` when a template dropped a part or wrote a placeholder of its own.
     """
     if not modalities and not any(token in token_ids for token in placeholder_ids.values()):
-        return []  # by far the commonest prompt
-    spots: list[tuple[int, int]] = []
+        return []  # the most common prompt: text only
+    matches: list[tuple[int, int]] = []
     for modality, placeholder in placeholder_ids.items():
         positions = _positions(token_ids, placeholder)
         indices = [index for index, each in enumerate(modalities) if each == modality]
@@ -76,8 +150,8 @@ def match_placeholders(
                 f"parts of type {modality} in the messages",
                 param="messages",
             )
-        spots += zip(positions, indices, strict=True)
-    return sorted(spots)
+        matches += zip(positions, indices, strict=True)
+    return sorted(matches)
 
 
 def _positions(token_ids: Sequence[int], wanted: int) -> list[int]:

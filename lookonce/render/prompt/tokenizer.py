@@ -1,8 +1,8 @@
-"""A folder's tokenizer, typed: text ↔ token ids, and what single tokens say.
+"""A folder's tokenizer, typed: text ↔ token ids, and the bytes of single tokens.
 
-It is Hugging Face's own: `transformers` decides how a folder's files make a tokenizer, then only
-the fast backend of the `tokenizers` library is kept. Folders that name no class of their own load
-without importing torch (0.7 s instead of 2.3 s).
+`transformers` decides how the files of a folder make a tokenizer; then only the fast backend (the
+`tokenizers` library) is kept. Folders whose tokenizer class is generic load without importing torch
+(0.7 s instead of 2.3 s).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 from lookonce.errors import BadRequestError, ModelLoadError
 
 GENERIC_CLASSES = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast"})
-"""`tokenizer_class` values that mean: tokenizer.json as it is."""
+"""Values of `tokenizer_class` with which transformers takes tokenizer.json as it is."""
 FORCED_CLASSES = frozenset(
     {
         "hyperclovax_vision_v2", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
@@ -31,8 +31,8 @@ FORCED_CLASSES = frozenset(
 class Tokenizer:
     """Text ↔ token ids. Safe to share between threads.
 
-    `special_tokens` are the named ones, role → text (`eos_token`, `image_token`, …): variables of
-    chat templates. `chat_template` is the folder's own, or several by name, or None.
+    `special_tokens` maps roles (`eos_token`, `image_token`, …) to texts; chat templates take them
+    as variables. `chat_template` is the folder's template, several by name, or None.
     """
 
     def __init__(
@@ -55,16 +55,17 @@ class Tokenizer:
             for token_id, added in backend.get_added_tokens_decoder().items()
         }
         self.special_ids = frozenset(
-            token_id for token_id, added in backend.get_added_tokens_decoder().items()
+            token_id
+            for token_id, added in backend.get_added_tokens_decoder().items()
             if added.special
-        )  # fmt: skip
+        )
 
     @property
     def special_texts(self) -> dict[str, int]:
         """Text → id of every special token."""
         return {self.added_tokens[token_id]: token_id for token_id in self.special_ids}
 
-    def specials_but(self, kept: Collection[str]) -> frozenset[int]:
+    def special_ids_except(self, kept: Collection[str]) -> frozenset[int]:
         """Ids of the special tokens whose text is not among `kept`."""
         if not kept:
             return self.special_ids
@@ -72,7 +73,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """Of a Hugging Face folder or hub id. Raises `ModelLoadError`."""
+        """The tokenizer of a Hugging Face folder or hub id. Raises `ModelLoadError`."""
         try:
             loaded = _load(str(folder))
         except (OSError, ValueError, ImportError, KeyError) as error:
@@ -83,11 +84,12 @@ class Tokenizer:
         return cls(
             backend,
             special_tokens={
-                role: text for role, text in loaded.special_tokens_map.items()
+                role: text
+                for role, text in loaded.special_tokens_map.items()
                 if isinstance(text, str)
             },
             chat_template=loaded.chat_template,
-        )  # fmt: skip
+        )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Raises `BadRequestError` for text with lone surrogates, which has no UTF-8 form."""
@@ -104,21 +106,21 @@ class Tokenizer:
             raise BadRequestError("token ids are whole numbers from 0 on") from None
 
     def token_text(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it (`Ġthe`), as `/tokenize` shows it."""
+        """The token as written in the vocabulary (`Ġthe`), as `/tokenize` shows it."""
         return self.backend.id_to_token(token_id)
 
     def token_id(self, text: str) -> int | None:
         return self.backend.token_to_id(text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to a text: not always whole characters; empty for an unused id."""
+        """The bytes of the token, not always whole characters; empty for an unused id."""
         known = self._bytes.get(token_id)
         if known is None:
-            known = self._bytes[token_id] = self._spell(token_id)
+            known = self._bytes[token_id] = self._bytes_of(token_id)
         return known
 
     def whole_text(self, token_id: int) -> str | None:
-        """The token's text where its bytes are whole characters; None where they are not."""
+        """The token's text if its bytes are whole characters, else None."""
         try:
             return self._whole[token_id]
         except KeyError:
@@ -137,25 +139,25 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest: no token stands for more of a text."""
+        """Characters of the longest token of the vocabulary."""
         return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
 
     @cached_property
     def is_byte_level(self) -> bool:
-        """Every token is a run of bytes, and a text is their concatenation."""
+        """Whether a text is the concatenation of the bytes of its tokens."""
         return self._decoder_kinds == ["ByteLevel"]
 
-    def respelled(self, spellings: Mapping[str, str]) -> Tokenizer:
-        """The same tokenizer, with some added tokens written otherwise (old → new text)."""
+    def with_renamed_tokens(self, new_texts: Mapping[str, str]) -> Tokenizer:
+        """The same tokenizer with other texts for some added tokens (old → new text)."""
         described = json.loads(self.backend.to_str())
         for added in described["added_tokens"]:
-            added["content"] = spellings.get(added["content"], added["content"])
+            added["content"] = new_texts.get(added["content"], added["content"])
         vocab = described["model"]["vocab"]
-        described["model"]["vocab"] = _respelled_vocab(vocab, spellings)
+        described["model"]["vocab"] = _renamed_vocab(vocab, new_texts)
         return Tokenizer(
             Backend.from_str(json.dumps(described)),
             special_tokens={
-                role: spellings.get(text, text) for role, text in self.special_tokens.items()
+                role: new_texts.get(text, text) for role, text in self.special_tokens.items()
             },
             chat_template=self.chat_template,
         )
@@ -164,13 +166,13 @@ class Tokenizer:
 
     @cached_property
     def _decoder_kinds(self) -> list[str]:
-        """The decoder's stages, by type."""
+        """Types of the decoder's stages."""
         if self.backend.decoder is None:
             return []
         described = json.loads(self.backend.decoder.__getstate__())
         return [stage["type"] for stage in described.get("decoders", [described])]
 
-    def _spell(self, token_id: int) -> bytes:
+    def _bytes_of(self, token_id: int) -> bytes:
         token = self.token_text(token_id) if 0 <= token_id < 2**32 else None
         if token is None:
             return b""
@@ -196,7 +198,7 @@ def _load(folder: str) -> Any:
 
 
 def _is_generic(folder: Path) -> bool:
-    """Whether `AutoTokenizer`, which imports torch, would take tokenizer.json as it is."""
+    """Whether `AutoTokenizer`, which imports torch, would use tokenizer.json as it is."""
     named = _read_json(folder / "tokenizer_config.json").get("tokenizer_class")
     model_type = _read_json(folder / "config.json").get("model_type")
     return (
@@ -213,11 +215,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _respelled_vocab(vocab: Any, spellings: Mapping[str, str]) -> Any:
+def _renamed_vocab(vocab: Any, new_texts: Mapping[str, str]) -> Any:
     """A BPE-like vocabulary maps tokens to ids; a unigram one lists (token, score)."""
     if isinstance(vocab, dict):
-        return {spellings.get(token, token): token_id for token, token_id in vocab.items()}
-    return [[spellings.get(token, token), score] for token, score in vocab]
+        return {new_texts.get(token, token): token_id for token, token_id in vocab.items()}
+    return [[new_texts.get(token, token), score] for token, score in vocab]
 
 
 def _is_byte_token(token: str) -> bool:
@@ -225,7 +227,7 @@ def _is_byte_token(token: str) -> bool:
 
 
 def _byte_alphabet(printable: Iterable[int]) -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the rest follow from U+0100 on."""
+    """GPT-2's byte alphabet: printable bytes are themselves, the others U+0100 and up."""
     alphabet = {chr(byte): byte for byte in printable}
     rest = (byte for byte in range(256) if chr(byte) not in alphabet)
     return alphabet | {chr(256 + number): byte for number, byte in enumerate(rest)}
@@ -235,7 +237,7 @@ BYTE_ALPHABET = _byte_alphabet([*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0
 
 
 def _byte_level(token: str) -> bytes:
-    """Added tokens may hold characters outside the alphabet; such a token stands for itself."""
+    """The bytes of a token. Added tokens may have other characters, and are then their own text."""
     try:
         return bytes([BYTE_ALPHABET[character] for character in token])
     except KeyError:

@@ -9,8 +9,7 @@ import msgspec
 import pybase64
 
 from lookonce.errors import BadRequestError
-from lookonce.render.media.external_items import GivenMedia
-from lookonce.render.media.injection import encode_kwargs
+from lookonce.render.media.external_items import ExternalItem, encode_kwargs
 from lookonce.types.media import MODALITIES, MediaFeature, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
 
@@ -42,7 +41,7 @@ class Features(msgspec.Struct, kw_only=True, omit_defaults=True):
     media_data: Payloads | None = None
 
 
-def given_media(features: Features | None) -> list[GivenMedia]:
+def given_media(features: Features | None) -> list[ExternalItem]:
     """The items one by one. Raises `BadRequestError` naming the list at fault."""
     if features is None:
         return []
@@ -53,7 +52,7 @@ def given_media(features: Features | None) -> list[GivenMedia]:
     return [item for modality in features.mm_hashes for item in _items(features, modality)]
 
 
-def _items(features: Features, modality: str) -> list[GivenMedia]:
+def _items(features: Features, modality: str) -> list[ExternalItem]:
     if modality not in MODALITIES:
         raise _bad(f"mm_hashes.{modality[:40]}", f"modalities are {', '.join(MODALITIES)}")
     names = features.mm_hashes[modality]
@@ -65,7 +64,7 @@ def _items(features: Features, modality: str) -> list[GivenMedia]:
         if entries is not None and len(entries) != len(names):
             raise _bad(f"{field}.{modality}", f"{len(entries)} entries for {len(names)} mm_hashes")
     return [
-        GivenMedia(
+        ExternalItem(
             modality=modality,
             name=name,
             offset=place.offset,

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lookonce.frontend.media_injection import ItemOutcome, ReadArrays, inject_offered, offered_items
-from lookonce.render.media.injection import decode_kwargs
+from lookonce.render.media.external_items import decode_kwargs
 from lookonce.server.http.auth import Principal
 from lookonce.server.http.body import receive
 from lookonce.server.http.error_responses import json_response

@@ -140,7 +140,7 @@ def usable(tokenizer, choice, *, strict=None):
 def test_special_tokens_are_read_and_end_the_answer(tokenizer):
     tools = tool_calling(None, choose_dialect("auto", TEMPLATE, tokenizer.special_texts))
     ids = tokenizer.encode(THOUGHT + FINAL + "<|return|>", add_special_tokens=False)
-    text = Detokenizer(tokenizer, skipped=tokenizer.specials_but(tools.markers)).push(ids)
+    text = Detokenizer(tokenizer, skipped=tokenizer.special_ids_except(tools.markers)).push(ids)
     told = tools.reader().push(text, last=True)
     assert (reasoning_of(told), content_of(told)) == ("Hm.", "Hello!")
     ends = {tokenizer.special_texts[text] for text in ("<|return|>", "<|call|>")}

@@ -24,8 +24,7 @@ from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.families.registry import load_family
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
 from lookonce.render.media.resolver import MediaResolver
-from lookonce.render.prompt.encoder import PromptEncoder
-from lookonce.render.prompt.template import template_sources
+from lookonce.render.prompt.encoder import PromptEncoder, template_sources
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.renderer import Renderer
 from lookonce.types.request import RenderedPrompt

@@ -1,4 +1,4 @@
-"""Doubles of what the resolver talks to. Data is its own meaning: `b"abc"` has 3 embed tokens."""
+"""Doubles of the resolver's components. Items have one embed token per byte of their data."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from lookonce.errors import UnprocessableMediaError
+from lookonce.render.media.loader import MediaSource, for_part
 from lookonce.render.media.processing import MediaJob, Processed
-from lookonce.render.media.sources import MediaSource, for_part
 from lookonce.types.media import Array, Expansion, Modality, ProcessedItem
 
 PLACEHOLDERS: dict[Modality, int] = {"image": 9, "audio": 3}
@@ -84,6 +84,6 @@ def named(uuid: str, *, param: str = "messages[0].content[0]") -> MediaSource:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """For what nothing announces: it happens in other tasks, threads or processes."""
+    """Wait for a condition that changes in another task, thread or process."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.001)

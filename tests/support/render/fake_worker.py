@@ -10,13 +10,13 @@ import time
 
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.render.media.processing import Processed
-from lookonce.render.media.worker_link import (
+from lookonce.render.media.worker import (
     HEADER_BYTES,
     REQUESTS,
-    Configure,
+    ConfigureWorker,
+    JobRequest,
     LinkClosedError,
-    Ready,
-    Work,
+    WorkerReady,
     map_memory,
     receive,
     send,
@@ -29,7 +29,7 @@ NONSENSE = (1).to_bytes(HEADER_BYTES, "little") + b"\xc1"
 """A frame that holds no msgpack."""
 
 
-def work(link: socket.socket, job: Work, data: bytes) -> None:
+def work(link: socket.socket, job: JobRequest, data: bytes) -> None:
     if data == b"crash":
         os.kill(os.getpid(), signal.SIGSEGV)
     if data == b"hang":
@@ -57,7 +57,7 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[-1])) as link:
         try:
             configure, _ = receive(link, REQUESTS)
-            assert isinstance(configure, Configure)
+            assert isinstance(configure, ConfigureWorker)
             if configure.settings.folder == "bad":
                 send_error(link, ModelLoadError("bad folder"))
                 return
@@ -67,10 +67,10 @@ def main() -> None:
                 link.sendall(NONSENSE)
             if configure.settings.folder == "mute":
                 time.sleep(1000)
-            send(link, Ready())
+            send(link, WorkerReady())
             while True:
                 job, fd = receive(link, REQUESTS)
-                assert isinstance(job, Work)
+                assert isinstance(job, JobRequest)
                 work(link, job, bytes(map_memory(fd, job.num_bytes)))
         except LinkClosedError:
             return

@@ -20,11 +20,11 @@ class Answer:
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     more_headers: tuple[tuple[str, str], ...] = ()
-    """Lines beside those of `headers`, of equal names too."""
+    """Further header lines, whose names may repeat."""
     declare_length: bool = True
-    """Off: the body ends with the connection."""
+    """False: the body ends when the connection is closed."""
     hold: asyncio.Event | None = None
-    """Nothing is answered before this is set."""
+    """The response is sent when this is set."""
 
 
 Handler = Callable[[Request], Answer]

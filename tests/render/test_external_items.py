@@ -1,4 +1,4 @@
-"""Bytes of strangers become arrays or a refusal, and nothing is allocated for what they claim."""
+"""Bytes of clients become arrays or are refused; nothing is allocated for what they only claim."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 
 from lookonce.errors import BadRequestError
 from lookonce.render.families.registry import load_family
-from lookonce.render.media.injection import arrays_of, decode_kwargs, encode_kwargs, given_item
+from lookonce.render.media.external_items import (
+    arrays_of,
+    decode_kwargs,
+    encode_kwargs,
+    item_from_arrays,
+)
 from lookonce.types.media import ITEM_SIZE, Array, Expansion, ProcessedItem
 
 EXPANSION = Expansion(((7, 2),), 7)
@@ -176,15 +181,15 @@ def test_anything_else_is_refused(value):
         arrays_of({"a": value})
 
 
-# --- judged by the family ----------------------------------------------------------------------
+# --- checked by the family ----------------------------------------------------------------------
 
 
 def test_float32_arrays_are_cast_to_the_model_s_dtype(folder):
     family = load_family(folder("llava"), "bfloat16")
     assert family is not None
-    shape = (3, family._height, family._width)
-    values = np.ones(shape, np.float32)
-    item = given_item(family, "image", arrays_of({"pixel_values": values}))
+    width, height = family.largest_size("image", 10**6)
+    values = np.ones((3, height, width), np.float32)
+    item = item_from_arrays(family, "image", arrays_of({"pixel_values": values}))
     assert item.arrays["pixel_values"].dtype == "bfloat16"
     assert item.expansion == family.expansion_of_size("image", (9, 9), {})
 
@@ -196,11 +201,11 @@ def test_a_grid_that_does_not_fit_the_patches_is_refused(folder, grid):
     patches = np.zeros((4, 3 * 2 * family.images.patch**2), np.float32)
     arrays = {"pixel_values": patches, "image_grid_thw": np.array(grid, np.int64)}
     with pytest.raises(BadRequestError):
-        given_item(family, "image", arrays_of(arrays))
+        item_from_arrays(family, "image", arrays_of(arrays))
 
 
 def test_a_modality_the_model_does_not_take_is_refused(folder):
     family = load_family(folder("llava"), "float32")
     assert family is not None
     with pytest.raises(BadRequestError, match="takes no audio"):
-        given_item(family, "audio", {})
+        item_from_arrays(family, "audio", {})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lookonce.config import MediaConfig
+from lookonce.render.families.base import largest_media
 from lookonce.render.families.registry import load_family
-from lookonce.render.media.largest_media import largest_media
 from lookonce.render.media.processing import MediaJob, Processing, ProcessingSettings
 from tests.support.model_folders.folder_kinds import KINDS
 

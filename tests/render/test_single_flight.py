@@ -1,4 +1,4 @@
-"""One flight per key: one execution, whatever number of callers, whoever of them leaves."""
+"""One execution per key, for any number of callers, also when some of them are cancelled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookonce.render.media.single_flight import Flights
+from lookonce.render.media.single_flight import SingleFlight
 
 
 class Work:
@@ -42,14 +42,14 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def board(flights: Flights[str, str], work: Work, key: str = "k") -> asyncio.Task[str]:
+def call(flights: SingleFlight[str, str], work: Work, key: str = "k") -> asyncio.Task[str]:
     return asyncio.create_task(flights.run(key, lambda: work.run(key)))
 
 
 def test_concurrent_callers_of_one_key_share_one_execution() -> None:
     async def scenario() -> None:
-        flights, work = Flights[str, str](), Work()
-        callers = [board(flights, work) for _ in range(64)]
+        flights, work = SingleFlight[str, str](), Work()
+        callers = [call(flights, work) for _ in range(64)]
         await settle()
         work.end("k", "done")
         assert await asyncio.gather(*callers) == ["done"] * 64
@@ -60,8 +60,8 @@ def test_concurrent_callers_of_one_key_share_one_execution() -> None:
 
 def test_different_keys_fly_apart() -> None:
     async def scenario() -> None:
-        flights, work = Flights[str, str](), Work()
-        first, second = board(flights, work, "a"), board(flights, work, "b")
+        flights, work = SingleFlight[str, str](), Work()
+        first, second = call(flights, work, "a"), call(flights, work, "b")
         await settle()
         work.end("b", "B")
         assert await second == "B"
@@ -74,13 +74,13 @@ def test_different_keys_fly_apart() -> None:
 
 def test_a_failure_reaches_every_caller_and_is_forgotten() -> None:
     async def scenario() -> None:
-        flights, work = Flights[str, str](), Work()
-        callers = [board(flights, work) for _ in range(3)]
+        flights, work = SingleFlight[str, str](), Work()
+        callers = [call(flights, work) for _ in range(3)]
         await settle()
         work.fail("k", LookupError("broken"))
         results = await asyncio.gather(*callers, return_exceptions=True)
         assert all(isinstance(result, LookupError) for result in results)
-        again = board(flights, work)
+        again = call(flights, work)
         await settle()
         work.end("k", "better")
         assert await again == "better"
@@ -91,8 +91,8 @@ def test_a_failure_reaches_every_caller_and_is_forgotten() -> None:
 
 def test_nothing_is_kept_after_landing() -> None:
     async def scenario() -> None:
-        flights, work = Flights[str, str](), Work()
-        caller = board(flights, work)
+        flights, work = SingleFlight[str, str](), Work()
+        caller = call(flights, work)
         await settle()
         assert "k" in flights
         work.end("k", "done")
@@ -107,8 +107,8 @@ def test_who_comes_while_the_result_is_on_its_way_boards_no_second_flight() -> N
     """Between the work's end and the first caller's next step, the loop runs others."""
 
     async def scenario() -> None:
-        flights, work = Flights[str, str](), Work()
-        first = board(flights, work)
+        flights, work = SingleFlight[str, str](), Work()
+        first = call(flights, work)
         await settle()
 
         async def latecomer() -> str | None:
@@ -130,8 +130,8 @@ def test_who_comes_while_the_result_is_on_its_way_boards_no_second_flight() -> N
 
 def test_one_caller_leaving_does_not_disturb_the_others() -> None:
     async def scenario() -> None:
-        flights, work = Flights[str, str](), Work()
-        leaver, stayer = board(flights, work), board(flights, work)
+        flights, work = SingleFlight[str, str](), Work()
+        leaver, stayer = call(flights, work), call(flights, work)
         await settle()
         leaver.cancel()
         await settle()
@@ -145,8 +145,8 @@ def test_one_caller_leaving_does_not_disturb_the_others() -> None:
 
 def test_the_work_is_cancelled_with_its_last_caller() -> None:
     async def scenario() -> None:
-        flights, work = Flights[str, str](), Work()
-        leavers = [board(flights, work) for _ in range(2)]
+        flights, work = SingleFlight[str, str](), Work()
+        leavers = [call(flights, work) for _ in range(2)]
         await settle()
         for leaver in leavers:
             assert not work.cancelled
@@ -160,12 +160,12 @@ def test_the_work_is_cancelled_with_its_last_caller() -> None:
 
 def test_a_caller_boards_a_new_flight_while_the_abandoned_one_ends() -> None:
     async def scenario() -> None:
-        flights, work = Flights[str, str](), Work()
-        leaver = board(flights, work)
+        flights, work = SingleFlight[str, str](), Work()
+        leaver = call(flights, work)
         await settle()
         leaver.cancel()
         await asyncio.sleep(0)
-        late = board(flights, work)
+        late = call(flights, work)
         await settle()
         work.end("k", "second")
         assert await late == "second"
@@ -175,13 +175,13 @@ def test_a_caller_boards_a_new_flight_while_the_abandoned_one_ends() -> None:
 
 
 def test_a_failure_without_callers_is_not_reported_as_lost() -> None:
-    """asyncio complains of exceptions nobody retrieved; a flight left by all is no such case."""
+    """asyncio reports no unretrieved exception for a flight whose callers were all cancelled."""
 
     async def scenario() -> None:
         complaints: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, c: complaints.append(c))
-        flights, work = Flights[str, str](), Work()
-        leaver = board(flights, work)
+        flights, work = SingleFlight[str, str](), Work()
+        leaver = call(flights, work)
         await settle()
         leaver.cancel()
         work.fail("k", LookupError("broken"))  # while its caller is leaving
@@ -195,7 +195,7 @@ def test_a_failure_without_callers_is_not_reported_as_lost() -> None:
 @settings(deadline=None, max_examples=200)
 @given(
     steps=st.lists(
-        st.tuples(st.sampled_from(["board", "leave", "end", "fail", "settle"]), st.integers(0, 9)),
+        st.tuples(st.sampled_from(["call", "leave", "end", "fail", "settle"]), st.integers(0, 9)),
         max_size=40,
     )
 )
@@ -203,7 +203,7 @@ def test_at_most_one_execution_is_in_the_air_and_every_caller_gets_an_end(
     steps: list[tuple[str, int]],
 ) -> None:
     async def scenario() -> None:
-        flights, in_air, most = Flights[str, int](), 0, 0
+        flights, in_air, most = SingleFlight[str, int](), 0, 0
         ends: list[asyncio.Future[int]] = []
         callers: list[asyncio.Task[int]] = []
 
@@ -225,7 +225,7 @@ def test_at_most_one_execution_is_in_the_air_and_every_caller_gets_an_end(
                     end.set_result(7)
 
         for step, number in steps:
-            if step == "board":
+            if step == "call":
                 callers.append(asyncio.create_task(flights.run("k", work)))
             elif step == "leave" and callers:
                 callers[number % len(callers)].cancel()
@@ -250,7 +250,7 @@ def test_at_most_one_execution_is_in_the_air_and_every_caller_gets_an_end(
 
 def test_callers_may_fly_different_keys_with_any_hashable() -> None:
     async def scenario() -> None:
-        flights = Flights[tuple[bytes, str], str]()
+        flights = SingleFlight[tuple[bytes, str], str]()
 
         async def work() -> str:
             return "x"
@@ -262,7 +262,7 @@ def test_callers_may_fly_different_keys_with_any_hashable() -> None:
 
 def test_an_error_raised_at_once_reaches_the_caller() -> None:
     async def scenario() -> None:
-        flights = Flights[str, str]()
+        flights = SingleFlight[str, str]()
 
         async def work() -> str:
             raise LookupError("at once")

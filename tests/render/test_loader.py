@@ -1,4 +1,4 @@
-"""Where the bytes of a media part come from, and which parts are none."""
+"""Which message parts are media, and where their bytes are loaded from."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from lookonce.errors import (
     UnprocessableMediaError,
     http_status,
 )
-from lookonce.render.media.load import MediaLoader
-from lookonce.render.media.sources import MediaSource, for_part, media_source
+from lookonce.render.media.loader import MediaLoader, MediaSource, for_part, media_source
 from tests.support.render.origin import Answer, origin
 
 DATA = bytes(range(200))

@@ -1,4 +1,4 @@
-"""No way to an address that is not public: by name, number, redirect or a changing answer."""
+"""No address that is not public is connected to, by name, number, redirect or changing DNS."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Names:
         return answers.pop(0) if len(answers) > 1 else answers[0]
 
 
-def fetcher(judge: Callable[[IPAddress], bool] = is_public, names: Names | None = None) -> Fetcher:
-    backend = GuardedBackend(judge) if names is None else GuardedBackend(judge, names)
+def fetcher(rule: Callable[[IPAddress], bool] = is_public, names: Names | None = None) -> Fetcher:
+    backend = GuardedBackend(rule) if names is None else GuardedBackend(rule, names)
     return Fetcher(timeout=30, max_bytes=1000, backend=backend)
 
 

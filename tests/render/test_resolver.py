@@ -1,4 +1,4 @@
-"""Media parts cost what their bytes leave to do, and no more."""
+"""The resolver decodes and processes no media part whose item is held or being made."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from lookonce.errors import (
     UnprocessableMediaError,
 )
 from lookonce.render.media import resolver as resolve_module
-from lookonce.render.media.load import MediaLoader
+from lookonce.render.media.loader import MediaLoader, MediaSource
 from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE, MediaResolver
-from lookonce.render.media.sources import MediaSource
 from lookonce.types.request import RenderedItem
 from tests.support.render.doubles import (
     FakeFamily,
@@ -46,12 +45,13 @@ class Site:
 
     capacity: int = 1 << 20
     web: Mapping[str, bytes] = field(default_factory=lambda: {CAT: b"cat", DOG: b"doggy"})
+    pool: FakePool = field(default_factory=FakePool)
+    loader: FakeLoader | MediaLoader | None = None
 
     def __post_init__(self) -> None:
         self.directory = Directory(self.capacity)
         self.uuids = UuidBindings()
-        self.loader = FakeLoader(self.web)
-        self.pool = FakePool()
+        self.loader = self.loader or FakeLoader(self.web)
         self.resolver = MediaResolver(
             family=FakeFamily(),
             directory=self.directory,
@@ -290,12 +290,11 @@ def test_what_the_queue_refuses_is_not_counted_as_queued():
             raise QueueFullError("full")
 
     async def scenario(site):
-        site.resolver._pool = FullPool()
         with pytest.raises(QueueFullError):
             await site.render(inline(b"cat"))
         assert site.resolver.stats.queued.total() == 0
 
-    play(scenario)
+    play(scenario, pool=FullPool())
 
 
 def test_parts_are_fetched_and_processed_side_by_side():
@@ -356,13 +355,12 @@ def test_base64_and_hash_of_more_than_4_mb_leave_the_loop_s_thread(monkeypatch):
     monkeypatch.setattr(MediaSource, "inline_bytes", noted("base64", MediaSource.inline_bytes))
 
     async def scenario(site):
-        site.resolver._loader = loader = MediaLoader(MediaConfig())
         await site.send(inline(bytes(4_500_000)))
         await site.send(inline(b"cat"))
         assert on_loop == {"base64": [False, True], "hash": [False, True]}
-        await loader.aclose()
+        await site.loader.aclose()
 
-    play(scenario)
+    play(scenario, loader=MediaLoader(MediaConfig()))
 
 
 # --- references ahead and recovery ---------------------------------------------------------------

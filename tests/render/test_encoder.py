@@ -1,4 +1,4 @@
-"""Chat templates render as transformers renders them, in the form each of them takes."""
+"""Chat templates render as in transformers, with content in the form that each of them takes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ import pytest
 
 from lookonce.errors import BadRequestError, ConfigError
 from lookonce.render.families.registry import load_family
-from lookonce.render.prompt.encoder import ChatOptions, PromptEncoder
+from lookonce.render.prompt.encoder import (
+    ChatOptions,
+    ChatTemplate,
+    ChatTemplates,
+    PromptEncoder,
+    template_sources,
+)
 from lookonce.render.prompt.messages import read_messages
-from lookonce.render.prompt.template import ChatTemplate, ChatTemplates, template_sources
 from lookonce.render.prompt.tokenizer import Tokenizer
 from tests.support.model_folders.folder_kinds import KINDS
 from tests.support.render.tokenizers import nano_tokenizer

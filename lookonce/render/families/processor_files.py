@@ -1,0 +1,152 @@
+"""The files of a model that say how media is processed, and what Hugging Face makes of them.
+
+The JSON is read from a folder or the hub. Hugging Face processors are built from it here only. They
+are always those of the PIL backend: torchvision's, which transformers prefers where it is
+installed, give other pixels. transformers is imported on use, which takes a second in workers only.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+from tokenizers import Tokenizer
+
+from lookonce.errors import ModelLoadError
+
+Json = dict[str, Any]
+Runs = tuple[tuple[int, int], ...]
+"""`(token id, count)` in order."""
+IMAGE_PROCESSORS = {
+    "CLIPImageProcessor": "transformers.models.clip.image_processing_pil_clip",
+    "SiglipImageProcessor": "transformers.models.siglip.image_processing_pil_siglip",
+    "Qwen2VLImageProcessor": "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
+    "Gemma3ImageProcessor": "transformers.models.gemma3.image_processing_pil_gemma3",
+    "PixtralImageProcessor": "transformers.models.pixtral.image_processing_pil_pixtral",
+    "Idefics3ImageProcessor": "transformers.models.idefics3.image_processing_pil_idefics3",
+    "SmolVLMImageProcessor": "transformers.models.smolvlm.image_processing_pil_smolvlm",
+}
+"""`image_processor_type` (without "Fast") → module of its PIL class."""
+OLD_NAMES = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}
+
+
+class ProcessorFiles(msgspec.Struct, frozen=True):
+    """The JSON of a Hugging Face folder that says how media is processed."""
+
+    config: Json
+    preprocessor: Json
+    """preprocessor_config.json: image processor, feature extractor, or both."""
+    processor: Json
+    """processor_config.json: the arguments of the processor class."""
+    tokenizer: str | None = None
+    """Path of tokenizer.json; None if there is none."""
+
+    def described(self) -> list[Json]:
+        """The content that decides how media is processed, without paths."""
+        return [self.config, self.preprocessor, self.processor]
+
+    @property
+    def image_processor(self) -> Json:
+        nested = self.processor.get("image_processor")
+        return dict(nested) if isinstance(nested, dict) else self.preprocessor
+
+    @property
+    def feature_extractor(self) -> Json:
+        nested = self.processor.get("feature_extractor")
+        return dict(nested) if isinstance(nested, dict) else self.preprocessor
+
+
+def read_processor_files(folder: str | Path) -> ProcessorFiles:
+    """The files of a local Hugging Face folder or a hub id.
+
+    Raises `ModelLoadError` when config.json is missing or any of the files is not JSON.
+    """
+    config = _read_json(folder, "config.json")
+    if not config:
+        raise ModelLoadError(f"{folder} has no config.json")
+    tokenizer = _file(folder, "tokenizer.json")
+    return ProcessorFiles(
+        config=config,
+        preprocessor=_read_json(folder, "preprocessor_config.json"),
+        processor=_read_json(folder, "processor_config.json"),
+        tokenizer=None if tokenizer is None else str(tokenizer),
+    )
+
+
+def _read_json(folder: str | Path, name: str) -> Json:
+    """The JSON object in a file; empty if there is no such file."""
+    path = _file(folder, name)
+    if path is None:
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Json)
+    except msgspec.DecodeError:
+        raise ModelLoadError(f"{name} of {folder} is not a JSON object") from None
+
+
+def _file(folder: str | Path, name: str) -> Path | None:
+    if Path(folder).is_dir():
+        path = Path(folder) / name
+        return path if path.is_file() else None
+    return _hub_file(str(folder), name)
+
+
+def _hub_file(model: str, name: str) -> Path | None:
+    # Imported only for a hub id: a worker that reads a local folder starts sooner.
+    import httpx
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(model, name))
+    except LocalEntryNotFoundError:
+        raise ModelLoadError(f"{model} is no local folder, and the hub is not reached") from None
+    except EntryNotFoundError:
+        return None
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        raise ModelLoadError(f"{name} of {model} cannot be read: {error}") from None
+
+
+class ProcessorTokenizer:
+    """The folder's tokenizer, for the texts that some families write around a picture's tokens.
+
+    It needs the `tokenizers` library only. Raises `ModelLoadError` without a tokenizer.json.
+    """
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        if files.tokenizer is None:
+            raise ModelLoadError("the model has no tokenizer.json, which says how media is written")
+        described = Path(files.tokenizer).read_bytes()
+        self.digest = blake3(described).digest()
+        """Digest of the tokenizer; part of the fingerprint of families that use this class."""
+        self._tokenizer = Tokenizer.from_buffer(described)
+
+    def runs(self, text: str) -> Runs:
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return tuple((token, len(list(same))) for token, same in groupby(ids))
+
+    def token(self, text: str) -> int:
+        """The id of a text that is one token. Raises `ModelLoadError` if it is not."""
+        found = self._tokenizer.token_to_id(text)
+        if found is None:
+            raise ModelLoadError(f"the tokenizer has no token {text}")
+        return int(found)
+
+
+def image_processor(config: Json, *allowed: str) -> Any:
+    """The image processor that the folder names. Raises `ModelLoadError` unless it is `allowed`."""
+    name = str(config.get("image_processor_type", allowed[0])).removesuffix("Fast")
+    name = OLD_NAMES.get(name, name)
+    if name not in allowed:
+        raise ModelLoadError(f"image processor {name} is not supported with this model type")
+    return getattr(import_module(IMAGE_PROCESSORS[name]), f"{name}Pil").from_dict(dict(config))
+
+
+def whisper_feature_extractor(config: Json) -> Any:
+    """The extractor, of which `whisper` uses only the settings and the mel filters."""
+    module = import_module("transformers.models.whisper.feature_extraction_whisper")
+    return module.WhisperFeatureExtractor.from_dict(dict(config))
