@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lookonce.cli.progress import LoadingBar
+from lookonce.cli.serve import LoadingBar
 from lookonce.config import Options
 from lookonce.errors import BadRequestError, ConfigError
 from lookonce.llm import LLM

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from pathlib import Path
+from typing import Self
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from lookonce.cli.progress import LoadingBar
 from lookonce.config import Config, Options, resolve
 from lookonce.frontend.model_download import with_local_model
-from lookonce.launch import Supervisor
+from lookonce.launch import Supervisor, bind, url_of
 
 
 def run_server(options: Options) -> int:
@@ -35,3 +37,61 @@ async def _serve(config: Config) -> None:
             print(f"Serving {config.model.served_name} on {url}", flush=True)
 
         await Supervisor(config, on_loading=bar.update, on_ready=on_ready).run()
+
+
+def run_render_server(options: Options) -> int:
+    """Serves until SIGTERM or Ctrl-C; the exit status. Raises `ConfigError`, `ModelLoadError`."""
+    config = with_local_model(resolve(options), weights=False)
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s render: %(message)s",
+        stream=sys.stderr,
+    )
+    for library in ("uvicorn", "httpx"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+    from lookonce.server.render_server import serve_render  # after a mistake in an option was told
+
+    with bind(config.server) as listener:
+        url = url_of(listener)
+
+        def on_ready() -> None:
+            print(f"Rendering {config.model.served_name} on {url}", flush=True)
+
+        try:
+            asyncio.run(serve_render(config, listener, on_ready))
+        finally:
+            if config.server.uds is not None:
+                Path(config.server.uds).unlink(missing_ok=True)
+    return 0
+
+
+class LoadingBar:
+    """Shows weights as they come in. Without a terminal it prints nothing."""
+
+    def __init__(self, console: Console, model: str) -> None:
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("Loading {task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[weights]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task(model, total=None, weights="")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
+
+    def update(self, done: int, total: int) -> None:
+        """`total` 0 while it is not known."""
+        weights = f"{done} of {total} weights" if total else ""
+        self._progress.update(self._task, completed=done, total=total or None, weights=weights)
+
+    def finish(self) -> None:
+        self._progress.stop()

@@ -31,7 +31,7 @@ from lookonce.errors import ConfigError, ModelLoadError, error_to_wire
 from lookonce.frontend.services import Drain
 from lookonce.frontend.wiring import open_services
 from lookonce.server.http.app import build_app
-from lookonce.server.http.transport import HttpProtocol
+from lookonce.server.http.connection import HttpProtocol
 from lookonce.server.warmup import warming_up
 
 logger = logging.getLogger("lookonce.server")

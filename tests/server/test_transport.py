@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from lookonce.server.http.transport import HeadHolder
+from lookonce.server.http.connection import HeadHolder
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 

@@ -14,7 +14,7 @@ from lookonce.frontend.media_injection import ItemOutcome, ReadArrays, inject_of
 from lookonce.frontend.services import Services
 from lookonce.render.media.injection import decode_kwargs
 from lookonce.server.http.body import receive
-from lookonce.server.http.error_responses import json_response
+from lookonce.server.http.responses import json_response
 from lookonce.types.media import Modality
 
 

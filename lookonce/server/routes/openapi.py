@@ -28,13 +28,12 @@ from lookonce.frontend.responses import (
     Tokens,
 )
 from lookonce.frontend.unsupported_parameters import Refusing
-from lookonce.server.routes.abort import AbortRequest, AbortResponse
+from lookonce.server.routes.admin import AbortRequest, AbortResponse, Status, Version
 from lookonce.server.routes.generate import GenerateRequest, GenerateResponse
 from lookonce.server.routes.media_cache import MediaCacheInfo, MediaCacheRequest, MediaCacheResponse
 from lookonce.server.routes.render import RenderChatRequest, RenderCompletionRequest, RenderedBody
-from lookonce.server.routes.responses_api.body import ResponsesRequest
-from lookonce.server.routes.responses_api.objects import ResponseObject
-from lookonce.server.routes.status import Status, Version
+from lookonce.server.routes.responses_api.events import ResponseObject
+from lookonce.server.routes.responses_api.input import ResponsesRequest
 
 Json = dict[str, Any]
 Struct = type[msgspec.Struct]

@@ -30,8 +30,7 @@ from lookonce.frontend.responses import (
 from lookonce.frontend.sampling_params import names_limit
 from lookonce.frontend.services import Services
 from lookonce.server.http.connection import while_connected
-from lookonce.server.http.error_responses import encode
-from lookonce.server.http.event_stream import PLAIN, EventStream, Group, Groups, Wire
+from lookonce.server.http.responses import PLAIN, EventStream, Group, Groups, Wire, encode
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lookonce.errors import RequestFailedError
-from lookonce.server.routes.responses_api.reading import read_input
+from lookonce.server.routes.responses_api.input import read_input
 from tests.server.test_tools import CALL, with_tools
 
 URL = "/v1/responses"

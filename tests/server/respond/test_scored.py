@@ -11,7 +11,7 @@ from lookonce.frontend.tools.asked import Function, Tool, read_tools
 from lookonce.frontend.tools.calls import reader_of, usable_tools, words_of
 from lookonce.frontend.tools.deltas import Words
 from lookonce.frontend.tools.formats import choose_dialect
-from lookonce.server.routes.responses_api.scored import ScoredReader
+from lookonce.server.routes.responses_api.route import ScoredReader
 from tests.server.respond.test_responses import events
 from tests.server.test_tools import CALL, with_tools
 from tests.server.tools.test_harmony import CALL as TO_FUNCTION

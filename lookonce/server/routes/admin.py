@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from starlette.requests import Request
@@ -10,11 +11,15 @@ from starlette.responses import Response
 
 from lookonce import __version__
 from lookonce.errors import LookOnceError
+from lookonce.frontend.auth import Principal
 from lookonce.frontend.responses import ModelCard, ModelList
 from lookonce.frontend.services import Services
-from lookonce.server.http.error_responses import json_response
+from lookonce.server.http.body import receive
+from lookonce.server.http.responses import json_response
 
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
+
+
 STARTED = int(time.time())
 
 
@@ -70,3 +75,35 @@ async def metrics(request: Request) -> Response:
         engine = {}
     local = await services.local_metrics()
     return Response(services.metrics.exposition(local, engine), media_type=METRICS_TYPE)
+
+
+class AbortRequest(msgspec.Struct):
+    request_ids: list[str]
+
+
+class AbortResponse(msgspec.Struct):
+    aborted: list[str]
+    """Those of the ids that named running requests of this tenant."""
+
+
+async def abort_requests(request: Request) -> Response:
+    principal: Principal = request.state.principal
+    services: Services = request.app.state.services
+    body = await receive(request, AbortRequest)
+    return json_response(AbortResponse(await services.abort(principal.tenant, body.request_ids)))
+
+
+TIERS = ("mm", "encoder", "prefix")
+
+
+def reset_route(tier: str) -> Callable[[Request], Awaitable[Response]]:
+    """The handler that resets `tier`; needs an admin key where keys are set."""
+
+    async def reset(request: Request) -> Response:
+        services: Services = request.app.state.services
+        principal: Principal = request.state.principal
+        principal.require_admin()
+        await services.engine.reset_cache(tier)
+        return Response(status_code=200)
+
+    return reset
