@@ -19,8 +19,8 @@ from lookonce.render.prompt.detokenizer import Detokenizer
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.grammar import Grammar
 from lookonce.types.sampling import SamplingParams
-from tests.server.test_chat import events
-from tests.server.test_tools import CLOCK, with_tools
+from tests.support.server.site import events
+from tests.support.server.tool_calls import CLOCK, with_tools
 
 TEMPLATE = "{{ tools }}<|start|><|channel|><|message|>"
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import json
+from tests.support.server.site import events
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-
-
-def events(text: str) -> list[dict]:
-    """The JSON of every event; the last one must be [DONE]."""
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
 
 
 def test_the_answer_has_openai_s_shape(on_site):

@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 
 from lookonce.server.http.app import build_app
-from tests.server.conftest import Site
+from tests.support.server.site import Site
 
 
 @pytest.mark.parametrize("http", ["h11", "httptools"])

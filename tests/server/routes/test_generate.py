@@ -6,10 +6,10 @@ import copy
 
 import pytest
 
-from tests.server.test_readonly import chat
 from tests.support.drawing import image_part
 from tests.support.model.cases import picture
 from tests.support.nodes import engine_node, run
+from tests.support.server.media import chat
 
 ROUTE = "/inference/v1/generate"
 ONE, TWO = image_part(picture(1)), image_part(picture(2))

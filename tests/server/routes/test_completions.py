@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from tests.server.test_chat import events
+from tests.support.server.site import events
 
 END = "<|end|>"
 URL = "/v1/completions"

@@ -9,49 +9,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from lookonce import media_hash
-from lookonce.render.media.injection import encode_kwargs
-from lookonce.render.media.processing import MediaJob
-from tests.server.test_readonly import chat, processors
 from tests.support.drawing import audio_part, image_part
 from tests.support.model.cases import picture, sound
-from tests.support.nodes import Node, engine_node, run
+from tests.support.nodes import engine_node, run
+from tests.support.server.media import MEDIA_CACHE_ROUTE, chat, frontend, inject, processors
 
-ROUTE = "/inference/v1/media_cache"
 RED, BLUE = image_part(picture(1)), image_part(picture(2))
+
+
 TONE = audio_part(sound(1))
 KEYS = ("a:alice:inject", "b:bob", "c:carol:inject")
-
-
-def encoded(part) -> tuple[str, bytes]:
-    if part["type"] == "input_audio":
-        return "audio", base64.b64decode(part["input_audio"]["data"])
-    return "image", base64.b64decode(part["image_url"]["url"].partition(",")[2])
-
-
-async def frontend(node: Node, part, *, key: str | None = None) -> tuple[str, str, str]:
-    """What a frontend makes by itself: modality, public name and arrays."""
-    modality, data = encoded(part)
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    facts = (await node.http.get(ROUTE, headers=headers)).json()
-    name = media_hash(
-        data,
-        modality=modality,
-        fingerprint=bytes.fromhex(facts["fingerprint"]),
-        algorithm=facts["algorithm"],
-    ).hex()
-    return modality, name, encode_kwargs(node.pool.processing.run(MediaJob(modality, data)).item)
-
-
-async def inject(node: Node, *items, key: str | None = None, salt: str | None = None):
-    """The outcomes of `(modality, name, data)` items, in order: `(status, reason)`."""
-    body = {"mm_hashes": {}, "kwargs_data": {}, "cache_salt": salt}
-    for modality, name, data in items:
-        body["mm_hashes"].setdefault(modality, []).append(name)
-        body["kwargs_data"].setdefault(modality, []).append(data)
-    answer = await node.ok(ROUTE, body, key=key)
-    listed = [outcome for modality in body["mm_hashes"] for outcome in answer["items"][modality]]
-    return [(outcome["status"], outcome["reason"]) for outcome in listed]
 
 
 def on_node(folder, kind, scenario, **options):
@@ -230,7 +197,7 @@ def test_what_is_held_is_used_and_not_what_came(folder):
 )
 def test_names_and_items_that_do_not_match_are_refused(folder, body):
     async def scenario(node):
-        answer = await node.post(ROUTE, body)
+        answer = await node.post(MEDIA_CACHE_ROUTE, body)
         assert answer.status_code == 400
         assert node.counts == (0, 0)
 

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from lookonce.frontend.tools.formats import choose_dialect
-from tests.server.test_chat import events
+from tests.support.server.site import events
+from tests.support.server.tool_calls import CALL, CLOCK, QWEN, with_tools
 
 WEATHER = {
     "type": "function",
@@ -17,15 +18,6 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-CLOCK = {"type": "function", "function": {"name": "now"}}
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
-QWEN = "{% if tools %}{{ tools }}{% endif %}<tool_call>"
-
-
-def with_tools(site, answer=CALL, template=QWEN, special=()):
-    site.engine.answer = answer
-    ids = {text: number for number, text in enumerate(special)}
-    site.services.tool_dialect = choose_dialect("auto", template, ids)
 
 
 def test_a_call_is_told_apart_from_words(on_site):
