@@ -1,7 +1,7 @@
 """Rendering without generating.
 
-Render and tokenize leave no trace: compared before and after, and by what the next chat does. What a
-render server answers, an engine's server takes as it is, and answers as to the chat.
+Render and tokenize leave no trace: compared before and after, and by what the next chat does. An
+engine's server takes what a render server answers as it is, and answers as to the chat.
 """
 
 from __future__ import annotations

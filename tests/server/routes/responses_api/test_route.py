@@ -1,4 +1,4 @@
-"""`/v1/responses` on doubles: items in, items and events out, tools and log-probabilities among them."""
+"""`/v1/responses` on doubles: items in, items and events out, with tools and logprobs."""
 
 from __future__ import annotations
 
