@@ -1,4 +1,4 @@
-"""The application: a list of routes and the door in front of them."""
+"""The application: its routes, and the one middleware around them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from lookonce.frontend.responses import ErrorBody, ErrorResponse
 from lookonce.frontend.services import Drain, Services
 from lookonce.server.http.connection import ClientLeftError
 from lookonce.server.http.responses import INTERNAL, error_response, json_response
+from lookonce.server.routes import page
 from lookonce.server.routes.admin import (
     TIERS,
     abort_requests,
@@ -37,9 +38,10 @@ from lookonce.server.routes.completions import completions
 from lookonce.server.routes.generate import generate
 from lookonce.server.routes.media_cache import inject_media, show_media_cache
 from lookonce.server.routes.openapi import show_openapi
-from lookonce.server.routes.page import is_page, show_asset, show_page
 from lookonce.server.routes.render import detokenize, render_chat, render_completion, tokenize
 from lookonce.server.routes.responses_api.route import create_response
+
+logger = logging.getLogger("lookonce.server")
 
 RENDER_ROUTES = [
     Route("/health", health),
@@ -54,13 +56,12 @@ RENDER_ROUTES = [
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
 ]
-"""What needs no engine: all that `lookonce render` serves."""
-
+"""The routes that need no engine: those of `lookonce render`."""
 
 ROUTES = [
     *RENDER_ROUTES,
-    Route("/", show_page),
-    Route("/page/{name}", show_asset),
+    Route("/", page.show_page),
+    Route(page.PREFIX + "{name}", page.show_page_file),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/responses", create_response, methods=["POST"]),
@@ -71,80 +72,71 @@ ROUTES = [
     *[Route(f"/reset_{tier}_cache", reset_route(tier), methods=["POST"]) for tier in TIERS],
 ]
 
+OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json"})
+"""Paths that are answered without a key and while draining: they tell the server's state."""
 
-class Application(Starlette):
-    """Starlette's routes behind our own `Door`, which does what its middleware would."""
-
-    def __init__(self, services: Services, routes: Sequence[Route]) -> None:
-        super().__init__(routes=routes)
-        self.state.services = services
-        self._door = Door(services, routes, self.router)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = self
-        await self._door(scope, receive, send)
+HEADER_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+CLIENT_LEFT_STATUS = 499
 
 
 def build_app(services: Services, routes: Sequence[Route] = ROUTES) -> Application:
     return Application(services, routes)
 
 
-logger = logging.getLogger("lookonce.server")
+class Application(Starlette):
+    """Starlette's router behind `RequestMiddleware`, which takes the place of Starlette's own."""
+
+    def __init__(self, services: Services, routes: Sequence[Route]) -> None:
+        super().__init__(routes=routes)
+        self.state.services = services
+        self._middleware = RequestMiddleware(services, routes, self.router)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self
+        await self._middleware(scope, receive, send)
 
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json"})
-"""Answered without a key and while draining: they tell how the server is."""
+class RequestMiddleware:
+    """Request ids, keys, draining, and failures turned into responses.
 
-
-HEADER_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-
-
-CLIENT_LEFT_STATUS = 499
-
-
-Endpoint = Callable[[Request], Awaitable[Response]]
-
-
-class Door:
-    """Every request comes in here, and every answer goes out.
-
-    A route of one fixed path is found by it; `router` finds all others, and says what is wrong
-    with a request for none.
+    One layer does all four: a layer each would cost every request, and every token of a stream,
+    another call. A route of a fixed path is found in a dictionary; `router` finds all others, and
+    answers requests that match no route.
     """
 
     def __init__(self, services: Services, routes: Sequence[Route], router: ASGIApp) -> None:
         self._services = services
         self._router = router
-        self._endpoints: dict[tuple[str, str], Endpoint] = {}
+        self._endpoints: dict[tuple[str, str], Callable[[Request], Awaitable[Response]]] = {}
         for route in routes:
             if "{" not in route.path and inspect.iscoroutinefunction(route.endpoint):
                 for method in route.methods or ():
                     self._endpoints.setdefault((method, route.path), route.endpoint)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A failure before the response has begun becomes OpenAI's error body; later ones are
-        logged. It never raises again: one bad request disturbs no other."""
+        """Serve one request. It never raises: a failure before the response has begun becomes
+        OpenAI's error body, a later one is logged."""
         if scope["type"] != "http":
             await self._router(scope, receive, send)
             return
-        answer = _Answer(scope, send, self._services.drain)
+        sender = _ResponseSender(scope, send, self._services.drain)
         try:
-            await self._serve(scope, receive, answer)
+            await self._serve(scope, receive, sender)
         except ClientLeftError:
             logger.info("%s %s %d", scope["method"], scope["path"], CLIENT_LEFT_STATUS)
-            await answer.instead(Response(status_code=CLIENT_LEFT_STATUS), receive)
+            await sender.send_instead(Response(status_code=CLIENT_LEFT_STATUS), receive)
         except LookOnceError as error:
-            await answer.instead(error_response(error), receive)
+            await sender.send_instead(error_response(error), receive)
         except HTTPException as error:
-            await answer.instead(_no_such_route(scope, error), receive)
+            await sender.send_instead(_no_such_route(scope, error), receive)
         except Exception:
             logger.exception("%s %s failed", scope["method"], scope["path"])
-            await answer.instead(json_response(INTERNAL, 500), receive)
+            await sender.send_instead(json_response(INTERNAL, 500), receive)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Counts what is served, refuses while draining, and finds out who asks."""
+        """Raises `DrainingError`, `UnauthorizedError`, and what the route raises."""
         path = scope["path"]
-        if path in OPEN_PATHS or is_page(path):
+        if path in OPEN_PATHS or path == "/" or path.startswith(page.PREFIX):
             await self._router(scope, receive, send)
             return
         with self._services.drain.serving():
@@ -157,20 +149,20 @@ class Door:
             await response(scope, receive, send)
 
 
-class _Answer:
-    """The `send` of one request, which sends its id back with the response.
+class _ResponseSender:
+    """The `send` of one request, which adds the request's id to the response's headers.
 
-    The id is the client's `X-Request-Id`, or one made here; it is kept in the request's state,
-    where a route may still change it. While draining the connection closes after the response: its
-    client opens another, which reaches a process that stays, instead of sending into the closing.
+    The id is the client's `X-Request-Id`, or a random one; it is kept in the request's state, where
+    a route may still change it. While the server drains, the connection is closed after the
+    response: the client then opens one to a process that goes on.
     """
 
     def __init__(self, scope: Scope, send: Send, drain: Drain) -> None:
-        sent = header(scope, b"x-request-id")
-        made = sent if sent and HEADER_REQUEST_ID.fullmatch(sent) else os.urandom(16).hex()
+        asked = header(scope, b"x-request-id")
+        named = asked and HEADER_REQUEST_ID.fullmatch(asked)
         self._scope = scope
         self._state = scope.setdefault("state", {})
-        self._state["request_id"] = made
+        self._state["request_id"] = asked if named else os.urandom(16).hex()
         self._send = send
         self._drain = drain
         self._begun = False
@@ -178,20 +170,20 @@ class _Answer:
     def __call__(self, message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
             self._begun = True
-            named = (b"x-request-id", self._state["request_id"].encode("ascii"))
-            message["headers"] = [*message.get("headers", ()), named]
+            request_id = (b"x-request-id", self._state["request_id"].encode("ascii"))
+            message["headers"] = [*message.get("headers", ()), request_id]
             if self._drain.draining:
                 message["headers"].append((b"connection", b"close"))
         return self._send(message)
 
-    async def instead(self, response: Response, receive: Receive) -> None:
+    async def send_instead(self, response: Response, receive: Receive) -> None:
         """Send `response`, unless another has begun."""
         if not self._begun:
             await response(self._scope, receive, self)
 
 
 def _no_such_route(scope: Scope, error: HTTPException) -> Response:
-    """Starlette's own 404 and 405, in the shape every other error has."""
+    """Starlette's 404 and 405 in the shape of all other errors."""
     wrong = "no such route" if error.status_code == 404 else error.detail
     message = f"{scope['method']} {scope['path']}: {wrong}"
     code = "not_found" if error.status_code == 404 else "method_not_allowed"

@@ -1,4 +1,4 @@
-"""Clients that leave: work for a request ends the moment its connection does."""
+"""HTTP connections: work ends when its client leaves, and an answer begins with one write."""
 
 from __future__ import annotations
 
@@ -12,16 +12,27 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 T = TypeVar("T")
 
+_HEAD = b"HTTP/1.1 "
+
 
 class ClientLeftError(Exception):
-    """The client closed its connection; there is nobody to answer."""
+    """The client closed its connection before its answer was complete."""
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves first.
+
+    The request's body must have been read. Raises `ClientLeftError`.
+    """
+    with WhileConnected(receive):
+        return await work
 
 
 class WhileConnected:
     """A block that is cancelled when the client leaves; it then ends with `ClientLeftError`.
 
-    The request's body must have been read. The work stays in the task that enters the block: a
-    stream has one task beside it that waits for its client, and none for its tokens.
+    The request's body must have been read. The block's work stays in the task that enters it: one
+    other task waits for the client to leave, and no task is made per token.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -31,7 +42,7 @@ class WhileConnected:
 
     def __enter__(self) -> None:
         task = asyncio.current_task()
-        assert task is not None, "there is work to cancel"
+        assert task is not None, "the block runs in a task"
         self._task = task
         self._cancelling = task.cancelling()
         self._watcher = asyncio.get_running_loop().create_task(_departure(self._receive))
@@ -46,25 +57,16 @@ class WhileConnected:
         self._over = True
         self._watcher.cancel()
         if not self._left or self._task.uncancel() > self._cancelling:
-            return  # somebody else cancels too, who is to be heard
+            return  # the task was also cancelled from outside: that cancellation goes on
         if kind is None or issubclass(kind, asyncio.CancelledError):
             raise ClientLeftError from None
 
     def _end(self, watcher: asyncio.Task[None]) -> None:
         if watcher.cancelled() or self._over:
             return
-        watcher.exception()  # a broken connection is one that is gone
+        watcher.exception()  # a connection that broke counts as closed
         self._left = True
         self._task.cancel()
-
-
-async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves first.
-
-    The request's body must have been read. Raises `ClientLeftError`.
-    """
-    with WhileConnected(receive):
-        return await work
 
 
 async def _departure(receive: Receive) -> None:
@@ -72,46 +74,44 @@ async def _departure(receive: Receive) -> None:
         pass
 
 
-_HEAD = b"HTTP/1.1 "
-
-
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's, on a `HeadHolder`."""
+    """uvicorn's HTTP protocol on a `HeadBufferingTransport`."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        holder = HeadHolder(cast(asyncio.Transport, transport))
-        super().connection_made(cast(asyncio.Transport, holder))
+        buffering = HeadBufferingTransport(cast(asyncio.Transport, transport))
+        super().connection_made(cast(asyncio.Transport, buffering))
 
 
-class HeadHolder:
-    """A transport that keeps the head of an answer back until its body follows.
+class HeadBufferingTransport:
+    """A transport that writes the head of an answer together with the body that follows.
 
-    uvicorn writes them one after the other; sending is the dearest thing done for a short answer,
-    and each write wakes the client. A head that nothing follows at once goes out by itself.
+    uvicorn writes head and body one after the other. For a short answer the write is the largest
+    cost, and each write wakes the client. A head without a body at the end of the event loop's turn
+    is written alone.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
-        self._held = b""
+        self._head = b""
 
     def write(self, data: bytes) -> None:
-        if self._held:
-            data, self._held = self._held + data, b""
+        if self._head:
+            data, self._head = self._head + data, b""
         elif data.startswith(_HEAD):
-            self._held = data
-            asyncio.get_running_loop().call_soon(self._let_go)
+            self._head = data
+            asyncio.get_running_loop().call_soon(self._flush)
             return
         self._transport.write(data)
 
     def close(self) -> None:
-        self._let_go()
+        self._flush()
         self._transport.close()
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the transport's own."""
+        """Everything else is the transport's own."""
         return getattr(self._transport, name)
 
-    def _let_go(self) -> None:
-        if self._held and not self._transport.is_closing():
-            self._transport.write(self._held)
-        self._held = b""
+    def _flush(self) -> None:
+        if self._head and not self._transport.is_closing():
+            self._transport.write(self._head)
+        self._head = b""

@@ -1,4 +1,4 @@
-"""Errors and structs as HTTP responses: the one place where a failure gets its status and shape."""
+"""HTTP responses of three kinds: JSON, errors in OpenAI's shape, and server-sent events."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ from lookonce.server.http.connection import WhileConnected
 
 logger = logging.getLogger("lookonce.server")
 
+encode = msgspec.json.Encoder().encode
+"""Struct → JSON bytes."""
+
+
+def json_response(
+    body: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    return Response(encode(body), status, headers, media_type="application/json")
+
+
+# --- errors -----------------------------------------------------------------------------------
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -31,28 +42,23 @@ ERROR_TYPES = {
 }
 """Status → OpenAI's error type; any other status is a `server_error`."""
 
-
 RETRY_AFTER_SECONDS = "1"
-
 
 INTERNAL = ErrorResponse(ErrorBody("the server failed to answer this request", "server_error"))
 
 
-_encoder = msgspec.json.Encoder()
-
-
-def encode(body: msgspec.Struct) -> bytes:
-    return _encoder.encode(body)
-
-
-def json_response(
-    body: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None
-) -> Response:
-    return Response(encode(body), status, headers, media_type="application/json")
+def error_response(error: LookOnceError) -> Response:
+    status = http_status(error)
+    headers = {}
+    if isinstance(error, UnavailableError) or status == 429:
+        headers["Retry-After"] = RETRY_AFTER_SECONDS
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response(error_body(error), status, headers)
 
 
 def error_body(error: Exception) -> ErrorResponse:
-    """What a client may know of `error`; anything but our own errors stays in the log."""
+    """OpenAI's error object. An exception that is no `LookOnceError` is not shown to clients."""
     if not isinstance(error, LookOnceError):
         return INTERNAL
     status = http_status(error)
@@ -66,49 +72,41 @@ def error_body(error: Exception) -> ErrorResponse:
     )
 
 
-def error_response(error: LookOnceError) -> Response:
-    status = http_status(error)
-    headers = {}
-    if isinstance(error, UnavailableError) or status == 429:
-        headers["Retry-After"] = RETRY_AFTER_SECONDS
-    if status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return json_response(error_body(error), status, headers)
+# --- server-sent events -----------------------------------------------------------------------
 
-
-class Group(NamedTuple):
-    """Chunks that are there at the same time, and are written at once."""
-
-    chunks: Sequence[msgspec.Struct]
-    last: bool
-    """Nothing follows but the stream's end."""
-
-
-Groups = AsyncGenerator[Group, None]
-
-
-HEADERS = [
+EVENT_STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
     (b"content-type", b"text/event-stream; charset=utf-8"),
 ]
 
 
-class Wire(Protocol):
-    """How a route writes its events."""
+class ChunkGroup(NamedTuple):
+    """Chunks of an answer that exist at the same time and are sent in one write."""
+
+    chunks: Sequence[msgspec.Struct]
+    last: bool
+    """No group follows."""
+
+
+ChunkGroups = AsyncGenerator[ChunkGroup, None]
+
+
+class EventEncoder(Protocol):
+    """How a route encodes its server-sent events."""
 
     @property
     def end(self) -> bytes:
-        """After the last event."""
+        """Bytes after the last event."""
 
     def event(self, body: msgspec.Struct) -> bytes: ...
 
     def failure(self, error: Exception) -> bytes:
-        """The event that says what ended the stream early."""
+        """The event for `error`, which ended the stream early."""
 
 
-class PlainWire:
-    """Events without names, and `[DONE]` at the end."""
+class UnnamedEventEncoder:
+    """OpenAI's events of completions: without names, and `[DONE]` at the end."""
 
     end = b"data: [DONE]\n\n"
 
@@ -119,21 +117,21 @@ class PlainWire:
         return self.event(error_body(error))
 
 
-PLAIN = PlainWire()
+UNNAMED_EVENTS = UnnamedEventEncoder()
 
 
 class EventStream(Response):
-    """Sends events as they come and closes their source when the client leaves.
+    """Sends chunks as events when they come, and closes their source when the client leaves.
 
-    It begins with the first group, so that whatever fails before it still gets its status; what
-    fails later becomes an error event, the last one.
+    The response begins with the first group, so a failure before it has its own status. A failure
+    after it becomes the stream's last event.
     """
 
-    def __init__(self, groups: Groups, wire: Wire = PLAIN) -> None:
-        # Not Response's own: there is no body yet, and the headers are always the same.
+    def __init__(self, groups: ChunkGroups, encoder: EventEncoder = UNNAMED_EVENTS) -> None:
+        # `Response.__init__` is not called: there is no body yet, and the headers are constant.
         self.background = None
         self._groups = groups
-        self._wire = wire
+        self._encoder = encoder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._groups):
@@ -141,18 +139,17 @@ class EventStream(Response):
                 await self._send_all(send)
 
     async def _send_all(self, send: Send) -> None:
-        wire, groups = self._wire, self._groups
+        encoder, groups = self._encoder, self._groups
         group = await anext(groups)
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
         try:
             while not group.last:
-                body = b"".join(map(wire.event, group.chunks))
+                body = b"".join(map(encoder.event, group.chunks))
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 group = await anext(groups)
-            end = b"".join(map(wire.event, group.chunks)) + wire.end
-        except LookOnceError as error:
-            end = wire.failure(error) + wire.end
+            end = b"".join(map(encoder.event, group.chunks)) + encoder.end
         except Exception as error:
-            logger.exception("a stream broke")
-            end = wire.failure(error) + wire.end
+            if not isinstance(error, LookOnceError):
+                logger.exception("a stream broke")
+            end = encoder.failure(error) + encoder.end
         await send({"type": "http.response.body", "body": end, "more_body": False})

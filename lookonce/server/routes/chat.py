@@ -39,7 +39,7 @@ from lookonce.frontend.tools.calls import (
     words_of,
 )
 from lookonce.server.http.body import receive
-from lookonce.server.routes.serving_base import Exchange, answer, open_exchange
+from lookonce.server.routes.serving_base import ServingContext, open_context, respond
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -47,13 +47,13 @@ from lookonce.types.sampling import SamplingParams
 async def chat_completions(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, ChatRequest)
-    exchange = open_exchange(request, body, arrival)
+    context = open_context(request, body, arrival)
     check_chat(body)
-    tools = chat_tools(body, exchange.services)
-    sampling = chat_sampling(body, exchange.services.defaults)
+    tools = chat_tools(body, context.services)
+    sampling = chat_sampling(body, context.services.defaults)
     if tools is not None:
         sampling = tools.constrain(sampling)
-    return await answer(request, exchange, ChatFormat(exchange, body, sampling, tools))
+    return await respond(request, context, ChatResponseBuilder(context, body, sampling, tools))
 
 
 def check_chat(body: ChatRequest) -> None:
@@ -76,49 +76,49 @@ def chat_options(body: ChatRequest, tools: UsableTools | None) -> dict[str, Any]
     return options if tools is None else {**options, "tools": tools.asked.for_template()}
 
 
-class ChatFormat:
+class ChatResponseBuilder:
     """Chat completion objects, whole and in chunks."""
 
     def __init__(
         self,
-        exchange: Exchange,
+        context: ServingContext,
         body: ChatRequest,
         sampling: SamplingParams,
         tools: UsableTools | None,
     ) -> None:
-        self._exchange = exchange
+        self._context = context
         self._body = body
         self._sampling = sampling
         self._tools = tools
         self._readers: dict[int, CallReader | PlainReader] = {}
         self._greeted: set[int] = set()
-        self._id = f"chatcmpl-{exchange.request_id}"
+        self._id = f"chatcmpl-{context.request_id}"
 
     async def render(self) -> None:
-        exchange, body = self._exchange, self._body
-        messages, body.messages = body.messages, []  # pictures are not kept for the whole answer
-        with exchange.services.metrics.render.time():
-            rendered = await exchange.services.renderer.render_chat(
+        context, body = self._context, self._body
+        messages, body.messages = body.messages, []  # pictures are not kept for the whole respond
+        with context.services.metrics.render.time():
+            rendered = await context.services.renderer.render_chat(
                 messages,
-                tenant=exchange.principal.tenant,
+                tenant=context.principal.tenant,
                 cache_salt=body.cache_salt,
                 options=chat_options(body, self._tools),
             )
         keep = () if self._tools is None else self._tools.markers
-        exchange.add_prompt(rendered, self._sampling, keep)
+        context.add_prompt(rendered, self._sampling, keep)
 
     def whole(self, samples: Sequence[Sample]) -> ChatCompletion:
-        exchange = self._exchange
+        context = self._context
         return ChatCompletion(
             id=self._id,
-            created=exchange.created,
-            model=exchange.model,
-            request_id=exchange.request_id,
+            created=context.created,
+            model=context.model,
+            request_id=context.request_id,
             choices=[self._choice(index, sample) for index, sample in enumerate(samples)],
-            usage=exchange.usage(),
-            prompt_logprobs=exchange.prompt_entries(0, self._body.prompt_logprobs),
-            reuse_receipt=exchange.receipt(),
-            kv_transfer_params=exchange.kv_transfer(),
+            usage=context.usage(),
+            prompt_logprobs=context.prompt_entries(0, self._body.prompt_logprobs),
+            reuse_receipt=context.receipt(),
+            kv_transfer_params=context.kv_transfer(),
         )
 
     def _choice(self, index: int, sample: Sample) -> ChatChoice:
@@ -163,16 +163,16 @@ class ChatFormat:
         called = self._called(piece.index)
         chunk.choices[0].finish_reason = shown_reason(piece.finish_reason, called=called)
         chunk.choices[0].stop_reason = piece.stop_reason
-        if self._exchange.finished and not self._exchange.include_usage:
-            chunk.reuse_receipt = self._exchange.receipt()
-            chunk.kv_transfer_params = self._exchange.kv_transfer()
+        if self._context.finished and not self._context.include_usage:
+            chunk.reuse_receipt = self._context.receipt()
+            chunk.kv_transfer_params = self._context.kv_transfer()
         return chunk
 
     def usage_chunk(self) -> ChatChunk:
         chunk = self._envelope([])
-        chunk.usage = self._exchange.usage()
-        chunk.reuse_receipt = self._exchange.receipt()
-        chunk.kv_transfer_params = self._exchange.kv_transfer()
+        chunk.usage = self._context.usage()
+        chunk.reuse_receipt = self._context.receipt()
+        chunk.kv_transfer_params = self._context.kv_transfer()
         return chunk
 
     def _chunk(
@@ -181,14 +181,14 @@ class ChatFormat:
         return self._envelope([ChatChunkChoice(index=index, delta=delta, logprobs=logprobs)])
 
     def _envelope(self, choices: list[ChatChunkChoice]) -> ChatChunk:
-        exchange = self._exchange
+        context = self._context
         return ChatChunk(
             id=self._id,
-            created=exchange.created,
-            model=exchange.model,
-            request_id=exchange.request_id,
+            created=context.created,
+            model=context.model,
+            request_id=context.request_id,
             choices=choices,
-            usage=None if exchange.include_usage else UNSET,
+            usage=None if context.include_usage else UNSET,
         )
 
     def _logprobs(
@@ -196,7 +196,7 @@ class ChatFormat:
     ) -> ChatLogprobs | None:
         if self._sampling.logprobs is None or not logprobs:
             return None
-        return chat_logprobs(token_ids, logprobs, self._exchange.services.renderer.token_bytes)
+        return chat_logprobs(token_ids, logprobs, self._context.services.renderer.token_bytes)
 
 
 def _delta(told: Sequence[Told]) -> ChatDelta:

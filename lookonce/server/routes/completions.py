@@ -18,7 +18,7 @@ from lookonce.frontend.requests import CompletionRequest
 from lookonce.frontend.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from lookonce.frontend.sampling_params import asked_limit, completion_sampling
 from lookonce.server.http.body import receive
-from lookonce.server.routes.serving_base import Exchange, answer, open_exchange
+from lookonce.server.routes.serving_base import ServingContext, open_context, respond
 from lookonce.types.request import RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -28,9 +28,9 @@ MAX_PROMPTS = 256
 async def completions(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, CompletionRequest)
-    exchange = open_exchange(request, body, arrival)
-    sampling = completion_sampling(body, exchange.services.defaults)
-    return await answer(request, exchange, CompletionFormat(exchange, body, sampling))
+    context = open_context(request, body, arrival)
+    sampling = completion_sampling(body, context.services.defaults)
+    return await respond(request, context, CompletionResponseBuilder(context, body, sampling))
 
 
 def named_prompts(prompt: str | list[str | int | list[int]]) -> dict[str, str | list[int]]:
@@ -67,13 +67,13 @@ def _naming(name: str) -> Iterator[None]:
         raise type(error)(message, param=named, code=error.code) from None
 
 
-class CompletionFormat:
+class CompletionResponseBuilder:
     """Text completion objects, whole and in chunks."""
 
     def __init__(
-        self, exchange: Exchange, body: CompletionRequest, sampling: SamplingParams
+        self, context: ServingContext, body: CompletionRequest, sampling: SamplingParams
     ) -> None:
-        self._exchange = exchange
+        self._context = context
         self._body = body
         self._sampling = sampling
         self._prompts: list[str] = []
@@ -85,34 +85,34 @@ class CompletionFormat:
         self._logprob_formats: dict[int, LogprobsFormat] = {}
         self._echoes: dict[int, CompletionLogprobs] = {}
         """By prompt, as all its samples show it."""
-        self._id = f"cmpl-{exchange.request_id}"
+        self._id = f"cmpl-{context.request_id}"
 
     async def render(self) -> None:
-        exchange = self._exchange
+        context = self._context
         scored_by = "logprobs" if self._body.prompt_logprobs is None else "prompt_logprobs"
         for name, prompt in named_prompts(self._body.prompt).items():
-            with exchange.services.metrics.render.time(), _naming(name):
-                rendered = await exchange.services.renderer.render_completion(
+            with context.services.metrics.render.time(), _naming(name):
+                rendered = await context.services.renderer.render_completion(
                     prompt,
-                    tenant=exchange.principal.tenant,
+                    tenant=context.principal.tenant,
                     cache_salt=self._body.cache_salt,
                     add_special_tokens=self._body.add_special_tokens,
                 )
-                exchange.add_prompt(rendered, self._sampling, scored_by=scored_by)
+                context.add_prompt(rendered, self._sampling, scored_by=scored_by)
                 if self._body.echo:
                     self._note_prompt(rendered)
 
     def _note_prompt(self, rendered: RenderedPrompt) -> None:
         text = rendered.text
         if text is None:
-            text = self._exchange.services.renderer.decode(rendered.token_ids)
+            text = self._context.services.renderer.decode(rendered.token_ids)
         self._prompts.append(text)
 
     def whole(self, samples: Sequence[Sample]) -> Completion:
         body = self._envelope([self._choice(i, sample) for i, sample in enumerate(samples)])
         body.usage = self._usage()
-        body.reuse_receipt = self._exchange.receipt()
-        body.kv_transfer_params = self._exchange.kv_transfer()
+        body.reuse_receipt = self._context.receipt()
+        body.kv_transfer_params = self._context.kv_transfer()
         return body
 
     def _choice(self, index: int, sample: Sample) -> CompletionChoice:
@@ -124,7 +124,7 @@ class CompletionFormat:
             logprobs=self._logprobs(index, sample.token_ids, sample.logprobs),
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
-            prompt_logprobs=self._exchange.prompt_entries(
+            prompt_logprobs=self._context.prompt_entries(
                 index // self._sampling.n, self._body.prompt_logprobs
             ),
         )
@@ -146,36 +146,36 @@ class CompletionFormat:
             chunk = self._envelope([choice])
             if piece.finish_reason is not None:
                 choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
-                if self._exchange.finished and not self._exchange.include_usage:
-                    chunk.reuse_receipt = self._exchange.receipt()
-                    chunk.kv_transfer_params = self._exchange.kv_transfer()
+                if self._context.finished and not self._context.include_usage:
+                    chunk.reuse_receipt = self._context.receipt()
+                    chunk.kv_transfer_params = self._context.kv_transfer()
             yield chunk
 
     def usage_chunk(self) -> Completion:
         return self.whole([])
 
     def _usage(self) -> Usage:
-        usage = self._exchange.usage()
+        usage = self._context.usage()
         if self._prompt_only:
             usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
         return usage
 
     def _envelope(self, choices: list[CompletionChoice]) -> Completion:
-        exchange = self._exchange
+        context = self._context
         return Completion(
             id=self._id,
-            created=exchange.created,
-            model=exchange.model,
-            request_id=exchange.request_id,
+            created=context.created,
+            model=context.model,
+            request_id=context.request_id,
             choices=choices,
-            usage=None if exchange.include_usage else UNSET,
+            usage=None if context.include_usage else UNSET,
         )
 
     def _logprobs(
         self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
     ) -> CompletionLogprobs | None:
         """Of these tokens; an echoed prompt's come before a sample's first."""
-        wanted, renderer = self._sampling.logprobs, self._exchange.services.renderer
+        wanted, renderer = self._sampling.logprobs, self._context.services.renderer
         if wanted is None:
             return None
         parts = []
@@ -195,7 +195,7 @@ class CompletionFormat:
     def _echo(self, index: int, wanted: int) -> CompletionLogprobs | None:
         """Of the sample's prompt; None where it is not echoed, or was aborted before."""
         number = index // self._sampling.n
-        generation = self._exchange.generations[number]
+        generation = self._context.generations[number]
         if not self._body.echo or generation.prompt_logprobs is None:
             return None
         if number not in self._echoes:
@@ -204,6 +204,6 @@ class CompletionFormat:
                 generation.rendered.token_ids,
                 generation.prompt_logprobs,
                 wanted,
-                self._exchange.services.renderer.token_bytes,
+                self._context.services.renderer.token_bytes,
             )
         return self._echoes[number]

@@ -29,14 +29,14 @@ from lookonce.frontend.unsupported_parameters import NOTHING, Raw, raw_bytes
 from lookonce.render.media.external_items import GivenMedia
 from lookonce.render.media.injection import encode_kwargs
 from lookonce.server.http.body import parse, receive
-from lookonce.server.routes.serving_base import Exchange, answer, open_exchange
+from lookonce.server.routes.serving_base import ServingContext, open_context, respond
 from lookonce.types.media import MODALITIES, MediaFeature, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
-    """What the render routes answer, or any frontend makes itself."""
+    """What the render routes respond, or any frontend makes itself."""
 
     token_ids: list[TokenId]
     features: Features | None = None
@@ -83,7 +83,7 @@ class GenerateChoice(msgspec.Struct, kw_only=True):
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True):
-    """A whole answer, and each chunk of a streamed one."""
+    """A whole respond, and each chunk of a streamed one."""
 
     request_id: str
     object: Literal["generate"] = "generate"
@@ -99,8 +99,8 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
 async def generate(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, GenerateRequest)
-    exchange = open_exchange(request, body, arrival)
-    return await answer(request, exchange, TokensFormat(exchange, body))
+    context = open_context(request, body, arrival)
+    return await respond(request, context, GenerateResponseBuilder(context, body))
 
 
 def sampling_of(raw: bytes) -> SamplingParams:
@@ -127,37 +127,37 @@ def sampling_of(raw: bytes) -> SamplingParams:
     return sampling if grammar is None else msgspec.structs.replace(sampling, grammar=grammar)
 
 
-class TokensFormat:
+class GenerateResponseBuilder:
     """Token ids, whole and in chunks."""
 
-    def __init__(self, exchange: Exchange, body: GenerateRequest) -> None:
-        self._exchange = exchange
+    def __init__(self, context: ServingContext, body: GenerateRequest) -> None:
+        self._context = context
         self._body = body
         self._sampling = sampling_of(raw_bytes(body.sampling_params))
         if body.stream and self._sampling.prompt_logprobs is not None:
             raise BadRequestError(
                 "sampling_params: prompt_logprobs needs stream to be false", param="sampling_params"
             )
-        self._media = given_media(body.features)
+        self._media = external_media(body.features)
 
     async def render(self) -> None:
-        exchange, body = self._exchange, self._body
-        media, self._media, body.features = self._media, [], None  # not kept for the whole answer
-        with exchange.services.metrics.render.time():
-            rendered = await exchange.services.renderer.render_tokens(
+        context, body = self._context, self._body
+        media, self._media, body.features = self._media, [], None  # not kept for the whole respond
+        with context.services.metrics.render.time():
+            rendered = await context.services.renderer.render_tokens(
                 body.token_ids,
                 media,
-                tenant=exchange.principal.tenant,
+                tenant=context.principal.tenant,
                 cache_salt=body.cache_salt,
                 mm_processor_kwargs=body.mm_processor_kwargs,
-                trusted=exchange.principal.inject,
+                trusted=context.principal.inject,
             )
-        exchange.add_prompt(rendered, self._sampling)
+        context.add_prompt(rendered, self._sampling)
 
     def whole(self, samples: Sequence[Sample]) -> GenerateResponse:
         body = self._envelope([self._choice(i, sample) for i, sample in enumerate(samples)])
-        body.usage = self._exchange.usage()
-        body.prompt_logprobs = self._exchange.prompt_entries(0, self._sampling.prompt_logprobs)
+        body.usage = self._context.usage()
+        body.prompt_logprobs = self._context.prompt_entries(0, self._sampling.prompt_logprobs)
         return self._with_facts(body)
 
     def _choice(self, index: int, sample: Sample) -> GenerateChoice:
@@ -179,27 +179,27 @@ class TokensFormat:
         )
         if piece.token_ids or piece.finish_reason is not None:
             chunk = self._envelope([choice])
-            last = self._exchange.finished and piece.finish_reason is not None
-            yield self._with_facts(chunk) if last and not self._exchange.include_usage else chunk
+            last = self._context.finished and piece.finish_reason is not None
+            yield self._with_facts(chunk) if last and not self._context.include_usage else chunk
 
     def usage_chunk(self) -> GenerateResponse:
         chunk = self._envelope([])
-        chunk.usage = self._exchange.usage()
+        chunk.usage = self._context.usage()
         return self._with_facts(chunk)
 
     def _with_facts(self, body: GenerateResponse) -> GenerateResponse:
-        body.reuse_receipt = self._exchange.receipt()
-        body.kv_transfer_params = self._exchange.kv_transfer()
+        body.reuse_receipt = self._context.receipt()
+        body.kv_transfer_params = self._context.kv_transfer()
         return body
 
     def _envelope(self, choices: list[GenerateChoice]) -> GenerateResponse:
-        exchange = self._exchange
+        context = self._context
         return GenerateResponse(
-            request_id=exchange.request_id,
-            created=exchange.created,
-            model=exchange.model,
+            request_id=context.request_id,
+            created=context.created,
+            model=context.model,
             choices=choices,
-            usage=None if exchange.include_usage else UNSET,
+            usage=None if context.include_usage else UNSET,
         )
 
     def _logprobs(
@@ -207,7 +207,7 @@ class TokensFormat:
     ) -> ChatLogprobs | None:
         if self._sampling.logprobs is None or not logprobs:
             return None
-        return chat_logprobs(token_ids, logprobs, self._exchange.services.renderer.token_bytes)
+        return chat_logprobs(token_ids, logprobs, self._context.services.renderer.token_bytes)
 
 
 MediaForm = Literal["encoded", "reference", "tensors"]
@@ -245,7 +245,7 @@ class Features(msgspec.Struct, kw_only=True, omit_defaults=True):
     media_data: Payloads | None = None
 
 
-def given_media(features: Features | None) -> list[GivenMedia]:
+def external_media(features: Features | None) -> list[GivenMedia]:
     """The items one by one. Raises `BadRequestError` naming the list at fault."""
     if features is None:
         return []

@@ -1,4 +1,4 @@
-"""One generation request from its body to its answer: what chat and plain completions share."""
+"""One generation request from its body to its respond: what chat and plain completions share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,14 @@ from lookonce.frontend.responses import (
 from lookonce.frontend.sampling_params import names_limit
 from lookonce.frontend.services import Services
 from lookonce.server.http.connection import while_connected
-from lookonce.server.http.responses import PLAIN, EventStream, Group, Groups, Wire, encode
+from lookonce.server.http.responses import (
+    UNNAMED_EVENTS,
+    ChunkGroup,
+    ChunkGroups,
+    EventEncoder,
+    EventStream,
+    encode,
+)
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
@@ -49,7 +56,7 @@ KV_TRANSFER_KEY = "num_lmcache_extra_cached_tokens"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-class Asked(Protocol):
+class GenerationBody(Protocol):
     """What every body that asks for tokens has."""
 
     model: str | None
@@ -62,7 +69,7 @@ class Asked(Protocol):
 
 
 @dataclass(slots=True)
-class Exchange:
+class ServingContext:
     """What every chunk and the final body of one response have in common."""
 
     services: Services
@@ -82,7 +89,7 @@ class Exchange:
     generations: list[Generation] = field(default_factory=list)
     aborted: bool = False
     num_scored: int = 0
-    """Log-probabilities of prompts that the answer will have."""
+    """Log-probabilities of prompts that the respond will have."""
     _entries: dict[int, PromptEntries] = field(default_factory=dict)
     _prompts: list[RenderedPrompt] = field(default_factory=list)
 
@@ -124,14 +131,14 @@ class Exchange:
     def _count_scored(
         self, rendered: RenderedPrompt, sampling: SamplingParams, scored_by: str
     ) -> None:
-        """Raises `BadRequestError` for more than an answer can hold: every sample repeats them."""
+        """Raises `BadRequestError` for more than an respond can hold: every sample repeats them."""
         if sampling.prompt_logprobs is None:
             return
         each = len(rendered.token_ids) * (sampling.prompt_logprobs + 1)
         self.num_scored += each * sampling.n
         if self.num_scored > MAX_SCORED:
             raise BadRequestError(
-                f"{scored_by}: the answer would have more than {MAX_SCORED} log-probabilities of "
+                f"{scored_by}: the respond would have more than {MAX_SCORED} log-probabilities of "
                 "prompts, counted for every sample; send fewer prompts at a time",
                 param=scored_by,
             )
@@ -172,8 +179,8 @@ class Exchange:
         return kv_transfer_params(self.generations) if self.wants_kv_transfer else UNSET
 
 
-class Format(Protocol):
-    """How one route writes its answer. The prompts are rendered before any other call."""
+class ResponseBuilder(Protocol):
+    """How one route writes its respond. The prompts are rendered before any other call."""
 
     async def render(self) -> None: ...
 
@@ -184,14 +191,14 @@ class Format(Protocol):
     def usage_chunk(self) -> msgspec.Struct: ...
 
 
-def open_exchange(request: Request, body: Asked, arrival: float) -> Exchange:
+def open_context(request: Request, body: GenerationBody, arrival: float) -> ServingContext:
     """Checks who asks for what; raises before anything costs time."""
     services: Services = request.app.state.services
     principal: Principal = request.state.principal
     model = services.require_model(body.model)
     services.require_ready()
     check_body(body)
-    return Exchange(
+    return ServingContext(
         services=services,
         principal=principal,
         model=model,
@@ -206,7 +213,7 @@ def open_exchange(request: Request, body: Asked, arrival: float) -> Exchange:
     )
 
 
-def check_body(body: Asked) -> None:
+def check_body(body: GenerationBody) -> None:
     """Raises `BadRequestError` for what no generation can be asked for."""
     if body.stream_options is not None and not body.stream:
         raise BadRequestError("stream_options needs stream to be true", param="stream_options")
@@ -224,28 +231,31 @@ def request_id_of(request: Request, asked: str | None) -> str:
     return asked
 
 
-async def answer(
-    request: Request, exchange: Exchange, form: Format, wire: Wire = PLAIN
+async def respond(
+    request: Request,
+    context: ServingContext,
+    form: ResponseBuilder,
+    wire: EventEncoder = UNNAMED_EVENTS,
 ) -> Response:
-    """Render, generate, and answer whole or streamed."""
-    if exchange.stream:
-        return EventStream(_streamed(exchange, form), wire)
-    body = await while_connected(request.receive, _collected(exchange, form))
+    """Render, generate, and respond whole or streamed."""
+    if context.stream:
+        return EventStream(_streamed(context, form), wire)
+    body = await while_connected(request.receive, _collected(context, form))
     return Response(body, media_type="application/json")
 
 
-async def _collected(exchange: Exchange, form: Format) -> bytes:
-    with exchange:
+async def _collected(context: ServingContext, form: ResponseBuilder) -> bytes:
+    with context:
         await form.render()
-        samples = [Sample() for g in exchange.generations for _ in range(g.sampling.n)]
-        async with aclosing(merged(exchange.generations)) as pieces:
+        samples = [Sample() for g in context.generations for _ in range(g.sampling.n)]
+        async with aclosing(merged(context.generations)) as pieces:
             async for piece in pieces:
                 samples[piece.index].take(piece)
 
     def written() -> bytes:
         return encode(form.whole(samples))
 
-    many = exchange.num_scored + _num_logprobs(samples) >= MANY_LOGPROBS
+    many = context.num_scored + _num_logprobs(samples) >= MANY_LOGPROBS
     return await asyncio.to_thread(written) if many else written()
 
 
@@ -253,20 +263,20 @@ def _num_logprobs(samples: Sequence[Sample]) -> int:
     return sum(1 + len(entry.top) for sample in samples for entry in sample.logprobs)
 
 
-async def _streamed(exchange: Exchange, form: Format) -> Groups:
-    with exchange:
+async def _streamed(context: ServingContext, form: ResponseBuilder) -> ChunkGroups:
+    with context:
         await form.render()
-        unfinished = sum(generation.sampling.n for generation in exchange.generations)
+        unfinished = sum(generation.sampling.n for generation in context.generations)
         begun: set[int] = set()
-        async with aclosing(merged(exchange.generations)) as pieces:
+        async with aclosing(merged(context.generations)) as pieces:
             async for piece in pieces:
-                if exchange.num_scored >= MANY_LOGPROBS and piece.index not in begun:
+                if context.num_scored >= MANY_LOGPROBS and piece.index not in begun:
                     begun.add(piece.index)  # what is told of the prompt comes with its first piece
                     chunks = await asyncio.to_thread(list, form.chunks(piece))
                 else:
                     chunks = list(form.chunks(piece))
                 unfinished -= piece.finish_reason is not None
-                if not unfinished and exchange.include_usage:
+                if not unfinished and context.include_usage:
                     chunks.append(form.usage_chunk())
                 if chunks or not unfinished:
-                    yield Group(chunks, last=not unfinished)
+                    yield ChunkGroup(chunks, last=not unfinished)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lookonce.server.http.app import build_app
-from lookonce.server.http.connection import HeadHolder
+from lookonce.server.http.connection import HeadBufferingTransport
 
 
 class RawClient:
@@ -210,7 +210,7 @@ def on_wire():
     def run(scenario) -> list[bytes]:
         async def whole() -> list[bytes]:
             wire = Wire()
-            await scenario(HeadHolder(wire), wire)
+            await scenario(HeadBufferingTransport(wire), wire)
             return wire.written
 
         return asyncio.run(whole())

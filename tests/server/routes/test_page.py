@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lookonce.server.routes.page import FOLDER, assets
+from lookonce.server.routes.page import FOLDER
 
 KEYS = {"api_key": ("secret",)}
 NAMED = re.compile(r"(?:href|src)=\"page/([^\"]+)\"|from \"\./([^\"]+)\"")
@@ -74,14 +74,13 @@ def test_nothing_but_the_page_s_files_is_served(on_site, name):
 
 
 def test_no_file_names_an_address_outside():
-    for name, asset in assets().items():
-        text = asset.body.decode().replace("http://www.w3.org/2000/svg", "")
+    for name, text in page_files().items():
+        text = text.replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?:|//[a-z0-9-]+\.[a-z]|@import", text), name
 
 
 def test_scripts_never_write_markup_and_the_page_has_no_inline_script_or_style():
-    for name, asset in assets().items():
-        text = asset.body.decode()
+    for name, text in page_files().items():
         writes = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function"
         assert not re.search(writes, text), name
         assert not re.search(r"<script>|<style|\son[a-z]+=\"|style=\"", text), name
@@ -92,7 +91,17 @@ def test_every_script_and_style_is_used():
     assert {path.name for path in FOLDER.iterdir()} == used
 
 
+def page_files() -> dict[str, str]:
+    """The text of every file of the page, by its name."""
+    return {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}
+
+
 def named_files() -> set[str]:
     """What index.html and the scripts name."""
-    texts = [asset.body.decode() for asset in assets().values()]
-    return {name for text in texts for pair in NAMED.findall(text) for name in pair if name}
+    return {
+        name
+        for text in page_files().values()
+        for pair in NAMED.findall(text)
+        for name in pair
+        if name
+    }

@@ -13,32 +13,32 @@ from msgspec import UNSET, UnsetType
 from lookonce.frontend.responses import KVTransferParams, ReuseReceipt, TokenEntry, ToolCallDelta
 from lookonce.server.routes.responses_api.input import ResponseTool, ResponseToolChoice, TextFormat
 
-Status = Literal["in_progress", "completed", "incomplete", "cancelled"]
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "cancelled"]
 
 
-class OutputText(msgspec.Struct, kw_only=True):
+class ResponseOutputText(msgspec.Struct, kw_only=True):
     type: Literal["output_text"] = "output_text"
     text: str = ""
     annotations: list[None] = []
     logprobs: list[TokenEntry] = []
 
 
-class Message(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+class ResponseOutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
     id: str
     role: Literal["assistant"] = "assistant"
-    status: Status = "in_progress"
-    content: list[OutputText] = []
+    status: ResponseStatus = "in_progress"
+    content: list[ResponseOutputText] = []
 
 
-class Call(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+class ResponseFunctionToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
     id: str
-    status: Status = "in_progress"
+    status: ResponseStatus = "in_progress"
     call_id: str
     name: str
     arguments: str = ""
 
 
-Item: TypeAlias = Message | Call
+Item: TypeAlias = ResponseOutputMessage | ResponseFunctionToolCall
 
 
 class InputTokensDetails(msgspec.Struct, kw_only=True):
@@ -61,11 +61,11 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
     total_tokens: int
 
 
-class Incomplete(msgspec.Struct):
+class IncompleteDetails(msgspec.Struct):
     reason: Literal["max_output_tokens"]
 
 
-class ShownText(msgspec.Struct):
+class ResponseTextConfig(msgspec.Struct):
     format: TextFormat
 
 
@@ -73,10 +73,10 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    status: Status = "in_progress"
+    status: ResponseStatus = "in_progress"
     background: bool = False
     error: None = None
-    incomplete_details: Incomplete | None = None
+    incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, Any]
@@ -87,7 +87,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     store: bool = False
     """Nothing is: a response can be read once."""
     temperature: float
-    text: ShownText
+    text: ResponseTextConfig
     tool_choice: str | ResponseToolChoice
     tools: list[ResponseTool]
     top_logprobs: int
@@ -103,36 +103,36 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 # --- events -----------------------------------------------------------------------------------
 
 
-class Event(msgspec.Struct, kw_only=True):
+class ResponseStreamEvent(msgspec.Struct, kw_only=True):
     """Base of all; numbered when it is sent."""
 
     type: str
     sequence_number: int = 0
 
 
-class ResponseEvent(Event, kw_only=True):
+class ResponseLifecycleEvent(ResponseStreamEvent, kw_only=True):
     """`response.created`, `.in_progress`, `.completed`, `.incomplete`."""
 
     response: ResponseObject
 
 
-class ItemEvent(Event, kw_only=True):
+class OutputItemEvent(ResponseStreamEvent, kw_only=True):
     """`response.output_item.added` and `.done`."""
 
     output_index: int
     item: Item
 
 
-class PartEvent(Event, kw_only=True):
+class ContentPartEvent(ResponseStreamEvent, kw_only=True):
     """`response.content_part.added` and `.done`."""
 
     item_id: str
     output_index: int
     content_index: int = 0
-    part: OutputText
+    part: ResponseOutputText
 
 
-class TextDelta(Event, kw_only=True):
+class TextDeltaEvent(ResponseStreamEvent, kw_only=True):
     type: str = "response.output_text.delta"
     item_id: str
     output_index: int
@@ -141,7 +141,7 @@ class TextDelta(Event, kw_only=True):
     logprobs: list[TokenEntry]
 
 
-class TextDone(Event, kw_only=True):
+class TextDoneEvent(ResponseStreamEvent, kw_only=True):
     type: str = "response.output_text.done"
     item_id: str
     output_index: int
@@ -150,14 +150,14 @@ class TextDone(Event, kw_only=True):
     logprobs: list[TokenEntry]
 
 
-class ArgumentsDelta(Event, kw_only=True):
+class ArgumentsDeltaEvent(ResponseStreamEvent, kw_only=True):
     type: str = "response.function_call_arguments.delta"
     item_id: str
     output_index: int
     delta: str
 
 
-class ArgumentsDone(Event, kw_only=True):
+class ArgumentsDoneEvent(ResponseStreamEvent, kw_only=True):
     type: str = "response.function_call_arguments.done"
     item_id: str
     output_index: int
@@ -165,17 +165,17 @@ class ArgumentsDone(Event, kw_only=True):
     arguments: str
 
 
-class ErrorEvent(Event, kw_only=True):
+class ErrorEvent(ResponseStreamEvent, kw_only=True):
     type: str = "error"
     code: str | None
     message: str
     param: str | None
 
 
-AnyEvent = TypeVar("AnyEvent", bound=Event)
+AnyEvent = TypeVar("AnyEvent", bound=ResponseStreamEvent)
 
 
-STATUSES: dict[str, Status] = {"length": "incomplete", "abort": "cancelled"}
+STATUSES: dict[str, ResponseStatus] = {"length": "incomplete", "abort": "cancelled"}
 """Finish reason → how the response ended; any other is complete."""
 
 
@@ -185,40 +185,44 @@ class ResponseWriter:
         self._numbers = itertools.count()
         self._open: Item | None = None
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self) -> Iterator[ResponseStreamEvent]:
         yield self._response_event("response.created")
         yield self._response_event("response.in_progress")
 
-    def words(self, text: str, logprobs: list[TokenEntry]) -> Iterator[Event]:
-        if not isinstance(self._open, Message):
+    def words(self, text: str, logprobs: list[TokenEntry]) -> Iterator[ResponseStreamEvent]:
+        if not isinstance(self._open, ResponseOutputMessage):
             yield from self._close("completed")
             yield from self._open_message()
         message = self._open
-        assert isinstance(message, Message)
+        assert isinstance(message, ResponseOutputMessage)
         (part,) = message.content
         part.text += text
         part.logprobs += logprobs
         yield self._numbered(
-            TextDelta(item_id=message.id, output_index=self._index, delta=text, logprobs=logprobs)
+            TextDeltaEvent(
+                item_id=message.id, output_index=self._index, delta=text, logprobs=logprobs
+            )
         )
 
-    def call(self, delta: ToolCallDelta) -> Iterator[Event]:
+    def call(self, delta: ToolCallDelta) -> Iterator[ResponseStreamEvent]:
         function = delta.function
         if isinstance(delta.id, str) and isinstance(function.name, str):
             yield from self._close("completed")
-            self._open = Call(id=_id("fc"), call_id=delta.id, name=function.name)
+            self._open = ResponseFunctionToolCall(
+                id=_id("fc"), call_id=delta.id, name=function.name
+            )
             yield self._add_item(self._open)
-        if function.arguments and isinstance(self._open, Call):
+        if function.arguments and isinstance(self._open, ResponseFunctionToolCall):
             self._open.arguments += function.arguments
             yield self._numbered(
-                ArgumentsDelta(
+                ArgumentsDeltaEvent(
                     item_id=self._open.id,
                     output_index=self._index,
                     delta=function.arguments,
                 )
             )
 
-    def finish(self, reason: str) -> Iterator[Event]:
+    def finish(self, reason: str) -> Iterator[ResponseStreamEvent]:
         """All but the response's own last event. An answer without a word is an empty message."""
         status = STATUSES.get(reason, "completed")
         if not self.response.output:
@@ -226,9 +230,9 @@ class ResponseWriter:
         yield from self._close("completed" if status == "completed" else "incomplete")
         self.response.status = status
         if reason == "length":
-            self.response.incomplete_details = Incomplete("max_output_tokens")
+            self.response.incomplete_details = IncompleteDetails("max_output_tokens")
 
-    def end(self) -> Event:
+    def end(self) -> ResponseStreamEvent:
         """The last event, once usage and all else is known."""
         complete = self.response.status == "completed"
         return self._response_event(f"response.{'completed' if complete else 'incomplete'}")
@@ -242,20 +246,20 @@ class ResponseWriter:
     def _index(self) -> int:
         return len(self.response.output) - 1
 
-    def _open_message(self) -> Iterator[Event]:
-        message = self._open = Message(id=_id("msg"))
+    def _open_message(self) -> Iterator[ResponseStreamEvent]:
+        message = self._open = ResponseOutputMessage(id=_id("msg"))
         yield self._add_item(message)
-        message.content = [OutputText()]
+        message.content = [ResponseOutputText()]
         yield self._part_event("response.content_part.added", message)
 
-    def _close(self, status: Status) -> Iterator[Event]:
+    def _close(self, status: ResponseStatus) -> Iterator[ResponseStreamEvent]:
         item, self._open = self._open, None
         if item is None:
             return
-        if isinstance(item, Message):
+        if isinstance(item, ResponseOutputMessage):
             (part,) = item.content
             yield self._numbered(
-                TextDone(
+                TextDoneEvent(
                     item_id=item.id,
                     output_index=self._index,
                     text=part.text,
@@ -265,7 +269,7 @@ class ResponseWriter:
             yield self._part_event("response.content_part.done", item)
         else:
             yield self._numbered(
-                ArgumentsDone(
+                ArgumentsDoneEvent(
                     item_id=item.id,
                     output_index=self._index,
                     name=item.name,
@@ -275,24 +279,24 @@ class ResponseWriter:
         item.status = status
         yield self._item_event("response.output_item.done", item)
 
-    def _add_item(self, item: Item) -> Event:
+    def _add_item(self, item: Item) -> ResponseStreamEvent:
         self.response.output.append(item)
         return self._item_event("response.output_item.added", item)
 
-    def _item_event(self, name: str, item: Item) -> Event:
+    def _item_event(self, name: str, item: Item) -> ResponseStreamEvent:
         shown = msgspec.structs.replace(item)
-        return self._numbered(ItemEvent(type=name, output_index=self._index, item=shown))
+        return self._numbered(OutputItemEvent(type=name, output_index=self._index, item=shown))
 
-    def _part_event(self, name: str, message: Message) -> Event:
+    def _part_event(self, name: str, message: ResponseOutputMessage) -> ResponseStreamEvent:
         (part,) = message.content
         shown = msgspec.structs.replace(part, logprobs=list(part.logprobs))
         return self._numbered(
-            PartEvent(type=name, item_id=message.id, output_index=self._index, part=shown)
+            ContentPartEvent(type=name, item_id=message.id, output_index=self._index, part=shown)
         )
 
-    def _response_event(self, name: str) -> Event:
+    def _response_event(self, name: str) -> ResponseStreamEvent:
         shown = msgspec.structs.replace(self.response, output=list(self.response.output))
-        return self._numbered(ResponseEvent(type=name, response=shown))
+        return self._numbered(ResponseLifecycleEvent(type=name, response=shown))
 
     def _numbered(self, event: AnyEvent) -> AnyEvent:
         event.sequence_number = self.next_number()

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: the common core, over the same exchange as a chat."""
+"""`POST /v1/responses`: the common core, over the same context as a chat."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from lookonce.server.http.body import receive
 from lookonce.server.http.responses import encode, error_body
 from lookonce.server.routes.responses_api.events import (
     ErrorEvent,
-    Event,
     InputTokensDetails,
     OutputTokensDetails,
     ResponseObject,
+    ResponseStreamEvent,
+    ResponseTextConfig,
     ResponseUsage,
     ResponseWriter,
-    ShownText,
 )
 from lookonce.server.routes.responses_api.input import (
     LOGPROBS,
@@ -51,7 +51,7 @@ from lookonce.server.routes.responses_api.input import (
     response_tools,
     text_grammar,
 )
-from lookonce.server.routes.serving_base import Exchange, answer, open_exchange
+from lookonce.server.routes.serving_base import ServingContext, open_context, respond
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -59,15 +59,15 @@ from lookonce.types.sampling import SamplingParams
 async def create_response(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, ResponsesRequest)
-    exchange = open_exchange(request, body, arrival)
-    exchange.include_usage = False  # the last event always has it
+    context = open_context(request, body, arrival)
+    context.include_usage = False  # the last event always has it
     check_response(body)
-    tools = usable_tools(response_tools(body), exchange.services.tool_dialect)
-    sampling = _sampling(body, exchange.services.defaults)
+    tools = usable_tools(response_tools(body), context.services.tool_dialect)
+    sampling = _sampling(body, context.services.defaults)
     if tools is not None:
         sampling = tools.constrain(sampling)
-    form = ResponseFormat(exchange, body, sampling, tools)
-    return await answer(request, exchange, form, form)
+    form = ResponsesApiBuilder(context, body, sampling, tools)
+    return await respond(request, context, form, form)
 
 
 def _sampling(body: ResponsesRequest, defaults: SamplingDefaults) -> SamplingParams:
@@ -83,34 +83,34 @@ def _sampling(body: ResponsesRequest, defaults: SamplingDefaults) -> SamplingPar
     return msgspec.structs.replace(sampling, grammar=grammar)
 
 
-class ResponseFormat:
+class ResponsesApiBuilder:
     """A response, whole and as events. Also how its events are written: with their names."""
 
     end = b""
 
     def __init__(
         self,
-        exchange: Exchange,
+        context: ServingContext,
         body: ResponsesRequest,
         sampling: SamplingParams,
         tools: UsableTools | None,
     ) -> None:
-        self._exchange = exchange
+        self._context = context
         self._body = body
         self._sampling = sampling
         self._tools = tools
         self._keep = () if tools is None else tools.markers
         self._reader = ScoredReader(
             reader_of(tools),
-            unheard=exchange.services.renderer.skipped(sampling, self._keep),
+            unheard=context.services.renderer.skipped(sampling, self._keep),
             scored=sampling.logprobs is not None,
         )
         self._writer = ResponseWriter(self._response())
         self._begun = False
 
     async def render(self) -> None:
-        exchange, body, tools = self._exchange, self._body, self._tools
-        given, body.input = body.input, ""  # pictures are not kept for the whole answer
+        context, body, tools = self._context, self._body, self._tools
+        given, body.input = body.input, ""  # pictures are not kept for the whole respond
         read = read_input(given, body.instructions)
         options = {
             "chat_template_kwargs": body.chat_template_kwargs,
@@ -118,14 +118,14 @@ class ResponseFormat:
             "tools": None if tools is None else tools.asked.for_template(),
         }
         with _naming(read):
-            with exchange.services.metrics.render.time():
-                rendered = await exchange.services.renderer.render_chat(
+            with context.services.metrics.render.time():
+                rendered = await context.services.renderer.render_chat(
                     read.messages,
-                    tenant=exchange.principal.tenant,
+                    tenant=context.principal.tenant,
                     cache_salt=body.cache_salt,
                     options=options,
                 )
-            exchange.add_prompt(rendered, self._sampling, self._keep)
+            context.add_prompt(rendered, self._sampling, self._keep)
 
     def whole(self, samples: Sequence[Sample]) -> ResponseObject:
         (sample,) = samples
@@ -133,7 +133,7 @@ class ResponseFormat:
             pass
         return self._finished()
 
-    def chunks(self, piece: Piece) -> Iterator[Event]:
+    def chunks(self, piece: Piece) -> Iterator[ResponseStreamEvent]:
         if not self._begun:
             self._begun = True
             yield from self._writer.begin()
@@ -142,13 +142,13 @@ class ResponseFormat:
             self._finished()
             yield self._writer.end()
 
-    def usage_chunk(self) -> Event:
+    def usage_chunk(self) -> ResponseStreamEvent:
         raise AssertionError("the last event has the usage")
 
     # --- how events are written ---------------------------------------------------------------
 
     def event(self, body: msgspec.Struct) -> bytes:
-        assert isinstance(body, Event)
+        assert isinstance(body, ResponseStreamEvent)
         return b"event: " + body.type.encode() + b"\ndata: " + encode(body) + b"\n\n"
 
     def failure(self, error: Exception) -> bytes:
@@ -164,7 +164,9 @@ class ResponseFormat:
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _grow(self, text: str, said: Sample | Piece, finish_reason: str | None) -> Iterator[Event]:
+    def _grow(
+        self, text: str, said: Sample | Piece, finish_reason: str | None
+    ) -> Iterator[ResponseStreamEvent]:
         writer = self._writer
         self._reader.note(said.token_ids, self._logprobs(said))
         for told, logprobs in self._reader.push(text, last=finish_reason is not None):
@@ -177,8 +179,8 @@ class ResponseFormat:
             yield from writer.finish(finish_reason)
 
     def _finished(self) -> ResponseObject:
-        exchange, response = self._exchange, self._writer.response
-        usage = exchange.usage()
+        context, response = self._context, self._writer.response
+        usage = context.usage()
         details = usage.prompt_tokens_details
         response.usage = ResponseUsage(
             input_tokens=usage.prompt_tokens,
@@ -191,35 +193,35 @@ class ResponseFormat:
             output_tokens_details=OutputTokensDetails(),
             total_tokens=usage.total_tokens,
         )
-        response.reuse_receipt = exchange.receipt()
-        response.kv_transfer_params = exchange.kv_transfer()
+        response.reuse_receipt = context.receipt()
+        response.kv_transfer_params = context.kv_transfer()
         return response
 
     def _response(self) -> ResponseObject:
-        exchange, body, sampling = self._exchange, self._body, self._sampling
+        context, body, sampling = self._context, self._body, self._sampling
         return ResponseObject(
-            id=f"resp_{exchange.request_id}",
-            created_at=exchange.created,
+            id=f"resp_{context.request_id}",
+            created_at=context.created,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
-            model=exchange.model,
+            model=context.model,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             temperature=sampling.temperature,
-            text=ShownText((body.text and body.text.format) or TextFormat()),
+            text=ResponseTextConfig((body.text and body.text.format) or TextFormat()),
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
             top_logprobs=sampling.logprobs or 0,
             top_p=sampling.top_p,
             user=body.user,
-            request_id=exchange.request_id,
+            request_id=context.request_id,
         )
 
     def _logprobs(self, said: Sample | Piece) -> list[TokenEntry]:
         logprobs: Sequence[TokenLogprob] | None = said.logprobs
         if self._sampling.logprobs is None or not logprobs:
             return []
-        token_bytes = self._exchange.services.renderer.token_bytes
+        token_bytes = self._context.services.renderer.token_bytes
         return chat_logprobs(said.token_ids, logprobs, token_bytes).content
 
 
