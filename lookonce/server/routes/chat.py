@@ -96,7 +96,7 @@ class ChatResponseBuilder:
 
     async def render(self) -> None:
         context, body = self._context, self._body
-        messages, body.messages = body.messages, []  # pictures are not kept for the whole respond
+        messages, body.messages = body.messages, []  # pictures are not kept for the whole answer
         with context.services.metrics.render.time():
             rendered = await context.services.renderer.render_chat(
                 messages,

@@ -36,7 +36,7 @@ from lookonce.types.sampling import SamplingParams
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
-    """What the render routes respond, or any frontend makes itself."""
+    """What the render routes answer, or any frontend makes itself."""
 
     token_ids: list[TokenId]
     features: Features | None = None
@@ -83,7 +83,7 @@ class GenerateChoice(msgspec.Struct, kw_only=True):
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True):
-    """A whole respond, and each chunk of a streamed one."""
+    """A whole answer, and each chunk of a streamed one."""
 
     request_id: str
     object: Literal["generate"] = "generate"
@@ -142,7 +142,7 @@ class GenerateResponseBuilder:
 
     async def render(self) -> None:
         context, body = self._context, self._body
-        media, self._media, body.features = self._media, [], None  # not kept for the whole respond
+        media, self._media, body.features = self._media, [], None  # not kept for the whole answer
         with context.services.metrics.render.time():
             rendered = await context.services.renderer.render_tokens(
                 body.token_ids,

@@ -1,4 +1,4 @@
-"""One generation request from its body to its respond: what chat and plain completions share."""
+"""One generation request from its body to its answer: what chat and plain completions share."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ServingContext:
     generations: list[Generation] = field(default_factory=list)
     aborted: bool = False
     num_scored: int = 0
-    """Log-probabilities of prompts that the respond will have."""
+    """Log-probabilities of prompts that the answer will have."""
     _entries: dict[int, PromptEntries] = field(default_factory=dict)
     _prompts: list[RenderedPrompt] = field(default_factory=list)
 
@@ -131,14 +131,14 @@ class ServingContext:
     def _count_scored(
         self, rendered: RenderedPrompt, sampling: SamplingParams, scored_by: str
     ) -> None:
-        """Raises `BadRequestError` for more than an respond can hold: every sample repeats them."""
+        """Raises `BadRequestError` for more than an answer can hold: every sample repeats them."""
         if sampling.prompt_logprobs is None:
             return
         each = len(rendered.token_ids) * (sampling.prompt_logprobs + 1)
         self.num_scored += each * sampling.n
         if self.num_scored > MAX_SCORED:
             raise BadRequestError(
-                f"{scored_by}: the respond would have more than {MAX_SCORED} log-probabilities of "
+                f"{scored_by}: the answer would have more than {MAX_SCORED} log-probabilities of "
                 "prompts, counted for every sample; send fewer prompts at a time",
                 param=scored_by,
             )
@@ -180,7 +180,7 @@ class ServingContext:
 
 
 class ResponseBuilder(Protocol):
-    """How one route writes its respond. The prompts are rendered before any other call."""
+    """How one route writes its answer. The prompts are rendered before any other call."""
 
     async def render(self) -> None: ...
 

@@ -110,7 +110,7 @@ class ResponsesApiBuilder:
 
     async def render(self) -> None:
         context, body, tools = self._context, self._body, self._tools
-        given, body.input = body.input, ""  # pictures are not kept for the whole respond
+        given, body.input = body.input, ""  # pictures are not kept for the whole answer
         read = read_input(given, body.instructions)
         options = {
             "chat_template_kwargs": body.chat_template_kwargs,
