@@ -20,9 +20,11 @@ import msgspec
 
 from lookonce.cache.identity import media_hash
 from lookonce.config import NANO, Config, MediaConfig, Options, SchedulerConfig, resolve
+from lookonce.engine.client.engine_client import EngineClient
 from lookonce.engine.settings import engine_settings
 from lookonce.engine.supervisor.engine_supervisor import EngineSupervisor, OnLoading, socket_folder
-from lookonce.frontend.generation import Generation, Sample, prepared
+from lookonce.frontend.frontend import Frontend, open_frontend
+from lookonce.frontend.generation import PromptGeneration, Sample, prepared
 from lookonce.frontend.media_injection import (
     ItemOutcome,
     arrays_reader,
@@ -33,9 +35,7 @@ from lookonce.frontend.model_download import with_local_model
 from lookonce.frontend.receipt import reuse_receipt, usage
 from lookonce.frontend.responses import ReuseReceipt, StopReason, Usage
 from lookonce.frontend.sampling_params import default_sampling
-from lookonce.frontend.services import Services
-from lookonce.frontend.tools.calls import UsableTools, reader_of, usable_tools, words_of
-from lookonce.frontend.wiring import open_services
+from lookonce.frontend.tools.calls import ToolCalling, content_of, reader_of, tool_calling
 from lookonce.render.media.pool import MAX_QUEUE
 from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE
 from lookonce.types.media import Modality
@@ -100,7 +100,7 @@ class LLM:
         self._stack = AsyncExitStack()
         self._end = weakref.finalize(self, _end_all, self._stack, self._loop)
         try:
-            self._services = self._loop.run(self._open(config, on_loading))
+            self._frontend = self._loop.run(self._open(config, on_loading))
         except BaseException:
             self.close()
             raise
@@ -156,7 +156,7 @@ class LLM:
         """
         offered = offered_items(mm_hashes, mm_kwargs, arrays_reader)
         return self._loop.run(
-            inject_offered(self._services, offered, tenant="", cache_salt=cache_salt, trusted=True)
+            inject_offered(self._frontend, offered, tenant="", cache_salt=cache_salt, trusted=True)
         )
 
     def media_hash(self, data: bytes, *, modality: Modality) -> str:
@@ -164,17 +164,17 @@ class LLM:
         return media_hash(
             data,
             modality=modality,
-            fingerprint=self._services.renderer.fingerprint,
-            algorithm=self._services.config.media.hash_algorithm,
+            fingerprint=self._frontend.renderer.fingerprint,
+            algorithm=self._frontend.config.media.hash_algorithm,
         ).hex()
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """What the model's `generation_config.json` recommends, with `changes`."""
-        return msgspec.structs.replace(default_sampling(self._services.defaults), **changes)
+        return msgspec.structs.replace(default_sampling(self._frontend.defaults), **changes)
 
     def stats(self) -> dict[str, float]:
         """The engine's counters."""
-        return self._loop.run(self._services.engine.stats())
+        return self._loop.run(self._frontend.engine.stats())
 
     def close(self) -> None:
         """Ends the engine process. May be called again; who forgets it has it done at exit."""
@@ -188,7 +188,7 @@ class LLM:
 
     # --- inside: on the event loop ------------------------------------------------------------
 
-    async def _open(self, config: Config, on_loading: OnLoading | None) -> Services:
+    async def _open(self, config: Config, on_loading: OnLoading | None) -> Frontend:
         """Start everything; raises why the engine will never serve."""
         supervisor = EngineSupervisor(
             engine_settings(config),
@@ -198,40 +198,44 @@ class LLM:
         self._stack.enter_context(socket_folder(config.channel.address))
         running = asyncio.create_task(supervisor.run())
         self._stack.push_async_callback(_end_engine, supervisor, running)
-        services = await self._stack.enter_async_context(open_services(config))
-        ready = asyncio.create_task(services.engine.wait_ready())
+        client = EngineClient(
+            config.channel, processor_cache_bytes=config.media.processor_cache_bytes
+        )
+        await self._stack.enter_async_context(client)
+        frontend = await self._stack.enter_async_context(open_frontend(config, client))
+        ready = asyncio.create_task(client.wait_ready())
         await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             ready.cancel()
             running.result()
-        return services
+        return frontend
 
     def _sampling(self, asked: SamplingParams | None) -> SamplingParams:
-        return default_sampling(self._services.defaults) if asked is None else asked
+        return default_sampling(self._frontend.defaults) if asked is None else asked
 
-    def _for_chat(self, asked: SamplingParams | None) -> tuple[SamplingParams, UsableTools | None]:
+    def _for_chat(self, asked: SamplingParams | None) -> tuple[SamplingParams, ToolCalling | None]:
         """How to sample a chat's answer, and how to read it: None where its text is what is said.
 
         Raises `BadRequestError`.
         """
-        sampling, speech = self._sampling(asked), usable_tools(None, self._services.tool_dialect)
+        sampling, speech = self._sampling(asked), tool_calling(None, self._frontend.tool_dialect)
         return (sampling if speech is None else speech.constrain(sampling)), speech
 
     async def _render_chat(self, messages: list[Message], cache_salt: str | None) -> RenderedPrompt:
         async with self._rendering:
-            return await self._services.renderer.render_chat(messages, cache_salt=cache_salt)
+            return await self._frontend.renderer.render_chat(messages, cache_salt=cache_salt)
 
     async def _render_prompt(
         self, prompt: str | list[int], cache_salt: str | None
     ) -> RenderedPrompt:
         async with self._rendering:
-            return await self._services.renderer.render_completion(prompt, cache_salt=cache_salt)
+            return await self._frontend.renderer.render_completion(prompt, cache_salt=cache_salt)
 
     async def _answer_all(
         self,
         renders: Sequence[Render],
         sampling: SamplingParams,
-        speech: UsableTools | None = None,
+        speech: ToolCalling | None = None,
     ) -> list[RequestOutput]:
         """All answers, in order; the first failure ends the others and is raised."""
         try:
@@ -244,7 +248,7 @@ class LLM:
         return [task.result() for task in tasks]
 
     async def _answer(
-        self, render: Render, sampling: SamplingParams, speech: UsableTools | None
+        self, render: Render, sampling: SamplingParams, speech: ToolCalling | None
     ) -> RequestOutput:
         async with self._answering:
             with self._prepared(await render(), sampling, speech) as generation:
@@ -255,7 +259,7 @@ class LLM:
                 return _request_output(generation, samples, speech)
 
     async def _stream(
-        self, render: Render, sampling: SamplingParams, speech: UsableTools | None
+        self, render: Render, sampling: SamplingParams, speech: ToolCalling | None
     ) -> AsyncGenerator[str, None]:
         reader = reader_of(speech)
         with self._prepared(await render(), sampling, speech) as generation:
@@ -263,13 +267,13 @@ class LLM:
                 async for piece in pieces:
                     if piece.index == 0:
                         last = piece.finish_reason is not None
-                        yield words_of(reader.push(piece.text, last=last))
+                        yield content_of(reader.push(piece.text, last=last))
 
     def _prepared(
-        self, rendered: RenderedPrompt, sampling: SamplingParams, speech: UsableTools | None
-    ) -> AbstractContextManager[Generation]:
+        self, rendered: RenderedPrompt, sampling: SamplingParams, speech: ToolCalling | None
+    ) -> AbstractContextManager[PromptGeneration]:
         keep = () if speech is None else speech.markers
-        return prepared(self._services, rendered, sampling, keep=keep)
+        return prepared(self._frontend, rendered, sampling, keep=keep)
 
 
 class _LoopThread:
@@ -354,13 +358,13 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
     return [prompt if isinstance(prompt, str) else list(prompt) for prompt in several]
 
 
-def _said(text: str, speech: UsableTools | None) -> str:
+def _said(text: str, speech: ToolCalling | None) -> str:
     """The words of a chat's answer; what a model thinks in a channel of its own is left out."""
-    return words_of(reader_of(speech).push(text, last=True))
+    return content_of(reader_of(speech).push(text, last=True))
 
 
 def _request_output(
-    generation: Generation, samples: Sequence[Sample], speech: UsableTools | None
+    generation: PromptGeneration, samples: Sequence[Sample], speech: ToolCalling | None
 ) -> RequestOutput:
     asked = generation.sampling.logprobs is not None
     return RequestOutput(

@@ -13,7 +13,7 @@ from PIL import Image
 
 from lookonce import LLM, SamplingParams, media_hash
 from lookonce.errors import BadRequestError, ConfigError, UnavailableError
-from lookonce.frontend.tools.calls import usable_tools, words_of
+from lookonce.frontend.tools.calls import content_of, tool_calling
 from lookonce.render.media.processing import MediaJob, Processing, ProcessingSettings
 from tests.support.drawing import ask, encoded, picture
 from tests.support.live import until
@@ -207,18 +207,18 @@ def test_hashes_and_items_that_do_not_match_are_refused(llm):
 def test_a_chat_says_what_its_final_channel_says(folder):
     """A random model that likes markers: what is read is compared with its tokens."""
     with LLM(str(folder("gpt_oss")), max_model_len=512) as llm:
-        renderer = llm._services.renderer
+        renderer = llm._frontend.renderer
         names = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
         liked = {renderer.special_tokens[name]: 6.0 for name in names}
         params = SamplingParams(temperature=2.0, seed=5, logit_bias=liked, max_tokens=120)
         (output,) = llm.chat(ask("Hello"), params)
-        speech = usable_tools(None, llm._services.tool_dialect)
+        speech = tool_calling(None, llm._frontend.tool_dialect)
         special = renderer.special_tokens.items()
         skipped = {token_id for text, token_id in special if text not in speech.markers}
         said = output.outputs[0].token_ids
         raw = renderer.decode([token_id for token_id in said if token_id not in skipped])
         assert "<|message|>" in raw
-        assert output.text == words_of(speech.reader().push(raw, last=True))
+        assert output.text == content_of(speech.reader().push(raw, last=True))
         assert not any(name in output.text for name in names)
         assert "".join(llm.stream_chat(ask("Hello"), params)) == output.text
         (whole,) = llm.generate(output.prompt_token_ids, params)

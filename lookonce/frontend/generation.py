@@ -1,7 +1,7 @@
 """One prompt's samples: the engine's token deltas become pieces of text.
 
-A `Generation` owns one engine request. Leaving its iterator, for whatever reason, aborts what the
-engine still computes for it.
+A `PromptGeneration` owns one engine request. Leaving its iterator, for whatever reason, aborts the
+samples that the engine still computes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 
 from lookonce.errors import RequestFailedError, error_from_wire
+from lookonce.frontend.frontend import Frontend
 from lookonce.frontend.responses import StopReason
-from lookonce.frontend.services import Detokenizer, Services, check_fits, shortened
+from lookonce.frontend.services import check_fits, shortened
+from lookonce.render.prompt.detokenizer import Detokenizer
 from lookonce.types.request import (
     PrefillFacts,
     PromptLogprob,
@@ -27,10 +29,8 @@ from lookonce.types.request import (
 from lookonce.types.sampling import SamplingParams
 
 _PROCESS = secrets.token_hex(16)
-
-
 _numbers = itertools.count()
-"""Request ids for the engine: unique among all processes, without asking for chance each time."""
+"""The two parts of an engine request's id, which is unique among all processes."""
 
 
 @dataclass(slots=True)
@@ -45,12 +45,12 @@ class Piece:
     stop_reason: StopReason = None
 
 
-class Generation:
+class PromptGeneration:
     """Samples `index_base` to `index_base + n - 1` of one response, from one prompt."""
 
     def __init__(
         self,
-        services: Services,
+        frontend: Frontend,
         rendered: RenderedPrompt,
         sampling: SamplingParams,
         engine_id: str,
@@ -63,16 +63,16 @@ class Generation:
         self.sampling = sampling
         self.facts: PrefillFacts | None = None
         self.prompt_logprobs: list[PromptLogprob | None] | None = None
-        """One per token of the prompt, where they were asked for; from its first tokens on."""
+        """One per token of the prompt, where they were asked for; set with the first delta."""
         self.completion_tokens = 0
         self.aborted = False
-        """Before it is submitted: it will not be."""
-        self._services = services
+        """Set before the request is submitted: it is not submitted then."""
+        self._frontend = frontend
         self._engine_id = engine_id
         self._index_base = index_base
         self._arrival = arrival
         self._texts: dict[int, Detokenizer] = {
-            index: services.renderer.detokenizer(sampling, rendered.token_ids, keep)
+            index: frontend.renderer.detokenizer(sampling, rendered.token_ids, keep)
             for index in range(sampling.n)
         }
         self._last_delta: dict[int, float] = {}
@@ -90,7 +90,7 @@ class Generation:
                 self._close_sample(index, "abort")
                 yield Piece(index + self._index_base, "", [], finish_reason="abort")
             return
-        deltas = self._services.engine.generate(self.rendered, self.sampling, self._engine_id)
+        deltas = self._frontend.engine.generate(self.rendered, self.sampling, self._engine_id)
         async with aclosing(deltas):
             async for delta in deltas:
                 self._observe(delta)
@@ -98,7 +98,7 @@ class Generation:
                 if piece is None:
                     continue
                 if piece.finish_reason and delta.finish_reason is None and self._texts:
-                    await self._services.engine.abort(self._engine_id, delta.index)
+                    await self._frontend.engine.abort(self._engine_id, delta.index)
                 yield piece
                 if not self._texts:
                     return
@@ -107,10 +107,10 @@ class Generation:
     async def abort(self) -> None:
         """End every unfinished sample with "abort"."""
         self.aborted = True
-        await self._services.engine.abort(self._engine_id)
+        await self._frontend.engine.abort(self._engine_id)
 
     def _take(self, delta: TokenDelta) -> Piece | None:
-        """None for what the engine still computed of a sample that a stop string has ended."""
+        """None for tokens that the engine computed after a stop string had ended the sample."""
         if delta.error is not None:
             raise error_from_wire(*delta.error)
         detokenizer = self._texts.get(delta.index)
@@ -142,12 +142,12 @@ class Generation:
         if index == 0:
             self._first_reason = reason
         if not self._texts:
-            metrics = self._services.metrics
+            metrics = self._frontend.metrics
             metrics.success.inc(self._first_reason)
             metrics.request_latency.observe(time.monotonic() - self._arrival)
 
     def _observe(self, delta: TokenDelta) -> None:
-        metrics, now = self._services.metrics, time.monotonic()
+        metrics, now = self._frontend.metrics, time.monotonic()
         if not self._last_delta:
             metrics.time_to_first_token.observe(now - self._arrival)
             metrics.prompt_tokens.inc(len(self.rendered.token_ids))
@@ -158,11 +158,11 @@ class Generation:
         if delta.facts is not None:
             self.facts = delta.facts
         if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = _of_words(self.rendered, delta.prompt_logprobs)
+            self.prompt_logprobs = _per_token(self.rendered, delta.prompt_logprobs)
 
 
-def _of_words(rendered: RenderedPrompt, scored: list[PromptLogprob]) -> list[PromptLogprob | None]:
-    """None for the first token, which follows nothing, and where media stands."""
+def _per_token(rendered: RenderedPrompt, scored: list[PromptLogprob]) -> list[PromptLogprob | None]:
+    """One entry per prompt token: None for the first token and for tokens of media."""
     entries: list[PromptLogprob | None] = [None, *scored]
     for feature in rendered.features:
         entries[feature.offset : feature.end] = [None] * feature.length
@@ -170,7 +170,7 @@ def _of_words(rendered: RenderedPrompt, scored: list[PromptLogprob]) -> list[Pro
 
 
 def prepare(
-    services: Services,
+    frontend: Frontend,
     rendered: RenderedPrompt,
     sampling: SamplingParams,
     *,
@@ -178,18 +178,18 @@ def prepare(
     index_base: int = 0,
     keep: Collection[str] = (),
     limit_asked: bool = True,
-) -> Generation:
-    """A generation ready to start; the prompt's pins stay with the caller.
+) -> PromptGeneration:
+    """A generation ready to start; the caller still has to release the prompt.
 
-    The engine gets a request id of our own making, for clients may repeat theirs. Raises
-    `BadRequestError` where the model cannot take the prompt.
+    `limit_asked`: the client set `max_tokens`. The engine gets a request id of its own, since
+    clients may repeat theirs. Raises `BadRequestError` where the model cannot take the prompt.
     """
-    model = services.engine.model
+    model = frontend.engine.model
     if not limit_asked:
         sampling = shortened(rendered, sampling, model.max_model_len)
     check_fits(rendered, sampling, model)
-    return Generation(
-        services,
+    return PromptGeneration(
+        frontend,
         rendered,
         sampling,
         f"{_PROCESS}-{next(_numbers)}",
@@ -201,30 +201,30 @@ def prepare(
 
 @contextmanager
 def prepared(
-    services: Services,
+    frontend: Frontend,
     rendered: RenderedPrompt,
     sampling: SamplingParams,
     *,
     keep: Collection[str] = (),
-) -> Iterator[Generation]:
-    """A generation ready to start; on the way out the prompt's pins are given back.
+) -> Iterator[PromptGeneration]:
+    """A generation ready to start; the prompt is released at the end of the block.
 
     Raises `BadRequestError` where the model cannot take the prompt.
     """
     try:
-        # From Python the model's recommendation comes as a number like any other.
-        asked = sampling.max_tokens != services.defaults.max_new_tokens
-        yield prepare(services, rendered, sampling, limit_asked=asked, keep=keep)
+        # In Python's `SamplingParams` the model's recommended limit looks like the caller's own.
+        asked = sampling.max_tokens != frontend.defaults.max_new_tokens
+        yield prepare(frontend, rendered, sampling, limit_asked=asked, keep=keep)
     finally:
-        services.renderer.release(rendered)
+        frontend.renderer.release(rendered)
 
 
-def merged(generations: list[Generation]) -> AsyncGenerator[Piece, None]:
-    """The pieces of all, as they come. The first failure ends all of them."""
+def merged(generations: list[PromptGeneration]) -> AsyncGenerator[Piece, None]:
+    """The pieces of all generations, as they come. The first failure ends all of them."""
     return generations[0].pieces() if len(generations) == 1 else _side_by_side(generations)
 
 
-async def _side_by_side(generations: list[Generation]) -> AsyncGenerator[Piece, None]:
+async def _side_by_side(generations: list[PromptGeneration]) -> AsyncGenerator[Piece, None]:
     queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
     tasks = [asyncio.create_task(_forward(g.pieces(), queue)) for g in generations]
     try:
@@ -258,7 +258,7 @@ async def _forward(
 
 @dataclass(slots=True)
 class Sample:
-    """All pieces of one sample, for the answer that is not streamed."""
+    """All pieces of one sample, for an answer that is not streamed."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)

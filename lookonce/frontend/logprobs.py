@@ -58,7 +58,7 @@ class TextCursor:
         return begin
 
 
-class CompletionFormat:
+class CompletionLogprobsBuilder:
     """Builds the parallel lists of `/v1/completions`, whose offsets count characters of text."""
 
     def __init__(

@@ -15,7 +15,7 @@ import msgspec
 
 from lookonce.engine.client.injection import Injected, Keyed
 from lookonce.errors import BadRequestError, LookOnceError
-from lookonce.frontend.services import Services
+from lookonce.frontend.frontend import Frontend
 from lookonce.render.media.injection import arrays_of
 from lookonce.types.media import MODALITIES, Array, Modality
 
@@ -65,7 +65,7 @@ def offered_items(
 
 
 async def inject_offered(
-    services: Services,
+    frontend: Frontend,
     offered: Sequence[Offered],
     *,
     tenant: str,
@@ -75,7 +75,7 @@ async def inject_offered(
     """What became of each item. One that is no good is rejected alone, with one warning."""
 
     def judge(item: Offered) -> Keyed:
-        return services.renderer.injected(
+        return frontend.renderer.injected(
             item.modality,
             item.name,
             item.arrays(),
@@ -91,7 +91,7 @@ async def inject_offered(
             keyed[number] = await asyncio.to_thread(judge, item)
         except LookOnceError as error:
             outcomes[number] = Injected("rejected", error.message)
-    settled = await services.engine.inject_items(list(keyed.values()))
+    settled = await frontend.engine.inject_items(list(keyed.values()))
     outcomes |= zip(keyed, settled, strict=True)
     answer: dict[str, list[ItemOutcome]] = {}
     for number, item in enumerate(offered):

@@ -7,16 +7,100 @@ Names have no prefix inside LookOnce; `lookonce_`, and `vllm:` where asked for, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
-from lookonce.frontend.counters import Counted, Durations, Total, TotalByLabel
+
+class Counted(Protocol):
+    def family(self) -> Metric:
+        """All that was counted until now."""
+
+
+class Total:
+    """How much there was in all."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name, self._text = name, text
+        self._value = 0.0
+
+    def inc(self, amount: float = 1.0) -> None:
+        self._value += amount
+
+    def family(self) -> Metric:
+        return CounterMetricFamily(self._name, self._text, self._value)
+
+
+class TotalByLabel:
+    """How many there were of each kind; kinds appear with their first."""
+
+    def __init__(self, name: str, text: str, label: str) -> None:
+        self._name, self._text, self._label = name, text, label
+        self._values: dict[str, float] = {}
+
+    def inc(self, value: str) -> None:
+        self._values[value] = self._values.get(value, 0.0) + 1.0
+
+    def family(self) -> Metric:
+        family = CounterMetricFamily(self._name, self._text, labels=[self._label])
+        for value, count in self._values.items():
+            family.add_metric([value], count)
+        return family
+
+
+class Durations:
+    """How many took how long: a histogram of seconds over `bounds`, which ascend."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self._name, self._text = name, text
+        self._bounds = list(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._sum += seconds
+
+    def time(self) -> _Timing:
+        """A block whose duration is observed, however it ends."""
+        return _Timing(self)
+
+    def family(self) -> Metric:
+        buckets: list[tuple[str, float]] = []
+        below = 0
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        for name, count in zip(names, self._counts, strict=True):
+            below += count
+            buckets.append((name, float(below)))
+        return HistogramMetricFamily(self._name, self._text, buckets, self._sum)
+
+
+class _Timing:
+    def __init__(self, durations: Durations) -> None:
+        self._durations = durations
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._durations.observe(time.perf_counter() - self._started)
+
 
 Counts = Mapping[str, float]
+
+
 Source = Callable[[], Counts]
+
 
 LATENCY_BUCKETS = (
     .001, .0025, .005, .01, .02, .04, .06, .08, .1, .15, .25, .5, .75, 1, 2.5, 5, 10, 20, 40, 80,
@@ -24,7 +108,7 @@ LATENCY_BUCKETS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class MetricInfo:
     help: str
     label: str | None = None
     """Label names, separated by commas."""
@@ -32,99 +116,100 @@ class Described:
     """The name of the same figure in vLLM, without its prefix."""
 
 
-COUNTED_ELSEWHERE: dict[str, Described] = {
-    "mm_cache_queries_total": Described(
+COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
+    "mm_cache_queries_total": MetricInfo(
         "Media parts looked up in the processor cache", vllm="mm_cache_queries_total"
     ),
-    "mm_cache_hits_total": Described(
+    "mm_cache_hits_total": MetricInfo(
         "Media parts that caused no processing", vllm="mm_cache_hits_total"
     ),
-    "mm_cache_overtaking_hits_total": Described(
+    "mm_cache_overtaking_hits_total": MetricInfo(
         "Hits settled at once while other media waited for decoding workers", label="modality"
     ),
-    "mm_cache_waiting_hits_total": Described(
+    "mm_cache_waiting_hits_total": MetricInfo(
         "Hits that waited for decoding workers, having joined what these did for others",
         label="modality",
     ),
-    "mm_cache_evictions_total": Described("Items the processor cache dropped for room"),
-    "mm_cache_bytes": Described("Bytes of items the API processes list in the processor cache"),
-    "mm_store_bytes": Described("Bytes of items the engine holds, each counted once"),
-    "mm_store_listed_bytes": Described("Bytes the engine accounts to the API processes' lists"),
-    "mm_store_requests": Described("Requests the engine holds items for"),
-    "mm_cache_resends_total": Described("Items the engine should have held and asked for again"),
-    "mm_cache_asks_total": Described("Items the engine asked for after their references came"),
-    "encoder_cache_queries_total": Described("Encoder outputs looked up"),
-    "encoder_cache_hits_total": Described("Encoder outputs found"),
-    "encoder_cache_bytes": Described("Bytes of encoder outputs held"),
-    "encoder_cache_holders": Described("Sequences that hold encoder outputs"),
-    "encoder_cache_host_bytes": Described("Bytes of encoder outputs kept in host memory"),
-    "encoder_cache_restores_total": Described("Encoder outputs brought back from host memory"),
-    "encoder_prefetches_total": Described("Media items encoded before a chunk needed them"),
-    "encoder_runs_total": Described("Media items the encoder was run on"),
-    "prefix_cache_queries_total": Described(
+    "mm_cache_evictions_total": MetricInfo("Items the processor cache dropped for room"),
+    "mm_cache_bytes": MetricInfo("Bytes of items the API processes list in the processor cache"),
+    "mm_store_bytes": MetricInfo("Bytes of items the engine holds, each counted once"),
+    "mm_store_listed_bytes": MetricInfo("Bytes the engine accounts to the API processes' lists"),
+    "mm_store_requests": MetricInfo("Requests the engine holds items for"),
+    "mm_cache_resends_total": MetricInfo("Items the engine should have held and asked for again"),
+    "mm_cache_asks_total": MetricInfo("Items the engine asked for after their references came"),
+    "encoder_cache_queries_total": MetricInfo("Encoder outputs looked up"),
+    "encoder_cache_hits_total": MetricInfo("Encoder outputs found"),
+    "encoder_cache_bytes": MetricInfo("Bytes of encoder outputs held"),
+    "encoder_cache_holders": MetricInfo("Sequences that hold encoder outputs"),
+    "encoder_cache_host_bytes": MetricInfo("Bytes of encoder outputs kept in host memory"),
+    "encoder_cache_restores_total": MetricInfo("Encoder outputs brought back from host memory"),
+    "encoder_prefetches_total": MetricInfo("Media items encoded before a chunk needed them"),
+    "encoder_runs_total": MetricInfo("Media items the encoder was run on"),
+    "prefix_cache_queries_total": MetricInfo(
         "Prompt tokens looked up in the prefix cache", vllm="prefix_cache_queries_total"
     ),
-    "prefix_cache_hits_total": Described(
+    "prefix_cache_hits_total": MetricInfo(
         "Prompt tokens found in the prefix cache", vllm="prefix_cache_hits_total"
     ),
-    "external_prefix_cache_queries_total": Described(
+    "external_prefix_cache_queries_total": MetricInfo(
         "Prompt tokens the device did not hold, while there were external KV tiers",
         vllm="external_prefix_cache_queries_total",
     ),
-    "external_prefix_cache_matched_total": Described("Of those, tokens external KV tiers held"),
-    "external_prefix_cache_hits_total": Described(
+    "external_prefix_cache_matched_total": MetricInfo("Of those, tokens external KV tiers held"),
+    "external_prefix_cache_hits_total": MetricInfo(
         "Of those, tokens loaded and used", vllm="external_prefix_cache_hits_total"
     ),
-    "kv_tier_lookups_total": Described("Tokens looked up in a KV tier", label="tier"),
-    "kv_tier_hits_total": Described("Tokens found in a KV tier", label="tier"),
-    "kv_tier_loaded_tokens_total": Described("Tokens loaded from a KV tier", label="tier"),
-    "kv_tier_loaded_bytes_total": Described("Bytes loaded from a KV tier", label="tier"),
-    "kv_tier_load_seconds_total": Described("Seconds spent reading a KV tier", label="tier"),
-    "kv_tier_stored_tokens_total": Described("Tokens stored in a KV tier", label="tier"),
-    "kv_tier_stored_bytes_total": Described("Bytes stored in a KV tier", label="tier"),
-    "kv_tier_store_seconds_total": Described("Seconds spent writing a KV tier", label="tier"),
-    "kv_tier_dropped_stores_total": Described("Blocks a KV tier could not take", label="tier"),
-    "kv_tier_held_bytes": Described("Bytes a KV tier holds, as far as known", label="tier"),
-    "kv_tier_queue_bytes": Described("Bytes waiting to be stored in a KV tier", label="tier"),
-    "kv_tier_breaker_state": Described(
+    "kv_tier_lookups_total": MetricInfo("Tokens looked up in a KV tier", label="tier"),
+    "kv_tier_hits_total": MetricInfo("Tokens found in a KV tier", label="tier"),
+    "kv_tier_loaded_tokens_total": MetricInfo("Tokens loaded from a KV tier", label="tier"),
+    "kv_tier_loaded_bytes_total": MetricInfo("Bytes loaded from a KV tier", label="tier"),
+    "kv_tier_load_seconds_total": MetricInfo("Seconds spent reading a KV tier", label="tier"),
+    "kv_tier_stored_tokens_total": MetricInfo("Tokens stored in a KV tier", label="tier"),
+    "kv_tier_stored_bytes_total": MetricInfo("Bytes stored in a KV tier", label="tier"),
+    "kv_tier_store_seconds_total": MetricInfo("Seconds spent writing a KV tier", label="tier"),
+    "kv_tier_dropped_stores_total": MetricInfo("Blocks a KV tier could not take", label="tier"),
+    "kv_tier_held_bytes": MetricInfo("Bytes a KV tier holds, as far as known", label="tier"),
+    "kv_tier_queue_bytes": MetricInfo("Bytes waiting to be stored in a KV tier", label="tier"),
+    "kv_tier_breaker_state": MetricInfo(
         "0: the KV tier is in use, 1: on trial, 2: left alone after failures", label="tier"
     ),
-    "kv_tier_failures_total": Described("Failures of a KV tier", label="tier,reason"),
-    "kv_transfer_queue_bytes": Described("Bytes on the device waiting to be copied to KV tiers"),
-    "kv_transfer_dropped_stores_total": Described("Blocks dropped before any KV tier was asked"),
-    "kv_transfer_blocks_held": Described("KV blocks that transfers keep from being reused"),
-    "kv_transfer_blocks_quarantined": Described(
+    "kv_tier_failures_total": MetricInfo("Failures of a KV tier", label="tier,reason"),
+    "kv_transfer_queue_bytes": MetricInfo("Bytes on the device waiting to be copied to KV tiers"),
+    "kv_transfer_dropped_stores_total": MetricInfo("Blocks dropped before any KV tier was asked"),
+    "kv_transfer_blocks_held": MetricInfo("KV blocks that transfers keep from being reused"),
+    "kv_transfer_blocks_quarantined": MetricInfo(
         "Of those, blocks of requests that have ended or given up"
     ),
-    "kv_transfer_requests_loading": Described("Requests waiting for external KV tiers"),
-    "kv_transfer_unknown_completions_total": Described(
+    "kv_transfer_requests_loading": MetricInfo("Requests waiting for external KV tiers"),
+    "kv_transfer_unknown_completions_total": MetricInfo(
         "Answers of KV tiers for requests that had ended"
     ),
-    "num_preemptions_total": Described(
+    "num_preemptions_total": MetricInfo(
         "Sequences preempted and recomputed", vllm="num_preemptions_total"
     ),
-    "media_fetches_total": Described("Media fetched or read", label="modality"),
-    "media_queued_total": Described("Media the decoding workers' queue took", label="modality"),
-    "media_decodes_total": Described("Media decoded", label="modality"),
-    "media_processed_total": Described("Media run through the processor", label="modality"),
-    "readonly_media_fetches_total": Described(
+    "media_fetches_total": MetricInfo("Media fetched or read", label="modality"),
+    "media_queued_total": MetricInfo("Media the decoding workers' queue took", label="modality"),
+    "media_decodes_total": MetricInfo("Media decoded", label="modality"),
+    "media_processed_total": MetricInfo("Media run through the processor", label="modality"),
+    "readonly_media_fetches_total": MetricInfo(
         "Media fetched for render and tokenize routes", label="modality"
     ),
-    "readonly_media_decodes_total": Described(
+    "readonly_media_decodes_total": MetricInfo(
         "Media decoded for render and tokenize routes", label="modality"
     ),
-    "readonly_media_processed_total": Described(
+    "readonly_media_processed_total": MetricInfo(
         "Media processed for render and tokenize routes", label="modality"
     ),
-    "num_requests_running": Described("Sequences being computed", vllm="num_requests_running"),
-    "num_requests_waiting": Described(
+    "num_requests_running": MetricInfo("Sequences being computed", vllm="num_requests_running"),
+    "num_requests_waiting": MetricInfo(
         "Requests waiting to be computed", vllm="num_requests_waiting"
     ),
-    "kv_cache_usage_ratio": Described(
+    "kv_cache_usage_ratio": MetricInfo(
         "Share of KV blocks in use, 0 to 1", vllm="kv_cache_usage_perc"
     ),
 }
 """Every figure another part counts, and what it means. Others are not exported."""
+
 
 VLLM_NAMES = {
     "time_to_first_token_seconds": "time_to_first_token_seconds",
@@ -232,7 +317,7 @@ def _families(counts: Counts) -> list[Metric]:
     return list(found.values())
 
 
-def _family(name: str, described: Described) -> Metric:
+def _family(name: str, described: MetricInfo) -> Metric:
     labels = described.label.split(",") if described.label else []
     kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
     return kind(f"lookonce_{name}", described.help, labels=labels)

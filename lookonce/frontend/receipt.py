@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from lookonce.frontend.generation import Generation
+from lookonce.frontend.generation import PromptGeneration
 from lookonce.frontend.responses import (
     ExternalCache,
     KVTransferParams,
@@ -18,7 +18,7 @@ from lookonce.types.kv import ExternalFacts, ExternalStatus
 from lookonce.types.request import MAX_LISTED_ITEMS, PrefillFacts
 
 
-def usage(generations: Sequence[Generation]) -> Usage:
+def usage(generations: Sequence[PromptGeneration]) -> Usage:
     """Tokens of all prompts and all samples of one response."""
     prompts = [generation.rendered for generation in generations]
     prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -35,7 +35,7 @@ def usage(generations: Sequence[Generation]) -> Usage:
     )
 
 
-def reuse_receipt(generations: Sequence[Generation]) -> ReuseReceipt:
+def reuse_receipt(generations: Sequence[PromptGeneration]) -> ReuseReceipt:
     """At most `MAX_LISTED_ITEMS` items are listed; totals cover all."""
     facts = [generation.facts for generation in generations if generation.facts is not None]
     items = [item for generation in generations for item in _items(generation)]
@@ -47,7 +47,7 @@ def reuse_receipt(generations: Sequence[Generation]) -> ReuseReceipt:
     )
 
 
-def kv_transfer_params(generations: Sequence[Generation]) -> KVTransferParams:
+def kv_transfer_params(generations: Sequence[PromptGeneration]) -> KVTransferParams:
     """Sums over all prompts of one response."""
     facts = [_external(generation.facts) for generation in generations]
     by_tier: Counter[str] = Counter()
@@ -83,7 +83,7 @@ def _cached(facts: PrefillFacts | None) -> int:
     return 0 if facts is None else facts.prefix_cached_tokens + facts.external_cached_tokens
 
 
-def _items(generation: Generation) -> list[ReceiptItem]:
+def _items(generation: PromptGeneration) -> list[ReceiptItem]:
     if generation.facts is None:
         return []
     rendered = generation.rendered

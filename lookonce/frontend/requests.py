@@ -1,29 +1,109 @@
 """What clients send, as declared structs that msgspec decodes straight from the body's bytes.
 
 Fields that are not declared are ignored: they are harmless (`user`, `store`, `metadata`, ...).
-Fields that would change the answer and are not built yet are declared in an `Unbuilt` base as raw
-JSON: `parsing.parse` refuses them with a clear 400 unless their value asks for nothing.
+Fields that would change the answer and are not supported are declared as raw JSON, with the type
+`Raw`: `server.http.body.parse` refuses them with a 400 unless their value asks for nothing.
+
+    RefusesUnsupported
+    ├── TokenizeRequest
+    └── UnsupportedParameters ── StructuredFields ── SamplingFields ── GenerationFields
+                                                                       └── ChatOrCompletionFields
+                                                                           ├── ChatRequest
+                                                                           └── CompletionRequest
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from lookonce.frontend.structured_outputs import Structured
-from lookonce.frontend.tools.asked import Tool, ToolChoice
-from lookonce.frontend.unsupported_parameters import NOTHING, Raw, Refusing
+from lookonce.frontend.tools.calls import Tool, ToolChoice
 
+Raw = msgspec.Raw | msgspec.UnsetType
+NOTHING = msgspec.UNSET
+Schema = dict[str, Any] | bool
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+def raw_bytes(raw: Raw) -> bytes:
+    """The JSON as it came; empty where the field is absent."""
+    return b"" if raw is NOTHING else bytes(raw)
+
+
+class RefusesUnsupported(msgspec.Struct, kw_only=True):
+    """Base of bodies with fields of type `Raw`, which are refused."""
+
+    @classmethod
+    @cache
+    def unsupported_fields(cls) -> tuple[str, ...]:
+        return tuple(f.name for f in msgspec.structs.fields(cls) if f.type == Raw)
+
+
+class UnsupportedParameters(RefusesUnsupported, kw_only=True):
+    """vLLM's and Hugging Face's parameters that no generating route supports."""
+
+    use_beam_search: Raw = NOTHING
+    logits_processors: Raw = NOTHING
+    allowed_token_ids: Raw = NOTHING
+    bad_words: Raw = NOTHING
+    truncate_prompt_tokens: Raw = NOTHING
+    return_token_ids: Raw = NOTHING
+    return_tokens_as_token_ids: Raw = NOTHING
+    vllm_xargs: Raw = NOTHING
+    thinking_token_budget: Raw = NOTHING
+    guided_whitespace_pattern: Raw = NOTHING
+    media_io_kwargs: Raw = NOTHING
+    max_new_tokens: Raw = NOTHING
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    name: str | None = None
+    description: str | None = None
+    schema: Schema | None = None
+    strict: bool | None = None
+    """Ignored: the answer always conforms."""
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    type: str = "text"
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's. The `disable_*` fields only concern vLLM's grammar libraries."""
+
+    json: str | Schema | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: Literal[False] | None = None
+    disable_fallback: bool | None = None
+    disable_additional_properties: Literal[False] | None = None
+
+
+class StructuredFields(UnsupportedParameters, kw_only=True):
+    """What the answer must look like: OpenAI's field, vLLM's, and vLLM's older ones.
+
+    Only one of them may be used.
+    """
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class Sampling(Structured, kw_only=True):
-    """Sampling controls both generation routes share; None means the served model's default."""
+class SamplingFields(StructuredFields, kw_only=True):
+    """Sampling controls; None means the served model's default."""
 
     n: int | None = None
     temperature: float | None = None
@@ -43,11 +123,11 @@ class Sampling(Structured, kw_only=True):
     max_tokens: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: Literal[True] | None = None
-    """vLLM's; only its default is served."""
+    """vLLM's; only its default is supported."""
 
 
-class Generate(Sampling, kw_only=True):
-    """What is not about sampling and is the same for chat and plain completions."""
+class GenerationFields(SamplingFields, kw_only=True):
+    """Fields beside sampling that all OpenAI routes which generate have."""
 
     model: str | None = None
     stream: bool | None = None
@@ -58,8 +138,8 @@ class Generate(Sampling, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class ChatOrCompletion(Generate, kw_only=True):
-    """What chats and plain completions have beside all that generate."""
+class ChatOrCompletionFields(GenerationFields, kw_only=True):
+    """Fields of chats and plain completions that `/v1/responses` does not have."""
 
     max_completion_tokens: int | None = None
     best_of: int | None = None
@@ -69,11 +149,11 @@ class ChatOrCompletion(Generate, kw_only=True):
     suffix: Raw = NOTHING
 
 
-class ChatRequest(ChatOrCompletion, kw_only=True):
+class ChatRequest(ChatOrCompletionFields, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
-    """The renderer judges roles and parts: it knows what the model takes."""
+    """Checked by the renderer, which knows the roles and parts that the model takes."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
@@ -99,7 +179,7 @@ class ChatRequest(ChatOrCompletion, kw_only=True):
     chat_template: Raw = NOTHING
 
 
-class CompletionRequest(ChatOrCompletion, kw_only=True):
+class CompletionRequest(ChatOrCompletionFields, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
@@ -115,14 +195,14 @@ class CompletionRequest(ChatOrCompletion, kw_only=True):
     prompt_embeds: Raw = NOTHING
 
 
-class TokenizeRequest(Refusing, kw_only=True):
+class TokenizeRequest(RefusesUnsupported, kw_only=True):
     """`POST /tokenize`: `prompt` or `messages`, as vLLM's."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
-    """None: yes for a prompt, no for messages, whose template writes its own."""
+    """None: yes for a prompt, no for messages, whose template writes special tokens itself."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -143,11 +223,13 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 TEMPLATE_FIELDS = (
-    "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
     "mm_processor_kwargs",
-)  # fmt: skip
+)
 
 
 def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """How messages become a prompt; the renderer's options bear the same names."""
+    """The renderer's options, which have the names of the request's fields."""
     return {name: getattr(body, name) for name in TEMPLATE_FIELDS}

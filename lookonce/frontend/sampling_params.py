@@ -7,14 +7,26 @@ from pathlib import Path
 import msgspec
 
 from lookonce.errors import BadRequestError, ModelLoadError
-from lookonce.frontend.requests import ChatOrCompletion, ChatRequest, CompletionRequest, Sampling
-from lookonce.frontend.structured_outputs import grammar_of
+from lookonce.frontend.requests import (
+    ChatOrCompletionFields,
+    ChatRequest,
+    CompletionRequest,
+    JsonSchemaFormat,
+    ResponseFormat,
+    SamplingFields,
+    Schema,
+    StructuredFields,
+    StructuredOutputs,
+)
+from lookonce.types.grammar import Grammar
 from lookonce.types.sampling import SamplingParams
 
+MAX_CHOICES = 10_000
+ANY_OBJECT = '{"type":"object"}'
 COMPLETION_MAX_TOKENS = 16
 """What `/v1/completions` generates when the client names no limit (OpenAI's default)."""
 LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
-"""What clients call the most tokens to generate; the newer name wins."""
+"""The fields that limit the tokens to generate; of several the first counts."""
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
@@ -50,15 +62,18 @@ def read_defaults(folder: str) -> SamplingDefaults:
 
 
 def names_limit(body: object) -> bool:
-    """Whether the client said how much to generate at most: kept to, or refused where the context
-    is too short. One that the server chose is shortened to what the context leaves."""
+    """Whether the client set a limit of tokens to generate.
+
+    A client's limit is refused where the context is too short for it; a limit that the server chose
+    is shortened to what the context leaves.
+    """
     # The body of `/generate` has no defaults.
-    return not isinstance(body, Sampling) or asked_limit(body) is not None
+    return not isinstance(body, SamplingFields) or asked_limit(body) is not None
 
 
 def default_sampling(defaults: SamplingDefaults) -> SamplingParams:
-    """What a chat request that asks for nothing gets."""
-    return _sampling(Sampling(), defaults, defaults.max_new_tokens, None, "logprobs")
+    """The parameters of a chat request that sets none."""
+    return _sampling(SamplingFields(), defaults, defaults.max_new_tokens, None, "logprobs")
 
 
 def chat_sampling(request: ChatRequest, defaults: SamplingDefaults) -> SamplingParams:
@@ -71,7 +86,7 @@ def chat_sampling(request: ChatRequest, defaults: SamplingDefaults) -> SamplingP
         limit = defaults.max_new_tokens
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     sampling = _sampling(request, defaults, limit, logprobs, "top_logprobs")
-    return _scoring_prompt(sampling, request, request.prompt_logprobs)
+    return _with_prompt_logprobs(sampling, request, request.prompt_logprobs)
 
 
 def completion_sampling(request: CompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
@@ -85,32 +100,11 @@ def completion_sampling(request: CompletionRequest, defaults: SamplingDefaults) 
     sampling = _sampling(request, defaults, limit, request.logprobs, "logprobs")
     asked = (request.prompt_logprobs, request.logprobs if request.echo else None)
     wanted = max((count for count in asked if count is not None), default=None)
-    return _scoring_prompt(sampling, request, wanted)
-
-
-def asked_limit(request: Sampling) -> int | None:
-    """Tokens to generate at most, as the client says it."""
-    named = (getattr(request, name, None) for name in LIMITS)
-    return next((limit for limit in named if isinstance(limit, int)), None)
-
-
-def _check_best_of(request: ChatOrCompletion) -> None:
-    if request.best_of not in (None, request.n or 1):
-        raise BadRequestError("best_of is not supported beyond n", param="best_of")
-
-
-def _scoring_prompt(
-    sampling: SamplingParams, request: ChatOrCompletion, wanted: int | None
-) -> SamplingParams:
-    if request.stream and request.prompt_logprobs is not None:
-        raise BadRequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
-    if wanted is None:
-        return sampling
-    return msgspec.structs.replace(sampling, prompt_logprobs=wanted)
+    return _with_prompt_logprobs(sampling, request, wanted)
 
 
 def response_sampling(
-    request: Sampling, logprobs: int | None, defaults: SamplingDefaults
+    request: SamplingFields, logprobs: int | None, defaults: SamplingDefaults
 ) -> SamplingParams:
     """Raises `BadRequestError` naming the field."""
     limit = asked_limit(request)
@@ -125,8 +119,29 @@ def response_sampling(
         raise BadRequestError(message, param="max_output_tokens") from None
 
 
+def asked_limit(request: SamplingFields) -> int | None:
+    """The client's limit of tokens to generate, if it set one."""
+    named = (getattr(request, name, None) for name in LIMITS)
+    return next((limit for limit in named if isinstance(limit, int)), None)
+
+
+def _check_best_of(request: ChatOrCompletionFields) -> None:
+    if request.best_of not in (None, request.n or 1):
+        raise BadRequestError("best_of is not supported beyond n", param="best_of")
+
+
+def _with_prompt_logprobs(
+    sampling: SamplingParams, request: ChatOrCompletionFields, wanted: int | None
+) -> SamplingParams:
+    if request.stream and request.prompt_logprobs is not None:
+        raise BadRequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
+    if wanted is None:
+        return sampling
+    return msgspec.structs.replace(sampling, prompt_logprobs=wanted)
+
+
 def _sampling(
-    request: Sampling,
+    request: SamplingFields,
     defaults: SamplingDefaults,
     max_tokens: int | None,
     logprobs: int | None,
@@ -171,7 +186,7 @@ def _first(asked: float | None, default: float | None) -> float | None:
 
 
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
-    """JSON's keys are text; the tokens they name are numbers."""
+    """The same by token id: JSON's keys are text."""
     if not bias:
         return None
     tokens = {}
@@ -180,3 +195,98 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
             raise BadRequestError(f"logit_bias: {key[:20]!r} is not a token id", param="logit_bias")
         tokens[int(key)] = value
     return tokens
+
+
+# --- structured outputs ---------------------------------------------------------------------------
+
+
+def grammar_of(body: StructuredFields) -> Grammar | None:
+    """The grammar that the answer must follow; None where it may be anything.
+
+    Raises `BadRequestError` naming the field at fault.
+    """
+    found: list[Grammar] = []
+    if body.response_format is not None:
+        found += _of_format(body.response_format, "response_format")
+    if body.structured_outputs is not None:
+        found += _of_outputs(body.structured_outputs, "structured_outputs.")
+    guided = StructuredOutputs(
+        json=body.guided_json,
+        regex=body.guided_regex,
+        choice=body.guided_choice,
+        grammar=body.guided_grammar,
+    )
+    found += _of_outputs(guided, "guided_")
+    if len(found) > 1:
+        names = " and ".join(grammar.param for grammar in found)
+        raise BadRequestError(f"{names} cannot be used together", param=found[1].param)
+    return found[0] if found else None
+
+
+def _of_format(asked: ResponseFormat, param: str) -> list[Grammar]:
+    match asked:
+        case ResponseFormat(type="text"):
+            return []
+        case ResponseFormat(type="json_object"):
+            return [Grammar(kind="json_schema", source=ANY_OBJECT, param=param)]
+        case ResponseFormat(type="json_schema"):
+            return [schema_grammar(asked.json_schema, f"{param}.json_schema")]
+    raise BadRequestError(
+        f"{param}.type: {asked.type[:50]!r} is none of text, json_object, json_schema",
+        param=f"{param}.type",
+        code="unsupported_parameter",
+    )
+
+
+def schema_grammar(asked: JsonSchemaFormat | None, param: str) -> Grammar:
+    """Raises `BadRequestError` where the schema itself is missing."""
+    if asked is None:
+        raise BadRequestError(f"{param} is missing", param=param)
+    if asked.schema is None:
+        raise BadRequestError(f"{param}.schema is missing", param=f"{param}.schema")
+    return _json_grammar(asked.schema, f"{param}.schema")
+
+
+def _of_outputs(asked: StructuredOutputs, prefix: str) -> list[Grammar]:
+    found = []
+    if asked.json is not None:
+        found.append(_json_grammar(asked.json, f"{prefix}json"))
+    if asked.regex is not None:
+        found.append(Grammar(kind="regex", source=asked.regex, param=f"{prefix}regex"))
+    if asked.choice is not None:
+        found.append(_choice(asked.choice, f"{prefix}choice"))
+    if asked.grammar is not None:
+        found.append(Grammar(kind="grammar", source=asked.grammar, param=f"{prefix}grammar"))
+    if asked.json_object:
+        param = f"{prefix}json_object"
+        found.append(Grammar(kind="json_schema", source=ANY_OBJECT, param=param))
+    return found
+
+
+def _json_grammar(schema: str | Schema, param: str) -> Grammar:
+    """A schema may come as JSON text, as vLLM takes it."""
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema, type=Schema)
+        except (ValueError, RecursionError):
+            raise BadRequestError(f"{param}: not a JSON schema", param=param) from None
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    return Grammar(kind="json_schema", source=_json_text(schema, param), param=param)
+
+
+def _json_text(value: object, param: str) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except (ValueError, RecursionError):
+        raise BadRequestError(f"{param}: nested too deeply", param=param) from None
+
+
+def _choice(choices: list[str], param: str) -> Grammar:
+    if not choices or not all(choices):
+        raise BadRequestError(f"{param}: at least one text, none of them empty", param=param)
+    if len(choices) > MAX_CHOICES:
+        raise BadRequestError(
+            f"{param}: {len(choices)} choices, {MAX_CHOICES} are allowed", param=param
+        )
+    return Grammar(kind="choice", source=_json_text(choices, param), param=param)

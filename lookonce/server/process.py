@@ -28,10 +28,9 @@ from lookonce.config import Config
 from lookonce.engine.progress import Failed, ProgressPipe
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.errors import ConfigError, ModelLoadError, error_to_wire
-from lookonce.frontend.services import Drain
-from lookonce.frontend.wiring import open_services
 from lookonce.server.http.app import build_app
 from lookonce.server.http.connection import HttpProtocol
+from lookonce.server.services import Drain, open_services
 from lookonce.server.warmup import warming_up
 
 logger = logging.getLogger("lookonce.server")

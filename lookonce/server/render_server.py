@@ -11,16 +11,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from lookonce.config import Config
-from lookonce.frontend.auth import KeyRing
+from lookonce.frontend.frontend import RenderOnlyEngine, dialect_of
 from lookonce.frontend.metrics import Metrics
-from lookonce.frontend.render_only_engine import NoEngine
 from lookonce.frontend.sampling_params import read_defaults
-from lookonce.frontend.services import Services
-from lookonce.frontend.wiring import aside, dialect_of
 from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
 from lookonce.render.renderer import open_renderer
 from lookonce.server.http.app import RENDER_ROUTES, build_app
+from lookonce.server.http.auth import KeyRing
 from lookonce.server.process import ApiServer, DrainOnSignal, uvicorn_config
+from lookonce.server.services import Services, readonly_counts
 from lookonce.server.warmup import warming_up
 
 
@@ -38,12 +37,12 @@ async def open_render_services(config: Config) -> AsyncIterator[Services]:
         renderer, config.media
     ) as rehearsal:  # fmt: skip
         metrics = Metrics(config.model.served_name, config.server.vllm_metric_names)
-        metrics.sources.append(lambda: aside(readonly.counts()))
+        metrics.sources.append(lambda: readonly_counts(readonly))
         yield Services(
             config=config,
             renderer=renderer,
             readonly=readonly,
-            engine=NoEngine(),
+            engine=RenderOnlyEngine(),
             metrics=metrics,
             keys=KeyRing.of(config.server),
             defaults=read_defaults(config.model.folder),

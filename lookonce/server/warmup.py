@@ -20,13 +20,14 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Route
 
 from lookonce.config import Config
-from lookonce.frontend.abort_peers import RunningRequests
-from lookonce.frontend.auth import KeyRing
+from lookonce.frontend.frontend import RenderOnlyEngine
 from lookonce.frontend.metrics import Metrics
-from lookonce.frontend.render_only_engine import NoEngine
-from lookonce.frontend.services import Drain, Rehearsal, Services
 from lookonce.render.media.largest_media import Largest
+from lookonce.render.readonly import ReadOnlyRenderer
+from lookonce.server.api_process_peers import RunningRequests
 from lookonce.server.http.app import build_app
+from lookonce.server.http.auth import KeyRing
+from lookonce.server.services import Drain, Services
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import EncoderOutcome, PrefillFacts, RenderedPrompt, TokenDelta
 from lookonce.types.sampling import SamplingParams
@@ -71,7 +72,9 @@ async def warm_up(services: Services, app: Starlette) -> None:
         services.warming = False
 
 
-async def _rehearse(services: Services, rehearsal: Rehearsal, routes: Sequence[BaseRoute]) -> None:
+async def _rehearse(
+    services: Services, rehearsal: ReadOnlyRenderer, routes: Sequence[BaseRoute]
+) -> None:
     media = await asyncio.to_thread(_largest, rehearsal, services.config)
     content = [*(_part(each, data) for each, data in media), {"type": "text", "text": TEXT}]
     chat = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
@@ -105,7 +108,7 @@ async def _post(client: httpx.AsyncClient, what: str, route: str, bodies: Sequen
     logger.info("warmed up %s with %s in %.2f s", route, what, time.monotonic() - started)
 
 
-def _largest(rehearsal: Rehearsal, config: Config) -> list[tuple[Largest, str]]:
+def _largest(rehearsal: ReadOnlyRenderer, config: Config) -> list[tuple[Largest, str]]:
     limits = (config.scheduler.max_num_batched_tokens, config.model.max_model_len)
     media = rehearsal.largest_media(min(filter(None, limits)))
     return [(each, base64.b64encode(each.encoded()).decode()) for each in media]
@@ -117,7 +120,7 @@ def _part(medium: Largest, data: str) -> Body:
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
 
 
-def _understudies(services: Services, rehearsal: Rehearsal) -> Services:
+def _understudies(services: Services, rehearsal: ReadOnlyRenderer) -> Services:
     """The same handlers for everybody, over state of their own."""
     return dataclasses.replace(
         services,
@@ -133,7 +136,7 @@ def _understudies(services: Services, rehearsal: Rehearsal) -> Services:
     )
 
 
-class _Understudy(NoEngine):
+class _Understudy(RenderOnlyEngine):
     """Answers any prompt with its last token: the real engine warms itself."""
 
     model = ModelInfo(

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from lookonce.frontend.abort_peers import AbortPeers, RunningRequests
+from lookonce.server.api_process_peers import AbortPeers, RunningRequests
 from tests.support.nodes import engine_node, run
 
 ROUTE = "/inference/v1/abort_requests"

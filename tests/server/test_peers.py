@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from lookonce.frontend.metrics import Metrics
-from lookonce.frontend.metrics_peers import Peers
+from lookonce.server.api_process_peers import MetricsPeers
 
 
 def values(families) -> dict[str, float]:
@@ -28,7 +28,7 @@ def process(number: int) -> Metrics:
 def test_any_process_answers_for_all(tmp_path):
     async def scenario():
         processes = [process(number) for number in range(3)]
-        peers = [Peers(tmp_path, i, 3, m.local_families) for i, m in enumerate(processes)]
+        peers = [MetricsPeers(tmp_path, i, 3, m.local_families) for i, m in enumerate(processes)]
         async with peers[0], peers[1], peers[2]:
             for peer in peers:
                 found = values(await peer.families())
@@ -43,7 +43,7 @@ def test_any_process_answers_for_all(tmp_path):
 def test_a_dead_process_is_left_out(tmp_path):
     async def scenario():
         (tmp_path / "metrics-1.sock").touch()
-        async with Peers(tmp_path, 0, 3, process(1).local_families) as peers:
+        async with MetricsPeers(tmp_path, 0, 3, process(1).local_families) as peers:
             assert values(await peers.families())["lookonce_prompt_tokens_total"] == 10
 
     asyncio.run(scenario())
@@ -51,7 +51,7 @@ def test_a_dead_process_is_left_out(tmp_path):
 
 def test_one_process_alone_opens_nothing(tmp_path):
     async def scenario():
-        async with Peers(tmp_path, 0, 1, process(1).local_families) as peers:
+        async with MetricsPeers(tmp_path, 0, 1, process(1).local_families) as peers:
             assert values(await peers.families())["lookonce_prompt_tokens_total"] == 10
             assert list(tmp_path.iterdir()) == []
 

@@ -25,10 +25,8 @@ from lookonce.engine.process.input_thread import Reception
 from lookonce.engine.process.receiver_cache import Intake
 from lookonce.engine.process.step_loop import StepLoop, Stop
 from lookonce.engine.settings import engine_settings
-from lookonce.frontend.auth import KeyRing
+from lookonce.frontend.frontend import RenderOnlyEngine
 from lookonce.frontend.metrics import Metrics
-from lookonce.frontend.render_only_engine import NoEngine
-from lookonce.frontend.services import Services
 from lookonce.ipc.channel import EngineChannel
 from lookonce.ipc.double import InProcessHub
 from lookonce.render.media.load import MediaLoader
@@ -41,6 +39,8 @@ from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
 from lookonce.render.renderer import Renderer
 from lookonce.server.http.app import RENDER_ROUTES, build_app
+from lookonce.server.http.auth import KeyRing
+from lookonce.server.services import Services
 from tests.support.model.chats import PoolInProcess
 
 _epochs = itertools.count(1)
@@ -146,7 +146,7 @@ async def _node(
         config=config,
         renderer=renderer,
         readonly=readonly,
-        engine=engine or NoEngine(),
+        engine=engine or RenderOnlyEngine(),
         metrics=Metrics("m"),
         keys=KeyRing.of(config.server),
     )

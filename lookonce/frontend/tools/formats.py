@@ -1,4 +1,4 @@
-"""The call formats, and which of them a model speaks."""
+"""The formats that models write tool calls in, and which of them a model uses."""
 
 from __future__ import annotations
 
@@ -6,32 +6,44 @@ import secrets
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from lookonce.frontend.tools import harmony, hermes, llama3, mistral, qwen3_coder
-from lookonce.frontend.tools.asked import AskedTools
-from lookonce.frontend.tools.deltas import ToolParser
+from lookonce.frontend.tools import harmony
+from lookonce.frontend.tools.json_calls import (
+    ARGS,
+    CALL_ID,
+    END_TOOL_CALL,
+    PYTHON_TAG,
+    TOOL_CALL,
+    TOOL_CALLS,
+    HermesParser,
+    Llama3Parser,
+    MistralParser,
+)
+from lookonce.frontend.tools.parser import ToolParser
+from lookonce.frontend.tools.qwen3_coder import FUNCTION, PARAMETER, Qwen3CoderParser
 
 ALPHABET = string.ascii_letters + string.digits
+Schemas = Mapping[str, Mapping[str, Any]]
+"""Function name → JSON schema of its parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One way of writing calls.
-
-    `markers`: tokens that must stay readable where they are special ones. `id_length`: Mistral's
-    templates take ids of nine letters only.
-    """
+    """One way of writing calls."""
 
     name: str
     markers: tuple[str, ...]
-    parser: Callable[[AskedTools], ToolParser]
+    """Tokens that stay in the text even where they are special tokens."""
+    parser: Callable[[Schemas], ToolParser]
+    """Makes a parser of one sample, given the functions that may be called."""
     arguments_key: str
     always: bool = False
-    """Answers are written in it with or without tools."""
+    """Answers are written in the format with or without tools."""
     ends: tuple[str, ...] = ()
     """Markers that end an answer."""
     describes: bool = False
-    """The models' templates take it that every function has a description."""
+    """The models' templates expect that every function has a description."""
     id_prefix: str = "call_"
     id_length: int = 24
 
@@ -54,39 +66,39 @@ FORMATS = {
     "unknown": ToolFormat(
         name="unknown",
         markers=(),
-        parser=lambda asked: hermes.HermesParser(),  # no request gets as far as that
+        parser=lambda schemas: HermesParser(),  # never called: requests with tools are refused
         arguments_key="",
     ),
     "hermes": ToolFormat(
         name="hermes",
-        markers=(hermes.OPEN, hermes.CLOSE),
-        parser=lambda asked: hermes.HermesParser(),
+        markers=(TOOL_CALL, END_TOOL_CALL),
+        parser=lambda schemas: HermesParser(),
         arguments_key="arguments",
     ),
     "llama3": ToolFormat(
         name="llama3",
-        markers=(llama3.TAG,),
-        parser=lambda asked: llama3.Llama3Parser(asked.names.__contains__),
+        markers=(PYTHON_TAG,),
+        parser=lambda schemas: Llama3Parser(schemas.__contains__),
         arguments_key="parameters",
     ),
     "qwen3_coder": ToolFormat(
         name="qwen3_coder",
-        markers=(hermes.OPEN, hermes.CLOSE),
-        parser=qwen3_coder.Qwen3CoderParser,
+        markers=(TOOL_CALL, END_TOOL_CALL),
+        parser=Qwen3CoderParser,
         arguments_key="arguments",
     ),
     "mistral": ToolFormat(
         name="mistral",
-        markers=(mistral.MARKER, mistral.CALL_ID, mistral.ARGS),
-        parser=lambda asked: mistral.MistralParser(),
+        markers=(TOOL_CALLS, CALL_ID, ARGS),
+        parser=lambda schemas: MistralParser(),
         arguments_key="arguments",
         id_prefix="",
-        id_length=9,
+        id_length=9,  # Mistral's templates accept no other
     ),
     "harmony": ToolFormat(
         name="harmony",
         markers=harmony.MARKERS,
-        parser=lambda asked: harmony.HarmonyParser(calls=bool(asked.functions)),
+        parser=lambda schemas: harmony.HarmonyParser(calls=bool(schemas)),
         arguments_key="",
         always=True,
         ends=(harmony.RETURN, harmony.CALL),
@@ -97,10 +109,11 @@ FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class ToolDialect:
-    """A format as one model speaks it. `special`: markers that are special tokens → their ids."""
+    """A format as one model uses it."""
 
     format: ToolFormat
     special: Mapping[str, int]
+    """Markers that are special tokens → their ids."""
     writes_args: bool = False
     """Mistral's newer way: name and arguments apart."""
     refusal: str = ""
@@ -115,8 +128,8 @@ class ToolDialect:
 def choose_dialect(
     option: str, template: str | None, special_tokens: Mapping[str, int]
 ) -> ToolDialect | None:
-    """For `--tool-call-parser`; None where answers are text and the chat template has no place for
-    tools.
+    """The dialect for an option `--tool-call-parser` and a chat template; None where answers are
+    plain text and the template has no place for tools.
 
     `special_tokens` is text → id of all of the tokenizer's special tokens.
     """
@@ -128,19 +141,19 @@ def choose_dialect(
             return None
         refusal = NO_PLACE
     special = {text: special_tokens[text] for text in chosen.markers if text in special_tokens}
-    return ToolDialect(chosen, special, mistral.ARGS in template, refusal)
+    return ToolDialect(chosen, special, ARGS in template, refusal)
 
 
 def _written_in(template: str) -> str:
     """The template writes earlier calls as the model writes its own."""
     if harmony.CHANNEL in template:
         return "harmony"
-    if mistral.MARKER in template:
+    if TOOL_CALLS in template:
         return "mistral"
-    if qwen3_coder.FUNCTION in template:
-        tags = (hermes.OPEN, qwen3_coder.PARAMETER)  # Functionary's and Seed's calls look alike
+    if FUNCTION in template:
+        tags = (TOOL_CALL, PARAMETER)  # Functionary's and Seed's calls look alike
         return "qwen3_coder" if all(tag in template for tag in tags) else "unknown"
-    if hermes.OPEN in template:
+    if TOOL_CALL in template:
         return "unknown" if any(other in template for other in NOT_HERMES) else "hermes"
-    llama = llama3.TAG in template or "ipython" in template or '"parameters"' in template
+    llama = PYTHON_TAG in template or "ipython" in template or '"parameters"' in template
     return "llama3" if llama else "unknown"

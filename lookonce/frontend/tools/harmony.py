@@ -3,9 +3,13 @@
 <|channel|>analysis<|message|>They ask for the weather …<|end|><|start|>assistant
 <|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": …}<|call|>
 
-(The prompt ends with <|start|>assistant.) What is on `analysis` was thought, what is addressed to
-a function is a call, all else is said. Text that is in no message is said too: an answer that was
-begun in the prompt is none of its own.
+(The prompt ends with <|start|>assistant.) A message on `analysis` is reasoning, a message addressed
+to a function is a call, every other one is content. Text outside of messages is content too, since
+an answer that was begun in the prompt continues without a header.
+
+The library openai-harmony is not used: it parses token ids of one vocabulary, which it downloads
+when it is first used (without a network `load_harmony_encoding` fails), while this parser reads the
+text that the detokenizer and stop strings leave, of any tokenizer with these markers.
 """
 
 from __future__ import annotations
@@ -13,8 +17,15 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from lookonce.frontend.tools.deltas import Arguments, CallStart, Delta, Thought, Words, joined
-from lookonce.frontend.tools.scanner import MarkerSearch
+from lookonce.frontend.tools.parser import (
+    CallArguments,
+    CallStart,
+    ContentText,
+    Delta,
+    MarkerSearch,
+    ReasoningText,
+    joined,
+)
 
 START, CHANNEL, CONSTRAIN = "<|start|>", "<|channel|>", "<|constrain|>"
 MESSAGE, END, RETURN, CALL = "<|message|>", "<|end|>", "<|return|>", "<|call|>"
@@ -24,20 +35,21 @@ RECIPIENT = re.compile(r"to=([^\s<]+)")
 ON_ANALYSIS = re.compile(rf"{re.escape(CHANNEL)}\s*analysis")
 LONGEST_HEADER = 512
 
-Where = Literal["outside", "header", "words", "thought", "call"]
+Where = Literal["outside", "header", "content", "reasoning", "call"]
 
 
 class HarmonyParser:
     def __init__(self, *, calls: bool) -> None:
-        """`calls`: functions may be called; else what is addressed to one is said."""
+        """`calls`: functions may be called; else a message to a function is content."""
         self._may_call = calls
         self._search = MarkerSearch(*MARKERS)
         self._where: Where = "outside"
         self._header = ""
-        """Of a message; outside of one, what may begin it without a marker."""
+        """The header of a message so far; outside of messages, text that may begin a header."""
         self._fresh: set[Where] = set()
-        """Of words and thoughts: there were some, and a message on the same channel began since."""
+        """Content or reasoning: a further message of its kind has begun, still without text."""
         self._begun: set[Where] = set()
+        """Content or reasoning: there was some text."""
         self._num_calls = 0
         self._bare = False
         """The call has no arguments yet."""
@@ -52,7 +64,7 @@ class HarmonyParser:
         return self._take_deltas()
 
     def finish(self) -> list[Delta]:
-        """A header that is cut off is nobody's."""
+        """A header that is cut off is dropped."""
         self._take(self._search.held)
         self._search.held = ""
         self._leave()
@@ -66,14 +78,14 @@ class HarmonyParser:
 
     def _take(self, text: str) -> None:
         if self._where not in ("outside", "header"):
-            self._tell(text)
+            self._add(text)
             return
         for number, character in enumerate(text):
             self._header += character
             if not self._may_be_header():
-                said, self._header = self._header + text[number + 1 :], ""
-                self._enter("words")
-                self._tell(said)
+                text, self._header = self._header + text[number + 1 :], ""
+                self._enter("content")
+                self._add(text)
                 return
 
     def _may_be_header(self) -> bool:
@@ -105,34 +117,36 @@ class HarmonyParser:
             self._num_calls += 1
             self._where, self._bare = "call", True
         else:
-            self._enter("thought" if ON_ANALYSIS.search(header) else "words")
+            self._enter("reasoning" if ON_ANALYSIS.search(header) else "content")
 
     def _enter(self, where: Where) -> None:
         self._where = where
         if where in self._begun:
             self._fresh.add(where)
 
-    def _tell(self, text: str) -> None:
+    def _add(self, text: str) -> None:
         if not text:
             return
         if self._where == "call":
             self._bare = self._bare and text.isspace()
-            self._deltas.append(Arguments(self._num_calls - 1, text))
+            self._deltas.append(CallArguments(self._num_calls - 1, text))
             return
         if self._where in self._fresh:
             self._fresh.discard(self._where)
             text = "\n" + text
         self._begun.add(self._where)
-        self._deltas.append(Thought(text) if self._where == "thought" else Words(text))
+        self._deltas.append(
+            ReasoningText(text) if self._where == "reasoning" else ContentText(text)
+        )
 
     def _leave(self) -> None:
         """The message has ended, or there was none."""
         if self._where == "call" and self._bare:
-            self._deltas.append(Arguments(self._num_calls - 1, "{}"))
+            self._deltas.append(CallArguments(self._num_calls - 1, "{}"))
         header, self._header = self._header, ""
         if self._where == "outside" and header.strip():
-            self._enter("words")
-            self._tell(header)
+            self._enter("content")
+            self._add(header)
         self._where = "outside"
 
     def _take_deltas(self) -> list[Delta]:

@@ -16,9 +16,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lookonce.errors import LookOnceError
-from lookonce.frontend.auth import header
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
-from lookonce.frontend.services import Drain, Services
+from lookonce.server.http.auth import header
 from lookonce.server.http.connection import ClientLeftError
 from lookonce.server.http.responses import INTERNAL, error_response, json_response
 from lookonce.server.routes import page
@@ -40,6 +39,7 @@ from lookonce.server.routes.media_cache import inject_media, show_media_cache
 from lookonce.server.routes.openapi import show_openapi
 from lookonce.server.routes.render import detokenize, render_chat, render_completion, tokenize
 from lookonce.server.routes.responses_api.route import create_response
+from lookonce.server.services import Drain, Services
 
 logger = logging.getLogger("lookonce.server")
 

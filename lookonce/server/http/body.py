@@ -18,10 +18,10 @@ from starlette.requests import Request
 
 from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, TooLargeError
-from lookonce.frontend.auth import header
-from lookonce.frontend.services import Services
-from lookonce.frontend.unsupported_parameters import NOTHING, Refusing, raw_bytes
+from lookonce.frontend.requests import NOTHING, RefusesUnsupported, raw_bytes
+from lookonce.server.http.auth import header
 from lookonce.server.http.connection import ClientLeftError
+from lookonce.server.services import Services
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -106,14 +106,14 @@ def parse(body: bytes, kind: type[T]) -> T:
         request: T = _decoder(kind).decode(body)
     except (ValueError, RecursionError) as error:  # ValueError: JSON, UTF-8 or types
         raise _explain(body, kind, error) from None
-    if isinstance(request, Refusing):
+    if isinstance(request, RefusesUnsupported):
         refuse_unsupported(request)
     return request
 
 
-def refuse_unsupported(request: Refusing) -> None:
+def refuse_unsupported(request: RefusesUnsupported) -> None:
     """Raises `BadRequestError` for a field that is declared unsupported and asks for something."""
-    for name in type(request).unbuilt_fields():
+    for name in type(request).unsupported_fields():
         value = getattr(request, name)
         if value is not NOTHING and raw_bytes(value) not in HARMLESS_VALUES:
             raise BadRequestError(

@@ -11,11 +11,11 @@ from starlette.responses import Response
 
 from lookonce import __version__
 from lookonce.errors import LookOnceError
-from lookonce.frontend.auth import Principal
 from lookonce.frontend.responses import ModelCard, ModelList
-from lookonce.frontend.services import Services
+from lookonce.server.http.auth import Principal
 from lookonce.server.http.body import receive
 from lookonce.server.http.responses import json_response
+from lookonce.server.services import Services
 
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 

@@ -24,22 +24,22 @@ from lookonce.frontend.responses import (
     ChatMessage,
 )
 from lookonce.frontend.sampling_params import chat_sampling
-from lookonce.frontend.services import Services
-from lookonce.frontend.tools.asked import read_tools
 from lookonce.frontend.tools.calls import (
+    AnswerDelta,
     CallReader,
-    PlainReader,
-    Told,
-    UsableTools,
-    calls_of,
+    PlainTextReader,
+    ToolCalling,
+    call_deltas_of,
+    content_of,
+    finish_reason_shown,
+    read_tools,
     reader_of,
-    shown_reason,
-    thoughts_of,
-    usable_tools,
-    words_of,
+    reasoning_of,
+    tool_calling,
 )
 from lookonce.server.http.body import receive
 from lookonce.server.routes.serving_base import ServingContext, open_context, respond
+from lookonce.server.services import Services
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -64,13 +64,13 @@ def check_chat(body: ChatRequest) -> None:
         raise BadRequestError("modalities other than text are not supported", param="modalities")
 
 
-def chat_tools(body: ChatRequest, services: Services) -> UsableTools | None:
+def chat_tools(body: ChatRequest, services: Services) -> ToolCalling | None:
     """The tools the model may use. Raises `BadRequestError` naming the part at fault."""
     asked = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-    return usable_tools(asked, services.tool_dialect)
+    return tool_calling(asked, services.tool_dialect)
 
 
-def chat_options(body: ChatRequest, tools: UsableTools | None) -> dict[str, Any]:
+def chat_options(body: ChatRequest, tools: ToolCalling | None) -> dict[str, Any]:
     """How messages and tools become a prompt."""
     options = template_options(body)
     return options if tools is None else {**options, "tools": tools.asked.for_template()}
@@ -84,13 +84,13 @@ class ChatResponseBuilder:
         context: ServingContext,
         body: ChatRequest,
         sampling: SamplingParams,
-        tools: UsableTools | None,
+        tools: ToolCalling | None,
     ) -> None:
         self._context = context
         self._body = body
         self._sampling = sampling
         self._tools = tools
-        self._readers: dict[int, CallReader | PlainReader] = {}
+        self._readers: dict[int, CallReader | PlainTextReader] = {}
         self._greeted: set[int] = set()
         self._id = f"chatcmpl-{context.request_id}"
 
@@ -124,8 +124,8 @@ class ChatResponseBuilder:
     def _choice(self, index: int, sample: Sample) -> ChatChoice:
         told = self._read(index, "".join(sample.text), last=True)
         called = self._called(index)
-        message = ChatMessage(content=words_of(told))
-        message.reasoning_content = thoughts_of(told) or UNSET
+        message = ChatMessage(content=content_of(told))
+        message.reasoning_content = reasoning_of(told) or UNSET
         if called:
             message.content = message.content or None
             message.tool_calls = self._readers[index].calls
@@ -133,11 +133,11 @@ class ChatResponseBuilder:
             index=index,
             message=message,
             logprobs=self._logprobs(sample.token_ids, sample.logprobs),
-            finish_reason=shown_reason(sample.finish_reason, called=called),
+            finish_reason=finish_reason_shown(sample.finish_reason, called=called),
             stop_reason=sample.stop_reason,
         )
 
-    def _read(self, index: int, text: str, *, last: bool) -> list[Told]:
+    def _read(self, index: int, text: str, *, last: bool) -> list[AnswerDelta]:
         """What a sample's text says."""
         if index not in self._readers:
             self._readers[index] = reader_of(self._tools)
@@ -161,7 +161,7 @@ class ChatResponseBuilder:
     def _finish_chunk(self, piece: Piece) -> ChatChunk:
         chunk = self._chunk(piece.index, ChatDelta())
         called = self._called(piece.index)
-        chunk.choices[0].finish_reason = shown_reason(piece.finish_reason, called=called)
+        chunk.choices[0].finish_reason = finish_reason_shown(piece.finish_reason, called=called)
         chunk.choices[0].stop_reason = piece.stop_reason
         if self._context.finished and not self._context.include_usage:
             chunk.reuse_receipt = self._context.receipt()
@@ -199,11 +199,11 @@ class ChatResponseBuilder:
         return chat_logprobs(token_ids, logprobs, self._context.services.renderer.token_bytes)
 
 
-def _delta(told: Sequence[Told]) -> ChatDelta:
+def _delta(told: Sequence[AnswerDelta]) -> ChatDelta:
     """Log-probabilities alone come with empty words."""
-    words = words_of(told)
+    words = content_of(told)
     return ChatDelta(
         content=words if words or not told else UNSET,
-        reasoning_content=thoughts_of(told) or UNSET,
-        tool_calls=calls_of(told) or UNSET,
+        reasoning_content=reasoning_of(told) or UNSET,
+        tool_calls=call_deltas_of(told) or UNSET,
     )

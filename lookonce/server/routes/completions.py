@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from lookonce.errors import BadRequestError, RequestError
 from lookonce.frontend.generation import Piece, Sample
-from lookonce.frontend.logprobs import CompletionFormat as LogprobsFormat
+from lookonce.frontend.logprobs import CompletionLogprobsBuilder as LogprobsFormat
 from lookonce.frontend.logprobs import echoed_logprobs, joined_completion
 from lookonce.frontend.requests import CompletionRequest
 from lookonce.frontend.responses import Completion, CompletionChoice, CompletionLogprobs, Usage

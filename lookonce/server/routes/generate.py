@@ -15,7 +15,14 @@ from starlette.responses import Response
 from lookonce.errors import BadRequestError
 from lookonce.frontend.generation import Piece, Sample
 from lookonce.frontend.logprobs import chat_logprobs
-from lookonce.frontend.requests import StreamOptions, TokenId
+from lookonce.frontend.requests import (
+    NOTHING,
+    Raw,
+    StreamOptions,
+    StructuredFields,
+    TokenId,
+    raw_bytes,
+)
 from lookonce.frontend.responses import (
     ChatLogprobs,
     KVTransferParams,
@@ -24,8 +31,7 @@ from lookonce.frontend.responses import (
     StopReason,
     Usage,
 )
-from lookonce.frontend.structured_outputs import Structured, grammar_of
-from lookonce.frontend.unsupported_parameters import NOTHING, Raw, raw_bytes
+from lookonce.frontend.sampling_params import grammar_of
 from lookonce.render.media.external_items import GivenMedia
 from lookonce.render.media.injection import encode_kwargs
 from lookonce.server.http.body import parse, receive
@@ -52,7 +58,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class SamplingExtras(Structured, kw_only=True):
+class SamplingExtras(StructuredFields, kw_only=True):
     """Of vLLM's sampling parameters those that are refused, and those that make a grammar."""
 
 

@@ -9,12 +9,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lookonce.frontend.auth import Principal
 from lookonce.frontend.media_injection import ItemOutcome, ReadArrays, inject_offered, offered_items
-from lookonce.frontend.services import Services
 from lookonce.render.media.injection import decode_kwargs
+from lookonce.server.http.auth import Principal
 from lookonce.server.http.body import receive
 from lookonce.server.http.responses import json_response
+from lookonce.server.services import Services
 from lookonce.types.media import Modality
 
 

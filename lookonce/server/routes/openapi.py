@@ -16,6 +16,7 @@ from lookonce.frontend.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    RefusesUnsupported,
     TokenizeRequest,
 )
 from lookonce.frontend.responses import (
@@ -27,7 +28,6 @@ from lookonce.frontend.responses import (
     Prompt,
     Tokens,
 )
-from lookonce.frontend.unsupported_parameters import Refusing
 from lookonce.server.routes.admin import AbortRequest, AbortResponse, Status, Version
 from lookonce.server.routes.generate import GenerateRequest, GenerateResponse
 from lookonce.server.routes.media_cache import MediaCacheInfo, MediaCacheRequest, MediaCacheResponse
@@ -140,8 +140,8 @@ def _components(structs: list[Struct]) -> Json:
     structs = sorted(structs, key=lambda struct: struct.__name__)
     _, components = msgspec.json.schema_components(structs, ref_template=REF)
     for struct in structs:
-        if issubclass(struct, Refusing):
-            for name in struct.unbuilt_fields():
+        if issubclass(struct, RefusesUnsupported):
+            for name in struct.unsupported_fields():
                 del components[struct.__name__]["properties"][name]
     return components
 

@@ -12,21 +12,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lookonce.errors import BadRequestError
-from lookonce.frontend.auth import Principal
 from lookonce.frontend.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Generate,
+    GenerationFields,
     StreamOptions,
     TokenizeRequest,
     template_options,
 )
 from lookonce.frontend.responses import Prompt, Tokens
 from lookonce.frontend.sampling_params import chat_sampling, completion_sampling, names_limit
-from lookonce.frontend.services import Services, shortened
-from lookonce.frontend.tools.asked import read_tools
-from lookonce.frontend.tools.calls import usable_tools
+from lookonce.frontend.services import shortened
+from lookonce.frontend.tools.calls import read_tools, tool_calling
+from lookonce.server.http.auth import Principal
 from lookonce.server.http.body import receive
 from lookonce.server.http.connection import while_connected
 from lookonce.server.http.responses import encode, json_response
@@ -34,6 +33,7 @@ from lookonce.server.routes.chat import chat_options, chat_tools, check_chat
 from lookonce.server.routes.completions import named_prompts
 from lookonce.server.routes.generate import Features, MediaForm, features_of
 from lookonce.server.routes.serving_base import check_body, request_id_of
+from lookonce.server.services import Services
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
@@ -128,7 +128,7 @@ async def render_completion(request: Request) -> Response:
 
 def _body(
     services: Services,
-    body: Generate,
+    body: GenerationFields,
     request_id: str,
     rendered: RenderedPrompt,
     sampling: SamplingParams,
@@ -185,7 +185,7 @@ async def _render(
 
 
 def _options(services: Services, body: TokenizeRequest) -> dict[str, Any]:
-    tools = usable_tools(read_tools(body.tools, None, None), services.tool_dialect)
+    tools = tool_calling(read_tools(body.tools, None, None), services.tool_dialect)
     options = template_options(body)
     return options if tools is None else {**options, "tools": tools.asked.for_template()}
 

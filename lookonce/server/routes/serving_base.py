@@ -16,19 +16,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lookonce.errors import BadRequestError
-from lookonce.frontend.auth import Principal, header
-from lookonce.frontend.generation import Generation, Piece, Sample, merged, prepare
+from lookonce.frontend.generation import Piece, PromptGeneration, Sample, merged, prepare
 from lookonce.frontend.logprobs import prompt_entries
 from lookonce.frontend.receipt import kv_transfer_params, reuse_receipt, usage
 from lookonce.frontend.requests import StreamOptions
-from lookonce.frontend.responses import (
-    KVTransferParams,
-    PromptEntries,
-    ReuseReceipt,
-    Usage,
-)
+from lookonce.frontend.responses import KVTransferParams, PromptEntries, ReuseReceipt, Usage
 from lookonce.frontend.sampling_params import names_limit
-from lookonce.frontend.services import Services
+from lookonce.server.http.auth import Principal, header
 from lookonce.server.http.connection import while_connected
 from lookonce.server.http.responses import (
     UNNAMED_EVENTS,
@@ -38,6 +32,7 @@ from lookonce.server.http.responses import (
     EventStream,
     encode,
 )
+from lookonce.server.services import Services
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
@@ -86,7 +81,7 @@ class ServingContext:
     cache_salt: str | None
     arrival: float
     created: int = field(default_factory=lambda: int(time.time()))
-    generations: list[Generation] = field(default_factory=list)
+    generations: list[PromptGeneration] = field(default_factory=list)
     aborted: bool = False
     num_scored: int = 0
     """Log-probabilities of prompts that the answer will have."""

@@ -220,3 +220,63 @@ def test_the_format_is_read_off_the_template(template, name):
     assert dialect is not None
     assert dialect.format.name == name
     assert choose_dialect("mistral", template, {}).format.name == "mistral"
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+# --- harmony --------------------------------------------------------------------------------------
+
+HARMONY = "{{ tools }}<|start|><|channel|><|message|>"
+REASONING = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>Hello!"
+HARMONY_CALL = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>"
+
+
+def test_a_chat_has_its_thoughts_beside_what_is_said(on_site):
+    async def scenario(site):
+        with_tools(site, REASONING + FINAL, HARMONY)
+        message = (await site.chat(max_tokens=150)).json()["choices"][0]["message"]
+        assert (message["content"], message["reasoning_content"]) == ("Hello!", "Hm.")
+        assert "<|channel|>" in site.renderer.kept
+        chunks = events((await site.chat(stream=True, max_tokens=150)).text)
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+        for field, whole in (("content", "Hello!"), ("reasoning_content", "Hm.")):
+            parts = [delta.get(field, "") for delta in deltas]
+            assert "".join(parts) == whole
+            assert sum(map(bool, parts)) > 1
+
+    on_site(scenario)
+
+
+def test_a_call_on_its_channel_is_a_tool_call(on_site):
+    async def scenario(site):
+        with_tools(site, REASONING + HARMONY_CALL + "{}", HARMONY)
+        choice = (await site.chat(tools=[CLOCK], max_tokens=190)).json()["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
+        assert choice["message"]["content"] is None
+        assert site.renderer.options["tools"][0]["function"]["description"] == ""
+
+    on_site(scenario)
+
+
+def test_a_response_says_only_what_is_said(on_site):
+    async def scenario(site):
+        with_tools(site, REASONING + FINAL, HARMONY)
+        body = {"input": "hi", "max_output_tokens": 150}
+        (item,) = (await site.client.post("/v1/responses", json=body)).json()["output"]
+        assert item["content"][0]["text"] == "Hello!"
+
+    on_site(scenario)
+
+
+def test_channels_are_read_where_the_template_has_no_place_for_tools(on_site):
+    async def scenario(site):
+        with_tools(site, REASONING + FINAL, "<|channel|><|message|>")
+        message = (await site.chat(max_tokens=150)).json()["choices"][0]["message"]
+        assert message["content"] == "Hello!"
+        error = (await site.chat(tools=[CLOCK])).json()["error"]
+        assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
+
+    on_site(scenario)

@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from lookonce.config import Options, resolve
-from lookonce.frontend.auth import KeyRing
 from lookonce.frontend.metrics import Metrics
-from lookonce.frontend.services import Services
 from lookonce.server.http.app import build_app
+from lookonce.server.http.auth import KeyRing
+from lookonce.server.services import Services
 from tests.support.server.doubles import ByteRenderer, RecitingEngine
 
 

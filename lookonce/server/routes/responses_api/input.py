@@ -10,17 +10,16 @@ from typing import Any
 import msgspec
 
 from lookonce.errors import BadRequestError
-from lookonce.frontend.requests import Generate
-from lookonce.frontend.structured_outputs import JsonSchemaFormat, Schema, schema_grammar
-from lookonce.frontend.tools.asked import (
-    AskedTools,
+from lookonce.frontend.requests import NOTHING, GenerationFields, JsonSchemaFormat, Raw, Schema
+from lookonce.frontend.sampling_params import schema_grammar
+from lookonce.frontend.tools.calls import (
     Function,
     NamedChoice,
     NamedFunction,
+    RequestedTools,
     Tool,
     read_tools,
 )
-from lookonce.frontend.unsupported_parameters import NOTHING, Raw
 from lookonce.types.grammar import Grammar
 
 LOGPROBS = "message.output_text.logprobs"
@@ -66,7 +65,7 @@ class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     generate_summary: None = None
 
 
-class ResponsesRequest(Generate, kw_only=True):
+class ResponsesRequest(GenerationFields, kw_only=True):
     input: str | list[dict[str, Any]]
     """A text, or items: messages, function calls and what they returned."""
     instructions: str | None = None
@@ -143,7 +142,7 @@ def text_grammar(body: ResponsesRequest) -> Grammar | None:
     )
 
 
-def response_tools(body: ResponsesRequest) -> AskedTools | None:
+def response_tools(body: ResponsesRequest) -> RequestedTools | None:
     """Raises `BadRequestError` naming the part at fault."""
     tools = [_tool(tool) for tool in body.tools or ()]
     choice = body.tool_choice
@@ -155,7 +154,7 @@ def response_tools(body: ResponsesRequest) -> AskedTools | None:
 
 def _unwrapped(
     tools: list[Tool], choice: str | NamedChoice | None, parallel: bool | None
-) -> AskedTools | None:
+) -> RequestedTools | None:
     """Errors name the parts as they are here."""
     try:
         asked = read_tools(tools, choice, parallel)

@@ -21,14 +21,14 @@ from lookonce.frontend.logprobs import TextCursor, chat_logprobs
 from lookonce.frontend.responses import TokenEntry, ToolCallDelta
 from lookonce.frontend.sampling_params import SamplingDefaults, response_sampling
 from lookonce.frontend.tools.calls import (
+    AnswerDelta,
     CallReader,
-    PlainReader,
-    Told,
-    UsableTools,
+    PlainTextReader,
+    ToolCalling,
     reader_of,
-    usable_tools,
+    tool_calling,
 )
-from lookonce.frontend.tools.deltas import Words
+from lookonce.frontend.tools.parser import ContentText
 from lookonce.server.http.body import receive
 from lookonce.server.http.responses import encode, error_body
 from lookonce.server.routes.responses_api.events import (
@@ -62,7 +62,7 @@ async def create_response(request: Request) -> Response:
     context = open_context(request, body, arrival)
     context.include_usage = False  # the last event always has it
     check_response(body)
-    tools = usable_tools(response_tools(body), context.services.tool_dialect)
+    tools = tool_calling(response_tools(body), context.services.tool_dialect)
     sampling = _sampling(body, context.services.defaults)
     if tools is not None:
         sampling = tools.constrain(sampling)
@@ -93,7 +93,7 @@ class ResponsesApiBuilder:
         context: ServingContext,
         body: ResponsesRequest,
         sampling: SamplingParams,
-        tools: UsableTools | None,
+        tools: ToolCalling | None,
     ) -> None:
         self._context = context
         self._body = body
@@ -171,7 +171,7 @@ class ResponsesApiBuilder:
         self._reader.note(said.token_ids, self._logprobs(said))
         for told, logprobs in self._reader.push(text, last=finish_reason is not None):
             match told:
-                case Words(more):
+                case ContentText(more):
                     yield from writer.words(more, logprobs)
                 case ToolCallDelta():
                     yield from writer.call(told)
@@ -239,7 +239,7 @@ def _naming(read: ReadInput) -> Iterator[None]:
         raise type(error)(message, param=named, code=error.code) from None
 
 
-Scored: TypeAlias = tuple[Told, list[TokenEntry]]
+Scored: TypeAlias = tuple[AnswerDelta, list[TokenEntry]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +277,7 @@ class Waiting:
 
 class ScoredReader:
     def __init__(
-        self, reader: CallReader | PlainReader, *, unheard: Collection[int], scored: bool
+        self, reader: CallReader | PlainTextReader, *, unheard: Collection[int], scored: bool
     ) -> None:
         """`scored`: there are log-probabilities."""
         self._reader = reader
@@ -304,11 +304,11 @@ class ScoredReader:
     def _decided(self, text: str, *, last: bool) -> Iterator[Scored]:
         told = self._reader.push(text, last=last)
         self._num_read += len(text)
-        num_said = sum(len(each.text) for each in told if isinstance(each, Words))
+        num_said = sum(len(each.text) for each in told if isinstance(each, ContentText))
         num_held = 0 if last else self._reader.num_held
         entries = self._decide(self._num_read - num_held, num_said)
         for each in told:
-            yield each, entries if isinstance(each, Words) else []
+            yield each, entries if isinstance(each, ContentText) else []
 
     def _decide(self, end: int, num_said: int) -> list[TokenEntry]:
         """What the reader decides at once are words, or words before a marker, or none."""
@@ -321,11 +321,11 @@ class ScoredReader:
 def _joined(scored: list[Scored]) -> list[Scored]:
     """Neighbours made one, as the reader makes them of a text that comes at once."""
     result: list[Scored] = []
-    for are_words, group in groupby(scored, key=lambda each: isinstance(each[0], Words)):
+    for are_words, group in groupby(scored, key=lambda each: isinstance(each[0], ContentText)):
         run = list(group)
         if are_words:
-            text = "".join(told.text for told, _ in run if isinstance(told, Words))
-            result.append((Words(text), [entry for _, entries in run for entry in entries]))
+            text = "".join(told.text for told, _ in run if isinstance(told, ContentText))
+            result.append((ContentText(text), [entry for _, entries in run for entry in entries]))
         else:
             result += _joined_calls(run)
     return result

@@ -10,15 +10,21 @@ from hypothesis import strategies as st
 
 from lookonce.errors import RequestFailedError
 from lookonce.frontend.responses import TokenEntry
-from lookonce.frontend.tools.asked import Function, Tool, read_tools
-from lookonce.frontend.tools.calls import reader_of, usable_tools, words_of
-from lookonce.frontend.tools.deltas import Words
+from lookonce.frontend.tools.calls import (
+    Function,
+    Tool,
+    content_of,
+    read_tools,
+    reader_of,
+    tool_calling,
+)
 from lookonce.frontend.tools.formats import choose_dialect
+from lookonce.frontend.tools.parser import ContentText
 from lookonce.server.routes.responses_api.input import read_input
 from lookonce.server.routes.responses_api.route import ScoredReader
-from tests.server.tools.test_harmony import CALL as TO_FUNCTION
-from tests.server.tools.test_harmony import FINAL, MARKERS, TEMPLATE, THOUGHT
-from tests.server.tools.test_qwen3_coder import BARE, UNENDED
+from tests.frontend.tools.test_harmony import CALL as TO_FUNCTION
+from tests.frontend.tools.test_harmony import FINAL, MARKERS, TEMPLATE, THOUGHT
+from tests.frontend.tools.test_qwen3_coder import BARE, UNENDED
 from tests.support.server.site import response_events
 from tests.support.server.tool_calls import CALL, with_tools
 
@@ -169,7 +175,7 @@ def reader(kind):
         return reader_of(None)
     asked = read_tools([Tool(type="function", function=Function(name="now"))], None, None)
     name = "llama3" if kind == "llama3" else "auto"
-    return usable_tools(asked, choose_dialect(name, TEMPLATES[kind], {})).reader()
+    return tool_calling(asked, choose_dialect(name, TEMPLATES[kind], {})).reader()
 
 
 def scored_reader(kind):
@@ -181,7 +187,7 @@ def entry(token):
 
 
 def read(kind, tokens, pieces):
-    """Words and their tokens; `pieces`: of each, how many tokens it has and its text."""
+    """ContentText and their tokens; `pieces`: of each, how many tokens it has and its text."""
     scored, told, start = scored_reader(kind), [], 0
     for number, (count, text) in enumerate(pieces, 1):
         given = tokens[start : start + count]
@@ -189,8 +195,8 @@ def read(kind, tokens, pieces):
         ids = [UNHEARD if token == b"<unheard>" else 0 for token in given]
         scored.note(ids, [entry(token) for token in given])
         told += scored.push(text, last=number == len(pieces))
-    said = [(each.text, entries) for each, entries in told if isinstance(each, Words)]
-    assert all(not entries for each, entries in told if not isinstance(each, Words))
+    said = [(each.text, entries) for each, entries in told if isinstance(each, ContentText)]
+    assert all(not entries for each, entries in told if not isinstance(each, ContentText))
     return "".join(text for text, _ in said), [bytes(e.bytes) for _, es in said for e in es]
 
 
@@ -236,7 +242,7 @@ def test_the_tokens_of_words_are_their_characters(kind, fragments):
         words, said = words.replace("\n", ""), said.replace("\n", "")
     assert said == words
     plain = reader(kind)
-    assert plain is None or words_of(plain.push(text, last=True)).replace("\n", "") == (
+    assert plain is None or content_of(plain.push(text, last=True)).replace("\n", "") == (
         words.replace("\n", "")
     )
 
@@ -246,7 +252,7 @@ def test_each_text_has_its_own_tokens():
     scored = scored_reader("hermes")
     scored.note([0] * len(text), [entry(c.encode()) for c in text])
     told = scored.push(text, last=True)
-    said = [(each.text, entries) for each, entries in told if isinstance(each, Words)]
+    said = [(each.text, entries) for each, entries in told if isinstance(each, ContentText)]
     assert [text for text, _ in said] == ["Hm.", " Yes."]
     assert ["".join(e.token for e in entries) for _, entries in said] == ["Hm.", " Yes."]
     assert len(told) == 3

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from lookonce.frontend.counters import Durations, Total, TotalByLabel
-from lookonce.frontend.metrics import LATENCY_BUCKETS
+from lookonce.frontend.metrics import LATENCY_BUCKETS, Durations, Total, TotalByLabel
 
 
 class Shown:

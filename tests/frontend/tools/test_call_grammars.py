@@ -10,8 +10,14 @@ import pytest
 from lookonce.config import NANO_FOLDER
 from lookonce.engine.process.grammar import GrammarCompiler
 from lookonce.errors import BadRequestError
-from lookonce.frontend.tools.asked import Function, Tool, read_tools
-from lookonce.frontend.tools.calls import UsableTools, calls_of, words_of
+from lookonce.frontend.tools.calls import (
+    Function,
+    Tool,
+    ToolCalling,
+    call_deltas_of,
+    content_of,
+    read_tools,
+)
 from lookonce.frontend.tools.formats import choose_dialect
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.grammar import Grammar
@@ -47,11 +53,11 @@ def usable(name, choice, *, parallel=None):
     asked = read_tools(TOOLS, choice, parallel)
     assert asked is not None
     assert dialect is not None
-    return UsableTools(asked, dialect)
+    return ToolCalling(asked, dialect)
 
 
 def calls_in(tools, text):
-    words = words_of((reader := tools.reader()).push(text, last=True))
+    words = content_of((reader := tools.reader()).push(text, last=True))
     for call in reader.calls:
         arguments = json.loads(call.function.arguments)
         assert (call.function.name, arguments) in [
@@ -120,7 +126,7 @@ RECURSIVE = {
 def test_references_are_followed_from_the_parameters_own_root(compiler, tokenizer, name):
     function = Function(name='gr"ün', parameters=RECURSIVE)
     asked = read_tools([Tool(type="function", function=function)], "required", False)
-    tools = UsableTools(asked, choose_dialect(name.replace("newer", "mistral"), FORMATS[name], {}))
+    tools = ToolCalling(asked, choose_dialect(name.replace("newer", "mistral"), FORMATS[name], {}))
     compiled = compiler.compile(tools.constrain(SamplingParams()).grammar)
     call = {
         "hermes": '<tool_call>\n{"name": "gr\\"ün", "arguments": %s}\n</tool_call>',
@@ -134,7 +140,7 @@ def test_references_are_followed_from_the_parameters_own_root(compiler, tokenize
     ):  # fmt: skip
         text = call % json.dumps(right)
         assert takes(compiled, tokenizer, text), text
-        (read,) = calls_of((reader := tools.reader()).push(text, last=True))
+        (read,) = call_deltas_of((reader := tools.reader()).push(text, last=True))
         assert json.loads(reader.calls[0].function.arguments) == right
         assert read.function.name == 'gr"ün'
     for wrong in ({"v": 1, "next": {}}, {"v": 1, "$ref": 10}, {"v": 1, "next": {"name": "x"}}):
@@ -162,7 +168,7 @@ def test_the_schema_at_fault_is_named(compiler, form):
     function = Function(name="wrong", parameters=CITY if form else wrong)
     choice = "auto" if form else "required"
     asked = read_tools([*TOOLS, Tool(type="function", function=function)], choice, None)
-    tools = UsableTools(asked, choose_dialect("hermes", "tools", {}))
+    tools = ToolCalling(asked, choose_dialect("hermes", "tools", {}))
     with pytest.raises(BadRequestError) as caught:
         compiler.compile(tools.constrain(SamplingParams(grammar=form)).grammar)
     param = "grammar" if form else "tools[2].function.parameters"
@@ -175,4 +181,4 @@ def test_free_tools_need_no_grammar():
     free = [Tool(type="function", function=Function(name="now"))]
     asked = read_tools(free, None, None)
     dialect = choose_dialect("hermes", "tools", {})
-    assert UsableTools(asked, dialect).constrain(SamplingParams()).grammar is None
+    assert ToolCalling(asked, dialect).constrain(SamplingParams()).grammar is None

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookonce.frontend.tools.asked import Function, Tool, read_tools
-from lookonce.frontend.tools.calls import usable_tools, words_of
-from lookonce.frontend.tools.deltas import Arguments, CallStart, joined
+from lookonce.frontend.tools.calls import Function, Tool, content_of, read_tools, tool_calling
 from lookonce.frontend.tools.formats import choose_dialect
+from lookonce.frontend.tools.parser import CallArguments, CallStart, joined
 from lookonce.frontend.tools.qwen3_coder import Qwen3CoderParser
 from lookonce.types.sampling import SamplingParams
 
@@ -39,7 +38,7 @@ def call(**values):
 
 
 def parse(text, cuts=()):
-    parser = Qwen3CoderParser(ASKED)
+    parser = Qwen3CoderParser(ASKED.schemas)
     deltas, start = [], 0
     for end in [*sorted(cuts), len(text)]:
         deltas += parser.push(text[start:end])
@@ -49,14 +48,16 @@ def parse(text, cuts=()):
 
 def read(text):
     told = (reader := usable().reader()).push(text, last=True)
-    return words_of(told), [(each.function.name, each.function.arguments) for each in reader.calls]
+    return content_of(told), [
+        (each.function.name, each.function.arguments) for each in reader.calls
+    ]
 
 
 def usable(choice=None):
     asked = read_tools(
         [Tool(type="function", function=Function(name="f", parameters=SCHEMA))], choice, None
     )
-    return usable_tools(
+    return tool_calling(
         asked, choose_dialect("auto", "tools <tool_call><function=name><parameter=a>", {})
     )
 
@@ -176,10 +177,10 @@ def test_a_call_cut_off_outside_of_values_has_proper_arguments(values, ended, da
 
 
 def test_text_is_told_while_it_is_written():
-    parser = Qwen3CoderParser(ASKED)
+    parser = Qwen3CoderParser(ASKED.schemas)
     begun = parser.push("<tool_call>\n<function=f>\n<parameter=text>\nBe")
-    assert begun == [CallStart(0, "f"), Arguments(0, '{"text": "Be')]
-    assert parser.push("rn\n</para") == [Arguments(0, "rn")]
+    assert begun == [CallStart(0, "f"), CallArguments(0, '{"text": "Be')]
+    assert parser.push("rn\n</para") == [CallArguments(0, "rn")]
 
 
 def test_a_call_that_must_come_is_written_as_hermes_does():

@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookonce.frontend.tools.deltas import Arguments, CallStart, Words, joined
-from lookonce.frontend.tools.hermes import HermesParser
-from lookonce.frontend.tools.llama3 import Llama3Parser
-from lookonce.frontend.tools.mistral import MistralParser
+from lookonce.frontend.tools.json_calls import HermesParser, Llama3Parser, MistralParser
+from lookonce.frontend.tools.parser import CallArguments, CallStart, ContentText, joined
 
 NAMES = {"get_weather", "add"}
 PARSERS = {
@@ -39,12 +37,12 @@ def words_and_calls(kind, text):
     words, calls = "", []
     for delta in parse(kind, text):
         match delta:
-            case Words(more):
+            case ContentText(more):
                 words += more
             case CallStart(index, name):
                 assert index == len(calls)
                 calls.append([name, ""])
-            case Arguments(index, more):
+            case CallArguments(index, more):
                 calls[index][1] += more
     return words, [(name, arguments) for name, arguments in calls]
 
@@ -97,7 +95,7 @@ SAYS = [
     ("llama3", "<|python_tag|>print(1)", ("<|python_tag|>print(1)", [])),
     ("llama3", "< 5", ("< 5", [])),
     ("llama3", f"{ADD}; and more", ("; and more", [("add", '{"a":1}')])),
-    ("mistral", "Words [TOOL] only", ("Words [TOOL] only", [])),
+    ("mistral", "ContentText [TOOL] only", ("ContentText [TOOL] only", [])),
     ("mistral", f"[TOOL_CALLS] [{WEATHER}, {ADD}]",
      ("", [("get_weather", CITY), ("add", '{"a":1}')])),
     ("mistral", f"Sure.[TOOL_CALLS]get_weather[ARGS]{CITY}[TOOL_CALLS]add{{}}",
@@ -171,5 +169,5 @@ def test_any_arguments_arrive_as_they_were_meant(arguments, swapped, indent, asc
 def test_arguments_are_told_while_they_are_written():
     parser = HermesParser()
     parser.push('<tool_call>{"name": "add", ')
-    assert parser.push('"arguments": {"a": 1, "b"') == [Arguments(0, '{"a": 1, "b"')]
-    assert parser.push(": 2}") == [Arguments(0, ": 2}")]
+    assert parser.push('"arguments": {"a": 1, "b"') == [CallArguments(0, '{"a": 1, "b"')]
+    assert parser.push(": 2}") == [CallArguments(0, ": 2}")]

@@ -10,21 +10,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookonce.engine.process.grammar import GrammarCompiler
-from lookonce.frontend.tools.asked import NO_TOOLS, Function, Tool, read_tools
-from lookonce.frontend.tools.calls import UsableTools, thoughts_of, usable_tools, words_of
-from lookonce.frontend.tools.deltas import CallStart, Words, joined
+from lookonce.frontend.tools.calls import (
+    NO_REQUESTED_TOOLS,
+    Function,
+    Tool,
+    ToolCalling,
+    content_of,
+    read_tools,
+    reasoning_of,
+    tool_calling,
+)
 from lookonce.frontend.tools.formats import choose_dialect
 from lookonce.frontend.tools.harmony import MARKERS, HarmonyParser
+from lookonce.frontend.tools.parser import CallStart, ContentText, joined
 from lookonce.render.prompt.detokenizer import Detokenizer
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.grammar import Grammar
 from lookonce.types.sampling import SamplingParams
-from tests.support.server.site import events
-from tests.support.server.tool_calls import CLOCK, with_tools
 
 TEMPLATE = "{{ tools }}<|start|><|channel|><|message|>"
+
+
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+
+
 FINAL = "<|channel|>final<|message|>Hello!"
+
+
 CALL = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>"
 
 
@@ -41,11 +53,11 @@ def read(text, *, tools=True):
     """`(thoughts, words, calls)` of an answer."""
     dialect = choose_dialect("auto", TEMPLATE, {})
     asked = read_tools([Tool(type="function", function=Function(name="now"))], "auto", None)
-    told = (reader := usable_tools(asked if tools else None, dialect).reader()).push(
+    told = (reader := tool_calling(asked if tools else None, dialect).reader()).push(
         text, last=True
     )
     calls = [(call.function.name, call.function.arguments) for call in reader.calls]
-    return thoughts_of(told), words_of(told), calls
+    return reasoning_of(told), content_of(told), calls
 
 
 SAYS = [
@@ -102,7 +114,7 @@ def test_it_never_matters_how_the_text_is_cut(fragments, calls, data):
     if not calls:
         assert not any(isinstance(delta, CallStart) for delta in whole)
     if text.strip() and not any(marker in text for marker in MARKERS):
-        assert whole == [Words(text)]
+        assert whole == [ContentText(text)]
 
 
 # --- over the tokens of a folder of gpt-oss' kind ---------------------------------------------
@@ -123,15 +135,15 @@ def usable(tokenizer, choice, *, strict=None):
     city = {"type": "object", "properties": {"city": {"enum": ["Bern"]}}, "required": ["city"]}
     functions = [Function(name="get", parameters=city, strict=strict), Function(name="now")]
     asked = read_tools([Tool(type="function", function=f) for f in functions], choice, None)
-    return usable_tools(asked, choose_dialect("auto", TEMPLATE, tokenizer.special_texts))
+    return tool_calling(asked, choose_dialect("auto", TEMPLATE, tokenizer.special_texts))
 
 
 def test_special_tokens_are_read_and_end_the_answer(tokenizer):
-    tools = usable_tools(None, choose_dialect("auto", TEMPLATE, tokenizer.special_texts))
+    tools = tool_calling(None, choose_dialect("auto", TEMPLATE, tokenizer.special_texts))
     ids = tokenizer.encode(THOUGHT + FINAL + "<|return|>", add_special_tokens=False)
     text = Detokenizer(tokenizer, skipped=tokenizer.specials_but(tools.markers)).push(ids)
     told = tools.reader().push(text, last=True)
-    assert (thoughts_of(told), words_of(told)) == ("Hm.", "Hello!")
+    assert (reasoning_of(told), content_of(told)) == ("Hm.", "Hello!")
     ends = {tokenizer.special_texts[text] for text in ("<|return|>", "<|call|>")}
     assert set(tools.constrain(SamplingParams()).stop_token_ids) == ends
     assert tools.constrain(SamplingParams(ignore_eos=True)).stop_token_ids == ()
@@ -145,7 +157,11 @@ def takes(compiled, tokenizer, text):
 
 
 GET = THOUGHT + CALL.replace("now", "get")
+
+
 FIVE = "<|channel|>final<|message|>5"
+
+
 JUDGED = {
     "required": ({GET + '{"city": "Bern"}', CALL + "{}"},
                  {FINAL, GET + '{"city": "Rom"}', CALL.replace("now", "later") + "{}", "Hello"}),
@@ -163,7 +179,7 @@ def test_calls_and_forms_are_held_to_within_the_channels(compiler, tokenizer, ki
     form = Grammar(kind="json_schema", source='{"type":"integer"}') if "form" in kind else None
     tools = usable(tokenizer, "required" if kind == "required" else "auto", strict=kind == "strict")
     if kind == "form":
-        tools = UsableTools(NO_TOOLS, tools.dialect)
+        tools = ToolCalling(NO_REQUESTED_TOOLS, tools.dialect)
     compiled = compiler.compile(tools.constrain(SamplingParams(grammar=form)).grammar)
     right, wrong = JUDGED[kind]
     for text in right:
@@ -192,55 +208,3 @@ def test_a_call_that_must_come_can_be_drawn_and_is_read(compiler, tokenizer):
     (reader := tools.reader()).push(text, last=True)
     assert [call.function.name in ("get", "now") for call in reader.calls] == [True]
     json.loads(reader.calls[0].function.arguments)
-
-
-# --- answers ----------------------------------------------------------------------------------
-
-
-def test_a_chat_has_its_thoughts_beside_what_is_said(on_site):
-    async def scenario(site):
-        with_tools(site, THOUGHT + FINAL, TEMPLATE)
-        message = (await site.chat(max_tokens=150)).json()["choices"][0]["message"]
-        assert (message["content"], message["reasoning_content"]) == ("Hello!", "Hm.")
-        assert "<|channel|>" in site.renderer.kept
-        chunks = events((await site.chat(stream=True, max_tokens=150)).text)
-        deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
-        for field, whole in (("content", "Hello!"), ("reasoning_content", "Hm.")):
-            parts = [delta.get(field, "") for delta in deltas]
-            assert "".join(parts) == whole
-            assert sum(map(bool, parts)) > 1
-
-    on_site(scenario)
-
-
-def test_a_call_on_its_channel_is_a_tool_call(on_site):
-    async def scenario(site):
-        with_tools(site, THOUGHT + CALL + "{}", TEMPLATE)
-        choice = (await site.chat(tools=[CLOCK], max_tokens=190)).json()["choices"][0]
-        assert choice["finish_reason"] == "tool_calls"
-        assert choice["message"]["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
-        assert choice["message"]["content"] is None
-        assert site.renderer.options["tools"][0]["function"]["description"] == ""
-
-    on_site(scenario)
-
-
-def test_a_response_says_only_what_is_said(on_site):
-    async def scenario(site):
-        with_tools(site, THOUGHT + FINAL, TEMPLATE)
-        body = {"input": "hi", "max_output_tokens": 150}
-        (item,) = (await site.client.post("/v1/responses", json=body)).json()["output"]
-        assert item["content"][0]["text"] == "Hello!"
-
-    on_site(scenario)
-
-
-def test_channels_are_read_where_the_template_has_no_place_for_tools(on_site):
-    async def scenario(site):
-        with_tools(site, THOUGHT + FINAL, "<|channel|><|message|>")
-        message = (await site.chat(max_tokens=150)).json()["choices"][0]["message"]
-        assert message["content"] == "Hello!"
-        error = (await site.chat(tools=[CLOCK])).json()["error"]
-        assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
-
-    on_site(scenario)

@@ -1,0 +1,136 @@
+"""The frontend: renderer, engine client and all that turns their work into answers.
+
+The HTTP server and `LLM` both stand on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from lookonce.config import Config
+from lookonce.engine.client.engine_client import EngineClient
+from lookonce.engine.client.health import EngineState
+from lookonce.engine.client.injection import DISABLED, Injected
+from lookonce.errors import NotReadyError
+from lookonce.frontend.metrics import Counts, Metrics
+from lookonce.frontend.sampling_params import SamplingDefaults, read_defaults
+from lookonce.frontend.tools.formats import ToolDialect, choose_dialect
+from lookonce.render.renderer import Renderer, open_renderer
+from lookonce.types.media import ProcessedItem
+from lookonce.types.model import ModelInfo
+from lookonce.types.request import RenderedPrompt, TokenDelta
+from lookonce.types.sampling import SamplingParams
+
+
+@dataclass(slots=True, kw_only=True)
+class Frontend:
+    """What is needed to answer a prompt; one per process."""
+
+    config: Config
+    renderer: Renderer
+    engine: EngineClient | RenderOnlyEngine
+    metrics: Metrics
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    tool_dialect: ToolDialect | None = None
+    """How the served model writes tool calls; None where its template has no place for tools."""
+
+
+@asynccontextmanager
+async def open_frontend(config: Config, client: EngineClient) -> AsyncIterator[Frontend]:
+    """`client` is entered already; its engine may still be loading. Raises `ModelLoadError`."""
+    async with (
+        open_renderer(
+            config.model,
+            config.media,
+            directory=client.directory,
+            uuids=client.sender.uuids,
+            chat_template=config.server.chat_template,
+        ) as renderer,
+        limits_learned(client, renderer),
+    ):
+        metrics = Metrics(config.model.served_name, config.server.vllm_metric_names)
+        metrics.sources += [renderer.counts, lambda: _cache_counts(client)]
+        yield Frontend(
+            config=config,
+            renderer=renderer,
+            engine=client,
+            metrics=metrics,
+            defaults=read_defaults(config.model.folder),
+            tool_dialect=dialect_of(config, renderer),
+        )
+
+
+@asynccontextmanager
+async def limits_learned(client: EngineClient, renderer: Renderer) -> AsyncIterator[None]:
+    """Within the block the renderer gets, as soon as the engine is ready, the limits that only the
+    engine knows, so that it refuses too long prompts early."""
+
+    async def learn() -> None:
+        await client.wait_ready()
+        renderer.max_model_len = client.model.max_model_len
+        renderer.vocab_size = client.model.vocab_size
+
+    learning = asyncio.create_task(learn())
+    try:
+        yield
+    finally:
+        learning.cancel()
+
+
+def dialect_of(config: Config, renderer: Renderer) -> ToolDialect | None:
+    """How the served model writes tool calls."""
+    return choose_dialect(
+        config.server.tool_call_parser, renderer.tools_template, renderer.special_tokens
+    )
+
+
+def _cache_counts(client: EngineClient) -> Counts:
+    directory = client.directory
+    return {
+        "mm_cache_queries_total": directory.queries,
+        "mm_cache_hits_total": directory.hits,
+        "mm_cache_evictions_total": directory.evictions,
+        "mm_cache_bytes": directory.nbytes,
+        "mm_cache_resends_total": client.sender.resends,
+        "mm_cache_asks_total": client.sender.asks,
+    }
+
+
+class RenderOnlyEngine:
+    """Stands in for `EngineClient` where a server only renders: without weights and caches.
+
+    Asked to generate, it raises `NotReadyError`.
+    """
+
+    state: EngineState = "ready"
+
+    @property
+    def model(self) -> ModelInfo:
+        raise _none()
+
+    def generate(
+        self, rendered: RenderedPrompt, sampling: SamplingParams, request_id: str
+    ) -> AsyncGenerator[TokenDelta, None]:
+        raise _none()
+
+    async def wait_ready(self) -> None:
+        return
+
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        return
+
+    async def inject_items(self, items: Sequence[tuple[bytes, ProcessedItem]]) -> list[Injected]:
+        return [DISABLED] * len(items)
+
+    async def stats(self) -> dict[str, float]:
+        return {}
+
+    async def reset_cache(self, tier: str) -> None:
+        return
+
+
+def _none() -> NotReadyError:
+    return NotReadyError("this server renders and does not generate")
