@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -20,7 +19,8 @@ logger = logging.getLogger("lookonce.server")
 
 METRICS_SECONDS = 1.0
 ABORT_SECONDS = 2.0
-Abort = Callable[[], Awaitable[None]]
+AbortHere = Callable[[str, list[str]], Awaitable[list[str]]]
+"""Aborts requests of this process: tenant, request ids → the ids that were running."""
 SampleKey = tuple[str, tuple[tuple[str, str], ...]]
 T = TypeVar("T")
 
@@ -78,42 +78,6 @@ class PeerSockets:
 # --- aborting requests --------------------------------------------------------------------------
 
 
-class RunningRequests:
-    """The requests that run in this process: (tenant, request id) → how to abort them.
-
-    Clients may use one id for several requests.
-    """
-
-    def __init__(self) -> None:
-        self._running: dict[tuple[str, str], list[Abort]] = {}
-
-    @contextmanager
-    def noted(self, tenant: str, request_id: str, abort: Abort) -> Iterator[None]:
-        """While one request runs."""
-        self.note(tenant, request_id, abort)
-        try:
-            yield
-        finally:
-            self.forget(tenant, request_id, abort)
-
-    def note(self, tenant: str, request_id: str, abort: Abort) -> None:
-        self._running.setdefault((tenant, request_id), []).append(abort)
-
-    def forget(self, tenant: str, request_id: str, abort: Abort) -> None:
-        name = (tenant, request_id)
-        self._running[name].remove(abort)
-        if not self._running[name]:
-            del self._running[name]
-
-    async def abort(self, tenant: str, request_ids: list[str]) -> list[str]:
-        """Abort a tenant's requests; answers the ids that were running here."""
-        found = [name for name in dict.fromkeys(request_ids) if (tenant, name) in self._running]
-        for request_id in found:
-            for abort in list(self._running.get((tenant, request_id), ())):
-                await abort()
-        return found
-
-
 class _AbortQuestion(msgspec.Struct, array_like=True):
     """What one API process asks another."""
 
@@ -124,22 +88,22 @@ class _AbortQuestion(msgspec.Struct, array_like=True):
 class AbortPeers(PeerSockets):
     """Aborts requests in whatever API process they run."""
 
-    def __init__(self, folder: Path, index: int, count: int, running: RunningRequests) -> None:
+    def __init__(self, folder: Path, index: int, count: int, abort_here: AbortHere) -> None:
         super().__init__(folder, "abort", index, count, ABORT_SECONDS)
-        self._running = running
+        self._abort_here = abort_here
 
     async def abort(self, tenant: str, request_ids: list[str]) -> list[str]:
         """The ids that were running in any process, in the order they were asked for."""
         question = msgspec.msgpack.encode(_AbortQuestion(tenant, request_ids))
         own, others = await asyncio.gather(
-            self._running.abort(tenant, request_ids), self.ask_others(question, list[str])
+            self._abort_here(tenant, request_ids), self.ask_others(question, list[str])
         )
         ended = {*own, *(name for answer in others for name in answer)}
         return [name for name in dict.fromkeys(request_ids) if name in ended]
 
     async def answer(self, question: bytes) -> bytes:
         asked = msgspec.msgpack.decode(question, type=_AbortQuestion)
-        ended = await self._running.abort(asked.tenant, asked.request_ids)
+        ended = await self._abort_here(asked.tenant, asked.request_ids)
         return msgspec.msgpack.encode(ended)
 
 

@@ -17,9 +17,8 @@ from lookonce.frontend.sampling_params import read_defaults
 from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
 from lookonce.render.renderer import open_renderer
 from lookonce.server.http.app import RENDER_ROUTES, build_app
-from lookonce.server.http.auth import KeyRing
 from lookonce.server.process import ApiServer, DrainOnSignal, uvicorn_config
-from lookonce.server.services import Services, readonly_counts
+from lookonce.server.services import KeyRing, Services, readonly_counts
 from lookonce.server.warmup import warming_up
 
 

@@ -1,33 +1,94 @@
-"""What the HTTP handlers need, passed in: no globals, and every part has a double in the tests."""
+"""What the HTTP handlers use: API keys, draining, running requests, and the frontend."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import hashlib
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from prometheus_client.core import Metric
+from starlette.types import Scope
 
-from lookonce.config import Config
+from lookonce.config import ApiKey, Config, ServerConfig
 from lookonce.engine.client.engine_client import EngineClient
 from lookonce.errors import (
     DrainingError,
     EngineDeadError,
+    ForbiddenError,
     ModelNotFoundError,
     NotReadyError,
+    UnauthorizedError,
 )
 from lookonce.frontend.frontend import Frontend, limits_learned, open_frontend
 from lookonce.frontend.metrics import Counts
 from lookonce.render.readonly import ReadOnlyRenderer, open_readonly
-from lookonce.server.api_process_peers import AbortPeers, MetricsPeers, RunningRequests
-from lookonce.server.http.auth import KeyRing
+from lookonce.server.api_process_peers import AbortPeers, MetricsPeers
+from lookonce.server.http.connection import header
+
+Abort = Callable[[], Awaitable[None]]
+"""Ends one request of this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who sent a request, and what they may do. Everything that is cached is cached for a tenant."""
+
+    tenant: str = ""
+    inject: bool = False
+    admin: bool = False
+
+    def require_admin(self) -> None:
+        if not self.admin:
+            raise ForbiddenError("this route needs an admin key")
+
+
+class KeyRing:
+    """The API keys a server accepts. Without keys every client is the same tenant and an admin."""
+
+    def __init__(self, keys: tuple[ApiKey, ...], *, allow_injection: bool = False) -> None:
+        self._keys = [(_digest(key.key), _principal(key)) for key in keys]
+        self._anyone = Principal(inject=allow_injection, admin=True)
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> KeyRing:
+        return cls(config.api_keys, allow_injection=config.allow_injection)
+
+    def principal(self, scope: Scope) -> Principal:
+        """Of the request's key. Raises `UnauthorizedError`."""
+        if not self._keys:
+            return self._anyone
+        scheme, _, key = header(scope, b"authorization").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise UnauthorizedError("an API key is needed: Authorization: Bearer KEY")
+        return self._find(key.strip())
+
+    def _find(self, key: str) -> Principal:
+        """Compares with every key, each in constant time: the time taken tells nothing about keys."""
+        asked, found = _digest(key), None
+        for digest, principal in self._keys:
+            if hmac.compare_digest(asked, digest):
+                found = principal
+        if found is None:
+            raise UnauthorizedError("this API key is not known here")
+        return found
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _principal(key: ApiKey) -> Principal:
+    # A key without a tenant shares the tenant of a server without keys.
+    return Principal(tenant=key.tenant, inject=key.inject, admin=key.admin)
 
 
 class Drain:
-    """Counts the requests being served, and refuses new ones once draining has begun."""
+    """Counts the requests that are served, and refuses new ones once draining has begun."""
 
     def __init__(self) -> None:
         self.draining = False
@@ -36,7 +97,7 @@ class Drain:
         self._idle.set()
 
     def serving(self) -> Self:
-        """To be entered around one request; raises `DrainingError` for one while draining."""
+        """The block around one request. Raises `DrainingError` while draining."""
         if self.draining:
             raise DrainingError("the server is shutting down; send the request elsewhere")
         return self
@@ -54,12 +115,48 @@ class Drain:
         await self._idle.wait()
 
 
+class RunningRequests:
+    """The requests that run in this process: (tenant, request id) → how to abort them.
+
+    Clients may use one id for several requests.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[str, str], list[Abort]] = {}
+
+    @contextmanager
+    def noted(self, tenant: str, request_id: str, abort: Abort) -> Iterator[None]:
+        """While one request runs."""
+        self.note(tenant, request_id, abort)
+        try:
+            yield
+        finally:
+            self.forget(tenant, request_id, abort)
+
+    def note(self, tenant: str, request_id: str, abort: Abort) -> None:
+        self._running.setdefault((tenant, request_id), []).append(abort)
+
+    def forget(self, tenant: str, request_id: str, abort: Abort) -> None:
+        name = (tenant, request_id)
+        self._running[name].remove(abort)
+        if not self._running[name]:
+            del self._running[name]
+
+    async def abort(self, tenant: str, request_ids: list[str]) -> list[str]:
+        """Abort a tenant's requests; answers the ids that were running here."""
+        found = [name for name in dict.fromkeys(request_ids) if (tenant, name) in self._running]
+        for request_id in found:
+            for abort in list(self._running.get((tenant, request_id), ())):
+                await abort()
+        return found
+
+
 @dataclass(slots=True, kw_only=True)
 class Services(Frontend):
-    """The frontend, and what belongs to serving it over HTTP."""
+    """The frontend, and what HTTP adds to it. Handlers find it as `request.app.state.services`."""
 
     readonly: ReadOnlyRenderer
-    """For routes that answer with tokens: it changes nothing that others see."""
+    """Renders for routes that answer with tokens; it changes no cache, directory or counter."""
     keys: KeyRing
     drain: Drain = field(default_factory=Drain)
     running: RunningRequests = field(default_factory=RunningRequests)
@@ -69,16 +166,16 @@ class Services(Frontend):
     rehearsal: ReadOnlyRenderer | None = None
     """Renders the requests that warm up the process; None: nothing is warmed up."""
     warming: bool = False
-    """Not ready yet: what the first requests need is still being loaded."""
+    """The warm-up has not ended: `/ready` says no."""
 
     async def local_metrics(self) -> list[Metric]:
-        """What the API processes count themselves, summed over all of them."""
+        """The metrics that API processes count, summed over all of them."""
         if self.peers is None:
             return self.metrics.local_families()
         return await self.peers.families()
 
     async def abort(self, tenant: str, request_ids: list[str]) -> list[str]:
-        """Abort a tenant's requests wherever they run; answers the ids that were running."""
+        """Abort a tenant's requests in whatever API process they run; the ids that were running."""
         if self.abort_peers is None:
             return await self.running.abort(tenant, request_ids)
         return await self.abort_peers.abort(tenant, request_ids)
@@ -94,7 +191,7 @@ class Services(Frontend):
                 raise EngineDeadError("the engine does not answer")
 
     def max_model_len(self) -> int | None:
-        """Prompt plus generated tokens of one sequence; None until the engine has told."""
+        """Most tokens of a sequence, prompt included; None until the engine is ready."""
         if self.engine.state == "starting":
             return None
         try:
@@ -138,7 +235,7 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
         metrics.sources.append(lambda: readonly_counts(readonly))
         async with (
             MetricsPeers(folder, index, processes, metrics.local_families) as peers,
-            AbortPeers(folder, index, processes, running) as abort_peers,
+            AbortPeers(folder, index, processes, running.abort) as abort_peers,
         ):
             yield Services(
                 config=config,

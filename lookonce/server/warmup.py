@@ -24,10 +24,8 @@ from lookonce.frontend.frontend import RenderOnlyEngine
 from lookonce.frontend.metrics import Metrics
 from lookonce.render.media.largest_media import Largest
 from lookonce.render.readonly import ReadOnlyRenderer
-from lookonce.server.api_process_peers import RunningRequests
 from lookonce.server.http.app import build_app
-from lookonce.server.http.auth import KeyRing
-from lookonce.server.services import Drain, Services
+from lookonce.server.services import Drain, KeyRing, RunningRequests, Services
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import EncoderOutcome, PrefillFacts, RenderedPrompt, TokenDelta
 from lookonce.types.sampling import SamplingParams

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from lookonce.server.api_process_peers import AbortPeers, RunningRequests
+from lookonce.server.api_process_peers import AbortPeers
+from lookonce.server.services import RunningRequests
 from tests.support.nodes import engine_node, run
 
 ROUTE = "/inference/v1/abort_requests"
@@ -52,8 +53,8 @@ def test_every_process_of_the_server_is_asked(tmp_path):
 
     async def scenario():
         async with (
-            AbortPeers(tmp_path, 0, 3, runs[0]) as first,
-            AbortPeers(tmp_path, 1, 3, runs[1]),
+            AbortPeers(tmp_path, 0, 3, runs[0].abort) as first,
+            AbortPeers(tmp_path, 1, 3, runs[1].abort),
         ):
             with (
                 runs[0].noted("t", "here", recorder(ended, "here")),

@@ -17,8 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lookonce.errors import LookOnceError
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
-from lookonce.server.http.auth import header
-from lookonce.server.http.connection import ClientLeftError
+from lookonce.server.http.connection import ClientLeftError, header
 from lookonce.server.http.responses import INTERNAL, error_response, json_response
 from lookonce.server.routes import page
 from lookonce.server.routes.admin import (

@@ -19,8 +19,7 @@ from starlette.requests import Request
 from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.frontend.requests import NOTHING, RefusesUnsupported, raw_bytes
-from lookonce.server.http.auth import header
-from lookonce.server.http.connection import ClientLeftError
+from lookonce.server.http.connection import ClientLeftError, header
 from lookonce.server.services import Services
 
 T = TypeVar("T", bound=msgspec.Struct)

@@ -7,11 +7,10 @@ from collections.abc import Awaitable
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 T = TypeVar("T")
-
 _HEAD = b"HTTP/1.1 "
 
 
@@ -115,3 +114,12 @@ class HeadBufferingTransport:
         if self._head and not self._transport.is_closing():
             self._transport.write(self._head)
         self._head = b""
+
+
+def header(scope: Scope, name: bytes) -> str:
+    """The first header of this name, which is in lower case; empty where there is none."""
+    for each, value in scope["headers"]:
+        if each == name:
+            text: str = value.decode("latin-1")
+            return text
+    return ""

@@ -12,10 +12,9 @@ from starlette.responses import Response
 from lookonce import __version__
 from lookonce.errors import LookOnceError
 from lookonce.frontend.responses import ModelCard, ModelList
-from lookonce.server.http.auth import Principal
 from lookonce.server.http.body import receive
 from lookonce.server.http.responses import json_response
-from lookonce.server.services import Services
+from lookonce.server.services import Principal, Services
 
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 

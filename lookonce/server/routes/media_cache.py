@@ -11,10 +11,9 @@ from starlette.responses import Response
 
 from lookonce.frontend.media_injection import ItemOutcome, ReadArrays, inject_offered, offered_items
 from lookonce.render.media.injection import decode_kwargs
-from lookonce.server.http.auth import Principal
 from lookonce.server.http.body import receive
 from lookonce.server.http.responses import json_response
-from lookonce.server.services import Services
+from lookonce.server.services import Principal, Services
 from lookonce.types.media import Modality
 
 

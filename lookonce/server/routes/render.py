@@ -25,7 +25,6 @@ from lookonce.frontend.responses import Prompt, Tokens
 from lookonce.frontend.sampling_params import chat_sampling, completion_sampling, names_limit
 from lookonce.frontend.services import shortened
 from lookonce.frontend.tools.calls import read_tools, tool_calling
-from lookonce.server.http.auth import Principal
 from lookonce.server.http.body import receive
 from lookonce.server.http.connection import while_connected
 from lookonce.server.http.responses import encode, json_response
@@ -33,7 +32,7 @@ from lookonce.server.routes.chat import chat_options, chat_tools, check_chat
 from lookonce.server.routes.completions import named_prompts
 from lookonce.server.routes.generate import Features, MediaForm, features_of
 from lookonce.server.routes.serving_base import check_body, request_id_of
-from lookonce.server.services import Services
+from lookonce.server.services import Principal, Services
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 

@@ -22,8 +22,7 @@ from lookonce.frontend.receipt import kv_transfer_params, reuse_receipt, usage
 from lookonce.frontend.requests import StreamOptions
 from lookonce.frontend.responses import KVTransferParams, PromptEntries, ReuseReceipt, Usage
 from lookonce.frontend.sampling_params import names_limit
-from lookonce.server.http.auth import Principal, header
-from lookonce.server.http.connection import while_connected
+from lookonce.server.http.connection import header, while_connected
 from lookonce.server.http.responses import (
     UNNAMED_EVENTS,
     ChunkGroup,
@@ -32,7 +31,7 @@ from lookonce.server.http.responses import (
     EventStream,
     encode,
 )
-from lookonce.server.services import Services
+from lookonce.server.services import Principal, Services
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 

@@ -14,8 +14,7 @@ import pytest
 from lookonce.config import Options, resolve
 from lookonce.frontend.metrics import Metrics
 from lookonce.server.http.app import build_app
-from lookonce.server.http.auth import KeyRing
-from lookonce.server.services import Services
+from lookonce.server.services import KeyRing, Services
 from tests.support.server.doubles import ByteRenderer, RecitingEngine
 
 
