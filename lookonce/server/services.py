@@ -36,7 +36,7 @@ Abort = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who sent a request, and what they may do. Everything that is cached is cached for a tenant."""
+    """Who sent a request, and what they may do. Caches keep the tenants apart."""
 
     tenant: str = ""
     inject: bool = False
@@ -68,7 +68,7 @@ class KeyRing:
         return self._find(key.strip())
 
     def _find(self, key: str) -> Principal:
-        """Compares with every key, each in constant time: the time taken tells nothing about keys."""
+        """Compares with every key in constant time: the time taken tells no client about a key."""
         asked, found = _digest(key), None
         for digest, principal in self._keys:
             if hmac.compare_digest(asked, digest):

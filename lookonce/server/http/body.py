@@ -17,7 +17,7 @@ import msgspec
 from starlette.requests import Request
 
 from lookonce.config import MediaConfig
-from lookonce.errors import BadRequestError, TooLargeError
+from lookonce.errors import BadRequestError, RequestError, TooLargeError
 from lookonce.frontend.requests import NOTHING, RefusesUnsupported, raw_bytes
 from lookonce.server.http.connection import ClientLeftError, header
 from lookonce.server.services import Services
@@ -118,6 +118,12 @@ def refuse_unsupported(request: RefusesUnsupported) -> None:
             raise BadRequestError(
                 f"{name} is not supported; leave it out", param=name, code="unsupported_parameter"
             )
+
+
+def renamed_error(error: RequestError, param: str) -> RequestError:
+    """`error` about a part that the request calls `param`, in its message too."""
+    message = error.message.replace(error.param or param, param, 1)
+    return type(error)(message, param=param, code=error.code)
 
 
 @cache

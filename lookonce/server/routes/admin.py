@@ -1,4 +1,4 @@
-"""How the server is: health, readiness, version, models and metrics."""
+"""Routes for operators: health, readiness, version, models, metrics, aborting, emptying caches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from lookonce.server.http.responses import json_response
 from lookonce.server.services import Principal, Services
 
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
-
-
 STARTED = int(time.time())
 
 
@@ -38,7 +36,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """200 only after warm-up, and only while new requests are served."""
+    """200 after the warm-up and until draining; 503 otherwise."""
     services: Services = request.app.state.services
     state: str = "draining" if services.drain.draining else services.engine.state
     if state == "ready" and services.warming:
@@ -66,7 +64,7 @@ def _card(services: Services) -> ModelCard:
 
 
 async def metrics(request: Request) -> Response:
-    """Counters of this process, its peers and the engine; a dead engine's are left out."""
+    """Metrics of all API processes and of the engine; those of a dead engine are left out."""
     services: Services = request.app.state.services
     try:
         engine = await services.engine.stats()
@@ -82,10 +80,11 @@ class AbortRequest(msgspec.Struct):
 
 class AbortResponse(msgspec.Struct):
     aborted: list[str]
-    """Those of the ids that named running requests of this tenant."""
+    """The ids of this tenant's requests that were running."""
 
 
 async def abort_requests(request: Request) -> Response:
+    """Ends requests of the tenant who asks, in whatever API process they run."""
     principal: Principal = request.state.principal
     services: Services = request.app.state.services
     body = await receive(request, AbortRequest)
@@ -93,10 +92,11 @@ async def abort_requests(request: Request) -> Response:
 
 
 TIERS = ("mm", "encoder", "prefix")
+"""The caches that `POST /reset_TIER_cache` empties."""
 
 
 def reset_route(tier: str) -> Callable[[Request], Awaitable[Response]]:
-    """The handler that resets `tier`; needs an admin key where keys are set."""
+    """The handler that empties `tier`. It needs an admin key; running requests are not disturbed."""
 
     async def reset(request: Request) -> Response:
         services: Services = request.app.state.services

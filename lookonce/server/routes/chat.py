@@ -13,7 +13,7 @@ from starlette.responses import Response
 from lookonce.errors import BadRequestError
 from lookonce.frontend.generation import Piece, Sample
 from lookonce.frontend.logprobs import chat_logprobs
-from lookonce.frontend.requests import ChatRequest, template_options
+from lookonce.frontend.requests import ChatRequest, TokenizeRequest, template_options
 from lookonce.frontend.responses import (
     ChatChoice,
     ChatChunk,
@@ -48,36 +48,33 @@ async def chat_completions(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, ChatRequest)
     context = open_context(request, body, arrival)
-    check_chat(body)
-    tools = chat_tools(body, context.services)
-    sampling = chat_sampling(body, context.services.defaults)
-    if tools is not None:
-        sampling = tools.constrain(sampling)
+    sampling, tools = checked_chat(body, context.services)
     return await respond(request, context, ChatResponseBuilder(context, body, sampling, tools))
 
 
-def check_chat(body: ChatRequest) -> None:
-    """Raises `BadRequestError` for what no chat of this server can be."""
+def checked_chat(
+    body: ChatRequest, services: Services
+) -> tuple[SamplingParams, ToolCalling | None]:
+    """How to sample, and the tools the model may call. Raises `BadRequestError` naming the part at
+    fault."""
     if not body.messages:
         raise BadRequestError("messages must not be empty", param="messages")
     if body.modalities not in (None, [], ["text"]):
         raise BadRequestError("modalities other than text are not supported", param="modalities")
-
-
-def chat_tools(body: ChatRequest, services: Services) -> ToolCalling | None:
-    """The tools the model may use. Raises `BadRequestError` naming the part at fault."""
     asked = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-    return tool_calling(asked, services.tool_dialect)
+    tools = tool_calling(asked, services.tool_dialect)
+    sampling = chat_sampling(body, services.defaults)
+    return (sampling if tools is None else tools.constrain(sampling)), tools
 
 
-def chat_options(body: ChatRequest, tools: ToolCalling | None) -> dict[str, Any]:
-    """How messages and tools become a prompt."""
+def chat_options(body: ChatRequest | TokenizeRequest, tools: ToolCalling | None) -> dict[str, Any]:
+    """The options of the chat template."""
     options = template_options(body)
     return options if tools is None else {**options, "tools": tools.asked.for_template()}
 
 
 class ChatResponseBuilder:
-    """Chat completion objects, whole and in chunks."""
+    """Builds chat completion objects and their chunks."""
 
     def __init__(
         self,
@@ -91,12 +88,12 @@ class ChatResponseBuilder:
         self._sampling = sampling
         self._tools = tools
         self._readers: dict[int, CallReader | PlainTextReader] = {}
-        self._greeted: set[int] = set()
+        self._begun: set[int] = set()
         self._id = f"chatcmpl-{context.request_id}"
 
     async def render(self) -> None:
         context, body = self._context, self._body
-        messages, body.messages = body.messages, []  # pictures are not kept for the whole answer
+        messages, body.messages = body.messages, []  # media are not kept while tokens are generated
         with context.services.metrics.render.time():
             rendered = await context.services.renderer.render_chat(
                 messages,
@@ -122,10 +119,10 @@ class ChatResponseBuilder:
         )
 
     def _choice(self, index: int, sample: Sample) -> ChatChoice:
-        told = self._read(index, "".join(sample.text), last=True)
+        deltas = self._read(index, "".join(sample.text), last=True)
         called = self._called(index)
-        message = ChatMessage(content=content_of(told))
-        message.reasoning_content = reasoning_of(told) or UNSET
+        message = ChatMessage(content=content_of(deltas))
+        message.reasoning_content = reasoning_of(deltas) or UNSET
         if called:
             message.content = message.content or None
             message.tool_calls = self._readers[index].calls
@@ -138,7 +135,7 @@ class ChatResponseBuilder:
         )
 
     def _read(self, index: int, text: str, *, last: bool) -> list[AnswerDelta]:
-        """What a sample's text says."""
+        """The content, reasoning and tool calls that `text` adds to a sample."""
         if index not in self._readers:
             self._readers[index] = reader_of(self._tools)
         return self._readers[index].push(text, last=last)
@@ -147,14 +144,14 @@ class ChatResponseBuilder:
         return index in self._readers and bool(self._readers[index].calls)
 
     def chunks(self, piece: Piece) -> Iterator[ChatChunk]:
-        """The role first, then thoughts, words and calls as they come, then why it ended."""
-        if piece.index not in self._greeted:
-            self._greeted.add(piece.index)
+        """The role first; reasoning, content and calls as they come; at last the finish reason."""
+        if piece.index not in self._begun:
+            self._begun.add(piece.index)
             yield self._chunk(piece.index, ChatDelta(role="assistant", content=""))
         logprobs = self._logprobs(piece.token_ids, piece.logprobs)
-        told = self._read(piece.index, piece.text, last=piece.finish_reason is not None)
-        if told or logprobs is not None:
-            yield self._chunk(piece.index, _delta(told), logprobs)
+        deltas = self._read(piece.index, piece.text, last=piece.finish_reason is not None)
+        if deltas or logprobs is not None:
+            yield self._chunk(piece.index, _delta(deltas), logprobs)
         if piece.finish_reason is not None:
             yield self._finish_chunk(piece)
 
@@ -199,11 +196,11 @@ class ChatResponseBuilder:
         return chat_logprobs(token_ids, logprobs, self._context.services.renderer.token_bytes)
 
 
-def _delta(told: Sequence[AnswerDelta]) -> ChatDelta:
-    """Log-probabilities alone come with empty words."""
-    words = content_of(told)
+def _delta(deltas: Sequence[AnswerDelta]) -> ChatDelta:
+    """A delta of log-probabilities alone has empty content."""
+    content = content_of(deltas)
     return ChatDelta(
-        content=words if words or not told else UNSET,
-        reasoning_content=reasoning_of(told) or UNSET,
-        tool_calls=call_deltas_of(told) or UNSET,
+        content=content if content or not deltas else UNSET,
+        reasoning_content=reasoning_of(deltas) or UNSET,
+        tool_calls=call_deltas_of(deltas) or UNSET,
     )

@@ -12,12 +12,11 @@ from starlette.responses import Response
 
 from lookonce.errors import BadRequestError, RequestError
 from lookonce.frontend.generation import Piece, Sample
-from lookonce.frontend.logprobs import CompletionLogprobsBuilder as LogprobsFormat
-from lookonce.frontend.logprobs import echoed_logprobs, joined_completion
+from lookonce.frontend.logprobs import CompletionLogprobsBuilder, echoed_logprobs, joined_completion
 from lookonce.frontend.requests import CompletionRequest
 from lookonce.frontend.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from lookonce.frontend.sampling_params import asked_limit, completion_sampling
-from lookonce.server.http.body import receive
+from lookonce.server.http.body import receive, renamed_error
 from lookonce.server.routes.serving_base import ServingContext, open_context, respond
 from lookonce.types.request import RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
@@ -34,9 +33,9 @@ async def completions(request: Request) -> Response:
 
 
 def named_prompts(prompt: str | list[str | int | list[int]]) -> dict[str, str | list[int]]:
-    """The prompts by the names errors give them: `prompt` alone, or `prompt[0]` and so on.
+    """Each prompt by its name in errors: `prompt` for a single one, else `prompt[0]` and so on.
 
-    Raises `BadRequestError` for none, too many, or a mixture.
+    Raises `BadRequestError` for no prompt, too many, or a mixture of token ids and prompts.
     """
     if isinstance(prompt, str):
         return {"prompt": prompt}
@@ -55,20 +54,18 @@ def named_prompts(prompt: str | list[str | int | list[int]]) -> dict[str, str | 
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """The renderer knows one `prompt`; errors about one of several say which."""
+    """The renderer's errors say `prompt`; this makes them say which of several prompts."""
     try:
         yield
     except RequestError as error:
         param = error.param or ""
         if name == "prompt" or not (param == "prompt" or param.startswith("prompt[")):
             raise
-        named = param.replace("prompt", name, 1)
-        message = error.message.replace(param, named, 1)
-        raise type(error)(message, param=named, code=error.code) from None
+        raise renamed_error(error, param.replace("prompt", name, 1)) from None
 
 
 class CompletionResponseBuilder:
-    """Text completion objects, whole and in chunks."""
+    """Builds text completion objects; a chunk of a stream is one too."""
 
     def __init__(
         self, context: ServingContext, body: CompletionRequest, sampling: SamplingParams
@@ -77,14 +74,14 @@ class CompletionResponseBuilder:
         self._body = body
         self._sampling = sampling
         self._prompts: list[str] = []
-        """By prompt: the text that its samples begin with."""
-        self._said: set[int] = set()
-        """Samples that have begun, where they are streamed."""
+        """With `echo`, the text of each prompt."""
+        self._begun: set[int] = set()
+        """Samples of which a chunk was built."""
         self._prompt_only = bool(body.echo) and asked_limit(body) == 0
-        """What is generated nevertheless, for the prompt's sake, is left out."""
-        self._logprob_formats: dict[int, LogprobsFormat] = {}
+        """The answer has the prompt alone: the token that is generated is left out."""
+        self._logprob_builders: dict[int, CompletionLogprobsBuilder] = {}
         self._echoes: dict[int, CompletionLogprobs] = {}
-        """By prompt, as all its samples show it."""
+        """With `echo`, the log-probabilities of each prompt."""
         self._id = f"cmpl-{context.request_id}"
 
     async def render(self) -> None:
@@ -100,9 +97,9 @@ class CompletionResponseBuilder:
                 )
                 context.add_prompt(rendered, self._sampling, scored_by=scored_by)
                 if self._body.echo:
-                    self._note_prompt(rendered)
+                    self._keep_text(rendered)
 
-    def _note_prompt(self, rendered: RenderedPrompt) -> None:
+    def _keep_text(self, rendered: RenderedPrompt) -> None:
         text = rendered.text
         if text is None:
             text = self._context.services.renderer.decode(rendered.token_ids)
@@ -120,7 +117,7 @@ class CompletionResponseBuilder:
             sample = Sample(finish_reason="length")
         return CompletionChoice(
             index=index,
-            text=self._echoed(index) + "".join(sample.text),
+            text=self._prompt_text(index) + "".join(sample.text),
             logprobs=self._logprobs(index, sample.token_ids, sample.logprobs),
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
@@ -129,8 +126,8 @@ class CompletionResponseBuilder:
             ),
         )
 
-    def _echoed(self, index: int) -> str:
-        """What a sample's text begins with before anything of its own."""
+    def _prompt_text(self, index: int) -> str:
+        """The prompt of sample `index` with `echo`; without, an empty text."""
         return self._prompts[index // self._sampling.n] if self._prompts else ""
 
     def chunks(self, piece: Piece) -> Iterator[Completion]:
@@ -138,9 +135,9 @@ class CompletionResponseBuilder:
             piece = Piece(piece.index, "", [], finish_reason=piece.finish_reason and "length")
         logprobs = self._logprobs(piece.index, piece.token_ids, piece.logprobs)
         text = piece.text
-        if piece.index not in self._said:
-            self._said.add(piece.index)
-            text = self._echoed(piece.index) + text
+        if piece.index not in self._begun:
+            self._begun.add(piece.index)
+            text = self._prompt_text(piece.index) + text
         if text or logprobs is not None or piece.finish_reason is not None:
             choice = CompletionChoice(index=piece.index, text=text, logprobs=logprobs)
             chunk = self._envelope([choice])
@@ -174,26 +171,26 @@ class CompletionResponseBuilder:
     def _logprobs(
         self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
     ) -> CompletionLogprobs | None:
-        """Of these tokens; an echoed prompt's come before a sample's first."""
+        """Of `token_ids`; before a sample's first tokens, with `echo`, those of the prompt."""
         wanted, renderer = self._sampling.logprobs, self._context.services.renderer
         if wanted is None:
             return None
         parts = []
-        if index not in self._logprob_formats:
+        if index not in self._logprob_builders:
             echo = self._echo(index, wanted)
             parts += [] if echo is None else [echo]
-            self._logprob_formats[index] = LogprobsFormat(
+            self._logprob_builders[index] = CompletionLogprobsBuilder(
                 renderer.token_bytes,
                 wanted,
                 renderer.skipped(self._sampling),
-                offset=0 if echo is None else len(self._echoed(index)),
+                offset=0 if echo is None else len(self._prompt_text(index)),
             )
         if logprobs:
-            parts.append(self._logprob_formats[index].take(token_ids, logprobs))
+            parts.append(self._logprob_builders[index].take(token_ids, logprobs))
         return joined_completion(parts) if parts else None
 
     def _echo(self, index: int, wanted: int) -> CompletionLogprobs | None:
-        """Of the sample's prompt; None where it is not echoed, or was aborted before."""
+        """Of the prompt of sample `index`; None without `echo`, or where the prompt was aborted."""
         number = index // self._sampling.n
         generation = self._context.generations[number]
         if not self._body.echo or generation.prompt_logprobs is None:

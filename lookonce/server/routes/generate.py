@@ -1,4 +1,8 @@
-"""`POST /inference/v1/generate`: tokens in, tokens out; media placed by whoever rendered."""
+"""`POST /inference/v1/generate`: token ids in, token ids out.
+
+Media are placed by whoever rendered the prompt: `features` names them and their placeholders, in
+requests of this route as in the answers of the render routes.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +46,13 @@ from lookonce.types.sampling import SamplingParams
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
-    """What the render routes answer, or any frontend makes itself."""
+    """A rendered prompt, from a render route or from another frontend."""
 
     token_ids: list[TokenId]
     features: Features | None = None
     sampling_params: Raw = NOTHING
     mm_processor_kwargs: dict[str, Any] | None = None
-    """Those the media was rendered with: they are part of its MediaHash."""
+    """The arguments that the media was processed with: they are part of its MediaHash."""
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -58,25 +62,23 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class SamplingExtras(StructuredFields, kw_only=True):
-    """Of vLLM's sampling parameters those that are refused, and those that make a grammar."""
-
-
-OF_OTHER_ENGINES = frozenset(
+IGNORED_PARAMS = frozenset(
     {
-        "detokenize", "output_kind", "output_text_buffer_length", "skip_clone", "flat_logprobs",
-        "spaces_between_special_tokens", "skip_reading_prefix_cache", "stream_interval",
+        "detokenize",
+        "flat_logprobs",
+        "output_kind",
+        "output_text_buffer_length",
         "routed_experts_prompt_start",
+        "skip_clone",
+        "skip_reading_prefix_cache",
+        "spaces_between_special_tokens",
+        "stream_interval",
     }
-)  # fmt: skip
-"""What frontends made for vLLM send along; nothing about the tokens depends on it."""
-
-
+)
+"""Parameters that vLLM's frontends send; they are ignored, for no token depends on them."""
 NOTHING_ASKED: tuple[object, ...] = (False, "", [], {})
-
-
-KNOWN_PARAMS = OF_OTHER_ENGINES.union(
-    SamplingParams.__struct_fields__, SamplingExtras.__struct_fields__
+KNOWN_PARAMS = IGNORED_PARAMS.union(
+    SamplingParams.__struct_fields__, StructuredFields.__struct_fields__
 )
 
 
@@ -89,7 +91,7 @@ class GenerateChoice(msgspec.Struct, kw_only=True):
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True):
-    """A whole answer, and each chunk of a streamed one."""
+    """A whole answer, or a chunk of a streamed one."""
 
     request_id: str
     object: Literal["generate"] = "generate"
@@ -110,14 +112,14 @@ async def generate(request: Request) -> Response:
 
 
 def sampling_of(raw: bytes) -> SamplingParams:
-    """`sampling_params` as it stands: no default of the model's. Raises `BadRequestError`."""
+    """Of `sampling_params` alone, without the model's defaults. Raises `BadRequestError`."""
     if raw in (b"", b"null"):
         return SamplingParams()
     try:
         fields = msgspec.json.decode(raw, type=dict[str, Any])
     except msgspec.ValidationError as error:
         raise BadRequestError(f"sampling_params: {error}", param="sampling_params") from None
-    grammar = grammar_of(parse(raw, SamplingExtras))
+    grammar = grammar_of(parse(raw, StructuredFields))
     given = {name: value for name, value in fields.items() if value is not None}
     for name, value in given.items():
         if name not in KNOWN_PARAMS and value not in NOTHING_ASKED:
@@ -134,7 +136,7 @@ def sampling_of(raw: bytes) -> SamplingParams:
 
 
 class GenerateResponseBuilder:
-    """Token ids, whole and in chunks."""
+    """Builds answers of token ids, and their chunks."""
 
     def __init__(self, context: ServingContext, body: GenerateRequest) -> None:
         self._context = context
@@ -148,7 +150,11 @@ class GenerateResponseBuilder:
 
     async def render(self) -> None:
         context, body = self._context, self._body
-        media, self._media, body.features = self._media, [], None  # not kept for the whole answer
+        media, self._media, body.features = (
+            self._media,
+            [],
+            None,
+        )  # not kept while tokens are generated
         with context.services.metrics.render.time():
             rendered = await context.services.renderer.render_tokens(
                 body.token_ids,
@@ -216,26 +222,20 @@ class GenerateResponseBuilder:
         return chat_logprobs(token_ids, logprobs, self._context.services.renderer.token_bytes)
 
 
+# --- features -----------------------------------------------------------------------------------
+
 MediaForm = Literal["encoded", "reference", "tensors"]
-"""How a rendered body carries its media: as it came, by its hash alone, or processed."""
-
-
+"""What a rendered body has of its media: the file, the MediaHash alone, or processed tensors."""
 Start = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-
-
 Count = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
-
-
 Payloads = dict[str, list[str | None] | None]
-"""Modality → base64 text per item; null where an item has none."""
-
-
+"""Modality → base64 text of each item; null for an item without."""
 ItemOf = Callable[[RenderedItem], Awaitable[ProcessedItem | None]]
 
 
 class Placeholder(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Where an item's tokens are. `is_embed` says which of them take encoder output: one boolean
-    per token, or `[start, end]` pairs relative to `offset`; null: all of them."""
+    per token, or `[start, end]` pairs relative to `offset`; null for all."""
 
     offset: Start
     length: Count
@@ -252,7 +252,7 @@ class Features(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def external_media(features: Features | None) -> list[GivenMedia]:
-    """The items one by one. Raises `BadRequestError` naming the list at fault."""
+    """The items of a request. Raises `BadRequestError` naming the list at fault."""
     if features is None:
         return []
     for field in ("mm_placeholders", "kwargs_data", "media_data"):
@@ -300,11 +300,11 @@ def _ranges(place: Placeholder, param: str) -> tuple[tuple[int, int], ...] | Non
         return tuple(pairs)
     if pairs or len(place.is_embed) != place.length:
         raise _bad(param, "one boolean per token, or [start, end] pairs")
-    return _stretches(cast("list[bool]", place.is_embed))
+    return _runs_of(cast("list[bool]", place.is_embed))
 
 
-def _stretches(mask: Sequence[bool]) -> tuple[tuple[int, int], ...]:
-    """`(start, end)` of each stretch of True."""
+def _runs_of(mask: Sequence[bool]) -> tuple[tuple[int, int], ...]:
+    """`(start, end)` of each run of True."""
     found: list[tuple[int, int]] = []
     for position, embeds in enumerate(mask):
         if embeds and found and found[-1][1] == position:
@@ -317,9 +317,9 @@ def _stretches(mask: Sequence[bool]) -> tuple[tuple[int, int], ...]:
 async def features_of(
     rendered: RenderedPrompt, form: MediaForm, item_of: ItemOf
 ) -> Features | None:
-    """The features of a rendered prompt; None for one without media.
+    """The `features` of a rendered prompt; None without media.
 
-    An item whose bytes never came (a uuid stood for them) goes by reference in any form.
+    An item that the client named by uuid, without its file, is given by its hash in any form.
     """
     if not rendered.items:
         return None
@@ -348,11 +348,11 @@ async def _payload(item: RenderedItem, form: MediaForm, item_of: ItemOf) -> str 
 
 
 def _placeholder(feature: MediaFeature) -> Placeholder:
-    stretches = None if feature.is_embed is None else list(feature.is_embed)
+    runs = None if feature.is_embed is None else list(feature.is_embed)
     return Placeholder(
         offset=feature.offset,
         length=feature.length,
-        is_embed=cast("list[bool | tuple[int, int]] | None", stretches),
+        is_embed=cast("list[bool | tuple[int, int]] | None", runs),
     )
 
 

@@ -1,4 +1,4 @@
-"""`GET /openapi.json`: the routes described, from the very structs that decode and encode them."""
+"""`GET /openapi.json`: describes the routes with the structs that decode and encode their bodies."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ERRORS = {
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One route. `answer` None: text or nothing. `streams`: `"stream": true` brings events."""
+    """One route. `answer` None: text or an empty body. `streams`: it can answer in events."""
 
     method: str
     path: str
@@ -86,15 +86,20 @@ OPERATIONS = (
     Operation("POST", "/tokenize", "Text or messages to token ids", TokenizeRequest, Tokens),
     Operation("POST", "/detokenize", "Token ids to text", DetokenizeRequest, Prompt),
     Operation(
-        "POST", "/inference/v1/generate", "Tokens in, tokens out",
-        GenerateRequest, GenerateResponse, True,
+        "POST",
+        "/inference/v1/generate",
+        "Tokens in, tokens out",
+        GenerateRequest,
+        GenerateResponse,
+        True,
     ),
+    Operation("POST", "/inference/v1/abort_requests", "End requests", AbortRequest, AbortResponse),
     Operation(
-        "POST", "/inference/v1/abort_requests", "End requests", AbortRequest, AbortResponse
-    ),
-    Operation(
-        "POST", "/inference/v1/media_cache", "Inject processed media",
-        MediaCacheRequest, MediaCacheResponse,
+        "POST",
+        "/inference/v1/media_cache",
+        "Inject processed media",
+        MediaCacheRequest,
+        MediaCacheResponse,
     ),
     Operation(
         "GET", "/inference/v1/media_cache", "What injection needs to know", answer=MediaCacheInfo
@@ -102,11 +107,11 @@ OPERATIONS = (
     Operation("POST", "/reset_mm_cache", "Empty the cache of processed media"),
     Operation("POST", "/reset_encoder_cache", "Empty the cache of encoder outputs"),
     Operation("POST", "/reset_prefix_cache", "Empty the prefix cache"),
-)  # fmt: skip
+)
 
 
 async def show_openapi(request: Request) -> Response:
-    """Of the routes this application has."""
+    """Describes the routes that this application serves."""
     paths = frozenset(route.path.replace(":path", "") for route in request.app.routes)
     return Response(_encoded(paths), media_type="application/json")
 
@@ -136,7 +141,7 @@ def describe(operations: Iterable[Operation]) -> Json:
 
 
 def _components(structs: list[Struct]) -> Json:
-    """Schemas by name. Fields that are only declared so as to be refused are left out."""
+    """Schemas by name. Fields that are declared unsupported are left out."""
     structs = sorted(structs, key=lambda struct: struct.__name__)
     _, components = msgspec.json.schema_components(structs, ref_template=REF)
     for struct in structs:

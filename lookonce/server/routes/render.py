@@ -1,6 +1,7 @@
-"""`POST /v1/chat/completions/render` and `/v1/completions/render`: bodies for `generate`.
+"""Routes that render and do not generate: `/v1/.../render`, `/tokenize` and `/detokenize`.
 
-They never touch the engine, and render beside the main path: nothing there changes.
+They need no engine, and render with a read-only renderer: no cache and no counter changes. The body
+that a render route answers is a request for `/inference/v1/generate`.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ from lookonce.frontend.requests import (
     GenerationFields,
     StreamOptions,
     TokenizeRequest,
-    template_options,
 )
 from lookonce.frontend.responses import Prompt, Tokens
-from lookonce.frontend.sampling_params import chat_sampling, completion_sampling, names_limit
+from lookonce.frontend.sampling_params import completion_sampling, names_limit
 from lookonce.frontend.services import shortened
 from lookonce.frontend.tools.calls import read_tools, tool_calling
 from lookonce.server.http.body import receive
 from lookonce.server.http.connection import while_connected
 from lookonce.server.http.responses import encode, json_response
-from lookonce.server.routes.chat import chat_options, chat_tools, check_chat
+from lookonce.server.routes.chat import chat_options, checked_chat
 from lookonce.server.routes.completions import named_prompts
 from lookonce.server.routes.generate import Features, MediaForm, features_of
 from lookonce.server.routes.serving_base import check_body, request_id_of
@@ -46,7 +46,7 @@ class RenderCompletionRequest(CompletionRequest, kw_only=True):
 
 
 class RenderedBody(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What `/inference/v1/generate` takes as it is."""
+    """A request for `/inference/v1/generate`."""
 
     request_id: str
     model: str
@@ -67,11 +67,7 @@ async def render_chat(request: Request) -> Response:
     principal: Principal = request.state.principal
     services.require_model(body.model)
     check_body(body)
-    check_chat(body)
-    tools = chat_tools(body, services)
-    sampling = chat_sampling(body, services.defaults)
-    if tools is not None:
-        sampling = tools.constrain(sampling)
+    sampling, tools = checked_chat(body, services)
     request_id = request_id_of(request, body.request_id)
 
     async def render() -> RenderedBody:
@@ -149,32 +145,29 @@ def _body(
 
 
 async def tokenize(request: Request) -> Response:
-    """Token ids as the engine would get them: with media placeholders expanded."""
+    """The token ids that the engine would get: media placeholders are expanded."""
     services: Services = request.app.state.services
     body = await receive(request, TokenizeRequest)
     services.require_model(body.model)
-    work = _render(services, request.state.principal, body)
+    work = _rendered(services, request.state.principal, body)
     rendered = await while_connected(request.receive, work)
     services.readonly.release(rendered)
     tokens = rendered.token_ids
-    return json_response(
-        Tokens(
-            count=len(tokens),
-            max_model_len=services.max_model_len(),
-            tokens=tokens,
-            token_strs=_strings(services, tokens) if body.return_token_strs else None,
-        )
-    )
+    answer = Tokens(count=len(tokens), max_model_len=services.max_model_len(), tokens=tokens)
+    if body.return_token_strs:
+        answer.token_strs = [services.renderer.token_text(token) or "" for token in tokens]
+    return json_response(answer)
 
 
-async def _render(
+async def _rendered(
     services: Services, principal: Principal, body: TokenizeRequest
 ) -> RenderedPrompt:
     if (body.prompt is None) == (body.messages is None):
         raise BadRequestError("give either prompt or messages", param="prompt")
     if body.messages is not None:
+        tools = tool_calling(read_tools(body.tools, None, None), services.tool_dialect)
         return await services.readonly.render_chat(
-            body.messages, tenant=principal.tenant, options=_options(services, body)
+            body.messages, tenant=principal.tenant, options=chat_options(body, tools)
         )
     return await services.readonly.render_completion(
         body.prompt or "",
@@ -183,30 +176,15 @@ async def _render(
     )
 
 
-def _options(services: Services, body: TokenizeRequest) -> dict[str, Any]:
-    tools = tool_calling(read_tools(body.tools, None, None), services.tool_dialect)
-    options = template_options(body)
-    return options if tools is None else {**options, "tools": tools.asked.for_template()}
-
-
-def _strings(services: Services, tokens: list[int]) -> list[str]:
-    return [services.renderer.token_text(token) or "" for token in tokens]
-
-
 async def detokenize(request: Request) -> Response:
     services: Services = request.app.state.services
     body = await receive(request, DetokenizeRequest)
     services.require_model(body.model)
-    _check_length(services, len(body.tokens))
-    return json_response(Prompt(services.renderer.decode(body.tokens)))
-
-
-def _check_length(services: Services, count: int) -> None:
-    """No prompt and no answer is longer than the model's context."""
-    limit = services.max_model_len()
+    count, limit = len(body.tokens), services.max_model_len()
     if limit is not None and count > limit:
         raise BadRequestError(
             f"tokens: {count} of them, but the model's context is {limit} tokens",
             param="tokens",
             code="context_length_exceeded",
         )
+    return json_response(Prompt(services.renderer.decode(body.tokens)))
