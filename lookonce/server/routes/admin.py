@@ -96,7 +96,7 @@ TIERS = ("mm", "encoder", "prefix")
 
 
 def reset_route(tier: str) -> Callable[[Request], Awaitable[Response]]:
-    """The handler that empties `tier`. It needs an admin key; running requests are not disturbed."""
+    """The handler that empties `tier`; running requests are not disturbed. Needs an admin key."""
 
     async def reset(request: Request) -> Response:
         services: Services = request.app.state.services

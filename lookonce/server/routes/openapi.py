@@ -1,4 +1,4 @@
-"""`GET /openapi.json`: describes the routes with the structs that decode and encode their bodies."""
+"""`GET /openapi.json`: the routes described by the structs that decode and encode their bodies."""
 
 from __future__ import annotations
 

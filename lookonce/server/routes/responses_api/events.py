@@ -1,4 +1,10 @@
-"""What `/v1/responses` answers: the response, its items, and the events of a stream."""
+"""What `/v1/responses` answers: the response object, its items, and the events of a stream.
+
+    item added ─▶ part added ─▶ text deltas ─▶ text done ─▶ part done ─▶ item done     (message)
+    item added ─▶ arguments deltas ─▶ arguments done ─▶ item done                      (call)
+
+`ResponseWriter` makes the events from what the model writes. One item is open at a time.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +52,7 @@ class InputTokensDetails(msgspec.Struct, kw_only=True):
     image_tokens: int
     audio_tokens: int
     cache_write_tokens: int = 0
-    """What is kept is kept for nothing."""
+    """Writing to the prefix cache is not charged."""
 
 
 class OutputTokensDetails(msgspec.Struct, kw_only=True):
@@ -85,7 +91,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool
     previous_response_id: None = None
     store: bool = False
-    """Nothing is: a response can be read once."""
+    """No response is stored."""
     temperature: float
     text: ResponseTextConfig
     tool_choice: str | ResponseToolChoice
@@ -104,7 +110,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 
 
 class ResponseStreamEvent(msgspec.Struct, kw_only=True):
-    """Base of all; numbered when it is sent."""
+    """Base of all events; `ResponseWriter` numbers them in the order they are sent."""
 
     type: str
     sequence_number: int = 0
@@ -173,13 +179,16 @@ class ErrorEvent(ResponseStreamEvent, kw_only=True):
 
 
 AnyEvent = TypeVar("AnyEvent", bound=ResponseStreamEvent)
-
-
 STATUSES: dict[str, ResponseStatus] = {"length": "incomplete", "abort": "cancelled"}
-"""Finish reason → how the response ended; any other is complete."""
+"""Finish reason → the response's status; "completed" for any other."""
 
 
 class ResponseWriter:
+    """Adds content and calls to `response`, and makes an event of each change.
+
+    An event holds copies of what it shows, for it may be encoded later.
+    """
+
     def __init__(self, response: ResponseObject) -> None:
         self.response = response
         self._numbers = itertools.count()
@@ -189,7 +198,7 @@ class ResponseWriter:
         yield self._response_event("response.created")
         yield self._response_event("response.in_progress")
 
-    def words(self, text: str, logprobs: list[TokenEntry]) -> Iterator[ResponseStreamEvent]:
+    def content(self, text: str, logprobs: list[TokenEntry]) -> Iterator[ResponseStreamEvent]:
         if not isinstance(self._open, ResponseOutputMessage):
             yield from self._close("completed")
             yield from self._open_message()
@@ -223,7 +232,7 @@ class ResponseWriter:
             )
 
     def finish(self, reason: str) -> Iterator[ResponseStreamEvent]:
-        """All but the response's own last event. An answer without a word is an empty message."""
+        """Close the open item. An answer without content or call gets an empty message."""
         status = STATUSES.get(reason, "completed")
         if not self.response.output:
             yield from self._open_message()
@@ -233,14 +242,12 @@ class ResponseWriter:
             self.response.incomplete_details = IncompleteDetails("max_output_tokens")
 
     def end(self) -> ResponseStreamEvent:
-        """The last event, once usage and all else is known."""
+        """The last event; the response must have its usage by then."""
         complete = self.response.status == "completed"
         return self._response_event(f"response.{'completed' if complete else 'incomplete'}")
 
     def next_number(self) -> int:
         return next(self._numbers)
-
-    # --- inside -------------------------------------------------------------------------------
 
     @property
     def _index(self) -> int:

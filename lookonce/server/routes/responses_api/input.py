@@ -1,4 +1,11 @@
-"""`POST /v1/responses`: what clients send."""
+"""What `/v1/responses` takes: the body, and its input items as messages of a chat.
+
+instructions             a system message
+message                  a message of the same role; its parts get a chat's names
+function_call            a tool call of the assistant message before it, else of a new one
+function_call_output     a tool message
+reasoning                nothing: another model wrote it
+"""
 
 from __future__ import annotations
 
@@ -20,13 +27,12 @@ from lookonce.frontend.tools.calls import (
     Tool,
     read_tools,
 )
+from lookonce.server.http.body import renamed_error
 from lookonce.types.grammar import Grammar
 
 LOGPROBS = "message.output_text.logprobs"
-
-
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
-"""The second asks for nothing here: no model served has hidden reasoning."""
+"""Values of `include`. The second is accepted and adds nothing: no reasoning is hidden here."""
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
@@ -43,7 +49,7 @@ class TextConfig(msgspec.Struct, kw_only=True):
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
-    """A function; unlike a chat's tool it is not wrapped once more."""
+    """A function. A chat's tool has these fields one level deeper, under `function`."""
 
     type: str
     name: str = ""
@@ -58,7 +64,7 @@ class ResponseToolChoice(msgspec.Struct, kw_only=True):
 
 
 class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Nothing may be asked for: no model served reasons apart from its answer."""
+    """Only nulls are accepted: how a model reasons cannot be set."""
 
     effort: None = None
     summary: None = None
@@ -67,7 +73,7 @@ class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class ResponsesRequest(GenerationFields, kw_only=True):
     input: str | list[dict[str, Any]]
-    """A text, or items: messages, function calls and what they returned."""
+    """A text, or items: messages, function calls and their outputs."""
     instructions: str | None = None
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
@@ -104,7 +110,7 @@ class ResponsesRequest(GenerationFields, kw_only=True):
 
 
 def check_response(body: ResponsesRequest) -> None:
-    """Raises `BadRequestError` for what no response of this server can be."""
+    """Raises `BadRequestError` for parameters that are not supported."""
     refused = {
         "n": body.n not in (None, 1),
         "truncation": body.truncation not in (None, "disabled"),
@@ -126,7 +132,7 @@ def check_response(body: ResponsesRequest) -> None:
 
 
 def text_grammar(body: ResponsesRequest) -> Grammar | None:
-    """Of `text.format`. Raises `BadRequestError`."""
+    """The grammar of `text.format`; None for free text. Raises `BadRequestError`."""
     asked = (body.text and body.text.format) or TextFormat()
     match asked.type:
         case "text":
@@ -143,32 +149,28 @@ def text_grammar(body: ResponsesRequest) -> Grammar | None:
 
 
 def response_tools(body: ResponsesRequest) -> RequestedTools | None:
-    """Raises `BadRequestError` naming the part at fault."""
-    tools = [_tool(tool) for tool in body.tools or ()]
-    choice = body.tool_choice
-    if isinstance(choice, ResponseToolChoice):
-        named = NamedChoice(type=choice.type, function=NamedFunction(choice.name))
-        return _unwrapped(tools, named, body.parallel_tool_calls)
-    return _unwrapped(tools, choice, body.parallel_tool_calls)
+    """The tools of a request, read as a chat's. Names of parts have no `.function` here.
 
-
-def _unwrapped(
-    tools: list[Tool], choice: str | NamedChoice | None, parallel: bool | None
-) -> RequestedTools | None:
-    """Errors name the parts as they are here."""
+    Raises `BadRequestError` naming the part at fault.
+    """
+    choice: str | NamedChoice | None
+    if isinstance(body.tool_choice, ResponseToolChoice):
+        function = NamedFunction(body.tool_choice.name)
+        choice = NamedChoice(type=body.tool_choice.type, function=function)
+    else:
+        choice = body.tool_choice
     try:
-        asked = read_tools(tools, choice, parallel)
+        tools = [_chat_tool(tool) for tool in body.tools or ()]
+        asked = read_tools(tools, choice, body.parallel_tool_calls)
     except BadRequestError as error:
-        param = (error.param or "").replace(".function", "")
-        message = error.message.replace(error.param or param, param, 1)
-        raise BadRequestError(message, param=param, code=error.code) from None
+        raise renamed_error(error, (error.param or "").replace(".function", "")) from None
     if asked is None:
         return None
     params = tuple(param.replace(".function", "") for param in asked.params)
     return dataclasses.replace(asked, params=params)
 
 
-def _tool(tool: ResponseTool) -> Tool:
+def _chat_tool(tool: ResponseTool) -> Tool:
     function = Function(
         name=tool.name,
         description=tool.description,
@@ -178,27 +180,27 @@ def _tool(tool: ResponseTool) -> Tool:
     return Tool(type=tool.type, function=function)
 
 
+# --- input items --------------------------------------------------------------------------------
+
 Json = dict[str, Any]
-
-
 ROLES = ("user", "assistant", "system", "developer")
 
 
 @dataclass(slots=True)
 class ReadInput:
+    """Input items as messages."""
+
     messages: list[Json] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
-    """Of each message, what the request calls it."""
+    """The name of each message in the request: `instructions`, `input` or `input[N]`."""
 
     def add(self, message: Json, origin: str) -> None:
         self.messages.append(message)
         self.origins.append(origin)
 
     def renamed(self, param: str) -> str:
-        """A message's name in the request's own terms: `messages[1].content` → `input[0].content`.
-
-        A part that lies elsewhere keeps its name.
-        """
+        """The name in the request of a part of `messages`: `messages[1].content` →
+        `input[0].content`. Other names stay as they are."""
         head, bracket, rest = param.partition("]")
         number = head.removeprefix("messages[")
         if bracket and number.isdecimal() and int(number) < len(self.origins):
@@ -207,7 +209,8 @@ class ReadInput:
 
 
 def read_input(given: str | list[Json], instructions: str | None) -> ReadInput:
-    """Raises `BadRequestError` naming the item at fault; parts are judged by the renderer."""
+    """The messages of a chat. Raises `BadRequestError` naming the item at fault; parts are checked
+    by the renderer."""
     read = ReadInput()
     if instructions:
         read.add({"role": "system", "content": instructions}, "instructions")

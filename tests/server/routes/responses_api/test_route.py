@@ -21,7 +21,7 @@ from lookonce.frontend.tools.calls import (
 from lookonce.frontend.tools.formats import choose_dialect
 from lookonce.frontend.tools.parser import ContentText
 from lookonce.server.routes.responses_api.input import read_input
-from lookonce.server.routes.responses_api.route import ScoredReader
+from lookonce.server.routes.responses_api.route import LogprobsReader
 from tests.frontend.tools.test_harmony import CALL as TO_FUNCTION
 from tests.frontend.tools.test_harmony import FINAL, MARKERS, TEMPLATE, THOUGHT
 from tests.frontend.tools.test_qwen3_coder import BARE, UNENDED
@@ -179,7 +179,7 @@ def reader(kind):
 
 
 def scored_reader(kind):
-    return ScoredReader(reader(kind), unheard={UNHEARD}, scored=True)
+    return LogprobsReader(reader(kind), unheard={UNHEARD}, scored=True)
 
 
 def entry(token):
