@@ -1,8 +1,8 @@
-"""`LLM`: the whole engine from Python, without a server.
+"""`LLM`: the engine used from Python, without a server.
 
-The engine runs in a process of its own, started with `python -m`, so no main guard is needed; the
-rest runs on an event loop in a background thread. Calls are synchronous and may come from any
-thread.
+The engine runs in a process of its own, started with `python -m`, so scripts need no main guard.
+The frontend runs on an event loop in a background thread. Calls are synchronous and may come from
+any thread.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from typing import Any, Self, TypeVar, cast
 import msgspec
 
 from lookonce.cache.identity import media_hash
-from lookonce.config import NANO, Config, MediaConfig, Options, SchedulerConfig, resolve
-from lookonce.engine.client.engine_client import EngineClient
+from lookonce.config import NANO, Config, Options, SchedulerConfig, resolve
 from lookonce.engine.settings import engine_settings
 from lookonce.engine.supervisor.engine_supervisor import EngineSupervisor, OnLoading, socket_folder
-from lookonce.frontend.frontend import Frontend, open_frontend
+from lookonce.frontend.frontend import (
+    Frontend,
+    engine_client,
+    max_prompts_rendered,
+    open_frontend,
+)
 from lookonce.frontend.generation import PromptGeneration, Sample, prepared
 from lookonce.frontend.media_injection import (
     ItemOutcome,
@@ -36,8 +40,6 @@ from lookonce.frontend.receipt import reuse_receipt, usage
 from lookonce.frontend.responses import ReuseReceipt, StopReason, Usage
 from lookonce.frontend.sampling_params import default_sampling
 from lookonce.frontend.tools.calls import ToolCalling, content_of, reader_of, tool_calling
-from lookonce.render.media.pool import MAX_QUEUE
-from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE
 from lookonce.types.media import Modality
 from lookonce.types.request import PromptLogprob, RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
@@ -63,7 +65,7 @@ class SampleOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What came of one prompt."""
+    """The answers to one prompt."""
 
     prompt_token_ids: list[int]
     outputs: list[SampleOutput]
@@ -71,7 +73,7 @@ class RequestOutput:
     reuse_receipt: ReuseReceipt
     prompt_logprobs: list[PromptLogprob | None] | None
     """One per token of the prompt where `SamplingParams.prompt_logprobs` asked for them; None for
-    the first, which follows nothing, and where media stands."""
+    the first token and for tokens of media."""
 
     @property
     def text(self) -> str:
@@ -80,7 +82,7 @@ class RequestOutput:
 
 
 class LLM:
-    """A model, loaded. `options` are those of `lookonce serve`, with underscores.
+    """A loaded model. `options` are those of `lookonce serve`, with underscores.
 
     with LLM("nano") as llm:
         print(llm.chat([{"role": "user", "content": "Hello"}])[0].text)
@@ -91,11 +93,11 @@ class LLM:
     def __init__(
         self, model: str = NANO, *, on_loading: OnLoading | None = None, **options: Any
     ) -> None:
-        config = _with_room(with_local_model(resolve(Options(model=model, **options))))
-        # Of all calls together, whatever thread they come from; a stream that is left standing
-        # takes no place.
-        self._answering = asyncio.Semaphore(_most_answered(config.scheduler))
-        self._rendering = asyncio.Semaphore(_most_rendered(config.media))
+        config = _with_queue(with_local_model(resolve(Options(model=model, **options))))
+        # These limit all calls together, whatever thread they come from. Streams are not counted
+        # as being answered, so that one that nobody reads does not block others.
+        self._answering = asyncio.Semaphore(_max_prompts_answered(config.scheduler))
+        self._rendering = asyncio.Semaphore(max_prompts_rendered(config.media))
         self._loop = _LoopThread()
         self._stack = AsyncExitStack()
         self._end = weakref.finalize(self, _end_all, self._stack, self._loop)
@@ -114,8 +116,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers to one conversation, or to each of several; messages are OpenAI's."""
         renders = [partial(self._render_chat, c, cache_salt) for c in _conversations(messages)]
-        sampling, speech = self._for_chat(sampling_params)
-        return self._loop.run(self._answer_all(renders, sampling, speech))
+        sampling, tools = self._for_chat(sampling_params)
+        return self._loop.run(self._answer_all(renders, sampling, tools))
 
     def generate(
         self,
@@ -147,11 +149,12 @@ class LLM:
         *,
         cache_salt: str | None = None,
     ) -> dict[str, list[ItemOutcome]]:
-        """Put items that somebody else processed into the processor cache; what became of each.
+        """Put items that somebody else processed into the processor cache; answers what became of
+        each.
 
         `mm_kwargs` holds one mapping of NumPy arrays or torch tensors per hash, as the model's
-        processor makes them; they are copied. A hash as `media_hash` makes it stands for the media
-        wherever it comes again. An item that is no good is rejected alone. Raises
+        processor makes them; they are copied. With a hash from `media_hash` the item is used
+        wherever a request sends those media. An invalid item is rejected alone. Raises
         `BadRequestError` where hashes and items do not match.
         """
         offered = offered_items(mm_hashes, mm_kwargs, arrays_reader)
@@ -177,7 +180,7 @@ class LLM:
         return self._loop.run(self._frontend.engine.stats())
 
     def close(self) -> None:
-        """Ends the engine process. May be called again; who forgets it has it done at exit."""
+        """Ends the engine process. May be called again; without a call it is done at exit."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -186,7 +189,7 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- inside: on the event loop ------------------------------------------------------------
+    # --- on the event loop --------------------------------------------------------------------
 
     async def _open(self, config: Config, on_loading: OnLoading | None) -> Frontend:
         """Start everything; raises why the engine will never serve."""
@@ -198,10 +201,7 @@ class LLM:
         self._stack.enter_context(socket_folder(config.channel.address))
         running = asyncio.create_task(supervisor.run())
         self._stack.push_async_callback(_end_engine, supervisor, running)
-        client = EngineClient(
-            config.channel, processor_cache_bytes=config.media.processor_cache_bytes
-        )
-        await self._stack.enter_async_context(client)
+        client = await self._stack.enter_async_context(engine_client(config))
         frontend = await self._stack.enter_async_context(open_frontend(config, client))
         ready = asyncio.create_task(client.wait_ready())
         await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
@@ -214,12 +214,12 @@ class LLM:
         return default_sampling(self._frontend.defaults) if asked is None else asked
 
     def _for_chat(self, asked: SamplingParams | None) -> tuple[SamplingParams, ToolCalling | None]:
-        """How to sample a chat's answer, and how to read it: None where its text is what is said.
+        """How to sample a chat's answer, and how to parse it: None where it is plain text.
 
         Raises `BadRequestError`.
         """
-        sampling, speech = self._sampling(asked), tool_calling(None, self._frontend.tool_dialect)
-        return (sampling if speech is None else speech.constrain(sampling)), speech
+        sampling, tools = self._sampling(asked), tool_calling(None, self._frontend.tool_dialect)
+        return (sampling if tools is None else tools.constrain(sampling)), tools
 
     async def _render_chat(self, messages: list[Message], cache_salt: str | None) -> RenderedPrompt:
         async with self._rendering:
@@ -235,34 +235,34 @@ class LLM:
         self,
         renders: Sequence[Render],
         sampling: SamplingParams,
-        speech: ToolCalling | None = None,
+        tools: ToolCalling | None = None,
     ) -> list[RequestOutput]:
         """All answers, in order; the first failure ends the others and is raised."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._answer(render, sampling, speech)) for render in renders
+                    group.create_task(self._answer(render, sampling, tools)) for render in renders
                 ]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
     async def _answer(
-        self, render: Render, sampling: SamplingParams, speech: ToolCalling | None
+        self, render: Render, sampling: SamplingParams, tools: ToolCalling | None
     ) -> RequestOutput:
         async with self._answering:
-            with self._prepared(await render(), sampling, speech) as generation:
+            with self._prepared(await render(), sampling, tools) as generation:
                 samples = [Sample() for _ in range(sampling.n)]
                 async with aclosing(generation.pieces()) as pieces:
                     async for piece in pieces:
                         samples[piece.index].take(piece)
-                return _request_output(generation, samples, speech)
+                return _request_output(generation, samples, tools)
 
     async def _stream(
-        self, render: Render, sampling: SamplingParams, speech: ToolCalling | None
+        self, render: Render, sampling: SamplingParams, tools: ToolCalling | None
     ) -> AsyncGenerator[str, None]:
-        reader = reader_of(speech)
-        with self._prepared(await render(), sampling, speech) as generation:
+        reader = reader_of(tools)
+        with self._prepared(await render(), sampling, tools) as generation:
             async with aclosing(generation.pieces()) as pieces:
                 async for piece in pieces:
                     if piece.index == 0:
@@ -270,14 +270,14 @@ class LLM:
                         yield content_of(reader.push(piece.text, last=last))
 
     def _prepared(
-        self, rendered: RenderedPrompt, sampling: SamplingParams, speech: ToolCalling | None
+        self, rendered: RenderedPrompt, sampling: SamplingParams, tools: ToolCalling | None
     ) -> AbstractContextManager[PromptGeneration]:
-        keep = () if speech is None else speech.markers
+        keep = () if tools is None else tools.markers
         return prepared(self._frontend, rendered, sampling, keep=keep)
 
 
 class _LoopThread:
-    """An event loop in a thread of its own."""
+    """An event loop in a background thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -302,7 +302,7 @@ class _LoopThread:
 
 
 def _end_all(stack: AsyncExitStack, loop: _LoopThread) -> None:
-    # As the interpreter exits, executors take no more work; what needs none still ends in order.
+    # At interpreter exit executors take no more work; everything that needs none is still closed.
     with suppress(RuntimeError):
         loop.run(stack.aclose())
     loop.stop()
@@ -313,26 +313,19 @@ async def _end_engine(supervisor: EngineSupervisor, running: asyncio.Task[None])
     await asyncio.gather(running, return_exceptions=True)
 
 
-def _most_answered(scheduler: SchedulerConfig) -> int:
-    """Prompts side by side: as many again as are computed, so that the batch stays full."""
+def _max_prompts_answered(scheduler: SchedulerConfig) -> int:
+    """Twice as many prompts as the engine computes side by side, so that its batch stays full."""
     return 2 * scheduler.max_num_seqs
 
 
-def _with_room(config: Config) -> Config:
-    """A queue for what is answered side by side: whoever calls waits, and is not to be refused.
+def _with_queue(config: Config) -> Config:
+    """With an engine queue that never refuses the prompts of `LLM`, which limits them itself.
 
-    The engine estimates how many wait, and those a failed call left behind may still count.
+    The engine's estimate of how many wait may include prompts that a failed call left behind.
     """
-    needed = 4 * _most_answered(config.scheduler)
+    needed = 4 * _max_prompts_answered(config.scheduler)
     scheduler = replace(config.scheduler, max_queue=max(config.scheduler.max_queue, needed))
     return replace(config, scheduler=scheduler)
-
-
-def _most_rendered(media: MediaConfig) -> int:
-    """Prompts rendered side by side: their media fill half of the pool's queue, since the engine
-    may ask for some a second time."""
-    per_prompt = min(MAX_SIDE_BY_SIDE, sum(media.limit_per_prompt.values()))
-    return MAX_QUEUE // 2 // max(1, per_prompt)
 
 
 async def _next(texts: AsyncGenerator[str, None]) -> str | None:
@@ -358,13 +351,13 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
     return [prompt if isinstance(prompt, str) else list(prompt) for prompt in several]
 
 
-def _said(text: str, speech: ToolCalling | None) -> str:
-    """The words of a chat's answer; what a model thinks in a channel of its own is left out."""
-    return content_of(reader_of(speech).push(text, last=True))
+def _content(text: str, tools: ToolCalling | None) -> str:
+    """The content of a chat's answer, without reasoning that its format separates."""
+    return content_of(reader_of(tools).push(text, last=True))
 
 
 def _request_output(
-    generation: PromptGeneration, samples: Sequence[Sample], speech: ToolCalling | None
+    generation: PromptGeneration, samples: Sequence[Sample], tools: ToolCalling | None
 ) -> RequestOutput:
     asked = generation.sampling.logprobs is not None
     return RequestOutput(
@@ -372,7 +365,7 @@ def _request_output(
         outputs=[
             SampleOutput(
                 index=index,
-                text=_said("".join(sample.text), speech),
+                text=_content("".join(sample.text), tools),
                 token_ids=sample.token_ids,
                 finish_reason=sample.finish_reason,
                 stop_reason=sample.stop_reason,

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from lookonce.config import Config
+from lookonce.config import Config, MediaConfig
 from lookonce.engine.client.engine_client import EngineClient
 from lookonce.engine.client.health import EngineState
 from lookonce.engine.client.injection import DISABLED, Injected
@@ -18,6 +18,8 @@ from lookonce.errors import NotReadyError
 from lookonce.frontend.metrics import Counts, Metrics
 from lookonce.frontend.sampling_params import SamplingDefaults, read_defaults
 from lookonce.frontend.tools.formats import ToolDialect, choose_dialect
+from lookonce.render.media.pool import MAX_QUEUE
+from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE
 from lookonce.render.renderer import Renderer, open_renderer
 from lookonce.types.media import ProcessedItem
 from lookonce.types.model import ModelInfo
@@ -38,9 +40,17 @@ class Frontend:
     """How the served model writes tool calls; None where its template has no place for tools."""
 
 
+def engine_client(config: Config) -> EngineClient:
+    """The client of the engine at the configured address, to be entered."""
+    return EngineClient(config.channel, processor_cache_bytes=config.media.processor_cache_bytes)
+
+
 @asynccontextmanager
 async def open_frontend(config: Config, client: EngineClient) -> AsyncIterator[Frontend]:
-    """`client` is entered already; its engine may still be loading. Raises `ModelLoadError`."""
+    """A frontend of an entered client, whose engine may still be loading.
+
+    Raises `ModelLoadError`.
+    """
     async with (
         open_renderer(
             config.model,
@@ -78,6 +88,13 @@ async def limits_learned(client: EngineClient, renderer: Renderer) -> AsyncItera
         yield
     finally:
         learning.cancel()
+
+
+def max_prompts_rendered(media: MediaConfig) -> int:
+    """Prompts to render side by side at most: their media fill half of the media pool's queue,
+    since the engine may ask for some items a second time."""
+    per_prompt = min(MAX_SIDE_BY_SIDE, sum(media.limit_per_prompt.values()))
+    return MAX_QUEUE // 2 // max(1, per_prompt)
 
 
 def dialect_of(config: Config, renderer: Renderer) -> ToolDialect | None:

@@ -30,7 +30,7 @@ from lookonce.types.sampling import SamplingParams
 
 _PROCESS = secrets.token_hex(16)
 _numbers = itertools.count()
-"""The two parts of an engine request's id, which is unique among all processes."""
+"""The two parts of an engine request's id, which is unique; clients may repeat their own ids."""
 
 
 @dataclass(slots=True)
@@ -53,9 +53,8 @@ class PromptGeneration:
         frontend: Frontend,
         rendered: RenderedPrompt,
         sampling: SamplingParams,
-        engine_id: str,
         *,
-        arrival: float,
+        arrival: float | None = None,
         index_base: int = 0,
         keep: Collection[str] = (),
     ) -> None:
@@ -68,9 +67,9 @@ class PromptGeneration:
         self.aborted = False
         """Set before the request is submitted: it is not submitted then."""
         self._frontend = frontend
-        self._engine_id = engine_id
+        self._engine_id = f"{_PROCESS}-{next(_numbers)}"
         self._index_base = index_base
-        self._arrival = arrival
+        self._arrival = time.monotonic() if arrival is None else arrival
         self._texts: dict[int, Detokenizer] = {
             index: frontend.renderer.detokenizer(sampling, rendered.token_ids, keep)
             for index in range(sampling.n)
@@ -181,8 +180,8 @@ def prepare(
 ) -> PromptGeneration:
     """A generation ready to start; the caller still has to release the prompt.
 
-    `limit_asked`: the client set `max_tokens`. The engine gets a request id of its own, since
-    clients may repeat theirs. Raises `BadRequestError` where the model cannot take the prompt.
+    `limit_asked`: the client set `max_tokens`. Raises `BadRequestError` where the model cannot take
+    the prompt.
     """
     model = frontend.engine.model
     if not limit_asked:
@@ -192,8 +191,7 @@ def prepare(
         frontend,
         rendered,
         sampling,
-        f"{_PROCESS}-{next(_numbers)}",
-        arrival=time.monotonic() if arrival is None else arrival,
+        arrival=arrival,
         index_base=index_base,
         keep=keep,
     )

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two formats."""
+"""Log-probabilities in OpenAI's two formats, chat and completion, and in vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lookonce.frontend.responses import (
 from lookonce.types.request import PromptLogprob, TokenLogprob
 
 TokenBytes = Callable[[int], bytes]
-"""A token's own bytes: not always whole characters."""
+"""Token id → the token's bytes, which may be part of a character."""
 
 LOWEST = -9999.0
 """What stands for minus infinity, which JSON cannot write."""
@@ -41,34 +41,37 @@ def _named(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
 
 
 class TextCursor:
-    """Where in the text tokens begin: one that is part of a character stands where that does, one
-    that the text leaves out where the next does."""
+    """Finds where in the text each token begins.
 
-    def __init__(self, unheard: Collection[int] = (), at: int = 0) -> None:
-        """`unheard` tokens add nothing to the text, which begins at `at`."""
+    A token that is part of a character begins where the character does; a token that the text
+    leaves out begins where the next token does.
+    """
+
+    def __init__(self, skipped: Collection[int] = (), at: int = 0) -> None:
+        """`skipped`: tokens that add nothing to the text, which begins at offset `at`."""
         self.at = at
-        self._unheard = unheard
+        self._skipped = skipped
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, token_id: int, token: bytes) -> int:
         """Where this token begins; `at` is where it ends."""
         begin = self.at
-        if token_id not in self._unheard:
+        if token_id not in self._skipped:
             self.at += len(self._characters.decode(token))
         return begin
 
 
 class CompletionLogprobsBuilder:
-    """Builds the parallel lists of `/v1/completions`, whose offsets count characters of text."""
+    """Builds the parallel lists of `/v1/completions`; their offsets count characters."""
 
     def __init__(
-        self, token_bytes: TokenBytes, wanted: int, unheard: Collection[int] = (), offset: int = 0
+        self, token_bytes: TokenBytes, wanted: int, skipped: Collection[int] = (), offset: int = 0
     ) -> None:
-        """`wanted`: how many of the likeliest to name beside each token; `offset`: where in the
-        text the first token stands."""
+        """`wanted`: how many of the likeliest tokens to list beside each token; `offset`: where in
+        the text the first token begins; `skipped`: tokens that add nothing to the text."""
         self._token_bytes = token_bytes
         self._wanted = wanted
-        self._cursor = TextCursor(unheard, offset)
+        self._cursor = TextCursor(skipped, offset)
 
     def take(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
@@ -85,14 +88,14 @@ def echoed_logprobs(
     wanted: int,
     token_bytes: TokenBytes,
 ) -> CompletionLogprobs:
-    """The entries of a prompt; what was added to its `text` (a first token) shows nowhere."""
+    """The entries of a prompt's tokens; a token that is not part of `text` gets an empty place."""
     characters = codecs.getincrementaldecoder("utf-8")("replace")
     offsets, offset = [], 0
     for token in token_ids:
         offsets.append(offset)
         shown = characters.decode(token_bytes(token))
         if not text.startswith(shown, offset):
-            shown = shown.removeprefix(" ")  # one that a tokenizer puts before the first word
+            shown = shown.removeprefix(" ")  # a tokenizer may put a space before the first word
         if text.startswith(shown, offset):
             offset += len(shown)
     return _lists(token_ids, offsets, logprobs, wanted, token_bytes)
@@ -117,7 +120,8 @@ def _lists(
 def _top(
     token: str, entry: TokenLogprob | PromptLogprob, wanted: int, token_bytes: TokenBytes
 ) -> dict[str, float]:
-    """The token that stands there and the likeliest; of those with one text the likelier."""
+    """The log-probabilities of the chosen token and the likeliest ones, by text; of several tokens
+    with one text the highest."""
     top = {token: max(entry.logprob, LOWEST)}
     for other, value in entry.top[:wanted]:
         text = _text(token_bytes(other))
@@ -131,7 +135,7 @@ def prompt_entries(
     wanted: int,
     token_bytes: TokenBytes,
 ) -> PromptEntries:
-    """vLLM's form: at each place of the prompt its token and the `wanted` likeliest."""
+    """vLLM's form: for each token of the prompt, the token itself and the `wanted` likeliest."""
 
     def entry(token: int, logprob: float, rank: int) -> PromptEntry:
         return PromptEntry(max(logprob, LOWEST), rank, _text(token_bytes(token)))
@@ -158,7 +162,7 @@ def joined_completion(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs
 
 
 def _text(token: bytes) -> str:
-    """A token that is part of a character reads as `bytes:\\xe2\\x82`, as OpenAI writes it."""
+    """The token's text; part of a character is written as OpenAI does: `bytes:\\xe2\\x82`."""
     try:
         return token.decode()
     except UnicodeDecodeError:

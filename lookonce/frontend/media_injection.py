@@ -1,7 +1,4 @@
-"""`POST /inference/v1/media_cache`: items that somebody else processed enter the processor cache.
-
-`GET` answers what a frontend must know to name them by the public `media_hash`.
-"""
+"""Media items that somebody else processed enter the processor cache, over HTTP or from Python."""
 
 from __future__ import annotations
 
@@ -21,10 +18,7 @@ from lookonce.types.media import MODALITIES, Array, Modality
 
 logger = logging.getLogger("lookonce.server")
 
-
 T = TypeVar("T")
-
-
 ReadArrays = Callable[[], Mapping[str, Array]]
 
 
@@ -37,7 +31,7 @@ class ItemOutcome(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """One item: how to read its arrays may raise `BadRequestError`."""
+    """One item; `arrays` reads its arrays and may raise `BadRequestError`."""
 
     modality: Modality
     name: str
@@ -72,9 +66,9 @@ async def inject_offered(
     cache_salt: str | None,
     trusted: bool,
 ) -> dict[str, list[ItemOutcome]]:
-    """What became of each item. One that is no good is rejected alone, with one warning."""
+    """What became of each item, by modality. An invalid item is rejected alone, with a warning."""
 
-    def judge(item: Offered) -> Keyed:
+    def validate(item: Offered) -> Keyed:
         return frontend.renderer.injected(
             item.modality,
             item.name,
@@ -88,7 +82,7 @@ async def inject_offered(
     keyed: dict[int, Keyed] = {}
     for number, item in enumerate(offered):
         try:
-            keyed[number] = await asyncio.to_thread(judge, item)
+            keyed[number] = await asyncio.to_thread(validate, item)
         except LookOnceError as error:
             outcomes[number] = Injected("rejected", error.message)
     settled = await frontend.engine.inject_items(list(keyed.values()))
@@ -106,5 +100,5 @@ def _outcome(item: Offered, outcome: Injected) -> ItemOutcome:
 
 
 def arrays_reader(arrays: Mapping[str, Any]) -> ReadArrays:
-    """Of NumPy arrays or torch tensors."""
+    """For NumPy arrays or torch tensors."""
     return lambda: arrays_of(arrays)

@@ -1,8 +1,12 @@
-"""Prometheus metrics: what this process counts itself, and what others count for it.
+"""Prometheus metrics of one API process: what it counts itself, and what other components count.
 
-Counters that live elsewhere (renderer, directory, engine) are read when somebody asks: a source is
-a function that answers `{name: value}`, where a name may carry label values as `name:a,b`.
-Names have no prefix inside LookOnce; `lookonce_`, and `vllm:` where asked for, come on at the door.
+Other components (renderer, directory, engine) are read when `/metrics` is asked for: a source is a
+function that answers `{name: value}`, where a name may carry label values as `name:a,b`. Names have
+no prefix inside LookOnce; `Metrics.exposition` adds `lookonce_`, and `vllm:` where asked for.
+
+What the process counts itself is plain numbers, written on its event loop alone: they are counted
+for every token, and prometheus_client's own counters, which any thread may use, take ten times as
+long.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from prometheus_client import generate_latest
@@ -21,14 +25,119 @@ from prometheus_client.core import (
     Metric,
 )
 
+Counts = Mapping[str, float]
+Source = Callable[[], Counts]
+LATENCY_BUCKETS = (
+    .001, .0025, .005, .01, .02, .04, .06, .08, .1, .15, .25, .5, .75, 1, 2.5, 5, 10, 20, 40, 80,
+)  # fmt: skip
+
+
+class Metrics:
+    """The metrics of one API process; `vllm_names` adds each under vLLM's name too."""
+
+    def __init__(self, served_name: str, vllm_names: bool = False) -> None:
+        self.sources: list[Source] = []
+        """Figures of this process that other components count."""
+        self.time_to_first_token = _seconds(
+            "time_to_first_token", "From a request's arrival to its first token"
+        )
+        self.inter_token_latency = _seconds(
+            "inter_token_latency", "Between one sample's deliveries of tokens"
+        )
+        self.request_latency = _seconds(
+            "e2e_request_latency", "From a request's arrival to its last token"
+        )
+        self.render = _seconds("render", "Media, template and tokens of one prompt")
+        self.success = TotalByLabel(
+            "lookonce_request_success", "Requests answered completely", "finished_reason"
+        )
+        self.prompt_tokens = Total("lookonce_prompt_tokens", "Prompt tokens of accepted requests")
+        self.generation_tokens = Total("lookonce_generation_tokens", "Tokens generated")
+        self._own: tuple[Counted, ...] = (
+            self.time_to_first_token,
+            self.inter_token_latency,
+            self.request_latency,
+            self.render,
+            self.success,
+            self.prompt_tokens,
+            self.generation_tokens,
+        )
+        self._served_name = served_name
+        self._vllm_names = vllm_names
+
+    def local_families(self) -> list[Metric]:
+        """Everything counted in this process."""
+        counts: dict[str, float] = {}
+        for source in self.sources:
+            for name, value in source().items():
+                counts[name] = counts.get(name, 0) + value
+        return [*(counted.family() for counted in self._own), *_families(counts)]
+
+    def exposition(self, local: Iterable[Metric], engine: Counts) -> bytes:
+        """The text of `/metrics`: `local` families (of all API processes) and the engine's."""
+        families = [*local, *_families(engine)]
+        if self._vllm_names:
+            families += [alias for f in families for alias in self._vllm_alias(f)]
+        return generate_latest(_Fixed(families))
+
+    def _vllm_alias(self, family: Metric) -> Iterable[Metric]:
+        name = family.name.removeprefix("lookonce_")
+        described = COUNTED_ELSEWHERE.get(name) or COUNTED_ELSEWHERE.get(f"{name}_total")
+        vllm = VLLM_NAMES.get(name) if described is None else described.vllm
+        if vllm is not None:
+            alias = Metric(f"vllm:{vllm.removesuffix('_total')}", family.documentation, family.type)
+            for sample in family.samples:
+                suffix = sample.name.removeprefix(family.name)
+                labels = {"model_name": self._served_name, **sample.labels}
+                alias.add_sample(alias.name + suffix, labels, sample.value)
+            yield alias
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """A collector of families that are already collected."""
+
+    families: list[Metric]
+
+    def collect(self) -> list[Metric]:
+        return self.families
+
+
+def _seconds(name: str, text: str) -> Durations:
+    return Durations(f"lookonce_{name}_seconds", text, LATENCY_BUCKETS)
+
+
+def _families(counts: Counts) -> list[Metric]:
+    """The described figures among `counts`, as Prometheus families."""
+    found: dict[str, Metric] = {}
+    for key, value in sorted(counts.items()):
+        name, _, label_values = key.partition(":")
+        described = COUNTED_ELSEWHERE.get(name)
+        if described is None:
+            continue
+        if name not in found:
+            found[name] = _family(name, described)
+        values = label_values.split(",") if described.label else []
+        found[name].add_metric(values, value)  # type: ignore[attr-defined]
+    return list(found.values())
+
+
+def _family(name: str, described: MetricInfo) -> Metric:
+    labels = described.label.split(",") if described.label else []
+    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    return kind(f"lookonce_{name}", described.help, labels=labels)
+
+
+# --- counters ------------------------------------------------------------------------------------
+
 
 class Counted(Protocol):
     def family(self) -> Metric:
-        """All that was counted until now."""
+        """What was counted so far."""
 
 
 class Total:
-    """How much there was in all."""
+    """A counter."""
 
     def __init__(self, name: str, text: str) -> None:
         self._name, self._text = name, text
@@ -42,7 +151,7 @@ class Total:
 
 
 class TotalByLabel:
-    """How many there were of each kind; kinds appear with their first."""
+    """A counter with one label; a label value appears once it is counted."""
 
     def __init__(self, name: str, text: str, label: str) -> None:
         self._name, self._text, self._label = name, text, label
@@ -59,7 +168,7 @@ class TotalByLabel:
 
 
 class Durations:
-    """How many took how long: a histogram of seconds over `bounds`, which ascend."""
+    """A histogram of seconds over `bounds`, which ascend."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name, self._text = name, text
@@ -96,15 +205,7 @@ class _Timing:
         self._durations.observe(time.perf_counter() - self._started)
 
 
-Counts = Mapping[str, float]
-
-
-Source = Callable[[], Counts]
-
-
-LATENCY_BUCKETS = (
-    .001, .0025, .005, .01, .02, .04, .06, .08, .1, .15, .25, .5, .75, 1, 2.5, 5, 10, 20, 40, 80,
-)  # fmt: skip
+# --- what other components count ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +214,7 @@ class MetricInfo:
     label: str | None = None
     """Label names, separated by commas."""
     vllm: str | None = None
-    """The name of the same figure in vLLM, without its prefix."""
+    """The name of the same metric in vLLM, without its prefix."""
 
 
 COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
@@ -208,7 +309,7 @@ COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
         "Share of KV blocks in use, 0 to 1", vllm="kv_cache_usage_perc"
     ),
 }
-"""Every figure another part counts, and what it means. Others are not exported."""
+"""Every figure that other components count; figures with other names are not exported."""
 
 
 VLLM_NAMES = {
@@ -219,105 +320,4 @@ VLLM_NAMES = {
     "prompt_tokens": "prompt_tokens",
     "generation_tokens": "generation_tokens",
 }
-"""Families counted here → vLLM's name of the same figure."""
-
-
-@dataclass(slots=True)
-class Metrics:
-    """One per API process."""
-
-    served_name: str
-    vllm_names: bool = False
-    sources: list[Source] = field(default_factory=list)
-    """Counted in this process: summed over all API processes of a server."""
-    time_to_first_token: Durations = field(init=False)
-    inter_token_latency: Durations = field(init=False)
-    request_latency: Durations = field(init=False)
-    render: Durations = field(init=False)
-    success: TotalByLabel = field(init=False)
-    prompt_tokens: Total = field(init=False)
-    generation_tokens: Total = field(init=False)
-    _own: list[Counted] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.time_to_first_token = _seconds(
-            "time_to_first_token", "From a request's arrival to its first token"
-        )
-        self.inter_token_latency = _seconds(
-            "inter_token_latency", "Between one sample's deliveries of tokens"
-        )
-        self.request_latency = _seconds(
-            "e2e_request_latency", "From a request's arrival to its last token"
-        )
-        self.render = _seconds("render", "Media, template and tokens of one prompt")
-        self.success = TotalByLabel(
-            "lookonce_request_success", "Requests answered completely", "finished_reason"
-        )
-        self.prompt_tokens = Total("lookonce_prompt_tokens", "Prompt tokens of accepted requests")
-        self.generation_tokens = Total("lookonce_generation_tokens", "Tokens generated")
-        self._own = [
-            self.time_to_first_token, self.inter_token_latency, self.request_latency, self.render,
-            self.success, self.prompt_tokens, self.generation_tokens,
-        ]  # fmt: skip
-
-    def local_families(self) -> list[Metric]:
-        """Everything counted in this process."""
-        counts: dict[str, float] = {}
-        for source in self.sources:
-            for name, value in source().items():
-                counts[name] = counts.get(name, 0) + value
-        return [*(counted.family() for counted in self._own), *_families(counts)]
-
-    def exposition(self, local: Iterable[Metric], engine: Counts) -> bytes:
-        """The text of `/metrics`: `local` families (of all API processes) and the engine's."""
-        families = [*local, *_families(engine)]
-        if self.vllm_names:
-            families += [alias for f in families for alias in self._vllm_alias(f)]
-        return generate_latest(_Fixed(families))
-
-    def _vllm_alias(self, family: Metric) -> Iterable[Metric]:
-        name = family.name.removeprefix("lookonce_")
-        described = COUNTED_ELSEWHERE.get(name) or COUNTED_ELSEWHERE.get(f"{name}_total")
-        vllm = VLLM_NAMES.get(name) if described is None else described.vllm
-        if vllm is not None:
-            alias = Metric(f"vllm:{vllm.removesuffix('_total')}", family.documentation, family.type)
-            for sample in family.samples:
-                suffix = sample.name.removeprefix(family.name)
-                labels = {"model_name": self.served_name, **sample.labels}
-                alias.add_sample(alias.name + suffix, labels, sample.value)
-            yield alias
-
-
-@dataclass(frozen=True, slots=True)
-class _Fixed:
-    """A collector of families that are already collected."""
-
-    families: list[Metric]
-
-    def collect(self) -> list[Metric]:
-        return self.families
-
-
-def _seconds(name: str, text: str) -> Durations:
-    return Durations(f"lookonce_{name}_seconds", text, LATENCY_BUCKETS)
-
-
-def _families(counts: Counts) -> list[Metric]:
-    """The described figures among `counts`, as Prometheus families."""
-    found: dict[str, Metric] = {}
-    for key, value in sorted(counts.items()):
-        name, _, label_values = key.partition(":")
-        described = COUNTED_ELSEWHERE.get(name)
-        if described is None:
-            continue
-        if name not in found:
-            found[name] = _family(name, described)
-        values = label_values.split(",") if described.label else []
-        found[name].add_metric(values, value)  # type: ignore[attr-defined]
-    return list(found.values())
-
-
-def _family(name: str, described: MetricInfo) -> Metric:
-    labels = described.label.split(",") if described.label else []
-    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-    return kind(f"lookonce_{name}", described.help, labels=labels)
+"""Families counted in `Metrics` → vLLM's name of the same metric."""

@@ -1,4 +1,4 @@
-"""A model's folder on this machine, fetched from the Hugging Face hub where it is not there."""
+"""A model's local folder, downloaded from the Hugging Face hub if need be."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Json = dict[str, Any]
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 WEIGHTS = ["*.safetensors"]
 SECOND_COPIES = ["original/*", "*consolidated*.safetensors"]
-"""The same weights once more, as Llama's, Mistral's and gpt-oss's makers have them: never read."""
+"""Second copies of the weights, in the formats of Meta, Mistral and OpenAI: never read."""
 
 
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
-    """The same configuration, its model a local folder of a type that is served.
+    """The same configuration with the model's local folder, whose type is checked.
 
-    Without `weights` the hub is not asked for them. Raises `ConfigError` naming MODEL.
+    `weights`: download the weights too. Raises `ConfigError` naming MODEL.
     """
     folder = local_folder(config.model.folder, weights=weights)
     check_type(folder)
@@ -30,10 +30,10 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
 
 
 def local_folder(model: str, *, weights: bool = True) -> str:
-    """`model` itself if it is a folder, else where the hub's files of that id are."""
+    """`model` itself if it is a folder, else the folder with the hub's files of that id."""
     if model and Path(model).is_dir():
         return model
-    # Imported where a hub is needed: it takes as long as the rest of the supervisor.
+    # Imported only when it is needed: the import takes as long as the rest of the supervisor.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -47,7 +47,7 @@ def local_folder(model: str, *, weights: bool = True) -> str:
 
 
 def check_type(folder: str) -> None:
-    """Whether the folder is of a type that is served, before any process starts to load it."""
+    """Raises `ConfigError` unless the folder is of a model type that is served."""
     try:
         config = msgspec.json.decode((Path(folder) / "config.json").read_bytes(), type=Json)
     except (OSError, msgspec.DecodeError):

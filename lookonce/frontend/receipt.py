@@ -1,4 +1,4 @@
-"""Usage, and the reuse receipt: where each piece of an answer came from."""
+"""What one response reports: usage, the reuse receipt, and what external KV tiers did."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def usage(generations: Sequence[PromptGeneration]) -> Usage:
 
 
 def reuse_receipt(generations: Sequence[PromptGeneration]) -> ReuseReceipt:
-    """At most `MAX_LISTED_ITEMS` items are listed; totals cover all."""
+    """Which results were reused. At most `MAX_LISTED_ITEMS` items are listed; totals cover all."""
     facts = [generation.facts for generation in generations if generation.facts is not None]
     items = [item for generation in generations for item in _items(generation)]
     return ReuseReceipt(
@@ -63,14 +63,14 @@ def kv_transfer_params(generations: Sequence[PromptGeneration]) -> KVTransferPar
 
 
 def _external(facts: PrefillFacts | None) -> ExternalFacts:
-    """A prompt without facts ended before its first token."""
+    """A prompt without facts was aborted before its first token."""
     if facts is None:
         return ExternalFacts(status="aborted")
     return facts.external or ExternalFacts()
 
 
 def _status(statuses: Sequence[ExternalStatus]) -> ExternalStatus:
-    """Of several prompts: some loaded and some not is partial, else what went most wrong."""
+    """The status of several prompts: "partial" if only some were loaded, else the worst."""
     if len(set(statuses)) == 1:
         return statuses[0]
     if {"loaded", "partial"} & set(statuses):

@@ -107,7 +107,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class PromptEntry(msgspec.Struct):
-    """vLLM's, of one token that could stand at a place of the prompt."""
+    """vLLM's entry of one token that is possible at one position of the prompt."""
 
     logprob: float
     rank: int
@@ -115,7 +115,7 @@ class PromptEntry(msgspec.Struct):
 
 
 PromptEntries = list[dict[str, PromptEntry] | None]
-"""By place in the prompt, then by token id: the token that stands there, and the likeliest."""
+"""One per token of the prompt: token id → entry of the token itself and of the likeliest ones."""
 
 
 # --- chat ---------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
-    """What the model thought first, where its format tells that apart."""
+    """What the model wrote before the answer, where its format separates the two."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 

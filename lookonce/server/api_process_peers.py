@@ -16,11 +16,10 @@ import msgspec
 from prometheus_client.core import Metric
 
 logger = logging.getLogger("lookonce.server")
-
 METRICS_SECONDS = 1.0
 ABORT_SECONDS = 2.0
-AbortHere = Callable[[str, list[str]], Awaitable[list[str]]]
-"""Aborts requests of this process: tenant, request ids → the ids that were running."""
+AbortLocally = Callable[[str, list[str]], Awaitable[list[str]]]
+"""Aborts a tenant's requests of these ids; answers the ids that were running."""
 SampleKey = tuple[str, tuple[tuple[str, str], ...]]
 T = TypeVar("T")
 
@@ -75,9 +74,6 @@ class PeerSockets:
             return None
 
 
-# --- aborting requests --------------------------------------------------------------------------
-
-
 class _AbortQuestion(msgspec.Struct, array_like=True):
     """What one API process asks another."""
 
@@ -86,24 +82,24 @@ class _AbortQuestion(msgspec.Struct, array_like=True):
 
 
 class AbortPeers(PeerSockets):
-    """Aborts requests in whatever API process they run."""
+    """Aborts requests in whatever API process they run; `local` aborts those of this process."""
 
-    def __init__(self, folder: Path, index: int, count: int, abort_here: AbortHere) -> None:
+    def __init__(self, folder: Path, index: int, count: int, local: AbortLocally) -> None:
         super().__init__(folder, "abort", index, count, ABORT_SECONDS)
-        self._abort_here = abort_here
+        self._local = local
 
     async def abort(self, tenant: str, request_ids: list[str]) -> list[str]:
         """The ids that were running in any process, in the order they were asked for."""
         question = msgspec.msgpack.encode(_AbortQuestion(tenant, request_ids))
         own, others = await asyncio.gather(
-            self._abort_here(tenant, request_ids), self.ask_others(question, list[str])
+            self._local(tenant, request_ids), self.ask_others(question, list[str])
         )
         ended = {*own, *(name for answer in others for name in answer)}
         return [name for name in dict.fromkeys(request_ids) if name in ended]
 
     async def answer(self, question: bytes) -> bytes:
         asked = msgspec.msgpack.decode(question, type=_AbortQuestion)
-        ended = await self._abort_here(asked.tenant, asked.request_ids)
+        ended = await self._local(asked.tenant, asked.request_ids)
         return msgspec.msgpack.encode(ended)
 
 

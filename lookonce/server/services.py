@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -15,7 +15,6 @@ from prometheus_client.core import Metric
 from starlette.types import Scope
 
 from lookonce.config import ApiKey, Config, ServerConfig
-from lookonce.engine.client.engine_client import EngineClient
 from lookonce.errors import (
     DrainingError,
     EngineDeadError,
@@ -24,7 +23,7 @@ from lookonce.errors import (
     NotReadyError,
     UnauthorizedError,
 )
-from lookonce.frontend.frontend import Frontend, limits_learned, open_frontend
+from lookonce.frontend.frontend import Frontend, engine_client, limits_learned, open_frontend
 from lookonce.frontend.metrics import Counts
 from lookonce.render.readonly import ReadOnlyRenderer, open_readonly
 from lookonce.server.api_process_peers import AbortPeers, MetricsPeers
@@ -124,15 +123,6 @@ class RunningRequests:
     def __init__(self) -> None:
         self._running: dict[tuple[str, str], list[Abort]] = {}
 
-    @contextmanager
-    def noted(self, tenant: str, request_id: str, abort: Abort) -> Iterator[None]:
-        """While one request runs."""
-        self.note(tenant, request_id, abort)
-        try:
-            yield
-        finally:
-            self.forget(tenant, request_id, abort)
-
     def note(self, tenant: str, request_id: str, abort: Abort) -> None:
         self._running.setdefault((tenant, request_id), []).append(abort)
 
@@ -215,7 +205,7 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
 
     `index` is this process's number among the server's API processes.
     """
-    client = EngineClient(config.channel, processor_cache_bytes=config.media.processor_cache_bytes)
+    client = engine_client(config)
     folder = Path(config.channel.address.removeprefix("ipc://")).parent
     processes = config.server.api_processes
     running = RunningRequests()
@@ -256,3 +246,6 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
 def readonly_counts(renderer: ReadOnlyRenderer) -> Counts:
     """What a read-only renderer counts, under names of its own."""
     return {f"readonly_{name}": value for name, value in renderer.counts().items()}
+
+
+# --- aborting requests --------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Our own counters show what prometheus_client's do."""
+"""Metrics: our own counters show what prometheus_client's do, and each family is exported once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from lookonce.frontend.metrics import LATENCY_BUCKETS, Durations, Total, TotalByLabel
+from lookonce.frontend.metrics import (
+    COUNTED_ELSEWHERE,
+    LATENCY_BUCKETS,
+    Durations,
+    Metrics,
+    Total,
+    TotalByLabel,
+)
 
 
 class Shown:
@@ -64,3 +71,20 @@ def test_a_block_is_timed_however_it_ends():
             pass
     count = [s.value for s in took.family().samples if s.name == "took_seconds_count"]
     assert count == [2]
+
+
+def test_every_described_figure_has_a_help_text():
+    for name, described in COUNTED_ELSEWHERE.items():
+        assert described.help, name
+
+
+def test_no_family_is_exported_twice():
+    metrics = Metrics("m", vllm_names=True)
+    counts = {}
+    for name, described in COUNTED_ELSEWHERE.items():
+        labels = described.label.split(",") if described.label else []
+        counts[name + ":" * bool(labels) + ",".join(labels)] = 1.0
+    lines = metrics.exposition(metrics.local_families(), counts).decode().splitlines()
+    families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(families) == len(set(families))
+    assert sum(family.startswith("vllm:") for family in families) >= 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
 
 import pytest
 
@@ -11,6 +12,13 @@ from lookonce.server.services import RunningRequests
 from tests.support.nodes import engine_node, run
 
 ROUTE = "/inference/v1/abort_requests"
+
+
+@contextmanager
+def noted(running, tenant, request_id, abort):
+    running.note(tenant, request_id, abort)
+    yield
+    running.forget(tenant, request_id, abort)
 
 
 def recorder(ended: list[str], name: str):
@@ -24,7 +32,7 @@ def test_only_the_tenant_s_own_running_requests_end():
     running, ended = RunningRequests(), []
 
     async def scenario():
-        with running.noted("alice", "r", recorder(ended, "a")):
+        with noted(running, "alice", "r", recorder(ended, "a")):
             assert await running.abort("bob", ["r"]) == []
             assert await running.abort("alice", ["r", "s", "r"]) == ["r"]
         assert await running.abort("alice", ["r"]) == []
@@ -38,8 +46,8 @@ def test_an_id_that_two_requests_share_ends_both():
 
     async def scenario():
         with (
-            running.noted("", "r", recorder(ended, "first")),
-            running.noted("", "r", recorder(ended, "second")),
+            noted(running, "", "r", recorder(ended, "first")),
+            noted(running, "", "r", recorder(ended, "second")),
         ):
             assert await running.abort("", ["r"]) == ["r"]
 
@@ -57,9 +65,9 @@ def test_every_process_of_the_server_is_asked(tmp_path):
             AbortPeers(tmp_path, 1, 3, runs[1].abort),
         ):
             with (
-                runs[0].noted("t", "here", recorder(ended, "here")),
-                runs[1].noted("t", "there", recorder(ended, "there")),
-                runs[1].noted("other", "theirs", recorder(ended, "theirs")),
+                noted(runs[0], "t", "here", recorder(ended, "here")),
+                noted(runs[1], "t", "there", recorder(ended, "there")),
+                noted(runs[1], "other", "theirs", recorder(ended, "theirs")),
             ):
                 asked = ["there", "theirs", "here", "nowhere"]
                 assert await first.abort("t", asked) == ["there", "here"]

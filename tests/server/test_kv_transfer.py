@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from lookonce.frontend.receipt import _status
 from lookonce.types.kv import ExternalFacts
 from lookonce.types.request import PrefillFacts
 from tests.support.server.site import events
@@ -108,14 +107,6 @@ def test_kv_transfer_params_that_are_no_object_are_refused(on_site):
         assert (await site.chat("hello", kv_transfer_params=3)).status_code == 400
 
     on_site(scenario)
-
-
-def test_the_status_of_several_prompts():
-    assert _status(["loaded", "loaded"]) == "loaded"
-    assert _status(["loaded", "none"]) == "partial"
-    assert _status(["shadowed", "failed"]) == "failed"
-    assert _status(["shadowed", "none"]) == "shadowed"
-    assert _status([]) == "none"
 
 
 def test_tier_metrics_have_their_labels(on_site):

@@ -105,7 +105,7 @@ class MarkerSearch:
         """The end of the text so far, if it is the beginning of a marker."""
 
     def take(self, character: str) -> tuple[str, str]:
-        """The text that is certainly no part of a marker, and the marker that is complete, if any."""
+        """The text that is certainly part of no marker, and the marker that is complete or ""."""
         self.held += character
         passed = ""
         while self.held:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-import lookonce.frontend.metrics as metrics_module
-
 
 async def figures(site) -> dict[str, float]:
     """Every sample of /metrics: `name` or `name{label=value}` → value."""
@@ -101,20 +99,3 @@ def test_vllm_s_names_on_request(on_site):
         assert found["vllm:num_requests_running"] == 0
 
     on_site(scenario, vllm_metric_names=True)
-
-
-def test_every_described_figure_has_a_help_text():
-    for name, described in metrics_module.COUNTED_ELSEWHERE.items():
-        assert described.help, name
-
-
-def test_no_family_is_exported_twice():
-    metrics = metrics_module.Metrics("m", vllm_names=True)
-    counts = {}
-    for name, described in metrics_module.COUNTED_ELSEWHERE.items():
-        labels = described.label.split(",") if described.label else []
-        counts[name + ":" * bool(labels) + ",".join(labels)] = 1.0
-    lines = metrics.exposition(metrics.local_families(), counts).decode().splitlines()
-    families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
-    assert len(families) == len(set(families))
-    assert sum(family.startswith("vllm:") for family in families) >= 16

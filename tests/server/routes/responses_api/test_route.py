@@ -187,7 +187,7 @@ def entry(token):
 
 
 def read(kind, tokens, pieces):
-    """ContentText and their tokens; `pieces`: of each, how many tokens it has and its text."""
+    """Content and its tokens; `pieces`: of each, how many tokens it has and its text."""
     scored, told, start = scored_reader(kind), [], 0
     for number, (count, text) in enumerate(pieces, 1):
         given = tokens[start : start + count]
