@@ -1,4 +1,8 @@
-"""`lookonce serve`: a supervisor in this process, a progress bar, and a line with the URL."""
+"""`lookonce serve` and `lookonce render`: they serve until SIGTERM or Ctrl-C.
+
+When the server is ready a line with its URL goes to standard output; the log goes to standard
+error.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,9 @@ from lookonce.launch import Supervisor, bind, url_of
 
 
 def run_server(options: Options) -> int:
-    """Serves until SIGTERM or Ctrl-C; the exit status. Raises `ConfigError` before any load."""
+    """Supervise the server's processes; the exit status. Raises `ConfigError` before any load."""
     config = with_local_model(resolve(options))
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s server: %(message)s",
-        stream=sys.stderr,
-    )
+    _log_as("server")
     asyncio.run(_serve(config))
     return 0
 
@@ -40,16 +40,12 @@ async def _serve(config: Config) -> None:
 
 
 def run_render_server(options: Options) -> int:
-    """Serves until SIGTERM or Ctrl-C; the exit status. Raises `ConfigError`, `ModelLoadError`."""
+    """Serve from this process; the exit status. Raises `ConfigError`, `ModelLoadError`."""
     config = with_local_model(resolve(options), weights=False)
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s render: %(message)s",
-        stream=sys.stderr,
-    )
+    _log_as("render")
     for library in ("uvicorn", "httpx"):
         logging.getLogger(library).setLevel(logging.WARNING)
-    from lookonce.server.render_server import serve_render  # after a mistake in an option was told
+    from lookonce.server.render_server import serve_render  # slow: options are checked first
 
     with bind(config.server) as listener:
         url = url_of(listener)
@@ -65,8 +61,16 @@ def run_render_server(options: Options) -> int:
     return 0
 
 
+def _log_as(name: str) -> None:
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s %(levelname)s {name}: %(message)s",
+        stream=sys.stderr,
+    )
+
+
 class LoadingBar:
-    """Shows weights as they come in. Without a terminal it prints nothing."""
+    """A progress bar of the weights that are loaded. Without a terminal it prints nothing."""
 
     def __init__(self, console: Console, model: str) -> None:
         self._progress = Progress(
@@ -89,7 +93,7 @@ class LoadingBar:
         self.finish()
 
     def update(self, done: int, total: int) -> None:
-        """`total` 0 while it is not known."""
+        """Weights loaded, of how many; `total` is 0 while it is not known."""
         weights = f"{done} of {total} weights" if total else ""
         self._progress.update(self._task, completed=done, total=total or None, weights=weights)
 

@@ -1,7 +1,7 @@
-"""A server that renders and never generates: no engine, no weights, one process.
+"""The server of `lookonce render`: it renders and never generates, without engine and weights.
 
-What its render routes answer, `/inference/v1/generate` of an engine's server takes as it is, if
-both serve the same folder with the same dtype: these are part of what names an item.
+Its answers are requests for `/inference/v1/generate` of a server with an engine. Both must serve
+the same folder with the same dtype, for these are part of a MediaHash.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from lookonce.server.warmup import warming_up
 
 @asynccontextmanager
 async def open_render_services(config: Config) -> AsyncIterator[Services]:
-    """Raises `ModelLoadError`. Without `--max-model-len` no prompt is too long to be rendered."""
-    async with open_renderer(
-        config.model,
-        config.media,
-        directory=ReadOnlyDirectory(),
-        uuids=ReadOnlyBindings(),
-        chat_template=config.server.chat_template,
-        max_model_len=config.model.max_model_len,
-    ) as renderer, open_readonly(renderer, config.media) as readonly, open_readonly(
-        renderer, config.media
-    ) as rehearsal:  # fmt: skip
+    """Without `--max-model-len` a prompt may have any length. Raises `ModelLoadError`."""
+    async with (
+        open_renderer(
+            config.model,
+            config.media,
+            directory=ReadOnlyDirectory(),
+            uuids=ReadOnlyBindings(),
+            chat_template=config.server.chat_template,
+            max_model_len=config.model.max_model_len,
+        ) as renderer,
+        open_readonly(renderer, config.media) as readonly,
+        open_readonly(renderer, config.media) as warmup_renderer,
+    ):
         metrics = Metrics(config.model.served_name, config.server.vllm_metric_names)
         metrics.sources.append(lambda: readonly_counts(readonly))
         yield Services(
@@ -45,7 +47,7 @@ async def open_render_services(config: Config) -> AsyncIterator[Services]:
             metrics=metrics,
             keys=KeyRing.of(config.server),
             defaults=read_defaults(config.model.folder),
-            rehearsal=rehearsal,
+            warmup_renderer=warmup_renderer,
             tool_dialect=dialect_of(config, renderer),
         )
 
@@ -55,7 +57,7 @@ async def serve_render(
 ) -> None:
     """Serve on a bound socket until SIGTERM or Ctrl-C, then drain. Raises `ModelLoadError`.
 
-    `on_ready` is called once, when `/ready` says yes.
+    `on_ready` is called once, at the end of the warm-up.
     """
     async with open_render_services(config) as services:
         app = build_app(services, RENDER_ROUTES)

@@ -153,7 +153,7 @@ class Services(Frontend):
     peers: MetricsPeers | None = None
     """The other API processes of this server, where there are any."""
     abort_peers: AbortPeers | None = None
-    rehearsal: ReadOnlyRenderer | None = None
+    warmup_renderer: ReadOnlyRenderer | None = None
     """Renders the requests that warm up the process; None: nothing is warmed up."""
     warming: bool = False
     """The warm-up has not ended: `/ready` says no."""
@@ -219,7 +219,7 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
             uuids=client.sender.uuids,
         ) as readonly,
         limits_learned(client, readonly),
-        open_readonly(frontend.renderer, config.media) as rehearsal,
+        open_readonly(frontend.renderer, config.media) as warmup_renderer,
     ):
         metrics = frontend.metrics
         metrics.sources.append(lambda: readonly_counts(readonly))
@@ -239,7 +239,7 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
                 running=running,
                 peers=peers,
                 abort_peers=abort_peers,
-                rehearsal=rehearsal,
+                warmup_renderer=warmup_renderer,
             )
 
 

@@ -19,12 +19,13 @@ from lookonce.frontend.tools.calls import (
     tool_calling,
 )
 from lookonce.frontend.tools.formats import choose_dialect
+from lookonce.frontend.tools.harmony import MARKERS
 from lookonce.frontend.tools.parser import ContentText
 from lookonce.server.routes.responses_api.input import read_input
 from lookonce.server.routes.responses_api.route import LogprobsReader
-from tests.frontend.tools.test_harmony import CALL as TO_FUNCTION
-from tests.frontend.tools.test_harmony import FINAL, MARKERS, TEMPLATE, THOUGHT
-from tests.frontend.tools.test_qwen3_coder import BARE, UNENDED
+from tests.support.server.harmony import CALL as TO_FUNCTION
+from tests.support.server.harmony import FINAL, TEMPLATE, THOUGHT
+from tests.support.server.qwen3_coder import BARE, UNENDED
 from tests.support.server.site import response_events
 from tests.support.server.tool_calls import CALL, with_tools
 
