@@ -29,7 +29,7 @@ from lookonce.engine.progress import Failed, ProgressPipe
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.errors import ConfigError, ModelLoadError, error_to_wire
 from lookonce.server.http.app import build_app
-from lookonce.server.http.connection import HttpProtocol
+from lookonce.server.http.responses import HttpProtocol
 from lookonce.server.services import Drain, open_services
 from lookonce.server.warmup import warming_up
 

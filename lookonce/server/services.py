@@ -27,7 +27,6 @@ from lookonce.frontend.frontend import Frontend, engine_client, limits_learned, 
 from lookonce.frontend.metrics import Counts
 from lookonce.render.readonly import ReadOnlyRenderer, open_readonly
 from lookonce.server.api_process_peers import AbortPeers, MetricsPeers
-from lookonce.server.http.connection import header
 
 Abort = Callable[[], Awaitable[None]]
 """Ends one request of this process."""
@@ -84,6 +83,15 @@ def _digest(key: str) -> bytes:
 def _principal(key: ApiKey) -> Principal:
     # A key without a tenant shares the tenant of a server without keys.
     return Principal(tenant=key.tenant, inject=key.inject, admin=key.admin)
+
+
+def header(scope: Scope, name: bytes) -> str:
+    """The first header of this name, which is in lower case; empty where there is none."""
+    for each, value in scope["headers"]:
+        if each == name:
+            text: str = value.decode("latin-1")
+            return text
+    return ""
 
 
 class Drain:
@@ -246,6 +254,3 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
 def readonly_counts(renderer: ReadOnlyRenderer) -> Counts:
     """What a read-only renderer counts, under names of its own."""
     return {f"readonly_{name}": value for name, value in renderer.counts().items()}
-
-
-# --- aborting requests --------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lookonce.errors import LookOnceError
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
-from lookonce.server.http.connection import ClientLeftError, header
-from lookonce.server.http.responses import INTERNAL, error_response, json_response
+from lookonce.server.http.responses import INTERNAL, ClientLeftError, error_response, json_response
 from lookonce.server.routes import page
 from lookonce.server.routes.admin import (
     TIERS,
@@ -38,7 +37,7 @@ from lookonce.server.routes.media_cache import inject_media, show_media_cache
 from lookonce.server.routes.openapi import show_openapi
 from lookonce.server.routes.render import detokenize, render_chat, render_completion, tokenize
 from lookonce.server.routes.responses_api.route import create_response
-from lookonce.server.services import Drain, Services
+from lookonce.server.services import Drain, Services, header
 
 logger = logging.getLogger("lookonce.server")
 

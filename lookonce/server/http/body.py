@@ -19,8 +19,8 @@ from starlette.requests import Request
 from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, RequestError, TooLargeError
 from lookonce.frontend.requests import NOTHING, RefusesUnsupported, raw_bytes
-from lookonce.server.http.connection import ClientLeftError, header
-from lookonce.server.services import Services
+from lookonce.server.http.responses import ClientLeftError
+from lookonce.server.services import Services, header
 
 T = TypeVar("T", bound=msgspec.Struct)
 

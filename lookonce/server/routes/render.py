@@ -26,8 +26,7 @@ from lookonce.frontend.sampling_params import completion_sampling, names_limit
 from lookonce.frontend.services import shortened
 from lookonce.frontend.tools.calls import read_tools, tool_calling
 from lookonce.server.http.body import receive
-from lookonce.server.http.connection import while_connected
-from lookonce.server.http.responses import encode, json_response
+from lookonce.server.http.responses import encode, json_response, while_connected
 from lookonce.server.routes.chat import chat_options, checked_chat
 from lookonce.server.routes.completions import named_prompts
 from lookonce.server.routes.generate import Features, MediaForm, features_of

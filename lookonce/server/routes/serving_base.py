@@ -22,7 +22,6 @@ from lookonce.frontend.receipt import kv_transfer_params, reuse_receipt, usage
 from lookonce.frontend.requests import StreamOptions
 from lookonce.frontend.responses import KVTransferParams, PromptEntries, ReuseReceipt, Usage
 from lookonce.frontend.sampling_params import names_limit
-from lookonce.server.http.connection import header, while_connected
 from lookonce.server.http.responses import (
     UNNAMED_EVENTS,
     ChunkGroup,
@@ -30,8 +29,9 @@ from lookonce.server.http.responses import (
     EventEncoder,
     EventStream,
     encode,
+    while_connected,
 )
-from lookonce.server.services import Principal, Services
+from lookonce.server.services import Principal, Services, header
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
