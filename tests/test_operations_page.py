@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from lookonce.cli.bench import BENCHMARKS
+from lookonce.cli.main import BENCHMARKS
 from lookonce.cli.options import HELP
 from lookonce.config import Options, ServerConfig
 from lookonce.engine.supervisor.child_process import MAX_RESTARTS, RESTART_WINDOW
 from lookonce.frontend.metrics import COUNTED_ELSEWHERE
-from lookonce.server.http.middleware import OPEN_PATHS
+from lookonce.server.http.app import OPEN_PATHS
 
 PAGE = (Path(__file__).parent.parent / "docs" / "operations.md").read_text(encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""`lookonce chat`: one answer on the terminal, as it comes, without a server."""
+"""`lookonce chat`: prints one answer as it is generated, without a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lookonce.cli.progress import LoadingBar
+from lookonce.cli.serve import LoadingBar
 from lookonce.config import Options
 from lookonce.errors import BadRequestError, ConfigError
 from lookonce.llm import LLM
@@ -21,7 +21,7 @@ from lookonce.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What was typed. `max_tokens` and `temperature` None: the model's defaults."""
+    """The command line. None for `max_tokens` or `temperature` is the model's default."""
 
     text: str
     images: tuple[Path, ...] = ()
@@ -31,8 +31,8 @@ class Question:
 
 
 def run_chat(question: Question, options: Options) -> None:
-    """Raises `ConfigError` for a file that cannot be read, or a number that says nothing, before
-    the model loads."""
+    """Raises `ConfigError` before the model loads for a file that cannot be read, or an option that
+    is out of range."""
     _check_sampling(question)
     messages = [{"role": "user", "content": _content(question)}]
     typed = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
@@ -62,7 +62,7 @@ def _sampling(question: Question, llm: LLM) -> SamplingParams:
 
 
 def _content(question: Question) -> list[dict[str, Any]]:
-    """Media first, as most models were trained."""
+    """The message: media before the text, as in the training of most models."""
     pictures = [
         {"type": "image_url", "image_url": {"url": _data_url(path)}} for path in question.images
     ]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+import lookonce
 from lookonce.cli.options import ENGINE_OPTIONS, RENDER_OPTIONS, options_from, takes_options
 from lookonce.config import NANO, Options
 from lookonce.errors import ConfigError, LookOnceError
@@ -22,8 +26,23 @@ app = typer.Typer(
 )
 
 SERVE_OPTIONS = [field.name for field in dataclasses.fields(Options) if field.name != "model"]
-
 Model = Annotated[str, typer.Argument(help="A local Hugging Face folder, a hub id, or nano.")]
+
+BENCHMARKS: dict[str, tuple[str, str]] = {
+    "attention": ("benchmarks.micro", "our attention kernel beside what torch offers"),
+    "engine": ("benchmarks.engine", "a decode step beside the bare model and transformers"),
+    "items": ("benchmarks.items", "what 128,000 media items in one request cost per step"),
+    "kv": ("benchmarks.kv", "a long prompt's KV: computed, on the device, from each tier"),
+    "look": ("benchmarks.look", "what a picture costs when known, when new, uncached"),
+    "prefetch": ("benchmarks.prefetch", "first tokens when pictures come late in the prompt"),
+    "nano": ("benchmarks.nano", "how often nano answers right about what it never saw"),
+    "render": ("benchmarks.render", "what /render and /tokenize cost beside the picture's work"),
+    "serve": ("benchmarks.serve", "a server under load: rates, percentiles, caches; a peer"),
+    "start": ("benchmarks.start", "from the command to /ready, and the first requests"),
+    "warmup": ("benchmarks.warmup", "the first request after /ready beside later ones"),
+}
+"""Name → module, whose `main(arguments)` returns the exit status, and what it measures."""
+CHECKOUT = Path(lookonce.__file__).parents[1]
 
 
 @app.command()
@@ -39,7 +58,7 @@ def serve(model: Model = NANO, **given: Any) -> None:
 @takes_options(RENDER_OPTIONS)
 def render(model: Model = NANO, **given: Any) -> None:
     """Serve what MODEL makes of prompts, without an engine: no weights are loaded."""
-    from lookonce.cli.render import run_render_server
+    from lookonce.cli.serve import run_render_server
 
     raise typer.Exit(run_render_server(options_from(model, given)))
 
@@ -70,12 +89,30 @@ def chat(
 )
 def bench(context: typer.Context, name: str = typer.Argument("list")) -> None:
     """Run the benchmark NAME, or list them; each takes --json FILE and --help."""
-    from lookonce.cli.bench import run_benchmark
-
     raise typer.Exit(run_benchmark(name, context.args))
 
 
-# typer keeps its copy of click private; this is the base of every mistake on a command line.
+def run_benchmark(name: str, arguments: Sequence[str]) -> int:
+    """Run benchmark `name` and return its exit status; `list` prints all names."""
+    if name in ("list", "--help"):
+        for known, (_, measures) in sorted(BENCHMARKS.items()):
+            print(f"{known:12} {measures}")
+        return 0
+    if name not in BENCHMARKS:
+        raise ConfigError(f"there is no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
+    if not (CHECKOUT / "benchmarks" / "__init__.py").is_file():
+        raise ConfigError(
+            "the benchmarks are not installed with the package; they are in the folder "
+            "benchmarks/ of LookOnce's source: run `lookonce bench` from a checkout of it"
+        )
+    sys.path.insert(0, str(CHECKOUT))
+    path = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)  # for the processes that benchmarks start
+    module, _ = BENCHMARKS[name]
+    return int(import_module(module).main(list(arguments)) or 0)
+
+
+# The base class of click's errors in a command line; typer has no public name for it.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 

@@ -1,6 +1,6 @@
-"""The options of `serve`, made from `config.Options`: one place says which there are.
+"""Command-line options, made from the fields of `config.Options`.
 
-Nothing here imports the engine: `lookonce --help` answers at once.
+The engine is not imported here, so `lookonce --help` answers at once.
 """
 
 from __future__ import annotations
@@ -60,23 +60,43 @@ HELP: dict[str, str] = {
 """One line per field of `Options`."""
 
 ENGINE_OPTIONS = (
-    "device", "dtype", "max_model_len", "max_num_batched_tokens", "kv_cache_gb", "chat_template",
-)  # fmt: skip
-"""What `lookonce chat` takes too."""
+    "device",
+    "dtype",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "kv_cache_gb",
+    "chat_template",
+)
+"""The options of `lookonce chat`."""
 
 RENDER_OPTIONS = (
-    "served_model_name", "host", "port", "uds", "api_key", "chat_template", "tool_call_parser",
-    "dtype", "max_model_len", "mm_hash_algorithm", "limit_mm_per_prompt", "allowed_media_domains",
-    "allow_private_media", "allowed_local_media_path", "media_timeout", "max_media_bytes",
-    "max_image_pixels", "max_audio_seconds", "vllm_metric_names",
-)  # fmt: skip
-"""What `lookonce render` takes: what is rendered must be what the engine's server would render."""
+    "served_model_name",
+    "host",
+    "port",
+    "uds",
+    "api_key",
+    "chat_template",
+    "tool_call_parser",
+    "dtype",
+    "max_model_len",
+    "mm_hash_algorithm",
+    "limit_mm_per_prompt",
+    "allowed_media_domains",
+    "allow_private_media",
+    "allowed_local_media_path",
+    "media_timeout",
+    "max_media_bytes",
+    "max_image_pixels",
+    "max_audio_seconds",
+    "vllm_metric_names",
+)
+"""The options of `lookonce render`: those of the API, and all that a rendered prompt depends on."""
 
 
 def takes_options(
     names: typing.Iterable[str],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds those fields of `Options` to a command's signature, where typer reads them."""
+    """Adds the fields `names` of `Options` to a command's signature, which typer reads."""
     kinds = typing.get_type_hints(Options)
     fields = {field.name: field for field in dataclasses.fields(Options)}
     added = [_parameter(fields[name], kinds[name]) for name in names]
@@ -98,7 +118,7 @@ def takes_options(
 
 
 def options_from(model: str, given: dict[str, Any]) -> Options:
-    """What was typed; lists become the tuples `Options` keeps."""
+    """`Options` of a command line; typer's lists become tuples."""
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
     }

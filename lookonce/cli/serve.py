@@ -1,27 +1,29 @@
-"""`lookonce serve`: a supervisor in this process, a progress bar, and a line with the URL."""
+"""`lookonce serve` and `lookonce render`: they serve until SIGTERM or Ctrl-C.
+
+When the server is ready a line with its URL goes to standard output; the log goes to standard
+error.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import sys
+from pathlib import Path
+from typing import Self
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from lookonce.cli.progress import LoadingBar
 from lookonce.config import Config, Options, resolve
 from lookonce.frontend.model_download import with_local_model
-from lookonce.launch import Supervisor
+from lookonce.launch import Supervisor, bind, url_of
 
 
 def run_server(options: Options) -> int:
-    """Serves until SIGTERM or Ctrl-C; the exit status. Raises `ConfigError` before any load."""
+    """Supervise the server's processes; the exit status. Raises `ConfigError` before any load."""
     config = with_local_model(resolve(options))
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s server: %(message)s",
-        stream=sys.stderr,
-    )
+    _log_as("server")
     asyncio.run(_serve(config))
     return 0
 
@@ -35,3 +37,65 @@ async def _serve(config: Config) -> None:
             print(f"Serving {config.model.served_name} on {url}", flush=True)
 
         await Supervisor(config, on_loading=bar.update, on_ready=on_ready).run()
+
+
+def run_render_server(options: Options) -> int:
+    """Serve from this process; the exit status. Raises `ConfigError`, `ModelLoadError`."""
+    config = with_local_model(resolve(options), weights=False)
+    _log_as("render")
+    for library in ("uvicorn", "httpx"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+    from lookonce.server.render_server import serve_render  # slow: options are checked first
+
+    with bind(config.server) as listener:
+        url = url_of(listener)
+
+        def on_ready() -> None:
+            print(f"Rendering {config.model.served_name} on {url}", flush=True)
+
+        try:
+            asyncio.run(serve_render(config, listener, on_ready))
+        finally:
+            if config.server.uds is not None:
+                Path(config.server.uds).unlink(missing_ok=True)
+    return 0
+
+
+def _log_as(name: str) -> None:
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s %(levelname)s {name}: %(message)s",
+        stream=sys.stderr,
+    )
+
+
+class LoadingBar:
+    """A progress bar of the weights that are loaded. Without a terminal it prints nothing."""
+
+    def __init__(self, console: Console, model: str) -> None:
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("Loading {task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[weights]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task(model, total=None, weights="")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
+
+    def update(self, done: int, total: int) -> None:
+        """Weights loaded, of how many; `total` is 0 while it is not known."""
+        weights = f"{done} of {total} weights" if total else ""
+        self._progress.update(self._task, completed=done, total=total or None, weights=weights)
+
+    def finish(self) -> None:
+        self._progress.stop()

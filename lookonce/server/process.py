@@ -1,11 +1,11 @@
 """The API process: `python -m lookonce.server.process`, started and watched by `launch`.
 
-It reads one `ApiStart` as a line of JSON from its standard input, serves on the socket it has
-inherited, and drains on SIGTERM: new requests get 503, running ones end, then it exits. So it does
-at the end of its standard input, which means that its parent is gone.
+It reads one `ApiStart` as a line of JSON from its standard input and serves on the socket it has
+inherited. On SIGTERM, or when its standard input ends because its parent is gone, it drains: new
+requests get 503, running ones end, then it exits.
 
-Where it cannot start with these settings it writes one `StartFailed` to its standard output, and
-exits with status 2.
+If it cannot start because of the configuration or the model, it writes one `StartFailed` to its
+standard output and exits with status 2.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from lookonce.engine.process_io import ProgressPipe, StartFailed
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.errors import ConfigError, ModelLoadError, error_to_wire
 from lookonce.server.http.app import build_app
-from lookonce.server.http.transport import HttpProtocol
+from lookonce.server.http.responses import HttpProtocol
 from lookonce.server.services import Drain, open_services
 from lookonce.server.warmup import warming_up
 
 logger = logging.getLogger("lookonce.server")
 
 YOUNG_OBJECTS = 5000
-"""More than so many new ones and Python looks for cycles among them. Its own 700 is less than what
-a dozen streams hold, which is looked at in vain."""
+"""Allocations between collections of the youngest objects. With Python's 700 the objects of a dozen
+streams would be searched again and again for cycles that are not there."""
 
 
 class ApiStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class ApiStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ApiServer(uvicorn.Server):
-    """uvicorn without its own ideas about signals."""
+    """uvicorn's server, which leaves signals to `DrainOnSignal`."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -71,7 +71,7 @@ async def serve(start: ApiStart) -> None:
 
 
 def settle_memory() -> None:
-    """What is loaded stays: collections need not walk it, and need not come every few requests."""
+    """Exempt all objects that exist now from garbage collection, and collect less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
@@ -87,7 +87,7 @@ def uvicorn_config(config: Config, app: object) -> uvicorn.Config:
         lifespan="off",
         log_config=None,
         access_log=False,
-        proxy_headers=False,  # nothing here asks who a client is, or by which scheme it came
+        proxy_headers=False,  # no route uses the client's address or scheme
         server_header=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=1,
@@ -95,10 +95,10 @@ def uvicorn_config(config: Config, app: object) -> uvicorn.Config:
 
 
 class DrainOnSignal:
-    """SIGTERM, or the parent's death, drains; a second SIGTERM ends at once.
+    """Inside the block SIGTERM, or the parent's death, drains; a second SIGTERM ends at once.
 
-    Ctrl-C reaches the whole process group: it is the parent that decides then. A process that is
-    nobody's child (`has_parent` False) drains at Ctrl-C, and its standard input is not read.
+    Ctrl-C is ignored: the parent gets it too, and sends SIGTERM. Without a parent (`has_parent`
+    False) Ctrl-C drains, and standard input is not read.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class DrainOnSignal:
         self._server.should_exit = True
 
     def _on_stdin(self) -> None:
-        """Nothing more is ever written there: this is its end, and the parent's."""
+        """The parent writes one line only: standard input is readable again when it ends."""
         if not os.read(sys.stdin.fileno(), 4096):
             asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
             logger.warning("the parent process is gone")

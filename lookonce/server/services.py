@@ -1,8 +1,10 @@
-"""What the HTTP handlers need, passed in: no globals, and every part has a double in the tests."""
+"""What the HTTP handlers use: API keys, draining, running requests, and the frontend."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -10,25 +12,90 @@ from pathlib import Path
 from typing import Self
 
 from prometheus_client.core import Metric
+from starlette.types import Scope
 
-from lookonce.config import Config
+from lookonce.config import ApiKey, Config, ServerConfig
 from lookonce.errors import (
     DrainingError,
     EngineDeadError,
+    ForbiddenError,
     ModelNotFoundError,
     NotReadyError,
+    UnauthorizedError,
 )
 from lookonce.frontend.frontend import Frontend, engine_client, limits_learned, open_frontend
 from lookonce.frontend.metrics import Counts
 from lookonce.render.readonly import ReadOnlyRenderer, open_readonly
 from lookonce.server.api_process_peers import AbortPeers, MetricsPeers
-from lookonce.server.http.auth import KeyRing
 
 Abort = Callable[[], Awaitable[None]]
+"""Ends one request of this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who sent a request, and what they may do. Caches keep the tenants apart."""
+
+    tenant: str = ""
+    inject: bool = False
+    admin: bool = False
+
+    def require_admin(self) -> None:
+        if not self.admin:
+            raise ForbiddenError("this route needs an admin key")
+
+
+class KeyRing:
+    """The API keys a server accepts. Without keys every client is the same tenant and an admin."""
+
+    def __init__(self, keys: tuple[ApiKey, ...], *, allow_injection: bool = False) -> None:
+        self._keys = [(_digest(key.key), _principal(key)) for key in keys]
+        self._anyone = Principal(inject=allow_injection, admin=True)
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> KeyRing:
+        return cls(config.api_keys, allow_injection=config.allow_injection)
+
+    def principal(self, scope: Scope) -> Principal:
+        """Of the request's key. Raises `UnauthorizedError`."""
+        if not self._keys:
+            return self._anyone
+        scheme, _, key = header(scope, b"authorization").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise UnauthorizedError("an API key is needed: Authorization: Bearer KEY")
+        return self._find(key.strip())
+
+    def _find(self, key: str) -> Principal:
+        """Compares with every key in constant time: the time taken tells no client about a key."""
+        asked, found = _digest(key), None
+        for digest, principal in self._keys:
+            if hmac.compare_digest(asked, digest):
+                found = principal
+        if found is None:
+            raise UnauthorizedError("this API key is not known here")
+        return found
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _principal(key: ApiKey) -> Principal:
+    # A key without a tenant shares the tenant of a server without keys.
+    return Principal(tenant=key.tenant, inject=key.inject, admin=key.admin)
+
+
+def header(scope: Scope, name: bytes) -> str:
+    """The first header of this name, which is in lower case; empty where there is none."""
+    for each, value in scope["headers"]:
+        if each == name:
+            text: str = value.decode("latin-1")
+            return text
+    return ""
 
 
 class Drain:
-    """Counts the requests being served, and refuses new ones once draining has begun."""
+    """Counts the requests that are served, and refuses new ones once draining has begun."""
 
     def __init__(self) -> None:
         self.draining = False
@@ -37,7 +104,7 @@ class Drain:
         self._idle.set()
 
     def serving(self) -> Self:
-        """To be entered around one request; raises `DrainingError` for one while draining."""
+        """The block around one request. Raises `DrainingError` while draining."""
         if self.draining:
             raise DrainingError("the server is shutting down; send the request elsewhere")
         return self
@@ -84,29 +151,29 @@ class RunningRequests:
 
 @dataclass(slots=True, kw_only=True)
 class Services(Frontend):
-    """The frontend, and what belongs to serving it over HTTP."""
+    """The frontend, and what HTTP adds to it. Handlers find it as `request.app.state.services`."""
 
     readonly: ReadOnlyRenderer
-    """For routes that answer with tokens: it changes nothing that others see."""
+    """Renders for routes that answer with tokens; it changes no cache, directory or counter."""
     keys: KeyRing
     drain: Drain = field(default_factory=Drain)
     running: RunningRequests = field(default_factory=RunningRequests)
     peers: MetricsPeers | None = None
     """The other API processes of this server, where there are any."""
     abort_peers: AbortPeers | None = None
-    rehearsal: ReadOnlyRenderer | None = None
+    warmup_renderer: ReadOnlyRenderer | None = None
     """Renders the requests that warm up the process; None: nothing is warmed up."""
     warming: bool = False
-    """Not ready yet: what the first requests need is still being loaded."""
+    """The warm-up has not ended: `/ready` says no."""
 
     async def local_metrics(self) -> list[Metric]:
-        """What the API processes count themselves, summed over all of them."""
+        """The metrics that API processes count, summed over all of them."""
         if self.peers is None:
             return self.metrics.local_families()
         return await self.peers.families()
 
     async def abort(self, tenant: str, request_ids: list[str]) -> list[str]:
-        """Abort a tenant's requests wherever they run; answers the ids that were running."""
+        """Abort a tenant's requests in whatever API process they run; the ids that were running."""
         if self.abort_peers is None:
             return await self.running.abort(tenant, request_ids)
         return await self.abort_peers.abort(tenant, request_ids)
@@ -122,7 +189,7 @@ class Services(Frontend):
                 raise EngineDeadError("the engine does not answer")
 
     def max_model_len(self) -> int | None:
-        """Prompt plus generated tokens of one sequence; None until the engine has told."""
+        """Most tokens of a sequence, prompt included; None until the engine is ready."""
         if self.engine.state == "starting":
             return None
         try:
@@ -160,7 +227,7 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
             uuids=client.sender.uuids,
         ) as readonly,
         limits_learned(client, readonly),
-        open_readonly(frontend.renderer, config.media) as rehearsal,
+        open_readonly(frontend.renderer, config.media) as warmup_renderer,
     ):
         metrics = frontend.metrics
         metrics.sources.append(lambda: readonly_counts(readonly))
@@ -180,13 +247,10 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
                 running=running,
                 peers=peers,
                 abort_peers=abort_peers,
-                rehearsal=rehearsal,
+                warmup_renderer=warmup_renderer,
             )
 
 
 def readonly_counts(renderer: ReadOnlyRenderer) -> Counts:
     """What a read-only renderer counts, under names of its own."""
     return {f"readonly_{name}": value for name, value in renderer.counts().items()}
-
-
-# --- aborting requests --------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Warming up an API process, while the engine loads and warms itself.
+"""Warms up an API process while the engine loads and warms itself.
 
-Real requests go through a copy of the application whose renderer, counters and engine are its own:
-body, template, tokenizer, both processor paths, streaming. What they leave behind is the imports,
-the started workers and the compiled templates; no cache, no counter and no metric has changed.
+Requests go through a second application with a renderer, metrics and an engine of its own: body,
+template, tokenizer, both processor paths, streaming. Afterwards modules are imported, workers run
+and templates are compiled, but no cache, counter or metric of the server has changed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from lookonce.frontend.metrics import Metrics
 from lookonce.render.families.base import LargestItem
 from lookonce.render.readonly import ReadOnlyRenderer
 from lookonce.server.http.app import build_app
-from lookonce.server.http.auth import KeyRing
-from lookonce.server.services import Drain, RunningRequests, Services
+from lookonce.server.services import Drain, KeyRing, RunningRequests, Services
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import EncoderOutcome, PrefillFacts, RenderedPrompt, TokenDelta
 from lookonce.types.sampling import SamplingParams
@@ -34,7 +33,7 @@ from lookonce.types.sampling import SamplingParams
 logger = logging.getLogger("lookonce.server")
 
 NUM_WORKERS = 4
-"""Prompts rendered side by side: so many workers the media pool starts at most."""
+"""Prompts rendered side by side: the media pool starts at most so many workers."""
 TEXT = "What is this?"
 Body = Mapping[str, object]
 
@@ -43,11 +42,11 @@ Body = Mapping[str, object]
 async def warming_up(
     services: Services, app: Starlette, on_done: Callable[[], None] = lambda: None
 ) -> AsyncIterator[None]:
-    """`/ready` says no until it is done; it runs beside whatever the block does.
+    """Warms up beside the block. Until it has ended `/ready` says no.
 
-    Only what `app` serves is warmed.
+    Requests are sent to the routes that `app` has. `on_done` is called at the end.
     """
-    services.warming = services.rehearsal is not None
+    services.warming = services.warmup_renderer is not None
     task = asyncio.create_task(warm_up(services, app))
     task.add_done_callback(lambda done: None if done.cancelled() else on_done())
     try:
@@ -59,43 +58,43 @@ async def warming_up(
 
 
 async def warm_up(services: Services, app: Starlette) -> None:
-    """May be called again. What fails is a warning."""
-    if services.rehearsal is None:
+    """Warm up the routes of `app`; may be repeated. A failure is logged as a warning."""
+    if services.warmup_renderer is None:
         return
     try:
-        await _rehearse(services, services.rehearsal, app.routes)
+        await _send_warmup_requests(services, services.warmup_renderer, app.routes)
     except Exception:
         logger.warning("warm-up failed", exc_info=True)
     finally:
-        services.rehearsal.forget()
+        services.warmup_renderer.forget()
         services.warming = False
 
 
-async def _rehearse(
-    services: Services, rehearsal: ReadOnlyRenderer, routes: Sequence[BaseRoute]
+async def _send_warmup_requests(
+    services: Services, renderer: ReadOnlyRenderer, routes: Sequence[BaseRoute]
 ) -> None:
-    media = await asyncio.to_thread(_largest, rehearsal, services.config)
+    media = await asyncio.to_thread(_largest_media, renderer, services.config)
     content = [*(_part(each, data) for each, data in media), {"type": "text", "text": TEXT}]
     chat = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
     names = ", ".join(each.modality for each, _ in media) or "text"
     salted = ({**chat, "cache_salt": str(number)} for number in range(1, NUM_WORKERS))
-    renders: list[Body] = [chat, *salted]  # other scopes: each processes for itself
-    rehearsed: dict[str, list[Body]] = {
+    renders: list[Body] = [chat, *salted]  # each salt is a scope of its own, so all are processed
+    requests: dict[str, list[Body]] = {
         "/v1/chat/completions/render": renders if media else [chat],
         "/tokenize": [chat],
         "/v1/chat/completions": [chat, {**chat, "stream": True}],
     }
     served = {route.path for route in routes if isinstance(route, Route)}
-    app = build_app(_understudies(services, rehearsal))
+    app = build_app(_warmup_services(services, renderer))
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://warm-up") as client:
-        for path, bodies in rehearsed.items():
+        for path, bodies in requests.items():
             if path in served:
                 await _post(client, names, path, bodies)
 
 
 async def _post(client: httpx.AsyncClient, what: str, route: str, bodies: Sequence[Body]) -> None:
-    """All at once; refused ones are a warning."""
+    """Send all `bodies` at once. An error is logged as a warning."""
     started = time.monotonic()
     answers = await asyncio.gather(
         *(client.post(route, json=body, timeout=None) for body in bodies)
@@ -107,9 +106,9 @@ async def _post(client: httpx.AsyncClient, what: str, route: str, bodies: Sequen
     logger.info("warmed up %s with %s in %.2f s", route, what, time.monotonic() - started)
 
 
-def _largest(rehearsal: ReadOnlyRenderer, config: Config) -> list[tuple[LargestItem, str]]:
+def _largest_media(renderer: ReadOnlyRenderer, config: Config) -> list[tuple[LargestItem, str]]:
     limits = (config.scheduler.max_num_batched_tokens, config.model.max_model_len)
-    media = rehearsal.largest_media(min(filter(None, limits)))
+    media = renderer.largest_media(min(filter(None, limits)))
     return [(each, base64.b64encode(each.encoded()).decode()) for each in media]
 
 
@@ -119,13 +118,13 @@ def _part(medium: LargestItem, data: str) -> Body:
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
 
 
-def _understudies(services: Services, rehearsal: ReadOnlyRenderer) -> Services:
-    """The same handlers for everybody, over state of their own."""
+def _warmup_services(services: Services, renderer: ReadOnlyRenderer) -> Services:
+    """`services` with state of its own: what requests change there, clients do not see."""
     return dataclasses.replace(
         services,
-        renderer=rehearsal,
-        readonly=rehearsal,
-        engine=_Understudy(),
+        renderer=renderer,
+        readonly=renderer,
+        engine=WarmupEngine(),
         metrics=Metrics(services.config.model.served_name),
         keys=KeyRing(()),
         drain=Drain(),
@@ -135,13 +134,19 @@ def _understudies(services: Services, rehearsal: ReadOnlyRenderer) -> Services:
     )
 
 
-class _Understudy(RenderOnlyEngine):
-    """Answers any prompt with its last token: the real engine warms itself."""
+class WarmupEngine(RenderOnlyEngine):
+    """Answers every prompt with its last token."""
 
     model = ModelInfo(
-        name="", model_type="", vocab_size=1 << 31, max_model_len=1 << 31, eos_token_ids=(),
-        modalities=(), dtype="", encoder_row_bytes=0,
-    )  # fmt: skip
+        name="",
+        model_type="",
+        vocab_size=1 << 31,
+        max_model_len=1 << 31,
+        eos_token_ids=(),
+        modalities=(),
+        dtype="",
+        encoder_row_bytes=0,
+    )
 
     async def generate(
         self, rendered: RenderedPrompt, sampling: SamplingParams, request_id: str

@@ -9,8 +9,7 @@ from importlib import import_module
 
 import pytest
 
-from lookonce.cli.bench import BENCHMARKS, run_benchmark
-from lookonce.cli.main import main
+from lookonce.cli.main import BENCHMARKS, main, run_benchmark
 from lookonce.cli.options import HELP, options_from
 from lookonce.config import OPTION_RANGES, Options, resolve
 from lookonce.errors import ConfigError

@@ -12,10 +12,10 @@ import pytest
 from lookonce.errors import LookOnceError, SessionEvictedError, http_status
 from lookonce.frontend.metrics import COUNTED_ELSEWHERE, Metrics
 from lookonce.server.http.app import ROUTES
-from tests.server.test_media_cache import frontend
 from tests.support.drawing import image_part
 from tests.support.model.cases import picture
 from tests.support.nodes import engine_node, run
+from tests.support.server.media import frontend
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 HEADING = re.compile(r"^### (.*)$", re.MULTILINE)

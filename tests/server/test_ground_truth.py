@@ -13,12 +13,11 @@ import pytest
 
 from lookonce.ipc.messages import ResendMedia
 from lookonce.types.sampling import SamplingParams
-from tests.server.test_media_cache import encoded, frontend, inject
-from tests.server.test_readonly import chat
 from tests.support.drawing import audio_part, image_part, text_part
 from tests.support.model.cases import picture, sound
 from tests.support.nodes import Node, engine_node, run
 from tests.support.render.origin import Answer, Origin, origin
+from tests.support.server.media import chat, encoded, frontend, inject
 
 KIND = "qwen2_5_omni"
 INLINE = [*(image_part(picture(n)) for n in range(5)), *(audio_part(sound(n)) for n in range(3))]

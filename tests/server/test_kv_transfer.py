@@ -6,7 +6,7 @@ import pytest
 
 from lookonce.types.kv import ExternalFacts
 from lookonce.types.request import PrefillFacts
-from tests.server.test_chat import events
+from tests.support.server.site import events
 
 ASK = {"num_lmcache_extra_cached_tokens": None}
 ANSWER = {

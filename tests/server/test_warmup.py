@@ -24,13 +24,13 @@ def log(caplog):
 
 @asynccontextmanager
 async def stage(node):
-    """The node with a renderer to rehearse with, and its app."""
-    async with open_readonly(node.services.renderer, node.services.config.media) as rehearsal:
-        node.services.rehearsal = rehearsal
+    """The node with a renderer to warm up with, and its app."""
+    async with open_readonly(node.services.renderer, node.services.config.media) as warmup_renderer:
+        node.services.warmup_renderer = warmup_renderer
         yield node, build_app(node.services)
 
 
-def test_every_route_is_rehearsed_with_every_modality_and_the_log_says_so(folder, log):
+def test_every_route_is_warmed_up_with_every_modality_and_the_log_says_so(folder, log):
     async def scenario():
         async with engine_node(folder("qwen2_5_omni")) as node, stage(node) as (_, app):
             before, stats = node.memory, await node.engine.stats()

@@ -32,8 +32,7 @@ from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
 from lookonce.render.renderer import Renderer
 from lookonce.server.http.app import RENDER_ROUTES, build_app
-from lookonce.server.http.auth import KeyRing
-from lookonce.server.services import Services
+from lookonce.server.services import KeyRing, Services
 from tests.support.in_process_link import InProcessHub
 from tests.support.model.chats import PoolInProcess
 

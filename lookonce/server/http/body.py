@@ -1,7 +1,7 @@
 """Request bodies: JSON bytes → declared structs, with errors that name the part at fault.
 
-msgspec reports list positions as `[...]`; a client needs the number. So when decoding fails, and
-only then, the body is walked once more to find the exact part (`messages[1].content[0]`).
+msgspec's errors have `[...]` where a client needs a list position. So after a failure the body is
+searched for the exact part at fault (`messages[1].content[0]`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import msgspec
 from starlette.requests import Request
 
 from lookonce.config import MediaConfig
-from lookonce.errors import BadRequestError, TooLargeError
+from lookonce.errors import BadRequestError, RequestError, TooLargeError
 from lookonce.frontend.requests import NOTHING, RefusesUnsupported, raw_bytes
-from lookonce.server.http.auth import header
-from lookonce.server.http.connection import ClientLeftError
-from lookonce.server.services import Services
+from lookonce.server.http.responses import ClientLeftError
+from lookonce.server.services import Services, header
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -31,13 +30,13 @@ BASE_BODY_BYTES = 16 * 1024 * 1024
 LARGEST_MEDIA_PER_BODY = 4
 SMALL_BODY_BYTES = 64 * 1024
 FEW_VALUES = 2048
-"""Commas up to which a body is read on the event loop, whatever its size."""
+"""A body with fewer commas is decoded on the event loop, whatever its size."""
 MAX_VALUES = 1 << 21
-"""Commas and brackets a body may have: making values of so many takes a quarter of a second."""
+"""Most commas and brackets of a body: decoding so many values takes a quarter of a second."""
 SLICE_BYTES = 1 << 20
 
 HARMLESS_VALUES = (b"", b"null", b"false", b"[]", b"{}", b'""')
-"""Values of an unbuilt field that ask for nothing."""
+"""Values of an unsupported field that ask for nothing."""
 
 
 async def receive(request: Request, kind: type[T]) -> T:
@@ -50,12 +49,13 @@ async def receive(request: Request, kind: type[T]) -> T:
 
 
 def body_limit(media: MediaConfig) -> int:
-    """Bytes a body may have: room for a few of the largest media in base64, and for the text."""
+    """Most bytes of a body: a few of the largest media in base64, and 16 MiB for the rest."""
     return BASE_BODY_BYTES + LARGEST_MEDIA_PER_BODY * (media.max_bytes + 2) // 3 * 4
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body; raises `TooLargeError` as soon as it is known to exceed `limit` bytes."""
+    """The whole body. Raises `ClientLeftError`, and `TooLargeError` as soon as more than `limit`
+    bytes are declared or read."""
     declared = header(request.scope, b"content-length")
     if declared.isdigit() and int(declared) > limit:
         raise TooLargeError(f"the body has {declared} bytes, {limit} are allowed")
@@ -74,8 +74,8 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def _has_many_values(body: bytes) -> bool:
-    """Whether reading it may take long. Media do not make it so: they hold no commas, and looking
-    for one passes over 10 MB in less than a millisecond."""
+    """Whether decoding may take long. Base64 media have no commas; the search for one passes over
+    10 MB in less than a millisecond."""
     if len(body) <= SMALL_BODY_BYTES:
         return False
     at = -1
@@ -87,7 +87,7 @@ def _has_many_values(body: bytes) -> bool:
 
 
 def _parse_many(body: bytes, kind: type[T]) -> T:
-    """As `parse`, for a thread: other requests go on, but while values are made of the JSON."""
+    """`parse` for a thread: other requests are served meanwhile, except while msgspec decodes."""
     count = 0
     for start in range(0, len(body), SLICE_BYTES):
         count += sum(body.count(mark, start, start + SLICE_BYTES) for mark in (b",", b"[", b"{"))
@@ -106,18 +106,24 @@ def parse(body: bytes, kind: type[T]) -> T:
     except (ValueError, RecursionError) as error:  # ValueError: JSON, UTF-8 or types
         raise _explain(body, kind, error) from None
     if isinstance(request, RefusesUnsupported):
-        refuse_unbuilt(request)
+        refuse_unsupported(request)
     return request
 
 
-def refuse_unbuilt(request: RefusesUnsupported) -> None:
-    """Refuse fields that would change the answer and that this version does not serve."""
+def refuse_unsupported(request: RefusesUnsupported) -> None:
+    """Raises `BadRequestError` for a field that is declared unsupported and asks for something."""
     for name in type(request).unsupported_fields():
         value = getattr(request, name)
         if value is not NOTHING and raw_bytes(value) not in HARMLESS_VALUES:
             raise BadRequestError(
                 f"{name} is not supported; leave it out", param=name, code="unsupported_parameter"
             )
+
+
+def renamed_error(error: RequestError, param: str) -> RequestError:
+    """`error` about a part that the request calls `param`, in its message too."""
+    message = error.message.replace(error.param or param, param, 1)
+    return type(error)(message, param=param, code=error.code)
 
 
 @cache
@@ -141,13 +147,13 @@ def _explain(body: bytes, kind: type, error: Exception) -> BadRequestError:
 
 
 def _strip_path(message: str) -> str:
-    """msgspec's message without its own path, in plain words."""
+    """msgspec's message without its path."""
     text = message.split(" - at `")[0]
     return text[:1].lower() + text[1:]
 
 
 def _locate(value: Any, kind: Any, path: str, message: str) -> tuple[str, str]:
-    """The deepest part of `value` that does not fit its declared type, and what is wrong."""
+    """`(path, message)` of the deepest part of `value` that does not fit its declared type."""
     for name, part, part_kind in _parts(value, _member(value, kind)):
         problem = _problem(part, part_kind)
         if problem is not None:
@@ -167,7 +173,7 @@ def _problem(value: Any, kind: Any) -> str | None:
 
 
 def _member(value: Any, kind: Any) -> Any:
-    """Of a union the member that `value` was meant to be, by tag or by JSON type."""
+    """The member of a union that `value` is meant to be, by its tag or its JSON type."""
     if typing.get_origin(kind) not in (typing.Union, types.UnionType):
         return kind
     for member in typing.get_args(kind):
@@ -192,8 +198,11 @@ def _parts(value: Any, kind: Any) -> list[tuple[str, Any, Any]]:
     if isinstance(value, dict) and isinstance(origin, type):
         if issubclass(origin, msgspec.Struct):
             hints = typing.get_type_hints(origin, include_extras=True)
-            return [(f.encode_name, value[f.encode_name], hints[f.name])
-                    for f in msgspec.structs.fields(origin) if f.encode_name in value]  # fmt: skip
+            return [
+                (field.encode_name, value[field.encode_name], hints[field.name])
+                for field in msgspec.structs.fields(origin)
+                if field.encode_name in value
+            ]
         if issubclass(origin, dict) and arguments:
             return [(f"[{key!r}]", part, arguments[1]) for key, part in value.items()]
     if isinstance(value, list) and origin in (list, tuple) and arguments:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from lookonce.errors import BadRequestError
 from lookonce.frontend.generation import Piece, Sample
 from lookonce.frontend.logprobs import chat_logprobs
-from lookonce.frontend.requests import ChatRequest, template_options
+from lookonce.frontend.requests import ChatRequest, TokenizeRequest, template_options
 from lookonce.frontend.responses import (
     ChatChoice,
     ChatChunk,
@@ -38,7 +38,7 @@ from lookonce.frontend.tools.calls import (
     tool_calling,
 )
 from lookonce.server.http.body import receive
-from lookonce.server.routes.serving_base import Exchange, answer, open_exchange
+from lookonce.server.routes.serving_base import ServingContext, open_context, respond
 from lookonce.server.services import Services
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
@@ -47,85 +47,82 @@ from lookonce.types.sampling import SamplingParams
 async def chat_completions(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, ChatRequest)
-    exchange = open_exchange(request, body, arrival)
-    check_chat(body)
-    tools = chat_tools(body, exchange.services)
-    sampling = chat_sampling(body, exchange.services.defaults)
-    if tools is not None:
-        sampling = tools.constrain(sampling)
-    return await answer(request, exchange, ChatFormat(exchange, body, sampling, tools))
+    context = open_context(request, body, arrival)
+    sampling, tools = checked_chat(body, context.services)
+    return await respond(request, context, ChatResponseBuilder(context, body, sampling, tools))
 
 
-def check_chat(body: ChatRequest) -> None:
-    """Raises `BadRequestError` for what no chat of this server can be."""
+def checked_chat(
+    body: ChatRequest, services: Services
+) -> tuple[SamplingParams, ToolCalling | None]:
+    """How to sample, and the tools the model may call. Raises `BadRequestError` naming the part at
+    fault."""
     if not body.messages:
         raise BadRequestError("messages must not be empty", param="messages")
     if body.modalities not in (None, [], ["text"]):
         raise BadRequestError("modalities other than text are not supported", param="modalities")
-
-
-def chat_tools(body: ChatRequest, services: Services) -> ToolCalling | None:
-    """The tools the model may use. Raises `BadRequestError` naming the part at fault."""
     asked = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-    return tool_calling(asked, services.tool_dialect)
+    tools = tool_calling(asked, services.tool_dialect)
+    sampling = chat_sampling(body, services.defaults)
+    return (sampling if tools is None else tools.constrain(sampling)), tools
 
 
-def chat_options(body: ChatRequest, tools: ToolCalling | None) -> dict[str, Any]:
-    """How messages and tools become a prompt."""
+def chat_options(body: ChatRequest | TokenizeRequest, tools: ToolCalling | None) -> dict[str, Any]:
+    """The options of the chat template."""
     options = template_options(body)
     return options if tools is None else {**options, "tools": tools.asked.for_template()}
 
 
-class ChatFormat:
-    """Chat completion objects, whole and in chunks."""
+class ChatResponseBuilder:
+    """Builds chat completion objects and their chunks."""
 
     def __init__(
         self,
-        exchange: Exchange,
+        context: ServingContext,
         body: ChatRequest,
         sampling: SamplingParams,
         tools: ToolCalling | None,
     ) -> None:
-        self._exchange = exchange
+        self._context = context
         self._body = body
         self._sampling = sampling
         self._tools = tools
         self._readers: dict[int, CallReader | PlainTextReader] = {}
-        self._greeted: set[int] = set()
-        self._id = f"chatcmpl-{exchange.request_id}"
+        self._begun: set[int] = set()
+        self._id = f"chatcmpl-{context.request_id}"
 
     async def render(self) -> None:
-        exchange, body = self._exchange, self._body
-        messages, body.messages = body.messages, []  # pictures are not kept for the whole answer
-        with exchange.services.metrics.render.time():
-            rendered = await exchange.services.renderer.render_chat(
+        context, body = self._context, self._body
+        messages, body.messages = body.messages, []  # media are not kept while tokens are generated
+        with context.services.metrics.render.time():
+            rendered = await context.services.renderer.render_chat(
                 messages,
-                tenant=exchange.principal.tenant,
+                tenant=context.principal.tenant,
                 cache_salt=body.cache_salt,
                 options=chat_options(body, self._tools),
             )
         keep = () if self._tools is None else self._tools.markers
-        exchange.add_prompt(rendered, self._sampling, keep)
+        context.add_prompt(rendered, self._sampling, keep)
 
     def whole(self, samples: Sequence[Sample]) -> ChatCompletion:
-        exchange = self._exchange
+        context = self._context
         return ChatCompletion(
             id=self._id,
-            created=exchange.created,
-            model=exchange.model,
-            request_id=exchange.request_id,
+            created=context.created,
+            model=context.model,
+            request_id=context.request_id,
             choices=[self._choice(index, sample) for index, sample in enumerate(samples)],
-            usage=exchange.usage(),
-            prompt_logprobs=exchange.prompt_entries(0, self._body.prompt_logprobs),
-            reuse_receipt=exchange.receipt(),
-            kv_transfer_params=exchange.kv_transfer(),
+            usage=context.usage(),
+            prompt_logprobs=context.prompt_entries(0, self._body.prompt_logprobs),
+            reuse_receipt=context.receipt(),
+            kv_transfer_params=context.kv_transfer(),
         )
 
     def _choice(self, index: int, sample: Sample) -> ChatChoice:
-        told = self._read(index, "".join(sample.text), last=True)
+        deltas = self._read(index, "".join(sample.text), last=True)
         called = self._called(index)
-        message = ChatMessage(content=content_of(told))
-        message.reasoning_content = reasoning_of(told) or UNSET
+        message = ChatMessage(content=content_of(deltas))
+        message.reasoning_content = reasoning_of(deltas) or UNSET
         if called:
             message.content = message.content or None
             message.tool_calls = self._readers[index].calls
@@ -138,7 +135,7 @@ class ChatFormat:
         )
 
     def _read(self, index: int, text: str, *, last: bool) -> list[AnswerDelta]:
-        """What a sample's text says."""
+        """The content, reasoning and tool calls that `text` adds to a sample."""
         if index not in self._readers:
             self._readers[index] = reader_of(self._tools)
         return self._readers[index].push(text, last=last)
@@ -147,14 +144,14 @@ class ChatFormat:
         return index in self._readers and bool(self._readers[index].calls)
 
     def chunks(self, piece: Piece) -> Iterator[ChatChunk]:
-        """The role first, then thoughts, words and calls as they come, then why it ended."""
-        if piece.index not in self._greeted:
-            self._greeted.add(piece.index)
+        """The role first; reasoning, content and calls as they come; at last the finish reason."""
+        if piece.index not in self._begun:
+            self._begun.add(piece.index)
             yield self._chunk(piece.index, ChatDelta(role="assistant", content=""))
         logprobs = self._logprobs(piece.token_ids, piece.logprobs)
-        told = self._read(piece.index, piece.text, last=piece.finish_reason is not None)
-        if told or logprobs is not None:
-            yield self._chunk(piece.index, _delta(told), logprobs)
+        deltas = self._read(piece.index, piece.text, last=piece.finish_reason is not None)
+        if deltas or logprobs is not None:
+            yield self._chunk(piece.index, _delta(deltas), logprobs)
         if piece.finish_reason is not None:
             yield self._finish_chunk(piece)
 
@@ -163,16 +160,16 @@ class ChatFormat:
         called = self._called(piece.index)
         chunk.choices[0].finish_reason = finish_reason_shown(piece.finish_reason, called=called)
         chunk.choices[0].stop_reason = piece.stop_reason
-        if self._exchange.finished and not self._exchange.include_usage:
-            chunk.reuse_receipt = self._exchange.receipt()
-            chunk.kv_transfer_params = self._exchange.kv_transfer()
+        if self._context.finished and not self._context.include_usage:
+            chunk.reuse_receipt = self._context.receipt()
+            chunk.kv_transfer_params = self._context.kv_transfer()
         return chunk
 
     def usage_chunk(self) -> ChatChunk:
         chunk = self._envelope([])
-        chunk.usage = self._exchange.usage()
-        chunk.reuse_receipt = self._exchange.receipt()
-        chunk.kv_transfer_params = self._exchange.kv_transfer()
+        chunk.usage = self._context.usage()
+        chunk.reuse_receipt = self._context.receipt()
+        chunk.kv_transfer_params = self._context.kv_transfer()
         return chunk
 
     def _chunk(
@@ -181,14 +178,14 @@ class ChatFormat:
         return self._envelope([ChatChunkChoice(index=index, delta=delta, logprobs=logprobs)])
 
     def _envelope(self, choices: list[ChatChunkChoice]) -> ChatChunk:
-        exchange = self._exchange
+        context = self._context
         return ChatChunk(
             id=self._id,
-            created=exchange.created,
-            model=exchange.model,
-            request_id=exchange.request_id,
+            created=context.created,
+            model=context.model,
+            request_id=context.request_id,
             choices=choices,
-            usage=None if exchange.include_usage else UNSET,
+            usage=None if context.include_usage else UNSET,
         )
 
     def _logprobs(
@@ -196,14 +193,14 @@ class ChatFormat:
     ) -> ChatLogprobs | None:
         if self._sampling.logprobs is None or not logprobs:
             return None
-        return chat_logprobs(token_ids, logprobs, self._exchange.services.renderer.token_bytes)
+        return chat_logprobs(token_ids, logprobs, self._context.services.renderer.token_bytes)
 
 
-def _delta(told: Sequence[AnswerDelta]) -> ChatDelta:
-    """Log-probabilities alone come with empty words."""
-    words = content_of(told)
+def _delta(deltas: Sequence[AnswerDelta]) -> ChatDelta:
+    """A delta of log-probabilities alone has empty content."""
+    content = content_of(deltas)
     return ChatDelta(
-        content=words if words or not told else UNSET,
-        reasoning_content=reasoning_of(told) or UNSET,
-        tool_calls=call_deltas_of(told) or UNSET,
+        content=content if content or not deltas else UNSET,
+        reasoning_content=reasoning_of(deltas) or UNSET,
+        tool_calls=call_deltas_of(deltas) or UNSET,
     )

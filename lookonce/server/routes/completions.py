@@ -12,16 +12,12 @@ from starlette.responses import Response
 
 from lookonce.errors import BadRequestError, RequestError
 from lookonce.frontend.generation import Piece, Sample
-from lookonce.frontend.logprobs import (
-    CompletionLogprobsBuilder,
-    echoed_logprobs,
-    joined_completion,
-)
+from lookonce.frontend.logprobs import CompletionLogprobsBuilder, echoed_logprobs, joined_completion
 from lookonce.frontend.requests import CompletionRequest
 from lookonce.frontend.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from lookonce.frontend.sampling_params import asked_limit, completion_sampling
-from lookonce.server.http.body import receive
-from lookonce.server.routes.serving_base import Exchange, answer, open_exchange
+from lookonce.server.http.body import receive, renamed_error
+from lookonce.server.routes.serving_base import ServingContext, open_context, respond
 from lookonce.types.request import RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -31,15 +27,15 @@ MAX_PROMPTS = 256
 async def completions(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, CompletionRequest)
-    exchange = open_exchange(request, body, arrival)
-    sampling = completion_sampling(body, exchange.services.defaults)
-    return await answer(request, exchange, CompletionFormat(exchange, body, sampling))
+    context = open_context(request, body, arrival)
+    sampling = completion_sampling(body, context.services.defaults)
+    return await respond(request, context, CompletionResponseBuilder(context, body, sampling))
 
 
 def named_prompts(prompt: str | list[str | int | list[int]]) -> dict[str, str | list[int]]:
-    """The prompts by the names errors give them: `prompt` alone, or `prompt[0]` and so on.
+    """Each prompt by its name in errors: `prompt` for a single one, else `prompt[0]` and so on.
 
-    Raises `BadRequestError` for none, too many, or a mixture.
+    Raises `BadRequestError` for no prompt, too many, or a mixture of token ids and prompts.
     """
     if isinstance(prompt, str):
         return {"prompt": prompt}
@@ -58,64 +54,62 @@ def named_prompts(prompt: str | list[str | int | list[int]]) -> dict[str, str | 
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """The renderer knows one `prompt`; errors about one of several say which."""
+    """The renderer's errors say `prompt`; this makes them say which of several prompts."""
     try:
         yield
     except RequestError as error:
         param = error.param or ""
         if name == "prompt" or not (param == "prompt" or param.startswith("prompt[")):
             raise
-        named = param.replace("prompt", name, 1)
-        message = error.message.replace(param, named, 1)
-        raise type(error)(message, param=named, code=error.code) from None
+        raise renamed_error(error, param.replace("prompt", name, 1)) from None
 
 
-class CompletionFormat:
-    """Text completion objects, whole and in chunks."""
+class CompletionResponseBuilder:
+    """Builds text completion objects; a chunk of a stream is one too."""
 
     def __init__(
-        self, exchange: Exchange, body: CompletionRequest, sampling: SamplingParams
+        self, context: ServingContext, body: CompletionRequest, sampling: SamplingParams
     ) -> None:
-        self._exchange = exchange
+        self._context = context
         self._body = body
         self._sampling = sampling
         self._prompts: list[str] = []
-        """By prompt: the text that its samples begin with."""
-        self._said: set[int] = set()
-        """Samples that have begun, where they are streamed."""
+        """With `echo`, the text of each prompt."""
+        self._begun: set[int] = set()
+        """Samples of which a chunk was built."""
         self._prompt_only = bool(body.echo) and asked_limit(body) == 0
-        """What is generated nevertheless, for the prompt's sake, is left out."""
-        self._logprob_formats: dict[int, CompletionLogprobsBuilder] = {}
+        """The answer has the prompt alone: the token that is generated is left out."""
+        self._logprob_builders: dict[int, CompletionLogprobsBuilder] = {}
         self._echoes: dict[int, CompletionLogprobs] = {}
-        """By prompt, as all its samples show it."""
-        self._id = f"cmpl-{exchange.request_id}"
+        """With `echo`, the log-probabilities of each prompt."""
+        self._id = f"cmpl-{context.request_id}"
 
     async def render(self) -> None:
-        exchange = self._exchange
+        context = self._context
         scored_by = "logprobs" if self._body.prompt_logprobs is None else "prompt_logprobs"
         for name, prompt in named_prompts(self._body.prompt).items():
-            with exchange.services.metrics.render.time(), _naming(name):
-                rendered = await exchange.services.renderer.render_completion(
+            with context.services.metrics.render.time(), _naming(name):
+                rendered = await context.services.renderer.render_completion(
                     prompt,
-                    tenant=exchange.principal.tenant,
+                    tenant=context.principal.tenant,
                     cache_salt=self._body.cache_salt,
                     add_special_tokens=self._body.add_special_tokens,
                 )
-                exchange.add_prompt(rendered, self._sampling, scored_by=scored_by)
+                context.add_prompt(rendered, self._sampling, scored_by=scored_by)
                 if self._body.echo:
-                    self._note_prompt(rendered)
+                    self._keep_text(rendered)
 
-    def _note_prompt(self, rendered: RenderedPrompt) -> None:
+    def _keep_text(self, rendered: RenderedPrompt) -> None:
         text = rendered.text
         if text is None:
-            text = self._exchange.services.renderer.decode(rendered.token_ids)
+            text = self._context.services.renderer.decode(rendered.token_ids)
         self._prompts.append(text)
 
     def whole(self, samples: Sequence[Sample]) -> Completion:
         body = self._envelope([self._choice(i, sample) for i, sample in enumerate(samples)])
         body.usage = self._usage()
-        body.reuse_receipt = self._exchange.receipt()
-        body.kv_transfer_params = self._exchange.kv_transfer()
+        body.reuse_receipt = self._context.receipt()
+        body.kv_transfer_params = self._context.kv_transfer()
         return body
 
     def _choice(self, index: int, sample: Sample) -> CompletionChoice:
@@ -123,17 +117,17 @@ class CompletionFormat:
             sample = Sample(finish_reason="length")
         return CompletionChoice(
             index=index,
-            text=self._echoed(index) + "".join(sample.text),
+            text=self._prompt_text(index) + "".join(sample.text),
             logprobs=self._logprobs(index, sample.token_ids, sample.logprobs),
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
-            prompt_logprobs=self._exchange.prompt_entries(
+            prompt_logprobs=self._context.prompt_entries(
                 index // self._sampling.n, self._body.prompt_logprobs
             ),
         )
 
-    def _echoed(self, index: int) -> str:
-        """What a sample's text begins with before anything of its own."""
+    def _prompt_text(self, index: int) -> str:
+        """The prompt of sample `index` with `echo`; without, an empty text."""
         return self._prompts[index // self._sampling.n] if self._prompts else ""
 
     def chunks(self, piece: Piece) -> Iterator[Completion]:
@@ -141,64 +135,64 @@ class CompletionFormat:
             piece = Piece(piece.index, "", [], finish_reason=piece.finish_reason and "length")
         logprobs = self._logprobs(piece.index, piece.token_ids, piece.logprobs)
         text = piece.text
-        if piece.index not in self._said:
-            self._said.add(piece.index)
-            text = self._echoed(piece.index) + text
+        if piece.index not in self._begun:
+            self._begun.add(piece.index)
+            text = self._prompt_text(piece.index) + text
         if text or logprobs is not None or piece.finish_reason is not None:
             choice = CompletionChoice(index=piece.index, text=text, logprobs=logprobs)
             chunk = self._envelope([choice])
             if piece.finish_reason is not None:
                 choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
-                if self._exchange.finished and not self._exchange.include_usage:
-                    chunk.reuse_receipt = self._exchange.receipt()
-                    chunk.kv_transfer_params = self._exchange.kv_transfer()
+                if self._context.finished and not self._context.include_usage:
+                    chunk.reuse_receipt = self._context.receipt()
+                    chunk.kv_transfer_params = self._context.kv_transfer()
             yield chunk
 
     def usage_chunk(self) -> Completion:
         return self.whole([])
 
     def _usage(self) -> Usage:
-        usage = self._exchange.usage()
+        usage = self._context.usage()
         if self._prompt_only:
             usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
         return usage
 
     def _envelope(self, choices: list[CompletionChoice]) -> Completion:
-        exchange = self._exchange
+        context = self._context
         return Completion(
             id=self._id,
-            created=exchange.created,
-            model=exchange.model,
-            request_id=exchange.request_id,
+            created=context.created,
+            model=context.model,
+            request_id=context.request_id,
             choices=choices,
-            usage=None if exchange.include_usage else UNSET,
+            usage=None if context.include_usage else UNSET,
         )
 
     def _logprobs(
         self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
     ) -> CompletionLogprobs | None:
-        """Of these tokens; an echoed prompt's come before a sample's first."""
-        wanted, renderer = self._sampling.logprobs, self._exchange.services.renderer
+        """Of `token_ids`; before a sample's first tokens, with `echo`, those of the prompt."""
+        wanted, renderer = self._sampling.logprobs, self._context.services.renderer
         if wanted is None:
             return None
         parts = []
-        if index not in self._logprob_formats:
+        if index not in self._logprob_builders:
             echo = self._echo(index, wanted)
             parts += [] if echo is None else [echo]
-            self._logprob_formats[index] = CompletionLogprobsBuilder(
+            self._logprob_builders[index] = CompletionLogprobsBuilder(
                 renderer.token_bytes,
                 wanted,
                 renderer.skipped(self._sampling),
-                offset=0 if echo is None else len(self._echoed(index)),
+                offset=0 if echo is None else len(self._prompt_text(index)),
             )
         if logprobs:
-            parts.append(self._logprob_formats[index].take(token_ids, logprobs))
+            parts.append(self._logprob_builders[index].take(token_ids, logprobs))
         return joined_completion(parts) if parts else None
 
     def _echo(self, index: int, wanted: int) -> CompletionLogprobs | None:
-        """Of the sample's prompt; None where it is not echoed, or was aborted before."""
+        """Of the prompt of sample `index`; None without `echo`, or where the prompt was aborted."""
         number = index // self._sampling.n
-        generation = self._exchange.generations[number]
+        generation = self._context.generations[number]
         if not self._body.echo or generation.prompt_logprobs is None:
             return None
         if number not in self._echoes:
@@ -207,6 +201,6 @@ class CompletionFormat:
                 generation.rendered.token_ids,
                 generation.prompt_logprobs,
                 wanted,
-                self._exchange.services.renderer.token_bytes,
+                self._context.services.renderer.token_bytes,
             )
         return self._echoes[number]

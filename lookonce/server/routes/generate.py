@@ -1,12 +1,17 @@
-"""`POST /inference/v1/generate`: tokens in, tokens out; media placed by whoever rendered."""
+"""`POST /inference/v1/generate`: token ids in, token ids out.
+
+Media are placed by whoever rendered the prompt: `features` names them and their placeholders, in
+requests of this route as in the answers of the render routes.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
+import pybase64
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,21 +36,22 @@ from lookonce.frontend.responses import (
     Usage,
 )
 from lookonce.frontend.sampling_params import grammar_of
+from lookonce.render.media.external_items import ExternalItem, encode_kwargs
 from lookonce.server.http.body import parse, receive
-from lookonce.server.routes.generate_features import Features, given_media
-from lookonce.server.routes.serving_base import Exchange, answer, open_exchange
-from lookonce.types.request import TokenLogprob
+from lookonce.server.routes.serving_base import ServingContext, open_context, respond
+from lookonce.types.media import MODALITIES, MediaFeature, ProcessedItem
+from lookonce.types.request import RenderedItem, RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
-    """What the render routes answer, or any frontend makes itself."""
+    """A rendered prompt, from a render route or from another frontend."""
 
     token_ids: list[TokenId]
     features: Features | None = None
     sampling_params: Raw = NOTHING
     mm_processor_kwargs: dict[str, Any] | None = None
-    """Those the media was rendered with: they are part of its MediaHash."""
+    """The arguments that the media was processed with: they are part of its MediaHash."""
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -55,21 +61,23 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class SamplingExtras(StructuredFields, kw_only=True):
-    """Of vLLM's sampling parameters those that are refused, and those that make a grammar."""
-
-
-OF_OTHER_ENGINES = frozenset(
+IGNORED_PARAMS = frozenset(
     {
-        "detokenize", "output_kind", "output_text_buffer_length", "skip_clone", "flat_logprobs",
-        "spaces_between_special_tokens", "skip_reading_prefix_cache", "stream_interval",
+        "detokenize",
+        "flat_logprobs",
+        "output_kind",
+        "output_text_buffer_length",
         "routed_experts_prompt_start",
+        "skip_clone",
+        "skip_reading_prefix_cache",
+        "spaces_between_special_tokens",
+        "stream_interval",
     }
-)  # fmt: skip
-"""What frontends made for vLLM send along; nothing about the tokens depends on it."""
+)
+"""Parameters that vLLM's frontends send; they are ignored, for no token depends on them."""
 NOTHING_ASKED: tuple[object, ...] = (False, "", [], {})
-KNOWN_PARAMS = OF_OTHER_ENGINES.union(
-    SamplingParams.__struct_fields__, SamplingExtras.__struct_fields__
+KNOWN_PARAMS = IGNORED_PARAMS.union(
+    SamplingParams.__struct_fields__, StructuredFields.__struct_fields__
 )
 
 
@@ -82,7 +90,7 @@ class GenerateChoice(msgspec.Struct, kw_only=True):
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True):
-    """A whole answer, and each chunk of a streamed one."""
+    """A whole answer, or a chunk of a streamed one."""
 
     request_id: str
     object: Literal["generate"] = "generate"
@@ -98,19 +106,19 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
 async def generate(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, GenerateRequest)
-    exchange = open_exchange(request, body, arrival)
-    return await answer(request, exchange, TokensFormat(exchange, body))
+    context = open_context(request, body, arrival)
+    return await respond(request, context, GenerateResponseBuilder(context, body))
 
 
 def sampling_of(raw: bytes) -> SamplingParams:
-    """`sampling_params` as it stands: no default of the model's. Raises `BadRequestError`."""
+    """Of `sampling_params` alone, without the model's defaults. Raises `BadRequestError`."""
     if raw in (b"", b"null"):
         return SamplingParams()
     try:
         fields = msgspec.json.decode(raw, type=dict[str, Any])
     except msgspec.ValidationError as error:
         raise BadRequestError(f"sampling_params: {error}", param="sampling_params") from None
-    grammar = grammar_of(parse(raw, SamplingExtras))
+    grammar = grammar_of(parse(raw, StructuredFields))
     given = {name: value for name, value in fields.items() if value is not None}
     for name, value in given.items():
         if name not in KNOWN_PARAMS and value not in NOTHING_ASKED:
@@ -126,37 +134,41 @@ def sampling_of(raw: bytes) -> SamplingParams:
     return sampling if grammar is None else msgspec.structs.replace(sampling, grammar=grammar)
 
 
-class TokensFormat:
-    """Token ids, whole and in chunks."""
+class GenerateResponseBuilder:
+    """Builds answers of token ids, and their chunks."""
 
-    def __init__(self, exchange: Exchange, body: GenerateRequest) -> None:
-        self._exchange = exchange
+    def __init__(self, context: ServingContext, body: GenerateRequest) -> None:
+        self._context = context
         self._body = body
         self._sampling = sampling_of(raw_bytes(body.sampling_params))
         if body.stream and self._sampling.prompt_logprobs is not None:
             raise BadRequestError(
                 "sampling_params: prompt_logprobs needs stream to be false", param="sampling_params"
             )
-        self._media = given_media(body.features)
+        self._media = external_media(body.features)
 
     async def render(self) -> None:
-        exchange, body = self._exchange, self._body
-        media, self._media, body.features = self._media, [], None  # not kept for the whole answer
-        with exchange.services.metrics.render.time():
-            rendered = await exchange.services.renderer.render_tokens(
+        context, body = self._context, self._body
+        media, self._media, body.features = (
+            self._media,
+            [],
+            None,
+        )  # not kept while tokens are generated
+        with context.services.metrics.render.time():
+            rendered = await context.services.renderer.render_tokens(
                 body.token_ids,
                 media,
-                tenant=exchange.principal.tenant,
+                tenant=context.principal.tenant,
                 cache_salt=body.cache_salt,
                 mm_processor_kwargs=body.mm_processor_kwargs,
-                trusted=exchange.principal.inject,
+                trusted=context.principal.inject,
             )
-        exchange.add_prompt(rendered, self._sampling)
+        context.add_prompt(rendered, self._sampling)
 
     def whole(self, samples: Sequence[Sample]) -> GenerateResponse:
         body = self._envelope([self._choice(i, sample) for i, sample in enumerate(samples)])
-        body.usage = self._exchange.usage()
-        body.prompt_logprobs = self._exchange.prompt_entries(0, self._sampling.prompt_logprobs)
+        body.usage = self._context.usage()
+        body.prompt_logprobs = self._context.prompt_entries(0, self._sampling.prompt_logprobs)
         return self._with_facts(body)
 
     def _choice(self, index: int, sample: Sample) -> GenerateChoice:
@@ -178,27 +190,27 @@ class TokensFormat:
         )
         if piece.token_ids or piece.finish_reason is not None:
             chunk = self._envelope([choice])
-            last = self._exchange.finished and piece.finish_reason is not None
-            yield self._with_facts(chunk) if last and not self._exchange.include_usage else chunk
+            last = self._context.finished and piece.finish_reason is not None
+            yield self._with_facts(chunk) if last and not self._context.include_usage else chunk
 
     def usage_chunk(self) -> GenerateResponse:
         chunk = self._envelope([])
-        chunk.usage = self._exchange.usage()
+        chunk.usage = self._context.usage()
         return self._with_facts(chunk)
 
     def _with_facts(self, body: GenerateResponse) -> GenerateResponse:
-        body.reuse_receipt = self._exchange.receipt()
-        body.kv_transfer_params = self._exchange.kv_transfer()
+        body.reuse_receipt = self._context.receipt()
+        body.kv_transfer_params = self._context.kv_transfer()
         return body
 
     def _envelope(self, choices: list[GenerateChoice]) -> GenerateResponse:
-        exchange = self._exchange
+        context = self._context
         return GenerateResponse(
-            request_id=exchange.request_id,
-            created=exchange.created,
-            model=exchange.model,
+            request_id=context.request_id,
+            created=context.created,
+            model=context.model,
             choices=choices,
-            usage=None if exchange.include_usage else UNSET,
+            usage=None if context.include_usage else UNSET,
         )
 
     def _logprobs(
@@ -206,4 +218,142 @@ class TokensFormat:
     ) -> ChatLogprobs | None:
         if self._sampling.logprobs is None or not logprobs:
             return None
-        return chat_logprobs(token_ids, logprobs, self._exchange.services.renderer.token_bytes)
+        return chat_logprobs(token_ids, logprobs, self._context.services.renderer.token_bytes)
+
+
+# --- features -----------------------------------------------------------------------------------
+
+MediaForm = Literal["encoded", "reference", "tensors"]
+"""What a rendered body has of its media: the file, the MediaHash alone, or processed tensors."""
+Start = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Count = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+Payloads = dict[str, list[str | None] | None]
+"""Modality → base64 text of each item; null for an item without."""
+ItemOf = Callable[[RenderedItem], Awaitable[ProcessedItem | None]]
+
+
+class Placeholder(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Where an item's tokens are. `is_embed` says which of them take encoder output: one boolean
+    per token, or `[start, end]` pairs relative to `offset`; null for all."""
+
+    offset: Start
+    length: Count
+    is_embed: list[bool | tuple[int, int]] | None = None
+
+
+class Features(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Each field maps a modality to a list with one entry per item."""
+
+    mm_hashes: dict[str, list[str]] = {}
+    mm_placeholders: dict[str, list[Placeholder]] = {}
+    kwargs_data: Payloads | None = None
+    media_data: Payloads | None = None
+
+
+def external_media(features: Features | None) -> list[ExternalItem]:
+    """The items of a request. Raises `BadRequestError` naming the list at fault."""
+    if features is None:
+        return []
+    for field in ("mm_placeholders", "kwargs_data", "media_data"):
+        for modality in getattr(features, field) or ():
+            if modality not in features.mm_hashes:
+                raise _bad(f"{field}.{modality}", "there are no mm_hashes of this modality")
+    return [item for modality in features.mm_hashes for item in _items(features, modality)]
+
+
+def _items(features: Features, modality: str) -> list[ExternalItem]:
+    if modality not in MODALITIES:
+        raise _bad(f"mm_hashes.{modality[:40]}", f"modalities are {', '.join(MODALITIES)}")
+    names = features.mm_hashes[modality]
+    placeholders = features.mm_placeholders.get(modality, [])
+    kwargs = _payloads(features.kwargs_data, modality)
+    media = _payloads(features.media_data, modality)
+    lists = {"mm_placeholders": placeholders, "kwargs_data": kwargs, "media_data": media}
+    for field, entries in lists.items():
+        if entries is not None and len(entries) != len(names):
+            raise _bad(f"{field}.{modality}", f"{len(entries)} entries for {len(names)} mm_hashes")
+    return [
+        ExternalItem(
+            modality=modality,
+            name=name,
+            offset=place.offset,
+            length=place.length,
+            is_embed=_ranges(place, f"mm_placeholders.{modality}[{number}].is_embed"),
+            kwargs_data=None if kwargs is None else kwargs[number],
+            media_data=None if media is None else media[number],
+            param=f"features.mm_hashes.{modality}[{number}]",
+        )
+        for number, (name, place) in enumerate(zip(names, placeholders, strict=True))
+    ]
+
+
+def _payloads(payloads: Payloads | None, modality: str) -> list[str | None] | None:
+    return None if payloads is None else payloads.get(modality)
+
+
+def _ranges(place: Placeholder, param: str) -> tuple[tuple[int, int], ...] | None:
+    if place.is_embed is None:
+        return None
+    pairs = [entry for entry in place.is_embed if not isinstance(entry, bool)]
+    if len(pairs) == len(place.is_embed):
+        return tuple(pairs)
+    if pairs or len(place.is_embed) != place.length:
+        raise _bad(param, "one boolean per token, or [start, end] pairs")
+    return _runs_of(cast("list[bool]", place.is_embed))
+
+
+def _runs_of(mask: Sequence[bool]) -> tuple[tuple[int, int], ...]:
+    """`(start, end)` of each run of True."""
+    found: list[tuple[int, int]] = []
+    for position, embeds in enumerate(mask):
+        if embeds and found and found[-1][1] == position:
+            found[-1] = (found[-1][0], position + 1)
+        elif embeds:
+            found.append((position, position + 1))
+    return tuple(found)
+
+
+async def features_of(
+    rendered: RenderedPrompt, form: MediaForm, item_of: ItemOf
+) -> Features | None:
+    """The `features` of a rendered prompt; None without media.
+
+    An item that the client named by uuid, without its file, is given by its hash in any form.
+    """
+    if not rendered.items:
+        return None
+    features = Features(mm_hashes={}, mm_placeholders={})
+    payloads: dict[str, list[str | None]] = {}
+    for item, feature in zip(rendered.items, rendered.features, strict=True):
+        features.mm_hashes.setdefault(item.modality, []).append(item.media_hash.hex())
+        features.mm_placeholders.setdefault(item.modality, []).append(_placeholder(feature))
+        payload = await _payload(item, form, item_of)
+        payloads.setdefault(item.modality, []).append(payload)
+    if form == "encoded":
+        features.media_data = dict(payloads)
+    elif form == "tensors":
+        features.kwargs_data = dict(payloads)
+    return features
+
+
+async def _payload(item: RenderedItem, form: MediaForm, item_of: ItemOf) -> str | None:
+    if form == "encoded" and item.encoded is not None:
+        text: bytes = pybase64.b64encode(item.encoded)
+        return text.decode("ascii")
+    if form == "tensors":
+        processed = await item_of(item)
+        return None if processed is None else encode_kwargs(processed)
+    return None
+
+
+def _placeholder(feature: MediaFeature) -> Placeholder:
+    runs = None if feature.is_embed is None else list(feature.is_embed)
+    return Placeholder(
+        offset=feature.offset,
+        length=feature.length,
+        is_embed=cast("list[bool | tuple[int, int]] | None", runs),
+    )
+
+
+def _bad(field: str, problem: str) -> BadRequestError:
+    return BadRequestError(f"features.{field}: {problem}", param=f"features.{field}")

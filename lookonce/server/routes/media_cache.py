@@ -1,6 +1,6 @@
-"""`POST /inference/v1/media_cache`: items that somebody else processed enter the processor cache.
+"""`POST /inference/v1/media_cache`: puts items that a client processed into the processor cache.
 
-`GET` answers what a frontend must know to name them by the public `media_hash`.
+`GET` answers what a client must know to name them with the public `media_hash`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from starlette.responses import Response
 
 from lookonce.frontend.media_injection import ItemOutcome, ReadArrays, inject_offered, offered_items
 from lookonce.render.media.external_items import decode_kwargs
-from lookonce.server.http.auth import Principal
 from lookonce.server.http.body import receive
-from lookonce.server.http.error_responses import json_response
-from lookonce.server.services import Services
+from lookonce.server.http.responses import json_response
+from lookonce.server.services import Principal, Services
 from lookonce.types.media import Modality
 
 
@@ -27,7 +26,7 @@ class MediaCacheRequest(msgspec.Struct, kw_only=True):
 
 class MediaCacheResponse(msgspec.Struct):
     items: dict[str, list[ItemOutcome]]
-    """Modality → one entry per item, in order."""
+    """Modality → the outcome of each item, in order."""
 
 
 class MediaCacheInfo(msgspec.Struct, kw_only=True):
@@ -37,7 +36,7 @@ class MediaCacheInfo(msgspec.Struct, kw_only=True):
     fingerprint: str
     """Hex digits."""
     dtype: str
-    """What floating arrays are stored in; float32 is cast to it."""
+    """The dtype of stored floating-point arrays; float32 is cast to it."""
 
 
 async def inject_media(request: Request) -> Response:

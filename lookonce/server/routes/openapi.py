@@ -1,4 +1,4 @@
-"""`GET /openapi.json`: the routes described, from the very structs that decode and encode them."""
+"""`GET /openapi.json`: the routes described by the structs that decode and encode their bodies."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ from lookonce.frontend.responses import (
     Prompt,
     Tokens,
 )
-from lookonce.server.routes.abort import AbortRequest, AbortResponse
+from lookonce.server.routes.admin import AbortRequest, AbortResponse, Status, Version
 from lookonce.server.routes.generate import GenerateRequest, GenerateResponse
 from lookonce.server.routes.media_cache import MediaCacheInfo, MediaCacheRequest, MediaCacheResponse
 from lookonce.server.routes.render import RenderChatRequest, RenderCompletionRequest, RenderedBody
-from lookonce.server.routes.responses_api.body import ResponsesRequest
-from lookonce.server.routes.responses_api.objects import ResponseObject
-from lookonce.server.routes.status import Status, Version
+from lookonce.server.routes.responses_api.events import ResponseObject
+from lookonce.server.routes.responses_api.input import ResponsesRequest
 
 Json = dict[str, Any]
 Struct = type[msgspec.Struct]
@@ -55,7 +54,7 @@ ERRORS = {
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One route. `answer` None: text or nothing. `streams`: `"stream": true` brings events."""
+    """One route. `answer` None: text or an empty body. `streams`: it can answer in events."""
 
     method: str
     path: str
@@ -87,15 +86,20 @@ OPERATIONS = (
     Operation("POST", "/tokenize", "Text or messages to token ids", TokenizeRequest, Tokens),
     Operation("POST", "/detokenize", "Token ids to text", DetokenizeRequest, Prompt),
     Operation(
-        "POST", "/inference/v1/generate", "Tokens in, tokens out",
-        GenerateRequest, GenerateResponse, True,
+        "POST",
+        "/inference/v1/generate",
+        "Tokens in, tokens out",
+        GenerateRequest,
+        GenerateResponse,
+        True,
     ),
+    Operation("POST", "/inference/v1/abort_requests", "End requests", AbortRequest, AbortResponse),
     Operation(
-        "POST", "/inference/v1/abort_requests", "End requests", AbortRequest, AbortResponse
-    ),
-    Operation(
-        "POST", "/inference/v1/media_cache", "Inject processed media",
-        MediaCacheRequest, MediaCacheResponse,
+        "POST",
+        "/inference/v1/media_cache",
+        "Inject processed media",
+        MediaCacheRequest,
+        MediaCacheResponse,
     ),
     Operation(
         "GET", "/inference/v1/media_cache", "What injection needs to know", answer=MediaCacheInfo
@@ -103,11 +107,11 @@ OPERATIONS = (
     Operation("POST", "/reset_mm_cache", "Empty the cache of processed media"),
     Operation("POST", "/reset_encoder_cache", "Empty the cache of encoder outputs"),
     Operation("POST", "/reset_prefix_cache", "Empty the prefix cache"),
-)  # fmt: skip
+)
 
 
 async def show_openapi(request: Request) -> Response:
-    """Of the routes this application has."""
+    """Describes the routes that this application serves."""
     paths = frozenset(route.path.replace(":path", "") for route in request.app.routes)
     return Response(_encoded(paths), media_type="application/json")
 
@@ -137,7 +141,7 @@ def describe(operations: Iterable[Operation]) -> Json:
 
 
 def _components(structs: list[Struct]) -> Json:
-    """Schemas by name. Fields that are only declared so as to be refused are left out."""
+    """Schemas by name. Fields that are declared unsupported are left out."""
     structs = sorted(structs, key=lambda struct: struct.__name__)
     _, components = msgspec.json.schema_components(structs, ref_template=REF)
     for struct in structs:

@@ -1,6 +1,7 @@
-"""`POST /v1/chat/completions/render` and `/v1/completions/render`: bodies for `generate`.
+"""Routes that render and do not generate: `/v1/.../render`, `/tokenize` and `/detokenize`.
 
-They never touch the engine, and render beside the main path: nothing there changes.
+They need no engine, and render with a read-only renderer: no cache and no counter changes. The body
+that a render route answers is a request for `/inference/v1/generate`.
 """
 
 from __future__ import annotations
@@ -15,19 +16,21 @@ from lookonce.errors import BadRequestError
 from lookonce.frontend.requests import (
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     GenerationFields,
     StreamOptions,
+    TokenizeRequest,
 )
-from lookonce.frontend.sampling_params import chat_sampling, completion_sampling, names_limit
-from lookonce.server.http.auth import Principal
+from lookonce.frontend.responses import Prompt, Tokens
+from lookonce.frontend.sampling_params import completion_sampling, names_limit
+from lookonce.frontend.tools.calls import read_tools, tool_calling
 from lookonce.server.http.body import receive
-from lookonce.server.http.connection import while_connected
-from lookonce.server.http.error_responses import encode, json_response
-from lookonce.server.routes.chat import chat_options, chat_tools, check_chat
+from lookonce.server.http.responses import encode, json_response, while_connected
+from lookonce.server.routes.chat import chat_options, checked_chat
 from lookonce.server.routes.completions import named_prompts
-from lookonce.server.routes.generate_features import Features, MediaForm, features_of
+from lookonce.server.routes.generate import Features, MediaForm, features_of
 from lookonce.server.routes.serving_base import check_body, request_id_of
-from lookonce.server.services import Services
+from lookonce.server.services import Principal, Services
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.request_validation import shorten_max_tokens
 from lookonce.types.sampling import SamplingParams
@@ -42,7 +45,7 @@ class RenderCompletionRequest(CompletionRequest, kw_only=True):
 
 
 class RenderedBody(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What `/inference/v1/generate` takes as it is."""
+    """A request for `/inference/v1/generate`."""
 
     request_id: str
     model: str
@@ -63,11 +66,7 @@ async def render_chat(request: Request) -> Response:
     principal: Principal = request.state.principal
     services.require_model(body.model)
     check_body(body)
-    check_chat(body)
-    tools = chat_tools(body, services)
-    sampling = chat_sampling(body, services.defaults)
-    if tools is not None:
-        sampling = tools.constrain(sampling)
+    sampling, tools = checked_chat(body, services)
     request_id = request_id_of(request, body.request_id)
 
     async def render() -> RenderedBody:
@@ -142,3 +141,49 @@ def _body(
         reuse_receipt=body.reuse_receipt,
         kv_transfer_params=body.kv_transfer_params,
     )
+
+
+async def tokenize(request: Request) -> Response:
+    """The token ids that the engine would get: media placeholders are expanded."""
+    services: Services = request.app.state.services
+    body = await receive(request, TokenizeRequest)
+    services.require_model(body.model)
+    work = _rendered(services, request.state.principal, body)
+    rendered = await while_connected(request.receive, work)
+    services.readonly.release(rendered)
+    tokens = rendered.token_ids
+    answer = Tokens(count=len(tokens), max_model_len=services.max_model_len(), tokens=tokens)
+    if body.return_token_strs:
+        answer.token_strs = [services.renderer.token_text(token) or "" for token in tokens]
+    return json_response(answer)
+
+
+async def _rendered(
+    services: Services, principal: Principal, body: TokenizeRequest
+) -> RenderedPrompt:
+    if (body.prompt is None) == (body.messages is None):
+        raise BadRequestError("give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        tools = tool_calling(read_tools(body.tools, None, None), services.tool_dialect)
+        return await services.readonly.render_chat(
+            body.messages, tenant=principal.tenant, options=chat_options(body, tools)
+        )
+    return await services.readonly.render_completion(
+        body.prompt or "",
+        tenant=principal.tenant,
+        add_special_tokens=body.add_special_tokens is not False,
+    )
+
+
+async def detokenize(request: Request) -> Response:
+    services: Services = request.app.state.services
+    body = await receive(request, DetokenizeRequest)
+    services.require_model(body.model)
+    count, limit = len(body.tokens), services.max_model_len()
+    if limit is not None and count > limit:
+        raise BadRequestError(
+            f"tokens: {count} of them, but the model's context is {limit} tokens",
+            param="tokens",
+            code="context_length_exceeded",
+        )
+    return json_response(Prompt(services.renderer.decode(body.tokens)))

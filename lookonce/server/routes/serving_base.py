@@ -1,4 +1,4 @@
-"""One generation request from its body to its answer: what chat and plain completions share."""
+"""What all routes that generate have in common: a request from its body to its answer."""
 
 from __future__ import annotations
 
@@ -20,38 +20,32 @@ from lookonce.frontend.generation import Piece, PromptGeneration, Sample, merged
 from lookonce.frontend.logprobs import prompt_entries
 from lookonce.frontend.receipt import kv_transfer_params, reuse_receipt, usage
 from lookonce.frontend.requests import StreamOptions
-from lookonce.frontend.responses import (
-    KVTransferParams,
-    PromptEntries,
-    ReuseReceipt,
-    Usage,
-)
+from lookonce.frontend.responses import KVTransferParams, PromptEntries, ReuseReceipt, Usage
 from lookonce.frontend.sampling_params import names_limit
-from lookonce.server.http.auth import Principal, header
-from lookonce.server.http.connection import while_connected
-from lookonce.server.http.error_responses import encode
-from lookonce.server.http.event_stream import PLAIN, EventStream, Group, Groups, Wire
-from lookonce.server.services import Services
+from lookonce.server.http.responses import (
+    UNNAMED_EVENTS,
+    ChunkGroup,
+    ChunkGroups,
+    EventEncoder,
+    EventStream,
+    encode,
+    while_connected,
+)
+from lookonce.server.services import Principal, Services, header
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
 MAX_SCORED = 600_000
-"""Log-probabilities of prompts in one answer: some 30 MB of JSON."""
-
-
+"""Most log-probabilities of prompts in one answer: some 30 MB of JSON."""
 MANY_LOGPROBS = 2_000
-"""From so many on an answer is written beside the event loop."""
-
-
+"""An answer with so many log-probabilities or more is encoded in a thread."""
 KV_TRANSFER_KEY = "num_lmcache_extra_cached_tokens"
-"""In `kv_transfer_params`, whatever its value: asks what external KV tiers did."""
-
-
+"""With this key in `kv_transfer_params` the answer tells what external KV tiers did."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-class Asked(Protocol):
-    """What every body that asks for tokens has."""
+class GenerationBody(Protocol):
+    """The fields of every body that asks for generated tokens."""
 
     model: str | None
     stream: bool | None
@@ -62,22 +56,74 @@ class Asked(Protocol):
     kv_transfer_params: dict[str, Any] | None
 
 
+class ResponseBuilder(Protocol):
+    """How one route renders its prompts and builds its answer. `render` is called first."""
+
+    async def render(self) -> None: ...
+
+    def whole(self, samples: Sequence[Sample]) -> msgspec.Struct: ...
+
+    def chunks(self, piece: Piece) -> Iterator[msgspec.Struct]: ...
+
+    def usage_chunk(self) -> msgspec.Struct: ...
+
+
+def open_context(request: Request, body: GenerationBody, arrival: float) -> ServingContext:
+    """The context of a request that may be served. Raises `ModelNotFoundError`,
+    `UnavailableError`, `BadRequestError`."""
+    services: Services = request.app.state.services
+    principal: Principal = request.state.principal
+    model = services.require_model(body.model)
+    services.require_ready()
+    check_body(body)
+    return ServingContext(
+        services=services,
+        principal=principal,
+        model=model,
+        request_id=request_id_of(request, body.request_id),
+        stream=bool(body.stream),
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        wants_kv_transfer=KV_TRANSFER_KEY in (body.kv_transfer_params or ()),
+        wants_receipt=body.reuse_receipt or header(request.scope, b"x-reuse-receipt") == "1",
+        limit_asked=names_limit(body),
+        arrival=arrival,
+    )
+
+
+def check_body(body: GenerationBody) -> None:
+    """Raises `BadRequestError` for options that contradict each other."""
+    if body.stream_options is not None and not body.stream:
+        raise BadRequestError("stream_options needs stream to be true", param="stream_options")
+
+
+def request_id_of(request: Request, asked: str | None) -> str:
+    """The id `asked` by the client, else the response's. Raises `BadRequestError`."""
+    if asked is None:
+        return str(request.state.request_id)
+    if not REQUEST_ID.fullmatch(asked):
+        raise BadRequestError(
+            "request_id takes 1 to 128 letters, digits and . _ : -", param="request_id"
+        )
+    request.state.request_id = asked  # the response's header has the same
+    return asked
+
+
 @dataclass(slots=True)
-class Exchange:
-    """What every chunk and the final body of one response have in common."""
+class ServingContext:
+    """One request for generated tokens: its options, its prompts, and the parts of its answer that
+    all routes have in common."""
 
     services: Services
     principal: Principal
     model: str
     request_id: str
-    """The client's or a fresh one; the engine gets its own, for clients may repeat theirs."""
+    """The client's, or a random one. The engine gets ids of its own: clients may repeat theirs."""
     stream: bool
     include_usage: bool
     wants_receipt: bool
     wants_kv_transfer: bool
     limit_asked: bool
-    """Whether the client said how much to generate at most."""
-    cache_salt: str | None
+    """The client set the most tokens to generate."""
     arrival: float
     created: int = field(default_factory=lambda: int(time.time()))
     generations: list[PromptGeneration] = field(default_factory=list)
@@ -88,8 +134,8 @@ class Exchange:
     _prompts: list[RenderedPrompt] = field(default_factory=list)
 
     def __enter__(self) -> None:
-        """Around rendering and generating: meanwhile the client may abort the request by its id;
-        and however that ends, no prompt keeps its pins."""
+        """Around rendering and generating. Inside, the client may abort the request by its id; at
+        the end all prompts are released."""
         self.services.running.note(self.principal.tenant, self.request_id, self.abort)
 
     def __exit__(self, *_: object) -> None:
@@ -105,9 +151,9 @@ class Exchange:
         *,
         scored_by: str = "prompt_logprobs",
     ) -> None:
-        """Special tokens in `keep` are text; `scored_by`: the field that asked for the prompt's
-        log-probabilities. Raises `BadRequestError` where the model
-        cannot take the prompt."""
+        """Take a prompt to generate from. Special tokens in `keep` are shown as text; `scored_by`
+        is the field that asked for the prompt's log-probabilities. Raises `BadRequestError` for a
+        prompt that the model cannot take."""
         self._prompts.append(rendered)
         generation = prepare(
             self.services,
@@ -125,7 +171,7 @@ class Exchange:
     def _count_scored(
         self, rendered: RenderedPrompt, sampling: SamplingParams, scored_by: str
     ) -> None:
-        """Raises `BadRequestError` for more than an answer can hold: every sample repeats them."""
+        """Raises `BadRequestError` for more than `MAX_SCORED`; every sample repeats a prompt's."""
         if sampling.prompt_logprobs is None:
             return
         each = len(rendered.token_ids) * (sampling.prompt_logprobs + 1)
@@ -138,7 +184,7 @@ class Exchange:
             )
 
     async def abort(self) -> None:
-        """End every sample with the finish reason "abort", those not begun yet too."""
+        """End every sample, also those that have not begun, with the finish reason "abort"."""
         self.aborted = True
         for generation in self.generations:
             await generation.abort()
@@ -154,13 +200,14 @@ class Exchange:
         return reuse_receipt(self.generations) if self.wants_receipt else UNSET
 
     def prompt_entries(self, number: int, wanted: int | None) -> PromptEntries | UnsetType | None:
-        """Log-probabilities of the prompt with that number; null where it was aborted before."""
+        """The `wanted` likeliest tokens at each position of prompt `number`; None for a prompt that
+        was aborted before it was computed. All samples of a prompt share one result."""
         if wanted is None:
             return UNSET
         generation = self.generations[number]
         if generation.prompt_logprobs is None:
             return None
-        if number not in self._entries:  # all samples of a prompt show the same
+        if number not in self._entries:
             self._entries[number] = prompt_entries(
                 generation.rendered.token_ids,
                 generation.prompt_logprobs,
@@ -173,101 +220,52 @@ class Exchange:
         return kv_transfer_params(self.generations) if self.wants_kv_transfer else UNSET
 
 
-class Format(Protocol):
-    """How one route writes its answer. The prompts are rendered before any other call."""
-
-    async def render(self) -> None: ...
-
-    def whole(self, samples: Sequence[Sample]) -> msgspec.Struct: ...
-
-    def chunks(self, piece: Piece) -> Iterator[msgspec.Struct]: ...
-
-    def usage_chunk(self) -> msgspec.Struct: ...
-
-
-def open_exchange(request: Request, body: Asked, arrival: float) -> Exchange:
-    """Checks who asks for what; raises before anything costs time."""
-    services: Services = request.app.state.services
-    principal: Principal = request.state.principal
-    model = services.require_model(body.model)
-    services.require_ready()
-    check_body(body)
-    return Exchange(
-        services=services,
-        principal=principal,
-        model=model,
-        request_id=request_id_of(request, body.request_id),
-        stream=bool(body.stream),
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        wants_kv_transfer=KV_TRANSFER_KEY in (body.kv_transfer_params or ()),
-        wants_receipt=body.reuse_receipt or header(request.scope, b"x-reuse-receipt") == "1",
-        limit_asked=names_limit(body),
-        cache_salt=body.cache_salt,
-        arrival=arrival,
-    )
-
-
-def check_body(body: Asked) -> None:
-    """Raises `BadRequestError` for what no generation can be asked for."""
-    if body.stream_options is not None and not body.stream:
-        raise BadRequestError("stream_options needs stream to be true", param="stream_options")
-
-
-def request_id_of(request: Request, asked: str | None) -> str:
-    """The client's own or the response's. Raises `BadRequestError` for a malformed one."""
-    if asked is None:
-        return str(request.state.request_id)
-    if not REQUEST_ID.fullmatch(asked):
-        raise BadRequestError(
-            "request_id takes 1 to 128 letters, digits and . _ : -", param="request_id"
-        )
-    request.state.request_id = asked  # the response's header follows
-    return asked
-
-
-async def answer(
-    request: Request, exchange: Exchange, form: Format, wire: Wire = PLAIN
+async def respond(
+    request: Request,
+    context: ServingContext,
+    builder: ResponseBuilder,
+    encoder: EventEncoder = UNNAMED_EVENTS,
 ) -> Response:
-    """Render, generate, and answer whole or streamed."""
-    if exchange.stream:
-        return EventStream(_streamed(exchange, form), wire)
-    body = await while_connected(request.receive, _collected(exchange, form))
+    """Render, generate, and answer in one body or in a stream of events."""
+    if context.stream:
+        return EventStream(_streamed(context, builder), encoder)
+    body = await while_connected(request.receive, _collected(context, builder))
     return Response(body, media_type="application/json")
 
 
-async def _collected(exchange: Exchange, form: Format) -> bytes:
-    with exchange:
-        await form.render()
-        samples = [Sample() for g in exchange.generations for _ in range(g.sampling.n)]
-        async with aclosing(merged(exchange.generations)) as pieces:
+async def _collected(context: ServingContext, builder: ResponseBuilder) -> bytes:
+    with context:
+        await builder.render()
+        samples = [Sample() for g in context.generations for _ in range(g.sampling.n)]
+        async with aclosing(merged(context.generations)) as pieces:
             async for piece in pieces:
                 samples[piece.index].take(piece)
 
-    def written() -> bytes:
-        return encode(form.whole(samples))
+    def encoded() -> bytes:
+        return encode(builder.whole(samples))
 
-    many = exchange.num_scored + _num_logprobs(samples) >= MANY_LOGPROBS
-    return await asyncio.to_thread(written) if many else written()
+    many = context.num_scored + _num_logprobs(samples) >= MANY_LOGPROBS
+    return await asyncio.to_thread(encoded) if many else encoded()
 
 
 def _num_logprobs(samples: Sequence[Sample]) -> int:
     return sum(1 + len(entry.top) for sample in samples for entry in sample.logprobs)
 
 
-async def _streamed(exchange: Exchange, form: Format) -> Groups:
-    with exchange:
-        await form.render()
-        unfinished = sum(generation.sampling.n for generation in exchange.generations)
+async def _streamed(context: ServingContext, builder: ResponseBuilder) -> ChunkGroups:
+    with context:
+        await builder.render()
+        unfinished = sum(generation.sampling.n for generation in context.generations)
         begun: set[int] = set()
-        async with aclosing(merged(exchange.generations)) as pieces:
+        async with aclosing(merged(context.generations)) as pieces:
             async for piece in pieces:
-                if exchange.num_scored >= MANY_LOGPROBS and piece.index not in begun:
-                    begun.add(piece.index)  # what is told of the prompt comes with its first piece
-                    chunks = await asyncio.to_thread(list, form.chunks(piece))
+                if context.num_scored >= MANY_LOGPROBS and piece.index not in begun:
+                    begun.add(piece.index)  # a sample's first piece has the prompt's logprobs
+                    chunks = await asyncio.to_thread(list, builder.chunks(piece))
                 else:
-                    chunks = list(form.chunks(piece))
+                    chunks = list(builder.chunks(piece))
                 unfinished -= piece.finish_reason is not None
-                if not unfinished and exchange.include_usage:
-                    chunks.append(form.usage_chunk())
+                if not unfinished and context.include_usage:
+                    chunks.append(builder.usage_chunk())
                 if chunks or not unfinished:
-                    yield Group(chunks, last=not unfinished)
+                    yield ChunkGroup(chunks, last=not unfinished)

@@ -26,17 +26,7 @@ from lookonce.frontend.tools.parser import CallStart, ContentText, joined
 from lookonce.render.prompt.detokenizer import Detokenizer
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.sampling import Grammar, SamplingParams
-
-TEMPLATE = "{{ tools }}<|start|><|channel|><|message|>"
-
-
-THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-
-
-FINAL = "<|channel|>final<|message|>Hello!"
-
-
-CALL = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>"
+from tests.support.server.harmony import CALL, FINAL, TEMPLATE, THOUGHT
 
 
 def parse(text, cuts=(), *, calls=True):
@@ -156,11 +146,7 @@ def takes(compiled, tokenizer, text):
 
 
 GET = THOUGHT + CALL.replace("now", "get")
-
-
 FIVE = "<|channel|>final<|message|>5"
-
-
 JUDGED = {
     "required": ({GET + '{"city": "Bern"}', CALL + "{}"},
                  {FINAL, GET + '{"city": "Rom"}', CALL.replace("now", "later") + "{}", "Hello"}),

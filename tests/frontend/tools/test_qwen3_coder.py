@@ -13,6 +13,7 @@ from lookonce.frontend.tools.formats import choose_dialect
 from lookonce.frontend.tools.parser import CallArguments, CallStart, joined
 from lookonce.frontend.tools.qwen3_coder import Qwen3CoderParser
 from lookonce.types.sampling import SamplingParams
+from tests.support.server.qwen3_coder import BARE, ONE, UNENDED, call
 
 PROPERTIES = {
     "text": {"type": "string"},
@@ -30,11 +31,6 @@ ASKED = read_tools(
     None,
     None,
 )
-
-
-def call(**values):
-    lines = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()]
-    return f"<tool_call>\n<function=f>\n{''.join(lines)}</function>\n</tool_call>"
 
 
 def parse(text, cuts=()):
@@ -95,12 +91,6 @@ def test_values_become_what_the_schema_says(values, meaning):
     assert (words, name, json.loads(arguments)) == ("", "f", meaning)
 
 
-ONE = call(count="1")
-BARE = ONE.replace("<tool_call>\n", "")
-UNENDED = (
-    "<tool_call>\n<function=f>\n<parameter=text>\nBern\n"
-    "<parameter=count>\n5\n</function>\n</tool_call>"
-)
 COUNTED = ("f", '{"count": 1}')
 SAYS = [
     ("Just <words> <function", ("Just <words> <function", [])),

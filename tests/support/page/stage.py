@@ -13,8 +13,8 @@ import uvicorn
 from lookonce.server.http.app import build_app
 from lookonce.types.request import RenderedPrompt, TokenDelta
 from lookonce.types.sampling import SamplingParams
-from tests.server.conftest import Site, site
 from tests.support.server.doubles import RecitingEngine
+from tests.support.server.site import Site, site
 
 
 class PausingEngine(RecitingEngine):

@@ -1,61 +1,76 @@
-"""`POST /v1/responses`: the common core, over the same exchange as a chat."""
+"""`POST /v1/responses`: answers input items with output items. No response is stored."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TypeAlias
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lookonce.errors import BadRequestError, RequestError
 from lookonce.frontend.generation import Piece, Sample
-from lookonce.frontend.logprobs import chat_logprobs
+from lookonce.frontend.logprobs import TextCursor, chat_logprobs
 from lookonce.frontend.responses import TokenEntry, ToolCallDelta
 from lookonce.frontend.sampling_params import SamplingDefaults, response_sampling
-from lookonce.frontend.tools.calls import ToolCalling, reader_of, tool_calling
-from lookonce.frontend.tools.parser import ContentText
-from lookonce.server.http.body import receive
-from lookonce.server.http.error_responses import encode, error_body
-from lookonce.server.routes.responses_api.body import (
-    LOGPROBS,
-    ResponsesRequest,
-    TextFormat,
-    check_response,
-    response_tools,
-    text_grammar,
+from lookonce.frontend.tools.calls import (
+    AnswerDelta,
+    CallReader,
+    PlainTextReader,
+    ToolCalling,
+    reader_of,
+    tool_calling,
 )
-from lookonce.server.routes.responses_api.objects import (
+from lookonce.frontend.tools.parser import ContentText
+from lookonce.server.http.body import receive, renamed_error
+from lookonce.server.http.responses import encode, error_body
+from lookonce.server.routes.responses_api.events import (
     ErrorEvent,
-    Event,
     InputTokensDetails,
     OutputTokensDetails,
     ResponseObject,
+    ResponseStreamEvent,
+    ResponseTextConfig,
     ResponseUsage,
-    ShownText,
+    ResponseWriter,
 )
-from lookonce.server.routes.responses_api.reading import ReadInput, read_input
-from lookonce.server.routes.responses_api.scored import ScoredReader
-from lookonce.server.routes.responses_api.writing import ResponseWriter
-from lookonce.server.routes.serving_base import Exchange, answer, open_exchange
+from lookonce.server.routes.responses_api.input import (
+    LOGPROBS,
+    ReadInput,
+    ResponsesRequest,
+    TextFormat,
+    check_response,
+    read_input,
+    response_tools,
+    text_grammar,
+)
+from lookonce.server.routes.serving_base import ServingContext, open_context, respond
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
+
+ScoredDelta: TypeAlias = tuple[AnswerDelta, list[TokenEntry]]
+"""A part of an answer; content has the log-probabilities of its tokens."""
 
 
 async def create_response(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, ResponsesRequest)
-    exchange = open_exchange(request, body, arrival)
-    exchange.include_usage = False  # the last event always has it
+    context = open_context(request, body, arrival)
+    context.include_usage = False  # the last event always has it
     check_response(body)
-    tools = tool_calling(response_tools(body), exchange.services.tool_dialect)
-    sampling = _sampling(body, exchange.services.defaults)
+    tools = tool_calling(response_tools(body), context.services.tool_dialect)
+    sampling = _sampling(body, context.services.defaults)
     if tools is not None:
         sampling = tools.constrain(sampling)
-    form = ResponseFormat(exchange, body, sampling, tools)
-    return await answer(request, exchange, form, form)
+    builder = ResponsesApiBuilder(context, body, sampling, tools)
+    return await respond(request, context, builder, encoder=builder)
 
 
 def _sampling(body: ResponsesRequest, defaults: SamplingDefaults) -> SamplingParams:
@@ -71,72 +86,70 @@ def _sampling(body: ResponsesRequest, defaults: SamplingDefaults) -> SamplingPar
     return msgspec.structs.replace(sampling, grammar=grammar)
 
 
-class ResponseFormat:
-    """A response, whole and as events. Also how its events are written: with their names."""
+class ResponsesApiBuilder:
+    """Builds a response, or the events it is streamed as; also encodes these events."""
 
     end = b""
 
     def __init__(
         self,
-        exchange: Exchange,
+        context: ServingContext,
         body: ResponsesRequest,
         sampling: SamplingParams,
         tools: ToolCalling | None,
     ) -> None:
-        self._exchange = exchange
+        self._context = context
         self._body = body
         self._sampling = sampling
         self._tools = tools
         self._keep = () if tools is None else tools.markers
-        self._reader = ScoredReader(
+        self._reader = LogprobsReader(
             reader_of(tools),
-            unheard=exchange.services.renderer.skipped(sampling, self._keep),
+            unheard=context.services.renderer.skipped(sampling, self._keep),
             scored=sampling.logprobs is not None,
         )
         self._writer = ResponseWriter(self._response())
         self._begun = False
 
     async def render(self) -> None:
-        exchange, body, tools = self._exchange, self._body, self._tools
-        given, body.input = body.input, ""  # pictures are not kept for the whole answer
+        context, body, tools = self._context, self._body, self._tools
+        given, body.input = body.input, ""  # media are not kept while tokens are generated
         read = read_input(given, body.instructions)
         options = {
             "chat_template_kwargs": body.chat_template_kwargs,
             "mm_processor_kwargs": body.mm_processor_kwargs,
             "tools": None if tools is None else tools.asked.for_template(),
         }
-        with _naming(read):
-            with exchange.services.metrics.render.time():
-                rendered = await exchange.services.renderer.render_chat(
+        with _naming_items(read):
+            with context.services.metrics.render.time():
+                rendered = await context.services.renderer.render_chat(
                     read.messages,
-                    tenant=exchange.principal.tenant,
+                    tenant=context.principal.tenant,
                     cache_salt=body.cache_salt,
                     options=options,
                 )
-            exchange.add_prompt(rendered, self._sampling, self._keep)
+            context.add_prompt(rendered, self._sampling, self._keep)
 
     def whole(self, samples: Sequence[Sample]) -> ResponseObject:
         (sample,) = samples
-        for _ in self._grow("".join(sample.text), sample, sample.finish_reason):
+        for _ in self._add("".join(sample.text), sample, sample.finish_reason):
             pass
         return self._finished()
 
-    def chunks(self, piece: Piece) -> Iterator[Event]:
+    def chunks(self, piece: Piece) -> Iterator[ResponseStreamEvent]:
         if not self._begun:
             self._begun = True
             yield from self._writer.begin()
-        yield from self._grow(piece.text, piece, piece.finish_reason)
+        yield from self._add(piece.text, piece, piece.finish_reason)
         if piece.finish_reason is not None:
             self._finished()
             yield self._writer.end()
 
-    def usage_chunk(self) -> Event:
+    def usage_chunk(self) -> ResponseStreamEvent:
         raise AssertionError("the last event has the usage")
 
-    # --- how events are written ---------------------------------------------------------------
-
     def event(self, body: msgspec.Struct) -> bytes:
-        assert isinstance(body, Event)
+        assert isinstance(body, ResponseStreamEvent)
         return b"event: " + body.type.encode() + b"\ndata: " + encode(body) + b"\n\n"
 
     def failure(self, error: Exception) -> bytes:
@@ -150,23 +163,23 @@ class ResponseFormat:
             )
         )
 
-    # --- inside -------------------------------------------------------------------------------
-
-    def _grow(self, text: str, said: Sample | Piece, finish_reason: str | None) -> Iterator[Event]:
+    def _add(
+        self, text: str, new: Sample | Piece, finish_reason: str | None
+    ) -> Iterator[ResponseStreamEvent]:
         writer = self._writer
-        self._reader.note(said.token_ids, self._logprobs(said))
-        for told, logprobs in self._reader.push(text, last=finish_reason is not None):
-            match told:
+        self._reader.note(new.token_ids, self._logprobs(new))
+        for delta, logprobs in self._reader.push(text, last=finish_reason is not None):
+            match delta:
                 case ContentText(more):
-                    yield from writer.words(more, logprobs)
+                    yield from writer.content(more, logprobs)
                 case ToolCallDelta():
-                    yield from writer.call(told)
+                    yield from writer.call(delta)
         if finish_reason is not None:
             yield from writer.finish(finish_reason)
 
     def _finished(self) -> ResponseObject:
-        exchange, response = self._exchange, self._writer.response
-        usage = exchange.usage()
+        context, response = self._context, self._writer.response
+        usage = context.usage()
         details = usage.prompt_tokens_details
         response.usage = ResponseUsage(
             input_tokens=usage.prompt_tokens,
@@ -179,41 +192,158 @@ class ResponseFormat:
             output_tokens_details=OutputTokensDetails(),
             total_tokens=usage.total_tokens,
         )
-        response.reuse_receipt = exchange.receipt()
-        response.kv_transfer_params = exchange.kv_transfer()
+        response.reuse_receipt = context.receipt()
+        response.kv_transfer_params = context.kv_transfer()
         return response
 
     def _response(self) -> ResponseObject:
-        exchange, body, sampling = self._exchange, self._body, self._sampling
+        context, body, sampling = self._context, self._body, self._sampling
         return ResponseObject(
-            id=f"resp_{exchange.request_id}",
-            created_at=exchange.created,
+            id=f"resp_{context.request_id}",
+            created_at=context.created,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
-            model=exchange.model,
+            model=context.model,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             temperature=sampling.temperature,
-            text=ShownText((body.text and body.text.format) or TextFormat()),
+            text=ResponseTextConfig((body.text and body.text.format) or TextFormat()),
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
             top_logprobs=sampling.logprobs or 0,
             top_p=sampling.top_p,
             user=body.user,
-            request_id=exchange.request_id,
+            request_id=context.request_id,
         )
 
-    def _logprobs(self, said: Sample | Piece) -> list[TokenEntry]:
-        logprobs: Sequence[TokenLogprob] | None = said.logprobs
+    def _logprobs(self, new: Sample | Piece) -> list[TokenEntry]:
+        logprobs: Sequence[TokenLogprob] | None = new.logprobs
         if self._sampling.logprobs is None or not logprobs:
             return []
-        token_bytes = self._exchange.services.renderer.token_bytes
-        return chat_logprobs(said.token_ids, logprobs, token_bytes).content
+        token_bytes = self._context.services.renderer.token_bytes
+        return chat_logprobs(new.token_ids, logprobs, token_bytes).content
+
+
+class LogprobsReader:
+    """Reads an answer's deltas from its text, the content with the logprobs of its tokens.
+
+        tokens       <|channel|> analysis <|message|> Hm .  …  <|message|>  Hel  lo
+        characters   decided: no content                                    decided: content
+        entries      left out                                               given with the content
+
+    An entry is given if any of its token's characters is content. A token without characters (part
+    of a character, a special token) goes with the next character. So the result does not depend on
+    how the text is cut into pieces.
+    """
+
+    def __init__(
+        self, reader: CallReader | PlainTextReader, *, unheard: Collection[int], scored: bool
+    ) -> None:
+        """`unheard`: token ids that add no text; `scored`: there are log-probabilities."""
+        self._reader = reader
+        self._scored = scored
+        self._pending = PendingEntries(TextCursor(unheard))
+        self._num_read = self._num_decided = 0
+
+    def note(self, token_ids: Sequence[int], entries: Sequence[TokenEntry]) -> None:
+        """Take the entries of tokens whose text is pushed next; the text may come in part."""
+        for token_id, entry in zip(token_ids, entries, strict=False):
+            self._pending.add(token_id, entry)
+
+    def push(self, text: str, *, last: bool) -> list[ScoredDelta]:
+        """What `text` adds, in the order it was written; `last`: no more text comes."""
+        if not self._scored:
+            return [(delta, []) for delta in self._reader.push(text, last=last)]
+        # One character at a time: a reader of calls does not tell where in the text content was.
+        pieces = text if isinstance(self._reader, CallReader) else (text,)
+        parts = [scored for piece in pieces for scored in self._decided(piece, last=False)]
+        if last:
+            parts += self._decided("", last=True)
+        return _joined(parts)
+
+    def _decided(self, text: str, *, last: bool) -> Iterator[ScoredDelta]:
+        deltas = self._reader.push(text, last=last)
+        self._num_read += len(text)
+        num_content = sum(len(each.text) for each in deltas if isinstance(each, ContentText))
+        num_held = 0 if last else self._reader.num_held
+        entries = self._decide(self._num_read - num_held, num_content)
+        for each in deltas:
+            yield each, entries if isinstance(each, ContentText) else []
+
+    def _decide(self, end: int, num_content: int) -> list[TokenEntry]:
+        """The entries of the content among the characters up to `end`, which are decided now.
+
+        The reader decides on content, on content before a marker, or on no content at once.
+        """
+        begin, self._num_decided = self._num_decided, end
+        entries: list[TokenEntry] = []
+        if num_content:
+            entries = self._pending.take(min(begin + num_content, end))
+        self._pending.drop(end)
+        return entries
+
+
+@dataclass(slots=True)
+class PendingEntries:
+    """Logprobs entries in the order of their tokens, until the reader decides on their text."""
+
+    cursor: TextCursor
+    _spans: deque[TokenSpan] = field(default_factory=deque)
+
+    def add(self, token_id: int, entry: TokenEntry) -> None:
+        start = self.cursor.take(token_id, bytes(entry.bytes))
+        self._spans.append(TokenSpan(start, max(self.cursor.at, start + 1), entry))
+
+    def take(self, end: int) -> list[TokenEntry]:
+        """The entries of tokens that begin before character `end`, which are content."""
+        taken = []
+        while self._spans and self._spans[0].start < end:
+            taken.append(self._spans.popleft().entry)
+        return taken
+
+    def drop(self, end: int) -> None:
+        """Forget the tokens that end at character `end` or before, which are no content."""
+        while self._spans and self._spans[0].end <= end:
+            self._spans.popleft()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """A token's entry, and its characters' positions in the answer's text."""
+
+    start: int
+    end: int
+    entry: TokenEntry
+
+
+def _joined(scored: list[ScoredDelta]) -> list[ScoredDelta]:
+    """Neighbouring deltas of one kind joined, as if the text had come in one piece."""
+    result: list[ScoredDelta] = []
+    for is_content, group in groupby(scored, key=lambda each: isinstance(each[0], ContentText)):
+        run = list(group)
+        if is_content:
+            text = "".join(delta.text for delta, _ in run if isinstance(delta, ContentText))
+            result.append((ContentText(text), [entry for _, entries in run for entry in entries]))
+        else:
+            result += _joined_calls(run)
+    return result
+
+
+def _joined_calls(scored: list[ScoredDelta]) -> list[ScoredDelta]:
+    result: list[ScoredDelta] = []
+    for delta, entries in scored:
+        last = result[-1][0] if result else None
+        more = isinstance(delta, ToolCallDelta) and delta.id is UNSET
+        if isinstance(last, ToolCallDelta) and isinstance(delta, ToolCallDelta) and more:
+            last.function.arguments += delta.function.arguments
+        else:
+            result.append((delta, entries))
+    return result
 
 
 @contextmanager
-def _naming(read: ReadInput) -> Iterator[None]:
-    """The renderer knows messages; errors name the items they were made from."""
+def _naming_items(read: ReadInput) -> Iterator[None]:
+    """The renderer's errors name messages; this makes them name the items of the request."""
     try:
         yield
     except RequestError as error:
@@ -221,5 +351,4 @@ def _naming(read: ReadInput) -> Iterator[None]:
         named = "max_output_tokens" if param == "max_tokens" else read.renamed(param)
         if named == param:
             raise
-        message = error.message.replace(param, named, 1)
-        raise type(error)(message, param=named, code=error.code) from None
+        raise renamed_error(error, named) from None

@@ -1,0 +1,269 @@
+"""HTTP responses: JSON, errors in OpenAI's shape, server-sent events.
+
+Also what ends or delays them: a client that leaves, and the write of a response's head.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from lookonce.errors import LookOnceError, RequestError, UnavailableError, http_status
+from lookonce.frontend.responses import ErrorBody, ErrorResponse
+
+logger = logging.getLogger("lookonce.server")
+T = TypeVar("T")
+
+encode = msgspec.json.Encoder().encode
+"""Struct → JSON bytes."""
+
+
+def json_response(
+    body: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    return Response(encode(body), status, headers, media_type="application/json")
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+"""Status → OpenAI's error type; any other status is a `server_error`."""
+RETRY_AFTER_SECONDS = "1"
+INTERNAL = ErrorResponse(ErrorBody("the server failed to answer this request", "server_error"))
+
+
+def error_response(error: LookOnceError) -> Response:
+    status = http_status(error)
+    headers = {}
+    if isinstance(error, UnavailableError) or status == 429:
+        headers["Retry-After"] = RETRY_AFTER_SECONDS
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response(error_body(error), status, headers)
+
+
+def error_body(error: Exception) -> ErrorResponse:
+    """OpenAI's error object. An exception that is no `LookOnceError` is not shown to clients."""
+    if not isinstance(error, LookOnceError):
+        return INTERNAL
+    status = http_status(error)
+    return ErrorResponse(
+        ErrorBody(
+            message=error.message,
+            type=ERROR_TYPES.get(status, "server_error"),
+            param=error.param if isinstance(error, RequestError) else None,
+            code=getattr(error, "code", None),
+        )
+    )
+
+
+# --- server-sent events -----------------------------------------------------------------------
+
+EVENT_STREAM_HEADERS = [
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+]
+
+
+class ChunkGroup(NamedTuple):
+    """Chunks of an answer that exist at the same time and are sent in one write."""
+
+    chunks: Sequence[msgspec.Struct]
+    last: bool
+    """No group follows."""
+
+
+ChunkGroups = AsyncGenerator[ChunkGroup, None]
+
+
+class EventEncoder(Protocol):
+    """How a route encodes its server-sent events."""
+
+    @property
+    def end(self) -> bytes:
+        """Bytes after the last event."""
+
+    def event(self, body: msgspec.Struct) -> bytes: ...
+
+    def failure(self, error: Exception) -> bytes:
+        """The event for `error`, which ended the stream early."""
+
+
+class UnnamedEventEncoder:
+    """OpenAI's events of completions: without names, and `[DONE]` at the end."""
+
+    end = b"data: [DONE]\n\n"
+
+    def event(self, body: msgspec.Struct) -> bytes:
+        return b"data: " + encode(body) + b"\n\n"
+
+    def failure(self, error: Exception) -> bytes:
+        return self.event(error_body(error))
+
+
+UNNAMED_EVENTS = UnnamedEventEncoder()
+
+
+class EventStream(Response):
+    """Sends chunks as events when they come, and closes their source when the client leaves.
+
+    The response begins with the first group, so a failure before it has its own status. A failure
+    after it becomes the stream's last event.
+    """
+
+    def __init__(self, groups: ChunkGroups, encoder: EventEncoder = UNNAMED_EVENTS) -> None:
+        # `Response.__init__` is not called: there is no body yet, and the headers are constant.
+        self.background = None
+        self._groups = groups
+        self._encoder = encoder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._groups):
+            with WhileConnected(receive):
+                await self._send_all(send)
+
+    async def _send_all(self, send: Send) -> None:
+        encoder, groups = self._encoder, self._groups
+        group = await anext(groups)
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+        try:
+            while not group.last:
+                body = b"".join(map(encoder.event, group.chunks))
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                group = await anext(groups)
+            end = b"".join(map(encoder.event, group.chunks)) + encoder.end
+        except Exception as error:
+            if not isinstance(error, LookOnceError):
+                logger.exception("a stream broke")
+            end = encoder.failure(error) + encoder.end
+        await send({"type": "http.response.body", "body": end, "more_body": False})
+
+
+# --- clients that leave -----------------------------------------------------------------------
+
+
+class ClientLeftError(Exception):
+    """The client closed its connection before its answer was complete."""
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves first.
+
+    The request's body must have been read. Raises `ClientLeftError`.
+    """
+    with WhileConnected(receive):
+        return await work
+
+
+class WhileConnected:
+    """A block that is cancelled when the client leaves; it then ends with `ClientLeftError`.
+
+    The request's body must have been read. The block's work stays in the task that enters it: one
+    other task waits for the client to leave, and no task is made per token.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._over = False
+        self._left = False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "the block runs in a task"
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._watcher = asyncio.get_running_loop().create_task(_departure(self._receive))
+        self._watcher.add_done_callback(self._end)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._over = True
+        self._watcher.cancel()
+        if not self._left or self._task.uncancel() > self._cancelling:
+            return  # the task was also cancelled from outside: that cancellation goes on
+        if kind is None or issubclass(kind, asyncio.CancelledError):
+            raise ClientLeftError from None
+
+    def _end(self, watcher: asyncio.Task[None]) -> None:
+        if watcher.cancelled() or self._over:
+            return
+        watcher.exception()  # a connection that broke counts as closed
+        self._left = True
+        self._task.cancel()
+
+
+async def _departure(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+# --- connections ------------------------------------------------------------------------------
+
+_HEAD = b"HTTP/1.1 "
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol on a `HeadBufferingTransport`."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        buffering = HeadBufferingTransport(cast(asyncio.Transport, transport))
+        super().connection_made(cast(asyncio.Transport, buffering))
+
+
+class HeadBufferingTransport:
+    """A transport that writes the head of an answer together with the body that follows.
+
+    uvicorn writes head and body one after the other. For a short answer the write is the largest
+    cost, and each write wakes the client. A head without a body at the end of the event loop's turn
+    is written alone.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head = b""
+
+    def write(self, data: bytes) -> None:
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(_HEAD):
+            self._head = data
+            asyncio.get_running_loop().call_soon(self._flush)
+            return
+        self._transport.write(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the transport's own."""
+        return getattr(self._transport, name)
+
+    def _flush(self) -> None:
+        if self._head and not self._transport.is_closing():
+            self._transport.write(self._head)
+        self._head = b""

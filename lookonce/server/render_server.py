@@ -1,0 +1,70 @@
+"""The server of `lookonce render`: it renders and never generates, without engine and weights.
+
+Its answers are requests for `/inference/v1/generate` of a server with an engine. Both must serve
+the same folder with the same dtype, for these are part of a MediaHash.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from lookonce.config import Config
+from lookonce.frontend.frontend import RenderOnlyEngine, dialect_of
+from lookonce.frontend.metrics import Metrics
+from lookonce.frontend.sampling_params import read_defaults
+from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
+from lookonce.render.renderer import open_renderer
+from lookonce.server.http.app import RENDER_ROUTES, build_app
+from lookonce.server.process import ApiServer, DrainOnSignal, uvicorn_config
+from lookonce.server.services import KeyRing, Services, readonly_counts
+from lookonce.server.warmup import warming_up
+
+
+@asynccontextmanager
+async def open_render_services(config: Config) -> AsyncIterator[Services]:
+    """Without `--max-model-len` a prompt may have any length. Raises `ModelLoadError`."""
+    async with (
+        open_renderer(
+            config.model,
+            config.media,
+            directory=ReadOnlyDirectory(),
+            uuids=ReadOnlyBindings(),
+            chat_template=config.server.chat_template,
+            max_model_len=config.model.max_model_len,
+        ) as renderer,
+        open_readonly(renderer, config.media) as readonly,
+        open_readonly(renderer, config.media) as warmup_renderer,
+    ):
+        metrics = Metrics(config.model.served_name, config.server.vllm_metric_names)
+        metrics.sources.append(lambda: readonly_counts(readonly))
+        yield Services(
+            config=config,
+            renderer=renderer,
+            readonly=readonly,
+            engine=RenderOnlyEngine(),
+            metrics=metrics,
+            keys=KeyRing.of(config.server),
+            defaults=read_defaults(config.model.folder),
+            warmup_renderer=warmup_renderer,
+            tool_dialect=dialect_of(config, renderer),
+        )
+
+
+async def serve_render(
+    config: Config, listener: socket.socket, on_ready: Callable[[], None]
+) -> None:
+    """Serve on a bound socket until SIGTERM or Ctrl-C, then drain. Raises `ModelLoadError`.
+
+    `on_ready` is called once, at the end of the warm-up.
+    """
+    async with open_render_services(config) as services:
+        app = build_app(services, RENDER_ROUTES)
+        server = ApiServer(uvicorn_config(config, app))
+        drainer = DrainOnSignal(
+            server, services.drain, config.server.drain_timeout, has_parent=False
+        )
+        with drainer:
+            async with warming_up(services, app, on_ready):
+                await server.serve(sockets=[listener])

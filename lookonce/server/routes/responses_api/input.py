@@ -1,0 +1,308 @@
+"""What `/v1/responses` takes: the body, and its input items as messages of a chat.
+
+instructions             a system message
+message                  a message of the same role; its parts get a chat's names
+function_call            a tool call of the assistant message before it, else of a new one
+function_call_output     a tool message
+reasoning                nothing: another model wrote it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from lookonce.errors import BadRequestError
+from lookonce.frontend.requests import NOTHING, GenerationFields, JsonSchemaFormat, Raw, Schema
+from lookonce.frontend.sampling_params import schema_grammar
+from lookonce.frontend.tools.calls import (
+    Function,
+    NamedChoice,
+    NamedFunction,
+    RequestedTools,
+    Tool,
+    read_tools,
+)
+from lookonce.server.http.body import renamed_error
+from lookonce.types.sampling import Grammar
+
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
+"""Values of `include`. The second is accepted and adds nothing: no reasoning is hidden here."""
+
+
+class TextFormat(msgspec.Struct, kw_only=True):
+    type: str = "text"
+    name: str | None = None
+    description: str | None = None
+    schema: Schema | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponseTool(msgspec.Struct, kw_only=True):
+    """A function. A chat's tool has these fields one level deeper, under `function`."""
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseToolChoice(msgspec.Struct, kw_only=True):
+    type: str
+    name: str = ""
+
+
+class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Only nulls are accepted: how a model reasons cannot be set."""
+
+    effort: None = None
+    summary: None = None
+    generate_summary: None = None
+
+
+class ResponsesRequest(GenerationFields, kw_only=True):
+    input: str | list[dict[str, Any]]
+    """A text, or items: messages, function calls and their outputs."""
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    text: TextConfig | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: str | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    truncation: str | None = None
+    reasoning: Reasoning | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+
+    prompt_logprobs: Raw = NOTHING
+    max_completion_tokens: Raw = NOTHING
+    chat_template: Raw = NOTHING
+    documents: Raw = NOTHING
+    reasoning_effort: Raw = NOTHING
+    verbosity: Raw = NOTHING
+    functions: Raw = NOTHING
+    function_call: Raw = NOTHING
+    modalities: Raw = NOTHING
+    echo: Raw = NOTHING
+    previous_response_id: Raw = NOTHING
+    conversation: Raw = NOTHING
+    image: Raw = NOTHING
+    prompt: Raw = NOTHING
+    background: Raw = NOTHING
+    max_tool_calls: Raw = NOTHING
+    context_management: Raw = NOTHING
+    moderation: Raw = NOTHING
+
+
+def check_response(body: ResponsesRequest) -> None:
+    """Raises `BadRequestError` for parameters that are not supported."""
+    refused = {
+        "n": body.n not in (None, 1),
+        "truncation": body.truncation not in (None, "disabled"),
+        "max_tokens": body.max_tokens is not None,
+        "response_format": body.response_format is not None,
+        "text.verbosity": body.text is not None and body.text.verbosity not in (None, "medium"),
+    }
+    instead = {"max_tokens": "max_output_tokens", "response_format": "text.format"}
+    for name, wrong in refused.items():
+        if wrong:
+            hint = f"; use {instead[name]}" if name in instead else ""
+            raise BadRequestError(
+                f"{name} is not supported here{hint}", param=name, code="unsupported_parameter"
+            )
+    for number, included in enumerate(body.include or ()):
+        if included not in INCLUDABLE:
+            param = f"include[{number}]"
+            raise BadRequestError(f"{param}: {included[:60]!r} is not supported", param=param)
+
+
+def text_grammar(body: ResponsesRequest) -> Grammar | None:
+    """The grammar of `text.format`; None for free text. Raises `BadRequestError`."""
+    asked = (body.text and body.text.format) or TextFormat()
+    match asked.type:
+        case "text":
+            return None
+        case "json_object":
+            return Grammar(kind="json_schema", source='{"type":"object"}', param="text.format")
+        case "json_schema":
+            return schema_grammar(JsonSchemaFormat(schema=asked.schema), "text.format")
+    raise BadRequestError(
+        f"text.format.type: {asked.type[:50]!r} is none of text, json_object, json_schema",
+        param="text.format.type",
+        code="unsupported_parameter",
+    )
+
+
+def response_tools(body: ResponsesRequest) -> RequestedTools | None:
+    """The tools of a request, read as a chat's. Names of parts have no `.function` here.
+
+    Raises `BadRequestError` naming the part at fault.
+    """
+    choice: str | NamedChoice | None
+    if isinstance(body.tool_choice, ResponseToolChoice):
+        function = NamedFunction(body.tool_choice.name)
+        choice = NamedChoice(type=body.tool_choice.type, function=function)
+    else:
+        choice = body.tool_choice
+    try:
+        tools = [_chat_tool(tool) for tool in body.tools or ()]
+        asked = read_tools(tools, choice, body.parallel_tool_calls)
+    except BadRequestError as error:
+        raise renamed_error(error, (error.param or "").replace(".function", "")) from None
+    if asked is None:
+        return None
+    params = tuple(param.replace(".function", "") for param in asked.params)
+    return dataclasses.replace(asked, params=params)
+
+
+def _chat_tool(tool: ResponseTool) -> Tool:
+    function = Function(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.parameters,
+        strict=tool.strict,
+    )
+    return Tool(type=tool.type, function=function)
+
+
+# --- input items --------------------------------------------------------------------------------
+
+Json = dict[str, Any]
+ROLES = ("user", "assistant", "system", "developer")
+
+
+@dataclass(slots=True)
+class ReadInput:
+    """Input items as messages."""
+
+    messages: list[Json] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
+    """The name of each message in the request: `instructions`, `input` or `input[N]`."""
+
+    def add(self, message: Json, origin: str) -> None:
+        self.messages.append(message)
+        self.origins.append(origin)
+
+    def renamed(self, param: str) -> str:
+        """The name in the request of a part of `messages`: `messages[1].content` →
+        `input[0].content`. Other names stay as they are."""
+        head, bracket, rest = param.partition("]")
+        number = head.removeprefix("messages[")
+        if bracket and number.isdecimal() and int(number) < len(self.origins):
+            return self.origins[int(number)] + rest
+        return "input" if param == "messages" else param
+
+
+def read_input(given: str | list[Json], instructions: str | None) -> ReadInput:
+    """The messages of a chat. Raises `BadRequestError` naming the item at fault; parts are checked
+    by the renderer."""
+    read = ReadInput()
+    if instructions:
+        read.add({"role": "system", "content": instructions}, "instructions")
+    if isinstance(given, str):
+        read.add({"role": "user", "content": given}, "input")
+        return read
+    for number, item in enumerate(given):
+        _item(item, f"input[{number}]", read)
+    return read
+
+
+def _item(item: Json, param: str, read: ReadInput) -> None:
+    kind = item.get("type", "message" if "role" in item else None)
+    readers: dict[object, Callable[[Json, str, ReadInput], None]] = {
+        "message": _message,
+        "function_call": _call,
+        "function_call_output": _output,
+        "reasoning": lambda item, param, read: None,
+    }
+    reader = readers.get(kind) if isinstance(kind, str) else None
+    if reader is None:
+        raise BadRequestError(
+            f"{param}.type: {str(kind)[:50]!r} is none of message, function_call, "
+            "function_call_output",
+            param=f"{param}.type",
+        )
+    reader(item, param, read)
+
+
+def _message(item: Json, param: str, read: ReadInput) -> None:
+    role = item.get("role")
+    if role not in ROLES:
+        raise BadRequestError(
+            f"{param}.role: must be one of {', '.join(ROLES)}", param=f"{param}.role"
+        )
+    read.add({"role": role, "content": _content(item.get("content"), f"{param}.content")}, param)
+
+
+def _content(content: object, param: str) -> object:
+    if not isinstance(content, list):
+        return content
+    return [_part(part, f"{param}[{number}]") for number, part in enumerate(content)]
+
+
+def _part(part: object, param: str) -> object:
+    if not isinstance(part, Mapping):
+        return part
+    match part.get("type"):
+        case "input_text" | "output_text" as kind:
+            if not isinstance(part.get("text"), str):
+                raise BadRequestError(f"{param}.text: must be a text", param=f"{param}.text")
+            return {"type": "text", "text": part["text"]} if kind else None
+        case "input_image":
+            return _image(part, param)
+        case "input_file":
+            raise BadRequestError(
+                f"{param}: files are not supported", param=param, code="unsupported_parameter"
+            )
+    return part
+
+
+def _image(part: Mapping[str, Any], param: str) -> Json:
+    if part.get("file_id") is not None:
+        param = f"{param}.file_id"
+        raise BadRequestError(
+            f"{param}: there are no files; use image_url", param=param, code="unsupported_parameter"
+        )
+    kept = {name: value for name, value in part.items() if name == "uuid"}
+    url = part.get("image_url")
+    return {"type": "image_url", "image_url": None if url is None else {"url": url}, **kept}
+
+
+def _call(item: Json, param: str, read: ReadInput) -> None:
+    for name in ("call_id", "name", "arguments"):
+        _require_text(item, name, param)
+    call = {
+        "id": item["call_id"],
+        "type": "function",
+        "function": {"name": item["name"], "arguments": item["arguments"]},
+    }
+    if read.messages and read.messages[-1]["role"] == "assistant":
+        read.messages[-1].setdefault("tool_calls", []).append(call)
+    else:
+        read.add({"role": "assistant", "tool_calls": [call]}, param)
+
+
+def _output(item: Json, param: str, read: ReadInput) -> None:
+    _require_text(item, "call_id", param)
+    content = _content(item.get("output"), f"{param}.output")
+    read.add({"role": "tool", "tool_call_id": item["call_id"], "content": content}, param)
+
+
+def _require_text(item: Json, name: str, param: str) -> None:
+    if not isinstance(item.get(name), str):
+        raise BadRequestError(f"{param}.{name}: must be a text", param=f"{param}.{name}")

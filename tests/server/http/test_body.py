@@ -1,0 +1,157 @@
+"""Bodies: whatever comes, a struct or a 400 that names a part of it.
+
+Bodies of very many values are refused before they are made, or read beside the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.requests import Request
+
+from lookonce.config import MediaConfig
+from lookonce.errors import BadRequestError, TooLargeError
+from lookonce.frontend.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from lookonce.server.http.body import FEW_VALUES, MAX_VALUES, SMALL_BODY_BYTES, parse, receive
+from tests.support.nodes import engine_node, run
+
+KINDS = [ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest]
+FIELDS = sorted({f.name for kind in KINDS for f in msgspec.structs.fields(kind)})
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+bodies = st.dictionaries(st.sampled_from(FIELDS), values, max_size=6) | values
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.sampled_from(KINDS), bodies)
+def test_any_json_is_taken_or_refused_by_name(kind, body):
+    try:
+        raw = json.dumps(body, allow_nan=False).encode("utf-8", "surrogatepass")
+    except ValueError:  # infinite floats are no JSON
+        return
+    try:
+        request, param = parse(raw, kind), ""
+    except BadRequestError as error:
+        request, param = None, error.param or ""
+    top = param.partition("[")[0].partition(".")[0]
+    assert isinstance(request, kind) or top in {"", *(f.name for f in msgspec.structs.fields(kind))}
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.sampled_from(KINDS), st.binary(max_size=200).filter(lambda b: b.strip() != b"{}"))
+def test_any_bytes_are_refused_without_breaking(kind, body):
+    with pytest.raises(BadRequestError):
+        parse(body, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (ChatRequest, {"messages": [{}, 3]}, "messages[1]"),
+        (ChatRequest, {"messages": [], "stop": ["a", None]}, "stop[1]"),
+        (ChatRequest, {"messages": [], "stream_options": {"include_usage": 1}},
+         "stream_options.include_usage"),
+        (CompletionRequest, {"prompt": [[1], [2, "x"]]}, "prompt[1][1]"),
+        (DetokenizeRequest, {"tokens": [1, 2, -3]}, "tokens[2]"),
+        (TokenizeRequest, {"prompt": ["a"]}, "prompt"),
+    ],
+)  # fmt: skip
+def test_the_exact_part_is_named(kind, body, param):
+    with pytest.raises(BadRequestError) as refused:
+        parse(json.dumps(body).encode(), kind)
+    assert refused.value.param == param
+    assert refused.value.message.startswith(f"{param}: expected ")
+
+
+def test_a_field_that_asks_for_nothing_is_no_reason_to_refuse():
+    for nothing in ("null", "false", "[]", "{}", '""'):
+        body = f'{{"messages": [], "functions": {nothing}, "echo": {nothing}}}'
+        assert parse(body.encode(), ChatRequest).messages == []
+
+
+class Body(msgspec.Struct):
+    """Remembers which thread made it."""
+
+    values: list[int] = []
+    media: str = ""
+    made_in: int = 0
+
+    def __post_init__(self) -> None:
+        self.made_in = threading.get_ident()
+
+
+def received(body: bytes) -> Body:
+    """What a route gets of such a body, on an event loop in this thread."""
+
+    async def sent() -> dict[str, object]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    services = SimpleNamespace(config=SimpleNamespace(media=MediaConfig()))
+    app = SimpleNamespace(state=SimpleNamespace(services=services))
+    request = Request({"type": "http", "headers": [], "app": app}, sent)
+    return asyncio.run(receive(request, Body))
+
+
+@pytest.mark.parametrize("mark", [b",", b"[", b"{"])
+def test_more_values_than_any_model_takes_are_refused_before_they_are_made(mark):
+    no_json = b"," * FEW_VALUES + mark * MAX_VALUES
+    with pytest.raises(TooLargeError, match=str(MAX_VALUES)):
+        received(no_json)
+
+
+def test_a_body_of_many_values_is_read_beside_the_loop():
+    many = received(json.dumps({"values": [1] * SMALL_BODY_BYTES}).encode())
+    assert len(many.values) == SMALL_BODY_BYTES
+    assert many.made_in != threading.get_ident()
+
+
+def test_so_is_what_is_wrong_with_it_found():
+    with pytest.raises(BadRequestError) as caught:
+        received(json.dumps({"values": [*[1] * SMALL_BODY_BYTES, None]}).encode())
+    assert caught.value.param == f"values[{SMALL_BODY_BYTES}]"
+
+
+@pytest.mark.parametrize("body", [{"values": [1, 2]}, {"media": "A" * 10_000_000, "values": [1]}])
+def test_small_bodies_and_media_are_read_on_the_loop_without_a_detour(body):
+    assert received(json.dumps(body).encode()).made_in == threading.get_ident()
+
+
+def test_more_tokens_than_the_model_takes_are_not_decoded(folder):
+    async def scenario() -> None:
+        async with engine_node(folder("nano")) as node:
+            limit = node.services.max_model_len()
+            assert limit is not None
+            decoded: list[int] = []
+            renderer = node.services.renderer
+            tokenizer = renderer.tokenizer  # type: ignore[attr-defined]
+            real = tokenizer.decode
+
+            def counted(token_ids, **options):
+                decoded.append(len(token_ids))
+                return real(token_ids, **options)
+
+            tokenizer.decode = counted
+            answer = await node.post("/detokenize", {"tokens": [5] * (limit + 1)})
+            assert (answer.status_code, decoded) == (400, [])
+            error = answer.json()["error"]
+            assert (error["param"], error["code"]) == ("tokens", "context_length_exceeded")
+            await node.ok("/detokenize", {"tokens": [5] * limit})
+            assert decoded == [limit]
+
+    run(scenario())

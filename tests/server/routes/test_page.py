@@ -1,0 +1,107 @@
+"""The web page's files: served whole, kept by browsers, and with nothing from outside in them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lookonce.server.routes.page import FOLDER
+
+KEYS = {"api_key": ("secret",)}
+NAMED = re.compile(r"(?:href|src)=\"page/([^\"]+)\"|from \"\./([^\"]+)\"")
+
+
+def test_the_page_is_served_without_a_key_and_while_draining(on_site):
+    async def scenario(site):
+        site.services.drain.draining = True
+        page = await site.client.get("/")
+        assert page.status_code == 200
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        assert "<title>LookOnce</title>" in page.text
+
+    on_site(scenario, **KEYS)
+
+
+def test_every_file_the_page_names_is_served_with_its_type(on_site):
+    async def scenario(site):
+        for name in named_files():
+            response = await site.client.get(f"/page/{name}")
+            assert response.status_code == 200, name
+            kind = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+            assert response.headers["content-type"].startswith(kind[name.rpartition(".")[2]])
+
+    on_site(scenario, **KEYS)
+
+
+def test_the_policy_lets_nothing_in_from_outside(on_site):
+    async def scenario(site):
+        for path in ("/", "/page/app.js"):
+            headers = (await site.client.get(path)).headers
+            policy = dict(d.split(" ", 1) for d in headers["content-security-policy"].split("; "))
+            assert policy["default-src"] == policy["frame-ancestors"] == "'none'"
+            assert policy["script-src"] == policy["style-src"] == "'self'"
+            assert "http" not in headers["content-security-policy"]
+            assert headers["x-content-type-options"] == "nosniff"
+
+    on_site(scenario)
+
+
+def test_a_browser_that_has_a_file_is_told_so(on_site):
+    async def scenario(site):
+        first = await site.client.get("/page/app.js")
+        assert first.headers["cache-control"] == "no-cache"
+        again = await site.client.get(
+            "/page/app.js", headers={"If-None-Match": first.headers["etag"]}
+        )
+        assert (again.status_code, again.content) == (304, b"")
+        other = await site.client.get(
+            "/page/api.js", headers={"If-None-Match": first.headers["etag"]}
+        )
+        assert other.status_code == 200
+
+    on_site(scenario)
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "page.py", "..%2Fpage.py", "%2e%2e/page.py"])
+def test_nothing_but_the_page_s_files_is_served(on_site, name):
+    async def scenario(site):
+        response = await site.client.get(f"/page/{name}")
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "not_found"
+
+    on_site(scenario)
+
+
+def test_no_file_names_an_address_outside():
+    for name, text in page_files().items():
+        text = text.replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?:|//[a-z0-9-]+\.[a-z]|@import", text), name
+
+
+def test_scripts_never_write_markup_and_the_page_has_no_inline_script_or_style():
+    for name, text in page_files().items():
+        writes = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function"
+        assert not re.search(writes, text), name
+        assert not re.search(r"<script>|<style|\son[a-z]+=\"|style=\"", text), name
+
+
+def test_every_script_and_style_is_used():
+    used = named_files() | {"index.html"}
+    assert {path.name for path in FOLDER.iterdir()} == used
+
+
+def page_files() -> dict[str, str]:
+    """The text of every file of the page, by its name."""
+    return {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}
+
+
+def named_files() -> set[str]:
+    """What index.html and the scripts name."""
+    return {
+        name
+        for text in page_files().values()
+        for pair in NAMED.findall(text)
+        for name in pair
+        if name
+    }
