@@ -20,9 +20,9 @@ from lookonce.config import SchedulerConfig
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
-from lookonce.model.encoder import Encoder
+from lookonce.model.encoder_runner import EncoderRunner
 from lookonce.model.families.base import ModelFamily, Tensors
-from lookonce.model.input_batch import SequenceTable
+from lookonce.model.input_batch import InputBatch
 from lookonce.model.step_inputs import StepInputBuilder
 from lookonce.types.media import Array, Expansion, MediaFeature, Modality, ProcessedItem
 from lookonce.types.model import ModelInfo
@@ -100,7 +100,7 @@ class World:
             prefix_caching=True,
         )
         self._position_axes = position_axes
-        self.table = SequenceTable(max_num_seqs=1, max_model_len=max_tokens, block_size=BLOCK_SIZE)
+        self.table = InputBatch(max_num_seqs=1, max_model_len=max_tokens, block_size=BLOCK_SIZE)
         self._inputs = StepInputBuilder(
             self.table,
             position_axes=position_axes,
@@ -109,7 +109,7 @@ class World:
             block_size=BLOCK_SIZE,
             device=CPU,
         )
-        self._encoder = Encoder(ConstantFamily(longest_item), torch.float32, CPU)
+        self._encoder = EncoderRunner(ConstantFamily(longest_item), torch.float32, CPU)
         self._embeds = torch.zeros(chunk, ROW_WIDTH)
         self._gathers = gather
 

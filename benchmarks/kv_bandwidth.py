@@ -14,8 +14,7 @@ from lookonce.kv.namespace import namespace_digest
 from lookonce.kv.objects import ObjectFormat
 from lookonce.kv.registry import open_chain
 from lookonce.kv.resp import Connection, command, packed
-from lookonce.model.kv_copier import PageCopier
-from lookonce.model.kv_pages import KVPages
+from lookonce.model.kv_pages import KVPages, PageCopier
 from lookonce.model.loader import LoadedModel
 from lookonce.types.kv import KVLayout, TierSpec
 

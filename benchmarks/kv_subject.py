@@ -15,7 +15,7 @@ from lookonce.engine.process.kv_tiers import open_external, rope_of
 from lookonce.engine.settings import EngineSettings
 from lookonce.kv.connector import Connector
 from lookonce.model.attention.select import resolve_block_size, select_backend
-from lookonce.model.kv_copier import PageCopier
+from lookonce.model.kv_pages import PageCopier
 from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.runner import Runner
 from lookonce.types.kv import TierSpec

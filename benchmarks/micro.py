@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.report import Report, median
-from lookonce.model.attention.backend import AttentionBuffers, AttentionCall, AttentionMetadata
+from lookonce.model.attention.backend import AttentionCall, AttentionMetadata
 from lookonce.model.attention.cpu import KernelBackend, kernel_available
 from lookonce.model.attention.reference import ReferenceBackend, write_pages
 from lookonce.model.kv_pages import KVPages, LayerPages
+from lookonce.model.step_inputs import AttentionMetadataBuilder
 
 BLOCK_SIZE = 16
 
@@ -78,7 +79,7 @@ class _Step:
         for layer in self.pages.layers:
             layer.keys.normal_()
             layer.values.normal_()
-        buffers = AttentionBuffers(
+        buffers = AttentionMetadataBuilder(
             max_num_seqs=load.batch,
             max_num_tokens=load.batch * load.query,
             max_blocks_per_seq=blocks,

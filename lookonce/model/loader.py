@@ -6,31 +6,30 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 from blake3 import blake3
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
 
 from lookonce.config import ModelConfig
 from lookonce.errors import ModelLoadError
 from lookonce.model.attention.hf_attention import ATTENTION_NAME
-from lookonce.model.eos_tokens import stop_token_ids
+from lookonce.model.encoder_runner import DTYPES
 from lookonce.model.families.base import Model, ModelFamily
 from lookonce.model.families.registry import family_for
-from lookonce.model.fusion import fuse_norms
-from lookonce.model.inputs import DTYPES
-from lookonce.model.quantized import unpacking
-from lookonce.model.rope import longest_sequence
-from lookonce.model.vision_patches import lean_towers
+from lookonce.model.fused_modules import fuse_norms, patch_vision_modules
 from lookonce.types.model import ModelInfo
 
 Progress = Callable[[int, int], None]
 """Called with (weights loaded, weights in all), from (0, all) to (all, all)."""
-
 Json = dict[str, Any]
 
 
@@ -54,6 +53,7 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> LoadedM
     family_class = family_for(str(raw_config.get("model_type")))
     dtype, device = DTYPES[config.dtype], torch.device(config.device)
     model = _read_weights(config, family_class, dtype, unpacking(raw_config), progress)
+    refuse_changing_rope(model.config.get_text_config(decoder=True))
     digest = _weights_digest(model, raw_config)
     family = family_class(model.to(device))
     return LoadedModel(model, family, _model_info(config, family, digest), dtype, device)
@@ -113,7 +113,7 @@ def _read_weights(
     model.set_attn_implementation({"text_config": ATTENTION_NAME} if composite else ATTENTION_NAME)
     model.eval().requires_grad_(False)
     fuse_norms(model)
-    lean_towers(model)
+    patch_vision_modules(model)
     return model
 
 
@@ -166,7 +166,7 @@ def _eos_token_ids(config: ModelConfig, family: ModelFamily) -> tuple[int, ...]:
     """The generation config's word counts before the model config's. None lies beyond the logits,
     as an end that only the tokenizer knows might."""
     configs = [family.model.generation_config, family.config, family.text_config]
-    found = stop_token_ids(config.folder, configs)
+    found = find_eos_token_ids(config.folder, configs)
     return tuple(token for token in found if token < family.vocab_size)
 
 
@@ -179,3 +179,154 @@ def _weights_digest(model: Model, raw_config: Json) -> str:
         digest.update(f"|{name}|{weight.dtype}|{tuple(weight.shape)}|".encode())
         digest.update(weight.contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+CHANGING = ("dynamic", "longrope")
+"""transformers turns all sequences of a batch by the longest one's frequencies, so a prompt's keys
+would depend on its neighbours, and held ones would be wrong for the next."""
+STRETCHING = ("linear", "yarn")
+"""They make positions of a shorter training reach further. `llama3` does too, but configs that have
+it state the length that it reaches."""
+
+
+def refuse_changing_rope(text_config: Any) -> None:
+    """Raises `ModelLoadError` for a kind that depends on what else is in a batch."""
+    rope = _rope_parameters(text_config)
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    for kind in kinds:
+        if kind.get("rope_type") in CHANGING:
+            raise ModelLoadError(f"models with rope_type {kind['rope_type']!r} are not supported")
+
+
+def longest_sequence(text_config: Any) -> int:
+    """Positions of one sequence: what the config states, or further where its rope is stretched.
+
+    Some configs state the length before stretching (Qwen's with YaRN), others the one after
+    (gpt-oss); Gemma 3, whose layers have ropes of their own, states the one after.
+    """
+    stated = int(text_config.max_position_embeddings)
+    rope = _rope_parameters(text_config)
+    if rope.get("rope_type") not in STRETCHING:
+        return stated
+    original = rope.get("original_max_position_embeddings") or stated
+    return max(stated, int(original * (rope.get("factor") or 1.0)))
+
+
+def _rope_parameters(text_config: Any) -> dict[str, Any]:
+    return getattr(text_config, "rope_parameters", None) or {}
+
+
+UNPACKED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+"""`quant_method` of a config → the class in transformers that can be told to unpack."""
+NEED_ACCELERATE = ("fp8",)
+"""Methods for which transformers asks for it before anything else, though it unpacks without."""
+
+
+def unpacking(raw_config: Json) -> Json:
+    """Keyword arguments of `from_pretrained` that unpack such weights; none for plain ones.
+
+    Raises `ModelLoadError` for a method that is not unpacked here, naming those that are.
+    """
+    declared = _declared(raw_config)
+    if declared is None:
+        return {}
+    method = declared.get("quant_method")
+    if method not in UNPACKED:
+        raise ModelLoadError(
+            f"weights quantized by {method!r} are not supported; supported are "
+            f"{', '.join(sorted(UNPACKED))}, and weights that are not quantized"
+        )
+    if method in NEED_ACCELERATE and find_spec("accelerate") is None:
+        raise ModelLoadError(
+            f"weights quantized by {method!r} need the optional extra: "
+            "pip install 'lookonce[quantized]'"
+        )
+    config_class = getattr(import_module("transformers"), UNPACKED[method])
+    return {"quantization_config": config_class(dequantize=True)}
+
+
+def _declared(raw_config: Json) -> Json | None:
+    """Where transformers looks: in the config, of Omni the thinker's, and in its text part."""
+    config = raw_config.get("thinker_config") or raw_config
+    text_config = config.get("text_config") or {}
+    declared: Json | None = config.get("quantization_config") or text_config.get(
+        "quantization_config"
+    )
+    return declared
+
+
+Content = TypeVar("Content")
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    """Of tokenizer.json what names tokens. It may be large, so the rest is skipped."""
+
+    added_tokens: list[_Added] = []
+    model: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _Vocabulary(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]] = {}
+    """By text; a unigram model's are (token, score) in the order of their ids."""
+
+
+def find_eos_token_ids(folder: str, configs: list[Any]) -> tuple[int, ...]:
+    """Those of the first of `configs` that names any, and the tokenizer's own.
+
+    `folder` may be a hub id. Raises `ModelLoadError` for a tokenizer file that is broken.
+    """
+    named = next((ids for ids in map(_named_by, configs) if ids), [])
+    text = _eos_text(folder)
+    own = None if text is None else _token_id(folder, text)
+    return tuple(dict.fromkeys(named if own is None else [*named, own]))
+
+
+def _named_by(config: Any) -> list[int]:
+    found = getattr(config, "eos_token_id", None)
+    if found is None:
+        return []
+    return list(found) if isinstance(found, list) else [int(found)]
+
+
+def _eos_text(folder: str) -> str | None:
+    """A token is written as its text, or as an object that holds it."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _read(folder, name, Json).get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            return text
+    return None
+
+
+def _token_id(folder: str, text: str) -> int | None:
+    file = _read(folder, "tokenizer.json", _TokenizerFile)
+    for added in file.added_tokens:
+        if added.content == text:
+            return added.id
+    vocab = _decode("tokenizer.json", bytes(file.model), _Vocabulary).vocab
+    if isinstance(vocab, dict):
+        return vocab.get(text)
+    return next((index for index, (token, _) in enumerate(vocab) if token == text), None)
+
+
+def _read(folder: str, name: str, kind: type[Content]) -> Content:
+    """Empty where there is no such file."""
+    path = cached_file(
+        folder,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return _decode(name, b"{}" if path is None else Path(path).read_bytes(), kind)
+
+
+def _decode(name: str, content: bytes, kind: type[Content]) -> Content:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.DecodeError as error:
+        raise ModelLoadError(f"the model's {name} cannot be read: {error}") from None

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Sequence
+import os
+from collections.abc import Container, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.model.attention.backend import AttentionBackend
-from lookonce.model.encoder import COMPUTE_ERRORS, Encoder, EncodeReport
-from lookonce.model.input_batch import SequenceTable
-from lookonce.model.kv_copier import PageCopier
-from lookonce.model.kv_pages import KVPages
+from lookonce.model.encoder_runner import COMPUTE_ERRORS, EncodeReport, EncoderRunner
+from lookonce.model.input_batch import InputBatch
+from lookonce.model.kv_pages import KVPages, PageCopier
 from lookonce.model.loader import LoadedModel
 from lookonce.model.logits_processors import FAILED
-from lookonce.model.prompt_scores import PromptScores
-from lookonce.model.sampler import Sampled, Sampler
+from lookonce.model.sampler import PromptLogprobScorer, Sampled, Sampler
 from lookonce.model.step_inputs import StepInputBuilder, StepInputs
 from lookonce.model.text_model import TextModel, sampled_rows
-from lookonce.model.threads import Threads
 from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan, StepResult
 
@@ -43,10 +43,10 @@ class Runner:
         backend: AttentionBackend,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        threads: Threads | None = None,
+        threads: ThreadCounts | None = None,
     ) -> None:
         """`threads`: None for as many as torch uses by itself."""
-        self._threads = threads or Threads(1, 1)
+        self._threads = threads or ThreadCounts(1, 1)
         self._family = family = loaded.family
         self._kv_pages = KVPages(
             family.num_layers,
@@ -58,14 +58,14 @@ class Runner:
             loaded.device,
         )
         self.text_model = TextModel(family, loaded.dtype, loaded.device, backend, self._kv_pages)
-        self._encoder = Encoder(family, loaded.dtype, loaded.device)
+        self._encoder = EncoderRunner(family, loaded.dtype, loaded.device)
         self._sampler = Sampler(loaded.info.vocab_size, loaded.info.eos_token_ids)
-        self._table = SequenceTable(
+        self._table = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=loaded.info.max_model_len,
             block_size=block_size,
         )
-        self._prompt_scores = PromptScores(self._table, loaded.info.vocab_size)
+        self._prompt_scores = PromptLogprobScorer(self._table, loaded.info.vocab_size)
         self._inputs = StepInputBuilder(
             self._table,
             position_axes=family.position_axes,
@@ -223,3 +223,40 @@ class _Samples:
             lost_copies=tuple(report.lost_copies),
             encode_seconds=report.seconds,
         )
+
+
+HEAVY_TOKENS = 256
+"""Tokens of a step that are worth the cost of waking more threads."""
+_NO_CHANGE = nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadCounts:
+    light: int
+    heavy: int
+
+    @classmethod
+    def of_machine(cls) -> ThreadCounts:
+        """Also sets the light number, which holds outside of `working_on`."""
+        given, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+        threads = cls(cores - 1, cores) if given >= cores > 1 else cls(given, given)
+        torch.set_num_threads(threads.light)
+        return threads
+
+    def working_on(self, plan: StepPlan) -> AbstractContextManager[None]:
+        """As many threads as this step is worth, until the block ends."""
+        if self.light == self.heavy or not is_heavy(plan):
+            return _NO_CHANGE
+        return self._all()
+
+    @contextmanager
+    def _all(self) -> Iterator[None]:
+        torch.set_num_threads(self.heavy)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(self.light)
+
+
+def is_heavy(plan: StepPlan) -> bool:
+    return bool(plan.encode) or sum(chunk.num_tokens for chunk in plan.scheduled) >= HEAVY_TOKENS

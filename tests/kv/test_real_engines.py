@@ -23,8 +23,7 @@ from lookonce.engine.process.build import assemble
 from lookonce.engine.process.kv_tiers import open_external, rope_of
 from lookonce.engine.settings import EngineSettings
 from lookonce.model.attention.select import select_backend
-from lookonce.model.kv_copier import PageCopier
-from lookonce.model.kv_pages import KVPages
+from lookonce.model.kv_pages import KVPages, PageCopier
 from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.runner import Runner
 from lookonce.types.kv import ExternalFacts, TierSpec

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookonce.model.attention.backend import AttentionBuffers
+from lookonce.model.step_inputs import AttentionMetadataBuilder
 
 BLOCK_SIZE = 4
 TABLES = np.random.default_rng(0).permutation(60).astype(np.int32).reshape(6, 10)
 
 
-def buffers() -> AttentionBuffers:
-    return AttentionBuffers(
+def buffers() -> AttentionMetadataBuilder:
+    return AttentionMetadataBuilder(
         max_num_seqs=6, max_num_tokens=100, max_blocks_per_seq=10, block_size=BLOCK_SIZE
     )
 

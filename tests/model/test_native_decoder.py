@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lookonce.config import ModelConfig
-from lookonce.model.attention.backend import AttentionBuffers, AttentionMetadata
+from lookonce.model.attention.backend import AttentionMetadata, ForwardContext
 from lookonce.model.attention.cpu import KernelBackend
 from lookonce.model.attention.reference import ReferenceBackend
-from lookonce.model.decoders import LeanDecoder, Step, choose_decoder, plain_positions
 from lookonce.model.families.base import ModelFamily, TextFamily
+from lookonce.model.fused_decoder import FusedDecoder, plain_positions
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.loader import load_model
 from lookonce.model.native import decoder as native
 from lookonce.model.native.decoder import DecodeInputs, NativeDecoder, native_decoder
-from lookonce.model.step_inputs import StepInputs
-from lookonce.model.text_model import TextModel
+from lookonce.model.step_inputs import AttentionMetadataBuilder, StepInputs
+from lookonce.model.text_model import TextModel, choose_decoder
 from tests.support.model_folders.folders import make_folder, randomise
 
 pytestmark = [
@@ -39,7 +39,7 @@ BLOCK, BLOCKS = 16, 64
 
 class Subject(NamedTuple):
     family: ModelFamily
-    lean: LeanDecoder
+    lean: FusedDecoder
     pages: KVPages
     native: NativeDecoder
 
@@ -52,7 +52,7 @@ def no_gradients() -> Iterator[None]:
 
 def subject_of(family: ModelFamily, dtype: torch.dtype = torch.float32) -> Subject:
     lean = choose_decoder(family, dtype, torch.device("cpu"))
-    assert isinstance(lean, LeanDecoder)
+    assert isinstance(lean, FusedDecoder)
     pages = KVPages(family.num_layers, BLOCKS, BLOCK, family.num_kv_heads, family.head_dim, dtype)
     for layer in pages.layers:
         for tensor in layer:
@@ -96,7 +96,7 @@ def decode_metadata(context_lens: list[int]) -> AttentionMetadata:
     count = len(context_lens)
     per_sequence = BLOCKS // count
     tables = np.arange(count * per_sequence, dtype=np.int32).reshape(count, per_sequence)
-    buffers = AttentionBuffers(
+    buffers = AttentionMetadataBuilder(
         max_num_seqs=count, max_num_tokens=count, max_blocks_per_seq=per_sequence, block_size=BLOCK
     )
     return buffers.fill([1] * count, context_lens, tables, num_decodes=count)
@@ -115,7 +115,7 @@ def lean_logits(subject: Subject, inputs: DecodeInputs) -> torch.Tensor:
     embeds = inputs.embeds
     if embeds is None:
         embeds = subject.family.embed_tokens(inputs.token_ids)
-    step = Step(inputs.metadata, ReferenceBackend(), subject.pages)
+    step = ForwardContext(inputs.metadata, ReferenceBackend(), subject.pages)
     hidden = subject.lean(embeds, inputs.position_ids, step, {})
     if inputs.sample_rows is not None:
         hidden = hidden[inputs.sample_rows]
@@ -176,7 +176,7 @@ def test_a_chunk_beside_decodes(
     ids = torch.arange(43) % family.vocab_size
     positions = torch.cat((torch.tensor([8, 80]), torch.arange(50, 91))).unsqueeze(0)
     tables = np.arange(BLOCKS, dtype=np.int32)[:18].reshape(3, 6)
-    buffers = AttentionBuffers(
+    buffers = AttentionMetadataBuilder(
         max_num_seqs=3, max_num_tokens=43, max_blocks_per_seq=6, block_size=BLOCK
     )
     metadata = buffers.fill([1, 1, 41], [9, 81, 91], tables, num_decodes=2)
@@ -257,7 +257,7 @@ def test_a_step_of_many_tokens_is_left_to_others(folder: Folder) -> None:
     subject = from_folder(folder("llama"))
     count = native.MAX_TOKENS + 1
     ids, positions = torch.zeros(count, dtype=torch.int64), plain_positions(count, 1)
-    buffers = AttentionBuffers(
+    buffers = AttentionMetadataBuilder(
         max_num_seqs=1, max_num_tokens=count, max_blocks_per_seq=8, block_size=BLOCK
     )
     metadata = buffers.fill([count], [count], np.arange(8, dtype=np.int32)[None])
@@ -306,7 +306,7 @@ def test_compiled_code_wrong_for_some_rows_alone_is_noticed(
     loaded = load_model(ModelConfig(folder=str(folder("llama")), served_name="test"))
     family = loaded.family
     lean = choose_decoder(family, loaded.dtype, loaded.device)
-    assert isinstance(lean, LeanDecoder)
+    assert isinstance(lean, FusedDecoder)
     pages = KVPages(family.num_layers, 1, 16, family.num_kv_heads, family.head_dim, loaded.dtype)
     compute, sizes = NativeDecoder.logits, []
 
@@ -328,9 +328,9 @@ def test_a_model_that_computes_something_else_is_noticed(
     loaded = load_model(ModelConfig(folder=str(folder("llama")), served_name="test"))
     family = loaded.family
     lean = choose_decoder(family, loaded.dtype, loaded.device)
-    assert isinstance(lean, LeanDecoder)
-    add = LeanDecoder.__call__
-    monkeypatch.setattr(LeanDecoder, "__call__", lambda *step: 1.01 * add(*step))
+    assert isinstance(lean, FusedDecoder)
+    add = FusedDecoder.__call__
+    monkeypatch.setattr(FusedDecoder, "__call__", lambda *step: 1.01 * add(*step))
     pages = KVPages(family.num_layers, 1, 16, family.num_kv_heads, family.head_dim, loaded.dtype)
     assert native_decoder(lean, family, loaded.dtype, pages) is None
 
@@ -358,6 +358,6 @@ def test_a_model_of_another_activation_is_left_to_torch(folder: Folder) -> None:
         layer.mlp.act_fn = torch.nn.GELU()  # type: ignore[union-attr]
     family = loaded.family
     lean = choose_decoder(family, loaded.dtype, loaded.device)
-    assert isinstance(lean, LeanDecoder)
+    assert isinstance(lean, FusedDecoder)
     pages = KVPages(family.num_layers, 1, 16, family.num_kv_heads, family.head_dim, loaded.dtype)
     assert native_decoder(lean, family, loaded.dtype, pages) is None

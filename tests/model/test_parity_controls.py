@@ -19,7 +19,7 @@ from lookonce.model.families.idefics3 import Idefics3Family
 from lookonce.model.families.qwen2_audio import Qwen2AudioFamily
 from lookonce.model.families.qwen3_vl import Qwen3VLFamily
 from lookonce.model.families.voxtral import VoxtralFamily
-from lookonce.model.positions import MropePositions
+from lookonce.model.input_batch import MropePositions
 from lookonce.types.step import EmbedSlice, ScheduledSequence, StepPlan
 from tests.support.model.serving import Subject, compare, serve
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lookonce.model import logits_processors as token_logits
-from lookonce.model import prompt_scores
+from lookonce.model import sampler as prompt_scores
 from lookonce.types.request import PromptLogprob
 from lookonce.types.step import StepPlan
 from tests.support.model.cases import Case
@@ -91,12 +91,12 @@ def test_a_large_vocabulary_is_scored_in_slices(scene, monkeypatch):
 def test_scores_of_the_wrong_place_would_be_seen(subjects, folder, monkeypatch):
     """Negative control: each token judged by the logits at its own place, not before it."""
     subject = subjects("llama")
-    honest = prompt_scores.PromptScores.parts
+    honest = prompt_scores.PromptLogprobScorer.parts
 
     def shifted(self, chunks):
         return [part._replace(first=part.first + 1) for part in honest(self, chunks)]
 
-    monkeypatch.setattr(prompt_scores.PromptScores, "parts", shifted)
+    monkeypatch.setattr(prompt_scores.PromptLogprobScorer, "parts", shifted)
     served = serve(subject.loaded, subject.cases[:1], budget=64, prompt_logprobs={0: TOP})
     model = reference_model(folder("llama"), subject.loaded.info)
     logits = reference_prompt_logits(model, subject.cases[0])

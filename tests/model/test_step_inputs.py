@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookonce.model import step_inputs
-from lookonce.model.input_batch import SequenceTable
+from lookonce.model.input_batch import InputBatch
 from lookonce.model.step_inputs import StepInputBuilder, StepInputs
 from lookonce.types.media import MediaFeature
 from lookonce.types.sampling import SamplingParams
@@ -24,7 +24,7 @@ MAX_SEQS = 6
 
 def builder(axes: int, lengths: list[int], picture_at: list[int | None]) -> StepInputBuilder:
     """Sequence i has `lengths[i]` tokens, and a picture of six if it is to have one."""
-    table = SequenceTable(max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN, block_size=BLOCK)
+    table = InputBatch(max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN, block_size=BLOCK)
     for seq_id, (length, at) in enumerate(zip(lengths, picture_at, strict=True)):
         features = ()
         if at is not None:

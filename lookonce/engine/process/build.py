@@ -29,8 +29,7 @@ from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.select import resolve_block_size, select_backend
 from lookonce.model.kv_pages import block_bytes
 from lookonce.model.loader import LoadedModel, load_model
-from lookonce.model.runner import Runner
-from lookonce.model.threads import Threads
+from lookonce.model.runner import Runner, ThreadCounts
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import ExternalPrefixCache, ModelRunner
 
@@ -51,7 +50,7 @@ def build_engine(settings: EngineSettings, progress: Progress) -> tuple[EngineCo
 
     Raises `ConfigError` for settings the model cannot be served with, and `ModelLoadError`.
     """
-    threads = Threads.of_machine()
+    threads = ThreadCounts.of_machine()
     items = WarmUpItems(settings)  # processed while weights load
     loaded = load_model(settings.model, progress)
     backend, block_size = attention_of(loaded, settings.kv)
@@ -87,7 +86,7 @@ def make_runner(
     settings: EngineSettings,
     backend: AttentionBackend,
     pool: BlockPool,
-    threads: Threads | None = None,
+    threads: ThreadCounts | None = None,
 ) -> Runner:
     """A runner with as many blocks as `pool`; `threads` None: as torch has them."""
     return Runner(

@@ -14,7 +14,7 @@ relies on:
 
 Softcap, sinks and bidirectional items are not there: those models take the reference backend.
 Nothing here reads a device tensor back or allocates by data: a decode step can be captured in a
-CUDA graph whose metadata stays in `AttentionBuffers`.
+CUDA graph whose metadata stays in `AttentionMetadataBuilder`.
 """
 
 from __future__ import annotations

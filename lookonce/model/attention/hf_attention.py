@@ -23,13 +23,13 @@ from lookonce.model.kv_pages import KVPages
 ATTENTION_NAME = "lookonce_paged"
 
 
-class _ForwardContext(NamedTuple):
+class ForwardContext(NamedTuple):
     metadata: AttentionMetadata
     backend: AttentionBackend
     kv_pages: KVPages
 
 
-_context: ContextVar[_ForwardContext | None] = ContextVar("paged_forward_context", default=None)
+_context: ContextVar[ForwardContext | None] = ContextVar("paged_forward_context", default=None)
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def paged_forward_context(
     metadata: AttentionMetadata, backend: AttentionBackend, kv_pages: KVPages
 ) -> Iterator[None]:
     """Attention inside this block reads and writes `kv_pages` as `metadata` says."""
-    token = _context.set(_ForwardContext(metadata, backend, kv_pages))
+    token = _context.set(ForwardContext(metadata, backend, kv_pages))
     try:
         yield
     finally:

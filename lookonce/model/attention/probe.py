@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lookonce.model.attention.backend import AttentionBuffers, AttentionMetadata
+from lookonce.model.attention.backend import AttentionMetadata
 from lookonce.model.kv_pages import KVPages
+from lookonce.model.step_inputs import AttentionMetadataBuilder
 
 PROBE_TOKENS = 22
 _CONTEXT, _PROMPT = 9, PROBE_TOKENS - 1
@@ -38,7 +39,7 @@ def probe_pages(
 
 
 def probe_metadata(device: torch.device | str = "cpu") -> AttentionMetadata:
-    buffers = AttentionBuffers(
+    buffers = AttentionMetadataBuilder(
         max_num_seqs=2,
         max_num_tokens=PROBE_TOKENS,
         max_blocks_per_seq=_TABLES.shape[1],

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lookonce.model.attention.backend import AttentionFeatures
-from lookonce.model.rope import refuse_changing_rope
 from lookonce.types.media import Modality
 
 Tensors = dict[str, Tensor]
@@ -47,14 +46,12 @@ class ModelFamily:
     that draft tokens, and those that sum a picture up. transformers itself drops Omni's talker."""
 
     def __init__(self, model: Model) -> None:
-        """Raises `ModelLoadError` for a model whose parts depend on what else is in a batch."""
         self.model = model
         self.config = model.config
         self.text_config = model.config.get_text_config(decoder=True)
         self.decoder: nn.Module = model.get_decoder()
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.lm_head: nn.Linear = model.get_output_embeddings()
-        refuse_changing_rope(self.text_config)
 
     @classmethod
     def transformers_class(cls) -> Any:

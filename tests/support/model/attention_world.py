@@ -10,13 +10,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lookonce.model.attention.backend import (
-    AttentionBackend,
-    AttentionBuffers,
-    AttentionCall,
-    AttentionMetadata,
-)
+from lookonce.model.attention.backend import AttentionBackend, AttentionCall, AttentionMetadata
 from lookonce.model.kv_pages import KVPages, LayerPages
+from lookonce.model.step_inputs import AttentionMetadataBuilder
 
 JUNK_BLOCK = -7
 """Fills block tables past a sequence's end: reading it is an error."""
@@ -168,7 +164,7 @@ def _shuffled_tables(problem: Problem, totals: list[int]) -> np.ndarray:
 
 
 def _metadata(problem: Problem, totals: list[int], tables: np.ndarray) -> AttentionMetadata:
-    buffers = AttentionBuffers(
+    buffers = AttentionMetadataBuilder(
         max_num_seqs=len(totals) + 1,
         max_num_tokens=problem.num_tokens + 3,
         max_blocks_per_seq=tables.shape[1] + 1,

@@ -14,13 +14,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lookonce.model.decoders import Gate, Norm, fuse_linears
+from lookonce.model.native.rows import rms_norm, silu_gate
 from lookonce.model.native.windows import attend_windows, attends_windows
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -28,15 +29,15 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 SAMPLE_LENGTHS = (8, 8, 4)
 
 
-def lean_towers(model: nn.Module) -> int:
+def patch_vision_modules(model: nn.Module) -> int:
     """Replace what can be replaced; returns how many modules that were."""
     modules = list(model.modules())
     blocks = [module for module in modules if type(module).__name__.endswith("VisionBlock")]
-    return sum(map(_lean, modules)) + sum(_lean_block(block) for block in blocks)
+    return sum(map(_fused, modules)) + sum(_patch_vision_block(block) for block in blocks)
 
 
 @torch.inference_mode()
-def _lean_block(block: nn.Module) -> int:
+def _patch_vision_block(block: nn.Module) -> int:
     """What lies between a block's attention and products: its RMS norms and its gate."""
     count = 0
     for module in block.children():
@@ -49,7 +50,7 @@ def _lean_block(block: nn.Module) -> int:
 
 def _norm_or_gate(module: Any) -> Callable[[Tensor], Tensor] | None:
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-        return Norm(module)
+        return RMSNorm(module)
     if {name for name, _ in module.named_children()} == _GatedProduct.PARTS:
         with suppress(ValueError):  # its products cannot be made one
             return _GatedProduct(module)
@@ -64,7 +65,7 @@ class _GatedProduct:
     def __init__(self, module: Any) -> None:
         """Raises `ValueError` where gate and up are not alike."""
         self._gate_up = fuse_linears([module.gate_proj, module.up_proj])
-        self._gate = Gate(module.act_fn)
+        self._gate = GatedActivation(module.act_fn)
         self._down: nn.Linear = module.down_proj
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ class _GatedProduct:
 
 
 @torch.inference_mode()
-def _lean(module: nn.Module) -> bool:
+def _fused(module: nn.Module) -> bool:
     lean: Callable[..., Tensor]
     arguments: tuple[Any, ...]
     if isinstance(module, nn.Conv3d) and _is_patch_embedding(module):
@@ -213,3 +214,84 @@ def _windows(module: Any) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
 def _noise(shape: tuple[int, ...], like: Tensor) -> Tensor:
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     return noise.to(like.device, like.dtype)
+
+
+class RMSNorm:
+    """An RMS norm over the last dimension."""
+
+    def __init__(self, module: Any) -> None:
+        self.weight: Tensor = module.weight
+        self.eps = float(module.variance_epsilon)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, self.weight, self.eps)
+
+
+class GatedActivation:
+    """act(gate) * up, of [..., 2 F] with the gates first → [..., F]."""
+
+    @torch.inference_mode()
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        self._activation = activation
+        sample = torch.linspace(-9.0, 9.0, 37)
+        self.is_silu = torch.allclose(
+            activation(sample), functional.silu(sample), rtol=1e-6, atol=1e-7
+        )
+        """Found out by trying: names tell nothing."""
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        if self.is_silu:
+            return silu_gate(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self._activation(gate) * up
+
+
+Linear = tuple[Tensor, Tensor | None]
+"""Weight [out, in] and bias [out]."""
+
+
+def fuse_linears(modules: list[nn.Linear]) -> Linear:
+    """One weight and bias for layers of the same input; each module keeps a view of its part."""
+    if any(type(module) is not nn.Linear for module in modules):
+        raise ValueError("only plain linear layers can be fused")
+    weight = torch.cat([module.weight.data for module in modules])
+    biases = [module.bias for module in modules if module.bias is not None]
+    if len(biases) not in (0, len(modules)):
+        raise ValueError("either all layers or none have a bias")
+    bias = torch.cat([bias.data for bias in biases]) if biases else None
+    start = 0
+    for module in modules:
+        end = start + module.out_features
+        module.weight.data = weight[start:end]
+        if bias is not None:
+            module.bias.data = bias[start:end]
+        start = end
+    return weight, bias
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Replace what can be replaced; returns how many modules that were."""
+    return sum(_fuse(module) for module in model.modules() if _is_rms_norm(module))
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+
+
+@torch.inference_mode()
+def _fuse(module: nn.Module) -> bool:
+    weight = module.weight
+    if not isinstance(weight, Tensor) or weight.dim() != 1:
+        return False
+    fused = partial(
+        functional.rms_norm,
+        normalized_shape=weight.shape,
+        weight=weight,
+        eps=float(module.variance_epsilon),  # type: ignore[arg-type]
+    )
+    sample = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0))
+    sample = sample.to(weight.device, weight.dtype)
+    if not torch.equal(module(sample), fused(sample)):
+        return False
+    module.forward = fused
+    return True

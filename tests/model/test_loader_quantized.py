@@ -112,7 +112,7 @@ def test_fp8_is_unpacked(folder, tmp_path, kind):
 def test_fp8_without_accelerate_names_the_extra(folder, tmp_path, monkeypatch):
     copy = copied(folder("llama"), tmp_path)
     rewrite(copy, fp8(load_file(copy / "model.safetensors"))[0], **FP8)
-    monkeypatch.setattr("lookonce.model.quantized.find_spec", lambda name: None)
+    monkeypatch.setattr("lookonce.model.loader.find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match=r"pip install 'lookonce\[quantized\]'"):
         load(copy)
 

@@ -7,18 +7,17 @@ import time
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.model.families.base import ModelFamily, Tensors
-from lookonce.model.host_copies import HostCopies
-from lookonce.model.inputs import item_tensors
-from lookonce.types.media import Modality
+from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.step import EmbedSlice, EncodeItem, StepPlan
 
 logger = logging.getLogger(__name__)
-
 COMPUTE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError)
 """What a model raises when its input is wrong or memory runs out: one request's failure."""
 
@@ -44,8 +43,8 @@ _BatchKey = tuple[Modality, Hashable, bytes | None]
 """Modality, the family's key, and the item's own key where it must be encoded alone."""
 
 
-class Encoder:
-    """Encoder outputs [num_embeds, row_width] on the device, each in memory of its own."""
+class EncoderRunner:
+    """EncoderRunner outputs [num_embeds, row_width] on the device, each in memory of its own."""
 
     def __init__(self, family: ModelFamily, dtype: torch.dtype, device: torch.device) -> None:
         self._family = family
@@ -183,3 +182,81 @@ def _are_finite(outputs: Sequence[Tensor]) -> list[bool]:
 def _failure(modality: Modality, error: Exception) -> RequestFailedError:
     logger.warning("encoding failed", extra={"modality": modality}, exc_info=error)
     return RequestFailedError(f"the {modality} could not be encoded ({type(error).__name__})")
+
+
+class HostCopies:
+    """Copies by key. On the CPU host and device are one memory: a copy is the output itself.
+
+    On CUDA copies are pinned and made on the stream that computes: an output may be freed right
+    after `keep`, and a copy right after `bring`, because the allocators wait for the stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies: dict[bytes, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(copy.nbytes for copy in self._copies.values())
+
+    def keep(self, key: bytes, output: Tensor) -> None:
+        """Raises `RuntimeError` when there is no memory to pin."""
+        if self._device.type == "cpu":
+            self._copies[key] = output
+            return
+        copy = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+        self._copies[key] = copy.copy_(output, non_blocking=True)
+
+    def bring(self, key: bytes) -> Tensor:
+        """The output on the device; the copy stays. Raises `KeyError` when there is none."""
+        return self._copies[key].to(self._device, non_blocking=True)
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._copies.pop(key, None)
+
+
+DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64,
+    "int64": torch.int64,
+    "float32": torch.float32,
+    "int32": torch.int32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int16": torch.int16,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "bool": torch.bool,
+}
+"""dtype name of an `Array` → torch's; the same names as `types.media.ITEM_SIZE`."""
+
+
+def to_tensor(array: Array) -> Tensor:
+    """The array's memory as a CPU tensor of its shape. Never write to it: it may be read-only.
+
+    Memory that is not aligned for its dtype (a small message received inline) is copied.
+    """
+    dtype = DTYPES[array.dtype]
+    if array.nbytes == 0:
+        return torch.empty(array.shape, dtype=dtype)
+    raw = np.frombuffer(array.data, np.uint8)
+    if raw.ctypes.data % dtype.itemsize:
+        raw = raw.copy()
+    # from_dlpack takes read-only memory without the warning of from_numpy and frombuffer.
+    tensor: Tensor = from_dlpack(raw)
+    return tensor.view(dtype).view(array.shape)
+
+
+def item_tensors(
+    item: ProcessedItem, *, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """An item's arrays on the device, by name; floating ones in the model's dtype."""
+    return {name: _moved(to_tensor(array), dtype, device) for name, array in item.arrays.items()}
+
+
+def _moved(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    wanted = dtype if tensor.is_floating_point() else tensor.dtype
+    return tensor.to(device=device, dtype=wanted)
