@@ -132,17 +132,17 @@ class World:
     def _execute(self, plan: StepPlan) -> tuple[StepResult, float]:
         """As the runner does, but for the model; and the milliseconds of all but encoding."""
         started = _now()
-        self.table.forget(plan.finished)
+        self.table.remove(plan.finished)
         for new in plan.new:
-            self.table.learn(new, mrope=self._position_axes > 1)
+            self.table.add(new, mrope=self._position_axes > 1)
         for extension in plan.extended:
             self.table.extend(extension)
-        learnt = _now()
+        added = _now()
         report = self._encoder.execute(plan)
         encoded = _now()
         if plan.scheduled:
             self._gather(plan)
-        gathering = (learnt - started + _now() - encoded) / 1e6
+        gathering = (added - started + _now() - encoded) / 1e6
         sampled = tuple(7 for chunk in plan.scheduled if chunk.sample)
         result = StepResult(
             token_ids=sampled,

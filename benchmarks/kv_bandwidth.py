@@ -14,7 +14,7 @@ from lookonce.kv.namespace import namespace_digest
 from lookonce.kv.objects import ObjectFormat
 from lookonce.kv.registry import open_chain
 from lookonce.kv.resp import Connection, command, packed
-from lookonce.model.kv_pages import KVPages, PageCopier
+from lookonce.model.kv_pages import PageCopier
 from lookonce.model.loader import LoadedModel
 from lookonce.types.kv import KVLayout, TierSpec
 
@@ -26,10 +26,7 @@ ROUNDS = 5
 
 def bandwidth_report(loaded: LoadedModel, tiers: dict[str, TierSpec]) -> Report:
     """Best of some rounds, GB/s; each round reads and writes blocks of its own."""
-    family = loaded.family
-    pages = KVPages(
-        family.num_layers, NUM_BLOCKS, 16, family.num_kv_heads, family.head_dim, loaded.dtype
-    )
+    pages = loaded.kv_pages(NUM_BLOCKS, 16)
     copier = PageCopier(pages)
     size = copier.layout.block_bytes
     report = Report(

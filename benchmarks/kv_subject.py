@@ -54,8 +54,7 @@ class BenchEngine:
         block_size = resolve_block_size(backend, None)
         runner = Runner(
             loaded,
-            num_blocks=NUM_BLOCKS,
-            block_size=block_size,
+            kv_pages=loaded.kv_pages(NUM_BLOCKS, block_size),
             backend=backend,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,

@@ -26,6 +26,7 @@ from lookonce.model.attention.cpu import KernelBackend, kernel_available
 from lookonce.model.attention.reference import ReferenceBackend, write_pages
 from lookonce.model.kv_pages import KVPages, LayerPages
 from lookonce.model.step_inputs import AttentionMetadataBuilder
+from lookonce.types.kv import KVLayout
 
 BLOCK_SIZE = 16
 
@@ -73,9 +74,11 @@ class _Step:
         num_blocks = load.batch * blocks
         rng = np.random.default_rng(0)
         tables = rng.permutation(num_blocks).astype(np.int32).reshape(load.batch, blocks)
-        self.pages = KVPages(
-            shape.num_layers, num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim, dtype
+        dtype_name = str(dtype).removeprefix("torch.")
+        layout = KVLayout(
+            shape.num_layers, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim, dtype_name
         )
+        self.pages = KVPages(layout, num_blocks)
         for layer in self.pages.layers:
             layer.keys.normal_()
             layer.values.normal_()
@@ -87,7 +90,7 @@ class _Step:
         )
         decodes = load.batch if load.query == 1 else 0
         lens = [load.query] * load.batch
-        self.metadata = buffers.fill(lens, [total] * load.batch, tables, num_decodes=decodes)
+        self.metadata = buffers.build(lens, [total] * load.batch, tables, num_decodes=decodes)
         tokens = self.metadata.num_tokens
         self.scale = shape.head_dim**-0.5
         # Laid out as transformers hands them over: query and key out of rope, value a projection.

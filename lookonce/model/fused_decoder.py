@@ -1,13 +1,12 @@
-"""Runs the text model over one step's embeddings: through transformers, or leaner over its weights.
+"""A plain decoder on a transformers model's weights, with fused linear layers and paged attention.
 
-Transformers' own forward is general, and in a decode step of a small model it costs more than the
-arithmetic. Decoders of the plain shape below are run by `FusedDecoder` on the same weights:
+transformers' own forward is general, and in a decode step of a small model it costs more than the
+arithmetic. The layers of a plain decoder compute only this:
 
     x += W_o · attention(rope(W_qkv · norm(x)))
     x += W_down · (act(gate) * up),   [gate | up] = W_gate_up · norm(x)
 
-Whether it may is not assumed: `lean_decoder` compares both on a random step and refuses where they
-differ. All other decoders run as transformers wrote them, with attention through the hook.
+`text_model.choose_decoder` uses it only where it agrees with transformers on a random step.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from lookonce.model.kv_pages import LayerPages
 
 
 class FusedDecoder:
-    """The plain decoder on a transformers model's weights, which it shares."""
+    """Runs embeddings through all layers and the last norm; shares the model's weights."""
 
     def __init__(self, decoder: nn.Module, asked: list[AttentionCall]) -> None:
-        """`asked` is what each layer asks of its attention, in order.
+        """`asked` [layers] is what transformers asks of each layer's attention.
 
         Raises `AttributeError` or `ValueError` for a decoder of another shape.
         """
         layers = list(decoder.layers)  # type: ignore[arg-type]
         self.layers = [FusedLayer(*pair) for pair in zip(layers, asked, strict=True)]
         self.sliding_windows = [call.sliding_window for call in asked]
-        """[layers] keys each layer sees; None: all."""
+        """[layers] the number of keys that each layer sees; None: all."""
         self.norm = RMSNorm(decoder.norm)
         self._rotary: Callable[..., tuple[Tensor, Tensor]] = decoder.rotary_emb  # type: ignore[assignment]
 
@@ -55,7 +54,7 @@ class FusedDecoder:
         return self.norm(hidden)
 
     def rotation(self, like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines [T, D] of the positions, of the type that `like` has.
+        """Cosines and signed sines [T, D] of the positions, in the dtype of `like`.
 
         rotate_half(x) * sin == swap_halves(x) * signed: the sign moves from data to table.
         """
@@ -66,6 +65,8 @@ class FusedDecoder:
 
 
 class FusedLayer:
+    """One decoder layer. Raises `AttributeError` or `ValueError` for a layer of another shape."""
+
     def __init__(self, layer: Any, asked: AttentionCall) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         _require_children(
@@ -144,6 +145,6 @@ def _require_children(
 
 
 def plain_positions(count: int, axes: int) -> Tensor:
-    """The position ids of a text: [1, count], or [axes, 1, count] with multi-axis rope."""
+    """The position ids of a text without media: [1, count], or [axes, 1, count] with mrope."""
     positions = torch.arange(count).unsqueeze(0)
     return positions if axes == 1 else positions.expand(axes, 1, -1)

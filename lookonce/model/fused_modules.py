@@ -1,12 +1,14 @@
-"""Makes vision towers lean where transformers computes the same the long way.
+"""Faster replacements of modules in a transformers model, and the parts that fused decoders share.
 
-    patch embedding   a convolution whose kernel is the whole patch is one matrix product
-    attention         by compiled code with rope in it, where that is there; else windows of one
-                      length are attended to in one call instead of one each, and rope is three
-                      operators over queries and keys together instead of fourteen
-    norms and gates   by compiled code in one pass; gate and up are one product
+    every RMS norm           torch's single operator instead of six
+    vision patch embedding   one matrix product instead of a convolution whose kernel is the patch
+    vision attention         compiled code with rope in it. Without compiled code, windows of equal
+                             length are attended to in one call, and rope takes three operators
+                             over queries and keys together instead of fourteen
+    vision norms and gates   compiled code in one pass; gate and up are one product
 
-Weights are shared. Only modules whose results agree with their own on a random input are replaced.
+Weights are shared with the modules. A module is replaced only if the replacement gives the same
+results on a random input: to the last bit for norms, else within `TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -25,78 +27,92 @@ from lookonce.model.native.rows import rms_norm, silu_gate
 from lookonce.model.native.windows import attend_windows, attends_windows
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Of unit-sized results: what another order of additions may change."""
+"""Largest difference, relative to the largest result, that another order of additions may make."""
 SAMPLE_LENGTHS = (8, 8, 4)
+"""Window lengths of the random input."""
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Replace RMS norms by torch's operator; returns how many were replaced.
+
+    At batch 1 a small model spends most of a decode step between operators, not in them.
+    """
+    return sum(_fuse_norm(module) for module in model.modules() if _is_rms_norm(module))
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+
+
+@torch.inference_mode()
+def _fuse_norm(norm: nn.Module) -> bool:
+    weight = norm.weight
+    if not isinstance(weight, Tensor) or weight.dim() != 1:
+        return False
+    fused = partial(
+        functional.rms_norm,
+        normalized_shape=weight.shape,
+        weight=weight,
+        eps=float(norm.variance_epsilon),  # type: ignore[arg-type]
+    )
+    sample = _noise((4, len(weight)), weight)
+    if not torch.equal(norm(sample), fused(sample)):
+        return False
+    norm.forward = fused
+    return True
 
 
 def patch_vision_modules(model: nn.Module) -> int:
-    """Replace what can be replaced; returns how many modules that were."""
+    """Replace modules of the vision encoder; returns how many were replaced."""
     modules = list(model.modules())
     blocks = [module for module in modules if type(module).__name__.endswith("VisionBlock")]
-    return sum(map(_fused, modules)) + sum(_patch_vision_block(block) for block in blocks)
+    return sum(map(_patch_vision_module, modules)) + sum(map(_patch_vision_block, blocks))
+
+
+@torch.inference_mode()
+def _patch_vision_module(module: nn.Module) -> bool:
+    """Replace a patch embedding or a vision attention."""
+    if isinstance(module, nn.Conv3d) and _is_patch_embedding(module):
+        patches = _noise((3, *module.weight.shape[1:]), module.weight)
+        return _replace_forward(module, _PatchEmbedding(module), (patches,))
+    if _is_vision_attention(module):
+        return _replace_forward(module, _VisionAttention(module), _sample_windows(module))
+    return False
 
 
 @torch.inference_mode()
 def _patch_vision_block(block: nn.Module) -> int:
-    """What lies between a block's attention and products: its RMS norms and its gate."""
+    """Replace the RMS norms and the gated product of one block."""
     count = 0
     for module in block.children():
-        lean = _norm_or_gate(module)
-        if lean is not None:
+        replacement = _norm_or_gated_product(module)
+        if replacement is not None:
             weight = next(module.parameters())
-            count += _replace_forward(module, lean, (_noise((7, weight.shape[-1]), weight),))
+            sample = _noise((7, weight.shape[-1]), weight)
+            count += _replace_forward(module, replacement, (sample,))
     return count
 
 
-def _norm_or_gate(module: Any) -> Callable[[Tensor], Tensor] | None:
-    if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+def _norm_or_gated_product(module: Any) -> Callable[[Tensor], Tensor] | None:
+    if _is_rms_norm(module):
         return RMSNorm(module)
     if {name for name, _ in module.named_children()} == _GatedProduct.PARTS:
-        with suppress(ValueError):  # its products cannot be made one
+        with suppress(ValueError):  # its linear layers cannot be fused
             return _GatedProduct(module)
     return None
 
 
-class _GatedProduct:
-    """down(act(gate(x)) * up(x)), gate and up in one product."""
-
-    PARTS: ClassVar[set[str]] = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-
-    def __init__(self, module: Any) -> None:
-        """Raises `ValueError` where gate and up are not alike."""
-        self._gate_up = fuse_linears([module.gate_proj, module.up_proj])
-        self._gate = GatedActivation(module.act_fn)
-        self._down: nn.Linear = module.down_proj
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        projected: Tensor = self._down(self._gate(functional.linear(hidden, *self._gate_up)))
-        return projected
-
-
-@torch.inference_mode()
-def _fused(module: nn.Module) -> bool:
-    lean: Callable[..., Tensor]
-    arguments: tuple[Any, ...]
-    if isinstance(module, nn.Conv3d) and _is_patch_embedding(module):
-        lean, arguments = _PatchProduct(module), _patches(module)
-    elif _is_tower_attention(module):
-        lean, arguments = _WindowAttention(module), _windows(module)
-    else:
-        return False
-    return _replace_forward(module, lean, arguments)
-
-
 def _replace_forward(
-    module: nn.Module, lean: Callable[..., Tensor], arguments: tuple[Any, ...]
+    module: nn.Module, replacement: Callable[..., Tensor], arguments: tuple[Any, ...]
 ) -> bool:
-    """If both say the same of these arguments."""
-    theirs, ours = module(*arguments), lean(*arguments)
+    """Replace the module's forward if both give the same for these arguments."""
+    theirs, ours = module(*arguments), replacement(*arguments)
     tolerance = TOLERANCE.get(theirs.dtype, 0.0) * max(1.0, float(theirs.abs().max()))
     if ours.numel() != theirs.numel():
         return False
     if not torch.allclose(ours.view(theirs.shape), theirs, rtol=0.0, atol=tolerance):
         return False
-    module.forward = lean
+    module.forward = replacement
     return True
 
 
@@ -109,7 +125,7 @@ def _is_patch_embedding(module: nn.Conv3d) -> bool:
     )
 
 
-class _PatchProduct:
+class _PatchEmbedding:
     """[patches, C, T, P, P] → [patches, out, 1, 1, 1], as the convolution that has that kernel."""
 
     def __init__(self, convolution: nn.Conv3d) -> None:
@@ -124,19 +140,14 @@ class _PatchProduct:
         return product[:, :, None, None, None]
 
 
-def _patches(convolution: nn.Conv3d) -> tuple[Tensor]:
-    shape = (3, *convolution.weight.shape[1:])
-    return (_noise(shape, convolution.weight),)
-
-
-def _is_tower_attention(module: nn.Module) -> bool:
-    """Qwen's: one product for queries, keys and values; windows told by their bounds."""
+def _is_vision_attention(module: nn.Module) -> bool:
+    """Attention of Qwen's vision encoders: one linear layer for queries, keys and values."""
     children = {name for name, _ in module.named_children()}
     return type(module).__name__.endswith("VisionAttention") and children == {"qkv", "proj"}
 
 
-class _WindowAttention:
-    """Hidden states [S, H] of windows one after another → [S, H]."""
+class _VisionAttention:
+    """Attention inside windows: hidden states [S, H] of all windows in order → [S, H]."""
 
     def __init__(self, module: Any) -> None:
         self._qkv: nn.Linear = module.qkv
@@ -157,7 +168,7 @@ class _WindowAttention:
             cos, sin = position_embeddings
             joined = attend_windows(qkv, cos, sin, cu_seqlens, self._scale)
             return self._project(joined)
-        query, key = _roped(qkv[:, :2], *position_embeddings).unbind(1)
+        query, key = _rotate(qkv[:, :2], *position_embeddings).unbind(1)
         attended = [
             self._attend(query[rows], key[rows], qkv[rows, 2], length)
             for rows, length in _runs(cu_seqlens.tolist())
@@ -180,7 +191,7 @@ class _WindowAttention:
         return output.transpose(1, 2).reshape(len(query), -1)
 
 
-def _roped(query_key: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(query_key: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate [S, 2, heads, D] by cos and sin [S, D], in float32 as transformers does."""
     half = cos.shape[-1] // 2
     # rotate_half(x) * sin == swap_halves(x) * signed: the sign moves from data to table.
@@ -191,7 +202,7 @@ def _roped(query_key: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _runs(bounds: list[int]) -> Iterator[tuple[slice, int]]:
-    """Rows of neighbouring windows of one length, and that length."""
+    """The rows of neighbouring windows of equal length, and that length."""
     start = bounds[0]
     for length, same in itertools.groupby(b - a for a, b in itertools.pairwise(bounds)):
         end = start + length * len(list(same))
@@ -200,8 +211,8 @@ def _runs(bounds: list[int]) -> Iterator[tuple[slice, int]]:
         start = end
 
 
-def _windows(module: Any) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Arguments of a small forward."""
+def _sample_windows(module: Any) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Random arguments for a vision attention."""
     weight = module.qkv.weight
     bounds = torch.tensor([0, *itertools.accumulate(SAMPLE_LENGTHS)], dtype=torch.int32)
     rows = int(bounds[-1])
@@ -228,16 +239,16 @@ class RMSNorm:
 
 
 class GatedActivation:
-    """act(gate) * up, of [..., 2 F] with the gates first → [..., F]."""
+    """act(gate) * up, from [..., 2 F] with the gates first → [..., F]."""
 
     @torch.inference_mode()
     def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
         self._activation = activation
         sample = torch.linspace(-9.0, 9.0, 37)
+        # Tried on numbers, because the names of activations vary.
         self.is_silu = torch.allclose(
             activation(sample), functional.silu(sample), rtol=1e-6, atol=1e-7
         )
-        """Found out by trying: names tell nothing."""
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         if self.is_silu:
@@ -246,12 +257,31 @@ class GatedActivation:
         return self._activation(gate) * up
 
 
+class _GatedProduct:
+    """down(act(gate(x)) * up(x)) with gate and up in one product."""
+
+    PARTS: ClassVar[set[str]] = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+    def __init__(self, module: Any) -> None:
+        """Raises `ValueError` if gate and up cannot be fused."""
+        self._gate_up = fuse_linears([module.gate_proj, module.up_proj])
+        self._gate = GatedActivation(module.act_fn)
+        self._down: nn.Linear = module.down_proj
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        projected: Tensor = self._down(self._gate(functional.linear(hidden, *self._gate_up)))
+        return projected
+
+
 Linear = tuple[Tensor, Tensor | None]
 """Weight [out, in] and bias [out]."""
 
 
 def fuse_linears(modules: list[nn.Linear]) -> Linear:
-    """One weight and bias for layers of the same input; each module keeps a view of its part."""
+    """One weight and bias for layers of the same input; each module keeps a view of its part.
+
+    Raises `ValueError` for layers that are not plain, or of which only some have a bias.
+    """
     if any(type(module) is not nn.Linear for module in modules):
         raise ValueError("only plain linear layers can be fused")
     weight = torch.cat([module.weight.data for module in modules])
@@ -267,31 +297,3 @@ def fuse_linears(modules: list[nn.Linear]) -> Linear:
             module.bias.data = bias[start:end]
         start = end
     return weight, bias
-
-
-def fuse_norms(model: nn.Module) -> int:
-    """Replace what can be replaced; returns how many modules that were."""
-    return sum(_fuse(module) for module in model.modules() if _is_rms_norm(module))
-
-
-def _is_rms_norm(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
-
-
-@torch.inference_mode()
-def _fuse(module: nn.Module) -> bool:
-    weight = module.weight
-    if not isinstance(weight, Tensor) or weight.dim() != 1:
-        return False
-    fused = partial(
-        functional.rms_norm,
-        normalized_shape=weight.shape,
-        weight=weight,
-        eps=float(module.variance_epsilon),  # type: ignore[arg-type]
-    )
-    sample = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0))
-    sample = sample.to(weight.device, weight.dtype)
-    if not torch.equal(module(sample), fused(sample)):
-        return False
-    module.forward = fused
-    return True

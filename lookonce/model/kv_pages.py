@@ -5,7 +5,7 @@
 
 Block `b` holds the same tokens in every layer. Position `p` of a sequence with block table `table`
 lives in block `table[p // block_size]`, row `p % block_size`; `slot = block * block_size + row`.
-Which block belongs to whom is the scheduler's business: nothing here knows sequences.
+The scheduler assigns blocks to sequences; these classes know no sequences.
 """
 
 from __future__ import annotations
@@ -30,37 +30,24 @@ class LayerPages(NamedTuple):
     values: Tensor
 
 
-def block_bytes(
-    *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> int:
-    """Bytes one block takes in all layers, keys and values together."""
-    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
-
-
 class KVPages:
-    """Allocated once; zeroed, so that a masked read of an unwritten row is never NaN.
+    """All layers' pages, allocated once and zeroed: a masked read of an unwritten row is not NaN.
 
-    On a CPU the operating system hands out zeroed memory page by page as it is first touched, so a
-    large pool costs nothing until it is used.
+    On a CPU the operating system maps zeroed memory page by page at the first touch, so a large
+    pool takes no memory before it is used.
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
+        self, layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu"
     ) -> None:
-        self.num_layers = num_layers
+        self.layout = layout
         self.num_blocks = num_blocks
-        self.block_size = block_size
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        self.block_size = layout.block_size
+        shape = (num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        dtype = getattr(torch, layout.dtype)
         self.layers = tuple(
             LayerPages(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
-            for _ in range(num_layers)
+            for _ in range(layout.num_layers)
         )
 
     @property
@@ -82,22 +69,17 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
 class PageCopier:
     """Implements `types.ports.KVPageCopier`; used by worker threads beside the step thread.
 
-    PyTorch releases the interpreter while it copies. On CUDA all threads share the default stream,
-    so a copy comes after the steps enqueued before it and before those enqueued after it.
+    Host memory holds each block as one piece `[layer, k or v, row, head, dim]`; on the device each
+    layer's keys and values lie apart. PyTorch releases the interpreter while it copies. On CUDA all
+    threads share the default stream, so a copy comes after the steps enqueued before it and before
+    those enqueued after it.
     """
 
     def __init__(self, pages: KVPages) -> None:
-        keys = pages.layers[0].keys
         self._pages = [page for layer in pages.layers for page in layer]
-        self._device = keys.device
-        self._dtype = keys.dtype
-        self.layout = KVLayout(
-            num_layers=pages.num_layers,
-            block_size=pages.block_size,
-            num_kv_heads=keys.shape[2],
-            head_dim=keys.shape[3],
-            dtype=str(keys.dtype).removeprefix("torch."),
-        )
+        self._device = self._pages[0].device
+        self._dtype = self._pages[0].dtype
+        self.layout = pages.layout
 
     @torch.inference_mode()
     def gather(self, block_ids: Sequence[int], out: memoryview) -> None:
@@ -122,7 +104,7 @@ class PageCopier:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _scatter_bytes(self, block_ids: Sequence[int], data: memoryview) -> None:
-        """NumPy assigns rows by index three times as fast as PyTorch does."""
+        """By NumPy, which assigns rows by index three times as fast as PyTorch."""
         source = np.frombuffer(data, dtype=np.uint8).reshape(len(block_ids), len(self._pages), -1)
         ids = list(block_ids)
         for index, page in enumerate(self._pages):

@@ -26,6 +26,7 @@ from lookonce.model.encoder_runner import DTYPES
 from lookonce.model.families.base import Model, ModelFamily
 from lookonce.model.families.registry import family_for
 from lookonce.model.fused_modules import fuse_norms, patch_vision_modules
+from lookonce.model.kv_pages import KVPages
 from lookonce.types.model import ModelInfo
 
 Progress = Callable[[int, int], None]
@@ -40,6 +41,11 @@ class LoadedModel:
     info: ModelInfo
     dtype: torch.dtype
     device: torch.device
+
+    def kv_pages(self, num_blocks: int, block_size: int) -> KVPages:
+        """Zeroed pages for the keys and values of `num_blocks` blocks, on the model's device."""
+        layout = self.family.kv_layout(block_size, self.dtype)
+        return KVPages(layout, num_blocks, self.device)
 
 
 def load_model(config: ModelConfig, progress: Progress | None = None) -> LoadedModel:

@@ -1,4 +1,4 @@
-"""Executes step plans on one device: forget, learn, encode, compute, sample."""
+"""Executes step plans on one device: update the batch, encode media, compute, sample."""
 
 from __future__ import annotations
 
@@ -30,85 +30,76 @@ logger = logging.getLogger(__name__)
 class Runner:
     """Implements `types.ports.ModelRunner` for a loaded Hugging Face model.
 
-    Holds the KV pages, the encoder outputs and a row of state per running sequence; what is in
-    them and for how long is the scheduler's decision alone.
+    The runner holds the KV pages, the encoder outputs and one row of state per running sequence.
+    The scheduler alone decides what is stored there, and for how long.
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
         *,
-        num_blocks: int,
-        block_size: int,
+        kv_pages: KVPages,
         backend: AttentionBackend,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         threads: ThreadCounts | None = None,
     ) -> None:
-        """`threads`: None for as many as torch uses by itself."""
+        """`threads` None leaves torch's number of threads as it is."""
         self._threads = threads or ThreadCounts(1, 1)
         self._family = family = loaded.family
-        self._kv_pages = KVPages(
-            family.num_layers,
-            num_blocks,
-            block_size,
-            family.num_kv_heads,
-            family.head_dim,
-            loaded.dtype,
-            loaded.device,
-        )
-        self.text_model = TextModel(family, loaded.dtype, loaded.device, backend, self._kv_pages)
+        self._kv_pages = kv_pages
+        self.text_model = TextModel(family, loaded.dtype, loaded.device, backend, kv_pages)
         self._encoder = EncoderRunner(family, loaded.dtype, loaded.device)
         self._sampler = Sampler(loaded.info.vocab_size, loaded.info.eos_token_ids)
-        self._table = InputBatch(
+        self._batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=loaded.info.max_model_len,
-            block_size=block_size,
+            block_size=kv_pages.block_size,
         )
-        self._prompt_scores = PromptLogprobScorer(self._table, loaded.info.vocab_size)
+        self._prompt_logprobs = PromptLogprobScorer(self._batch, loaded.info.vocab_size)
         self._inputs = StepInputBuilder(
-            self._table,
+            self._batch,
             position_axes=family.position_axes,
             max_num_seqs=max_num_seqs,
             max_num_tokens=max(max_num_batched_tokens, family.largest_unsplittable),
-            block_size=block_size,
+            block_size=kv_pages.block_size,
             device=loaded.device,
         )
 
     def page_copier(self) -> PageCopier:
-        """For external KV tiers: moves whole blocks beside the steps."""
+        """Copies whole KV blocks to and from the external tiers, beside the steps."""
         return PageCopier(self._kv_pages)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. A failing item or sequence is reported and leaves the others alone."""
+        """Run one step. The result names items and sequences that failed; the others go on."""
         with self._threads.working_on(plan):
             return self._execute(plan)
 
     def _execute(self, plan: StepPlan) -> StepResult:
-        self._forget(plan.finished)
+        self._remove(plan.finished)
         for new in plan.new:
-            self._learn(new)
+            self._add(new)
         for extension in plan.extended:
-            self._table.extend(extension)
+            self._batch.extend(extension)
             self._sampler.extend(extension.seq_id, extension.start, extension.token_ids)
         report = self._encoder.execute(plan)
         for chunk in plan.scheduled:
             if chunk.new_block_ids:
-                self._table.append_blocks(self._table.row_of(chunk.seq_id), chunk.new_block_ids)
+                self._batch.append_blocks(self._batch.row_of(chunk.seq_id), chunk.new_block_ids)
         samples = _Samples()
         self._compute(self._computable(plan.scheduled, report.failed, samples), samples)
         return samples.result(plan, report)
 
-    def _forget(self, seq_ids: Sequence[int]) -> None:
-        self._table.forget(seq_ids)
-        self._prompt_scores.forget(seq_ids)
+    def _remove(self, seq_ids: Sequence[int]) -> None:
+        self._batch.remove(seq_ids)
+        self._prompt_logprobs.remove(seq_ids)
         for seq_id in seq_ids:
             self._sampler.remove(seq_id)
 
-    def _learn(self, new: NewSequence) -> None:
-        self._table.learn(new, mrope=self._family.position_axes > 1)
-        self._prompt_scores.learn(new)
+    def _add(self, new: NewSequence) -> None:
+        self._batch.add(new, mrope=self._family.position_axes > 1)
+        self._prompt_logprobs.add(new)
         prompt = new.token_ids[: new.num_prompt_tokens]
         output = new.token_ids[new.num_prompt_tokens :]
         self._sampler.add(new.seq_id, new.sampling, new.sample_index, prompt, output, new.grammar)
@@ -119,7 +110,7 @@ class Runner:
         failed_items: Container[bytes],
         samples: _Samples,
     ) -> list[ScheduledSequence]:
-        """Leaves out sequences that need an encoder output there is not."""
+        """The sequences whose encoder outputs are all held; the others fail."""
         if not any(chunk.embeds for chunk in scheduled):
             return list(scheduled)
         kept = []
@@ -132,7 +123,7 @@ class Runner:
         return kept
 
     def _compute(self, chunks: Sequence[ScheduledSequence], samples: _Samples) -> None:
-        """All sequences in one call; if that fails each alone, so that only the culprit fails.
+        """Compute all chunks in one call; if that fails, each alone, so that only faulty ones fail.
 
         Computing a chunk twice is safe: it writes the same keys and values to the same slots.
         """
@@ -154,16 +145,16 @@ class Runner:
         inputs = self._inputs.build(chunks)
         sampled = [chunk for chunk in chunks if chunk.sample]
         seq_ids = [chunk.seq_id for chunk in sampled]
-        hidden, parts = None, self._prompt_scores.parts(chunks)
+        hidden, parts = None, self._prompt_logprobs.parts(chunks)
         if parts:
             hidden = self.text_model.hidden(inputs, self._encoder_rows(inputs))
-            samples.score(self._prompt_scores.score(hidden, parts, self.text_model.predict))
+            samples.score(self._prompt_logprobs.score(hidden, parts, self.text_model.predict))
         logits = self.logits(inputs, seq_ids, hidden)
         if not sampled:
             return
         positions = [chunk.start + chunk.num_tokens for chunk in sampled]
         outcome = self._sampler.sample(logits, seq_ids, positions)
-        self._table.write_tokens(seq_ids, positions, outcome.token_ids)
+        self._batch.write_tokens(seq_ids, positions, outcome.token_ids)
         samples.add(seq_ids, outcome)
 
     def logits(
@@ -171,19 +162,19 @@ class Runner:
     ) -> Tensor:
         """Logits [S, V] float32 after the last token of each sampled sequence.
 
-        `hidden` [T, H]: the last hidden states, where they are known already.
+        `hidden` [T, H] are the last hidden states if they were computed before.
         """
         if hidden is not None:
             return self.text_model.predict(sampled_rows(hidden, inputs))
         return self.text_model(inputs, self._encoder_rows(inputs))
 
     def _encoder_rows(self, inputs: StepInputs) -> Tensor | None:
-        """[N, W] the rows that go to `inputs.embed_at`."""
+        """[N, W] encoder rows for the tokens `inputs.embed_at`; None without any."""
         return None if inputs.embed_at is None else self._encoder.rows(inputs.embeds)
 
 
 class _Samples:
-    """What a step has produced so far, by sequence."""
+    """The results of one step so far, by sequence."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, int] = {}
@@ -226,26 +217,34 @@ class _Samples:
 
 
 HEAVY_TOKENS = 256
-"""Tokens of a step that are worth the cost of waking more threads."""
+"""A step of at least this many tokens is worth the cost of waking more threads."""
 _NO_CHANGE = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadCounts:
+    """How many CPU threads torch uses, by the kind of step.
+
+    If torch was told a number (`OMP_NUM_THREADS`), it is used for both kinds.
+    """
+
     light: int
+    """For decode steps and short prompts: one core is left to the API process."""
     heavy: int
+    """For steps that encode media or compute a long chunk: every core, because all requests wait
+    for such a step."""
 
     @classmethod
     def of_machine(cls) -> ThreadCounts:
-        """Also sets the light number, which holds outside of `working_on`."""
+        """The counts for this machine. Sets torch's number of threads to `light`."""
         given, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
         threads = cls(cores - 1, cores) if given >= cores > 1 else cls(given, given)
         torch.set_num_threads(threads.light)
         return threads
 
     def working_on(self, plan: StepPlan) -> AbstractContextManager[None]:
-        """As many threads as this step is worth, until the block ends."""
-        if self.light == self.heavy or not is_heavy(plan):
+        """A block in which torch uses as many threads as the step is worth."""
+        if self.light == self.heavy or not _is_heavy(plan):
             return _NO_CHANGE
         return self._all()
 
@@ -258,5 +257,5 @@ class ThreadCounts:
             torch.set_num_threads(self.light)
 
 
-def is_heavy(plan: StepPlan) -> bool:
+def _is_heavy(plan: StepPlan) -> bool:
     return bool(plan.encode) or sum(chunk.num_tokens for chunk in plan.scheduled) >= HEAVY_TOKENS

@@ -1,4 +1,4 @@
-"""Turns one step's schedule into what the model takes: ids, positions, metadata, embed rows.
+"""The model's inputs of one step: token ids, positions, attention metadata, encoder rows.
 
 All T tokens of a step lie one after the other, sequence by sequence, in static buffers.
 """
@@ -18,8 +18,6 @@ from lookonce.model.input_batch import InputBatch
 from lookonce.types.step import EmbedSlice, ScheduledSequence
 
 fill_decodes: Callable[..., int] | None
-
-
 try:
     from lookonce.model._decode_inputs import fill_decodes
 except ImportError:  # no compiler where it was installed
@@ -31,22 +29,23 @@ class StepInputs:
     """Tensors are views of static buffers, valid until the next `build`."""
 
     token_ids: Tensor
-    """[T]; placeholders that encoder rows replace are 0, since their ids may exceed the vocabulary.
-    """
+    """[T]; 0 for placeholders that encoder rows replace, whose ids may exceed the vocabulary."""
     position_ids: Tensor
     """[1, T], or [axes, 1, T] with multi-axis rope."""
     metadata: AttentionMetadata
     embeds: tuple[EmbedSlice, ...]
     embed_at: Tensor | None
-    """[N] indices into T of the rows of `embeds`, one after the other; None without any."""
+    """[N] indices into T of the rows of all `embeds` in order; None without any."""
     sample_rows: Tensor | None
-    """[S] indices into T of each sampled sequence's last token; None: every token is one."""
+    """[S] indices into T of the last token of each sampled sequence; None: all T tokens are."""
 
 
 class StepInputBuilder:
+    """Fills the static buffers from the scheduled chunks and the input batch."""
+
     def __init__(
         self,
-        table: InputBatch,
+        batch: InputBatch,
         *,
         position_axes: int,
         max_num_seqs: int,
@@ -54,7 +53,7 @@ class StepInputBuilder:
         block_size: int,
         device: torch.device,
     ) -> None:
-        self._table = table
+        self._batch = batch
         self._axes = position_axes
         self._token_ids = StaticBuffer((max_num_tokens,), torch.int64, device)
         one = () if position_axes == 1 else (1,)
@@ -66,33 +65,33 @@ class StepInputBuilder:
         self._attention = AttentionMetadataBuilder(
             max_num_seqs=max_num_seqs,
             max_num_tokens=max_num_tokens,
-            max_blocks_per_seq=table.block_tables.shape[1],
+            max_blocks_per_seq=batch.block_tables.shape[1],
             block_size=block_size,
             device=device,
         )
         self._block_size = block_size
         self._decode_arrays = (
-            table.tokens,
-            table.block_tables,
-            table.tail_starts,
-            table.tail_deltas,
+            batch.tokens,
+            batch.block_tables,
+            batch.tail_starts,
+            batch.tail_deltas,
             self._token_ids.host,
             self._host_positions,
             *self._attention.decode_arrays,
         )
 
     def build(self, scheduled: Sequence[ScheduledSequence]) -> StepInputs:
-        """`scheduled` is not empty and its blocks are already in the table."""
+        """The inputs of `scheduled`, which is not empty and whose blocks are in the batch."""
         self._fence.wait()
         inputs = self._build_decodes(scheduled) or self._build_any(scheduled)
         self._fence.mark()
         return inputs
 
     def _build_decodes(self, scheduled: Sequence[ScheduledSequence]) -> StepInputs | None:
-        """By compiled code; None if that is missing or a sequence does more than decode."""
+        """The inputs of a step that only decodes, by compiled code; None for any other step."""
         if fill_decodes is None:
             return None
-        rows, starts, row_of = [], [], self._table.row_of
+        rows, starts, row_of = [], [], self._batch.row_of
         for chunk in scheduled:
             if chunk.num_tokens != 1 or not chunk.sample or chunk.embeds or chunk.bidirectional:
                 return None
@@ -100,12 +99,12 @@ class StepInputBuilder:
             starts.append(chunk.start)
         columns = fill_decodes(rows, starts, self._block_size, *self._decode_arrays)
         if columns == 0:
-            return None  # a token is in reach of media: its position is not a plain sum
+            return None  # a token before the end of a media item: its position is not a plain sum
         count = len(rows)
         return StepInputs(
             token_ids=self._token_ids.push(count),
             position_ids=self._positions.push(count),
-            metadata=self._attention.decodes(tuple([start + 1 for start in starts]), columns),
+            metadata=self._attention.build_decodes(tuple([start + 1 for start in starts]), columns),
             embeds=(),
             embed_at=None,
             sample_rows=None,
@@ -113,13 +112,13 @@ class StepInputBuilder:
 
     def _build_any(self, scheduled: Sequence[ScheduledSequence]) -> StepInputs:
         lens = [chunk.num_tokens for chunk in scheduled]
-        rows = np.array([self._table.row_of(chunk.seq_id) for chunk in scheduled])
+        rows = np.array([self._batch.row_of(chunk.seq_id) for chunk in scheduled])
         starts = np.array([chunk.start for chunk in scheduled])
         ends = np.cumsum(lens)
         total = int(ends[-1])
         index = _indices(starts, np.asarray(lens), ends)
         owner = rows if total == len(rows) else np.repeat(rows, lens)
-        self._token_ids.host[:total] = self._table.tokens[owner, index]
+        self._token_ids.host[:total] = self._batch.tokens[owner, index]
         self._fill_positions(scheduled, rows, owner, index, ends)
         embeds, embed_at = self._place_embeds(scheduled, ends)
         return StepInputs(
@@ -145,12 +144,12 @@ class StepInputBuilder:
         if self._axes == 1:
             return
         mrope = positions[-3:]
-        mrope[:] = index + self._table.tail_deltas[owner]
-        tails = self._table.tail_starts[rows]
+        mrope[:] = index + self._batch.tail_deltas[owner]
+        tails = self._batch.tail_starts[rows]
         places = zip(scheduled, rows, tails.tolist(), ends.tolist(), strict=True)
         for chunk, row, tail, end in places:
             if chunk.start < tail:
-                self._table.fill_mrope(row, chunk.start, mrope[:, end - chunk.num_tokens : end])
+                self._batch.fill_mrope(row, chunk.start, mrope[:, end - chunk.num_tokens : end])
 
     def _metadata(
         self,
@@ -160,10 +159,10 @@ class StepInputBuilder:
     ) -> AttentionMetadata:
         spans = [chunk.bidirectional for chunk in scheduled]
         decodes = next((i for i, length in enumerate(lens) if length != 1), len(lens))
-        return self._attention.fill(
+        return self._attention.build(
             lens,
             [chunk.start + chunk.num_tokens for chunk in scheduled],
-            self._table.block_tables,
+            self._batch.block_tables,
             rows=rows,
             num_decodes=decodes,
             bidirectional=spans if any(spans) else (),
@@ -206,79 +205,12 @@ def _indices(
     return np.arange(int(ends[-1])) + offsets
 
 
-MAX_VIEWS = 512
-"""Views kept per buffer; a decode loop asks for the same few again and again."""
-
-
-class StaticBuffer:
-    """On the CPU host and device are the same memory; on an accelerator the host side is pinned.
-
-    `push` copies asynchronously: see `CopyFence` for when the host side may be filled again.
-    """
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        on_cpu = device.type == "cpu"
-        self._host = torch.zeros(shape, dtype=dtype, pin_memory=not on_cpu)
-        self._device = self._host if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
-        self._views: dict[tuple[int, ...], Tensor] = {}
-        self.host = self._host.numpy()
-
-    def push(self, *used: int) -> Tensor:
-        """The first `used` entries of the last dimensions, on the device."""
-        view = self._views.get(used)
-        if view is None:
-            view = self._remember(used)
-        if self._device is not self._host:
-            _copy_rows(view, _first(self._host, used))
-        return view
-
-    def _remember(self, used: tuple[int, ...]) -> Tensor:
-        """Making a view costs more than filling it, for the few numbers of a decode step."""
-        if len(self._views) >= MAX_VIEWS:
-            self._views.clear()
-        self._views[used] = view = _first(self._device, used)
-        return view
-
-
-def _first(tensor: Tensor, used: tuple[int, ...]) -> Tensor:
-    for dimension, size in enumerate(used, tensor.dim() - len(used)):
-        tensor = tensor.narrow(dimension, 0, size)
-    return tensor
-
-
-def _copy_rows(target: Tensor, source: Tensor) -> None:
-    """Row by row: only contiguous pinned memory is copied without waiting."""
-    if target.dim() == 1:
-        target.copy_(source, non_blocking=True)
-        return
-    for target_row, source_row in zip(target, source, strict=True):
-        _copy_rows(target_row, source_row)
-
-
-class CopyFence:
-    """Keeps a step from overwriting host memory that the step before is still copying from."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        """Until all copies up to the last `mark` are done; at once where nothing is copied."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def mark(self) -> None:
-        if self._event is not None:
-            self._event.record()
-
-
 class AttentionMetadataBuilder:
-    """The static buffers metadata lives in: addresses stay the same from step to step.
+    """Builds a step's attention metadata in static buffers, whose addresses stay the same.
 
-    One step's metadata is valid until the next `fill`. On an accelerator the host side is pinned
-    and copied asynchronously: the caller must have waited for the step before (fetching its sampled
-    tokens does) before it fills again.
+    Metadata is valid until the next step is built. On an accelerator the host side is pinned and
+    copied asynchronously: before building again the caller must wait for the step before, as
+    fetching its sampled tokens does.
     """
 
     def __init__(
@@ -306,12 +238,12 @@ class AttentionMetadataBuilder:
             self._block_tables.host,
             self._slot_mapping.host,
         )
-        """What `decodes` expects to be filled: its tensors of these names."""
+        """The host arrays that `build_decodes` reads: its caller fills them first."""
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> StaticBuffer:
         return StaticBuffer(shape, dtype, self._device)
 
-    def fill(
+    def build(
         self,
         query_lens: Sequence[int],
         kv_lens: Sequence[int],
@@ -321,7 +253,7 @@ class AttentionMetadataBuilder:
         num_decodes: int = 0,
         bidirectional: Sequence[Sequence[Span]] = (),
     ) -> AttentionMetadata:
-        """Describe one step of B sequences, decodes first.
+        """The metadata of a step of B sequences, decodes first.
 
         `block_tables` [N, C] holds block ids, one row per sequence; `rows` [B] picks the batch's
         rows (None: the first B). `kv_lens` [B] count the new tokens too. `bidirectional` is empty
@@ -350,10 +282,10 @@ class AttentionMetadataBuilder:
             visible_end=self._visible_end.push(tokens) if has_spans else None,
         )
 
-    def decodes(self, kv_lens: tuple[int, ...], columns: int) -> AttentionMetadata:
-        """Describe a step of one token per sequence, whose `decode_arrays` were filled before.
+    def build_decodes(self, kv_lens: tuple[int, ...], columns: int) -> AttentionMetadata:
+        """The metadata of a step of one token per sequence; `decode_arrays` are filled already.
 
-        `columns` is how many blocks the longest sequence has.
+        `columns` is the number of blocks of the longest sequence.
         """
         count = len(kv_lens)
         return AttentionMetadata(
@@ -374,7 +306,7 @@ class AttentionMetadataBuilder:
         block_tables: NDArray[np.int32],
         rows: NDArray[np.intp],
     ) -> NDArray[np.int32]:
-        """Write what concerns keys; returns the block tables [B, C]."""
+        """Write lengths and block tables; returns the block tables [B, C]."""
         count = len(totals)
         np.cumsum(totals, out=self._kv_start.host[1 : count + 1])
         self._kv_lens.host[:count] = totals
@@ -421,3 +353,72 @@ class AttentionMetadataBuilder:
 
 def _rows(rows: NDArray[np.intp] | None, count: int) -> NDArray[np.intp]:
     return np.arange(count) if rows is None else rows
+
+
+MAX_VIEWS = 512
+"""Views kept per buffer; decode steps ask for the same few again and again."""
+
+
+class StaticBuffer:
+    """A host array and its copy on the device; both keep their addresses.
+
+    On the CPU both are the same memory. On an accelerator the host side is pinned and `push` copies
+    asynchronously: see
+    `CopyFence` for when the host side may be filled again.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        on_cpu = device.type == "cpu"
+        self._host = torch.zeros(shape, dtype=dtype, pin_memory=not on_cpu)
+        self._device = self._host if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
+        self._views: dict[tuple[int, ...], Tensor] = {}
+        self.host = self._host.numpy()
+
+    def push(self, *used: int) -> Tensor:
+        """Copy the first `used` entries of the last dimensions to the device and return them."""
+        view = self._views.get(used)
+        if view is None:
+            view = self._make_view(used)
+        if self._device is not self._host:
+            _copy_rows(view, _first(self._host, used))
+        return view
+
+    def _make_view(self, used: tuple[int, ...]) -> Tensor:
+        """Views are kept: making one costs more than filling the few numbers of a decode step."""
+        if len(self._views) >= MAX_VIEWS:
+            self._views.clear()
+        self._views[used] = view = _first(self._device, used)
+        return view
+
+
+def _first(tensor: Tensor, used: tuple[int, ...]) -> Tensor:
+    for dimension, size in enumerate(used, tensor.dim() - len(used)):
+        tensor = tensor.narrow(dimension, 0, size)
+    return tensor
+
+
+def _copy_rows(target: Tensor, source: Tensor) -> None:
+    """Row by row: only contiguous pinned memory is copied without waiting."""
+    if target.dim() == 1:
+        target.copy_(source, non_blocking=True)
+        return
+    for target_row, source_row in zip(target, source, strict=True):
+        _copy_rows(target_row, source_row)
+
+
+class CopyFence:
+    """Keeps a step from overwriting host memory that is still copied for the step before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Wait until all copies up to the last `mark` are done."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def mark(self) -> None:
+        if self._event is not None:
+            self._event.record()

@@ -1,10 +1,10 @@
-"""The text model of one step: embedding, encoder rows in their places, decoder, head.
+"""The text model of one step: token embeddings, encoder rows in their places, decoder, LM head.
 
-Three ways lead to the same logits; a step takes the first that is for it:
+Three decoders compute the same logits; a step uses the first that can compute it:
 
-    native   few tokens, plain decoder, CPU: one call of compiled code
-    lean     plain decoder: torch's operators over the same weights
-    hooked   any other: transformers' own forward
+    NativeDecoder         few tokens of a plain decoder on a CPU: one call of compiled code
+    FusedDecoder          a plain decoder: torch's operators over the same weights
+    TransformersDecoder   any other: transformers' own forward
 """
 
 from __future__ import annotations
@@ -36,9 +36,26 @@ from lookonce.model.kv_pages import KVPages, LayerPages
 from lookonce.model.native.decoder import DecodeInputs, NativeDecoder, native_decoder
 from lookonce.model.step_inputs import StepInputs
 
+logger = logging.getLogger(__name__)
+
+PLAIN_DECODERS = frozenset(
+    {
+        "LlamaModel",
+        "MistralModel",
+        "Qwen2Model",
+        "Qwen3Model",
+        "Qwen2VLTextModel",
+        "Qwen2_5_VLTextModel",
+        "Qwen2_5OmniThinkerTextModel",
+    }
+)
+"""Classes in transformers whose forward does nothing between or beside their layers."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+"""Largest difference to transformers' hidden states, relative to their largest value."""
+
 
 class TextModel:
-    """Bound to one model's weights and KV pages."""
+    """Computes hidden states and logits with one model's weights and KV pages."""
 
     def __init__(
         self,
@@ -64,9 +81,9 @@ class TextModel:
     def __call__(self, inputs: StepInputs, rows: Tensor | None) -> Tensor:
         """Logits [S, V] float32 of the sampled tokens.
 
-        `rows` [N, W] are the encoder rows that go to `inputs.embed_at`; None: there are none.
+        `rows` [N, W] are the encoder rows for the tokens `inputs.embed_at`; None without any.
         """
-        embeds, extras = self._placed(inputs, rows)
+        embeds, extras = self._embeds(inputs, rows)
         if self._native is not None and not extras:
             logits = self._native.logits(
                 DecodeInputs(
@@ -83,12 +100,15 @@ class TextModel:
 
     def hidden(self, inputs: StepInputs, rows: Tensor | None) -> Tensor:
         """Last hidden states [T, H] of all tokens."""
-        return self._decode(inputs, *self._placed(inputs, rows))
+        return self._decode(inputs, *self._embeds(inputs, rows))
 
-    def _placed(
+    def _embeds(
         self, inputs: StepInputs, rows: Tensor | None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Embeddings with encoder rows in their places, and what else they bring; None without."""
+        """Embeddings [T, H] with encoder rows in their places, and the decoder's extra arguments.
+
+        Without encoder rows both are empty: the decoder embeds the token ids.
+        """
         if inputs.embed_at is None or rows is None:
             return None, {}
         embeds = self._family.embed_tokens(inputs.token_ids)
@@ -112,20 +132,8 @@ class TextModel:
 
 
 def sampled_rows(hidden: Tensor, inputs: StepInputs) -> Tensor:
-    """[T, H] → [S, H]: what is sampled after."""
+    """Hidden states [T, H] → those of the sampled tokens [S, H]."""
     return hidden if inputs.sample_rows is None else hidden.index_select(0, inputs.sample_rows)
-
-
-logger = logging.getLogger(__name__)
-PLAIN_DECODERS = frozenset(
-    {
-        "LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen2VLTextModel",
-        "Qwen2_5_VLTextModel", "Qwen2_5OmniThinkerTextModel",
-    }
-)  # fmt: skip
-"""Classes whose forward is the plain one: nothing happens between or beside their layers."""
-TOLERANCE = 1e-4
-"""Largest difference to transformers' hidden states, relative to their largest value."""
 
 
 class TextDecoder(Protocol):
@@ -137,7 +145,7 @@ class TextDecoder(Protocol):
 
 
 class TransformersDecoder:
-    """Transformers' forward, whose attention layers find our pages through the hook."""
+    """transformers' own forward, with attention over our pages (`attention/hf_attention.py`)."""
 
     def __init__(self, family: ModelFamily) -> None:
         self._decoder = family.decoder
@@ -145,12 +153,12 @@ class TransformersDecoder:
     def __call__(
         self, embeds: Tensor, position_ids: Tensor, step: ForwardContext, extras: dict[str, Any]
     ) -> Tensor:
-        with paged_forward_context(step.metadata, step.backend, step.kv_pages):
+        with paged_forward_context(step):
             output = self._decoder(
                 inputs_embeds=embeds.unsqueeze(0),
                 position_ids=position_ids,
                 attention_mask=None,
-                use_cache=False,  # left out, transformers would build a cache of its own
+                use_cache=False,  # by default transformers would build a cache of its own
                 **extras,
             )
         hidden: Tensor = output.last_hidden_state[0]
@@ -159,29 +167,28 @@ class TransformersDecoder:
 
 @torch.inference_mode()
 def choose_decoder(family: ModelFamily, dtype: torch.dtype, device: torch.device) -> TextDecoder:
-    """The lean decoder where it computes what transformers computes, else transformers' own."""
-    hooked = TransformersDecoder(family)
+    """A fused decoder if it agrees with transformers on a random step, else transformers' own."""
+    transformers_decoder = TransformersDecoder(family)
     name = type(family.decoder).__name__
     if name not in PLAIN_DECODERS:
-        return hooked
+        return transformers_decoder
     recorder = _RecordingBackend()
-    expected = _probe(hooked, recorder, family, dtype, device)
+    expected = _probe(transformers_decoder, recorder, family, dtype, device)
     try:
-        lean = FusedDecoder(family.decoder, recorder.calls)
-        found = _probe(lean, ReferenceBackend(), family, dtype, device)
+        fused = FusedDecoder(family.decoder, recorder.calls)
+        found = _probe(fused, ReferenceBackend(), family, dtype, device)
     except (AttributeError, ValueError) as error:
         logger.warning("%s runs through transformers: %s", name, error)
-        return hooked
-    tolerance = TOLERANCE if dtype is torch.float32 else 5e-2
+        return transformers_decoder
     difference = (found - expected).abs().max()
-    if not difference <= tolerance * expected.abs().max():
-        logger.warning("%s runs through transformers: the lean way differs", name)
-        return hooked
-    return lean
+    if not difference <= TOLERANCE[dtype] * expected.abs().max():
+        logger.warning("%s runs through transformers: the fused decoder differs", name)
+        return transformers_decoder
+    return fused
 
 
 class _RecordingBackend(ReferenceBackend):
-    """Remembers what each layer asks: the lean decoder then asks the same, whatever its class."""
+    """Records what each layer asks of attention, so that the fused decoder can ask the same."""
 
     def __init__(self) -> None:
         super().__init__()

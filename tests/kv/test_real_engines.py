@@ -26,7 +26,7 @@ from lookonce.model.attention.select import select_backend
 from lookonce.model.kv_pages import KVPages, PageCopier
 from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.runner import Runner
-from lookonce.types.kv import ExternalFacts, TierSpec
+from lookonce.types.kv import ExternalFacts, KVLayout, TierSpec
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.conftest import FolderMaker
@@ -52,8 +52,7 @@ class Served:
         family = loaded.family
         runner = Runner(
             loaded,
-            num_blocks=NUM_BLOCKS,
-            block_size=BLOCK_SIZE,
+            kv_pages=loaded.kv_pages(NUM_BLOCKS, BLOCK_SIZE),
             backend=select_backend("cpu", family.attention_features(loaded.dtype)),
             max_num_seqs=8,
             max_num_batched_tokens=64,
@@ -210,7 +209,7 @@ def test_two_folders_share_nothing(folder: FolderMaker, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_blocks_go_out_and_come_back_bit_for_bit(dtype: torch.dtype) -> None:
-    pages = KVPages(3, 8, 4, 2, 16, dtype)
+    pages = KVPages(KVLayout(3, 4, 2, 16, str(dtype).removeprefix("torch.")), 8)
     for layer in pages.layers:
         for page in layer:
             page.copy_(torch.randn(page.shape))

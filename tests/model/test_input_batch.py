@@ -31,13 +31,13 @@ def new(seq_id: int, *token_ids: int, features=()) -> NewSequence:
 
 def test_tokens_are_copied(table):
     sequence = new(1, 5, 6, 7)
-    table.learn(sequence, mrope=False)
+    table.add(sequence, mrope=False)
     sequence.token_ids[:] = 0
     assert table.tokens[table.row_of(1), :3].tolist() == [5, 6, 7]
 
 
 def test_blocks_are_appended(table):
-    table.learn(new(1, 5), mrope=False)
+    table.add(new(1, 5), mrope=False)
     row = table.row_of(1)
     table.append_blocks(row, (9, 3))
     table.append_blocks(row, ())
@@ -47,12 +47,12 @@ def test_blocks_are_appended(table):
 
 def test_a_reused_row_remembers_nothing(table):
     picture = MediaFeature(bytes(32), "image", 1, 6, 6, None, (1, 2, 3))
-    table.learn(new(1, 5, features=(picture,)), mrope=True)
+    table.add(new(1, 5, features=(picture,)), mrope=True)
     row = table.row_of(1)
     assert (table.tail_starts[row], table.tail_deltas[row]) == (7, -3)
     table.append_blocks(row, (9, 3))
-    table.forget([1])
-    table.learn(new(2, 6), mrope=True)
+    table.remove([1])
+    table.add(new(2, 6), mrope=True)
     assert table.row_of(2) == row
     assert (table.tail_starts[row], table.tail_deltas[row]) == (0, 0)
     table.append_blocks(row, (4,))
@@ -61,7 +61,7 @@ def test_a_reused_row_remembers_nothing(table):
 
 def test_what_is_appended_goes_on_where_the_sequence_ends(table):
     picture = MediaFeature(bytes(32), "image", 3, 6, 6, None, (1, 2, 3))
-    table.learn(new(1, 5, 6), mrope=True)
+    table.add(new(1, 5, 6), mrope=True)
     table.write_tokens([1], [2], [7])
     table.extend(Extension(1, 3, np.arange(10, 16, dtype=np.int32), (picture,)))
     row = table.row_of(1)
@@ -71,7 +71,7 @@ def test_what_is_appended_goes_on_where_the_sequence_ends(table):
 
 def test_a_session_remembers_few_of_the_pictures_it_was_shown():
     table = InputBatch(max_num_seqs=1, max_model_len=20_000, block_size=4)
-    table.learn(new(1, 5), mrope=True)
+    table.add(new(1, 5), mrope=True)
     row, out = table.row_of(1), np.empty((3, 4), np.int64)
     sizes = set()
     for number in range(4_000):
@@ -90,14 +90,14 @@ def test_a_session_remembers_few_of_the_pictures_it_was_shown():
 
 
 def test_the_last_sample_of_a_full_sequence_has_room(table):
-    table.learn(new(1, *range(16)), mrope=False)
+    table.add(new(1, *range(16)), mrope=False)
     table.write_tokens([1], [16], [99])
     assert table.tokens[table.row_of(1), 16] == 99
 
 
 def test_forgotten_sequences_are_unknown(table):
-    table.learn(new(1, 5), mrope=False)
-    table.forget([1, 1, 2])
+    table.add(new(1, 5), mrope=False)
+    table.remove([1, 1, 2])
     assert len(table) == 0
     with pytest.raises(KeyError):
         table.row_of(1)

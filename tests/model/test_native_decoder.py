@@ -53,7 +53,7 @@ def no_gradients() -> Iterator[None]:
 def subject_of(family: ModelFamily, dtype: torch.dtype = torch.float32) -> Subject:
     lean = choose_decoder(family, dtype, torch.device("cpu"))
     assert isinstance(lean, FusedDecoder)
-    pages = KVPages(family.num_layers, BLOCKS, BLOCK, family.num_kv_heads, family.head_dim, dtype)
+    pages = KVPages(family.kv_layout(BLOCK, dtype), BLOCKS)
     for layer in pages.layers:
         for tensor in layer:
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
@@ -99,7 +99,7 @@ def decode_metadata(context_lens: list[int]) -> AttentionMetadata:
     buffers = AttentionMetadataBuilder(
         max_num_seqs=count, max_num_tokens=count, max_blocks_per_seq=per_sequence, block_size=BLOCK
     )
-    return buffers.fill([1] * count, context_lens, tables, num_decodes=count)
+    return buffers.build([1] * count, context_lens, tables, num_decodes=count)
 
 
 def decode_inputs(subject: Subject, context_lens: list[int], seed: int = 0) -> DecodeInputs:
@@ -179,7 +179,7 @@ def test_a_chunk_beside_decodes(
     buffers = AttentionMetadataBuilder(
         max_num_seqs=3, max_num_tokens=43, max_blocks_per_seq=6, block_size=BLOCK
     )
-    metadata = buffers.fill([1, 1, 41], [9, 81, 91], tables, num_decodes=2)
+    metadata = buffers.build([1, 1, 41], [9, 81, 91], tables, num_decodes=2)
     agree(subject, DecodeInputs(ids, None, positions, None, metadata), tolerance)
 
 
@@ -260,7 +260,7 @@ def test_a_step_of_many_tokens_is_left_to_others(folder: Folder) -> None:
     buffers = AttentionMetadataBuilder(
         max_num_seqs=1, max_num_tokens=count, max_blocks_per_seq=8, block_size=BLOCK
     )
-    metadata = buffers.fill([count], [count], np.arange(8, dtype=np.int32)[None])
+    metadata = buffers.build([count], [count], np.arange(8, dtype=np.int32)[None])
     assert subject.native.logits(DecodeInputs(ids, None, positions, None, metadata)) is None
 
 
@@ -307,7 +307,7 @@ def test_compiled_code_wrong_for_some_rows_alone_is_noticed(
     family = loaded.family
     lean = choose_decoder(family, loaded.dtype, loaded.device)
     assert isinstance(lean, FusedDecoder)
-    pages = KVPages(family.num_layers, 1, 16, family.num_kv_heads, family.head_dim, loaded.dtype)
+    pages = loaded.kv_pages(1, 16)
     compute, sizes = NativeDecoder.logits, []
 
     def logits(decoder: NativeDecoder, inputs: DecodeInputs) -> torch.Tensor | None:
@@ -331,7 +331,7 @@ def test_a_model_that_computes_something_else_is_noticed(
     assert isinstance(lean, FusedDecoder)
     add = FusedDecoder.__call__
     monkeypatch.setattr(FusedDecoder, "__call__", lambda *step: 1.01 * add(*step))
-    pages = KVPages(family.num_layers, 1, 16, family.num_kv_heads, family.head_dim, loaded.dtype)
+    pages = loaded.kv_pages(1, 16)
     assert native_decoder(lean, family, loaded.dtype, pages) is None
 
 
@@ -341,9 +341,7 @@ def test_without_compiled_code_steps_run_in_torch(
     monkeypatch.setattr(native, "_native", None)
     loaded = load_model(ModelConfig(folder=str(folder("llama")), served_name="test"))
     family = loaded.family
-    pages = KVPages(
-        family.num_layers, BLOCKS, BLOCK, family.num_kv_heads, family.head_dim, loaded.dtype
-    )
+    pages = loaded.kv_pages(BLOCKS, BLOCK)
     model = TextModel(family, loaded.dtype, loaded.device, KernelBackend(), pages)
     assert not model.is_native
     metadata = decode_metadata([1, 1])
@@ -359,5 +357,5 @@ def test_a_model_of_another_activation_is_left_to_torch(folder: Folder) -> None:
     family = loaded.family
     lean = choose_decoder(family, loaded.dtype, loaded.device)
     assert isinstance(lean, FusedDecoder)
-    pages = KVPages(family.num_layers, 1, 16, family.num_kv_heads, family.head_dim, loaded.dtype)
+    pages = loaded.kv_pages(1, 16)
     assert native_decoder(lean, family, loaded.dtype, pages) is None

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from lookonce.model import logits_processors as token_logits
+from lookonce.model import logits_processors
 from lookonce.model import sampler as prompt_scores
 from lookonce.types.request import PromptLogprob
 from lookonce.types.step import StepPlan
@@ -123,9 +123,9 @@ def test_one_that_nobody_asked_for_is_not_scored(subjects):
 
 def test_the_best_of_equals_share_a_rank_and_an_unknown_token_has_no_chance():
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]] * 4)
-    found = token_logits.prompt_logprobs(logits, torch.tensor([1, 2, 0, 9]), 2)
+    found = logits_processors.prompt_logprobs(logits, torch.tensor([1, 2, 0, 9]), 2)
     assert [entry.rank for entry in found] == [1, 1, 3, 5]
     assert found[3].logprob == -float("inf")
     assert all(len(entry.top) == 2 for entry in found)
-    assert token_logits.prompt_logprobs(logits[:1], torch.tensor([1]), 0)[0].top == ()
+    assert logits_processors.prompt_logprobs(logits[:1], torch.tensor([1]), 0)[0].top == ()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=list[PromptLogprob]) == found

@@ -40,14 +40,9 @@ def llava(folder):
 
 
 def make_runner(loaded, **options) -> Runner:
-    sizes = {
-        "num_blocks": 64,
-        "block_size": BLOCK,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-        **options,
-    }
-    return Runner(loaded, backend=ReferenceBackend(), **sizes)
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, **options}
+    pages = loaded.kv_pages(64, BLOCK)
+    return Runner(loaded, kv_pages=pages, backend=ReferenceBackend(), **sizes)
 
 
 def tokens(seed: int, count: int) -> np.ndarray:

@@ -30,7 +30,7 @@ def builder(axes: int, lengths: list[int], picture_at: list[int | None]) -> Step
         if at is not None:
             features = (MediaFeature(bytes(32), "image", at, 6, 6, None, (1, 2, 3)),)
         ids = np.arange(length, dtype=np.int32) + 100 * seq_id
-        table.learn(NewSequence(seq_id, ids, length, features, SamplingParams()), mrope=axes > 1)
+        table.add(NewSequence(seq_id, ids, length, features, SamplingParams()), mrope=axes > 1)
         blocks = tuple(range(20 * seq_id, 20 * seq_id + -(-length // BLOCK)))
         table.append_blocks(table.row_of(seq_id), blocks)
     return StepInputBuilder(

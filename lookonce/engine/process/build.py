@@ -27,7 +27,6 @@ from lookonce.engine.settings import EngineSettings
 from lookonce.errors import ConfigError
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.select import resolve_block_size, select_backend
-from lookonce.model.kv_pages import block_bytes
 from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.runner import Runner, ThreadCounts
 from lookonce.types.model import ModelInfo
@@ -91,8 +90,7 @@ def make_runner(
     """A runner with as many blocks as `pool`; `threads` None: as torch has them."""
     return Runner(
         loaded,
-        num_blocks=pool.num_blocks,
-        block_size=pool.block_size,
+        kv_pages=loaded.kv_pages(pool.num_blocks, pool.block_size),
         backend=backend,
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
@@ -129,14 +127,7 @@ def assemble(
 
 
 def _num_blocks(loaded: LoadedModel, kv: KVConfig, block_size: int) -> int:
-    family = loaded.family
-    nbytes = block_bytes(
-        num_layers=family.num_layers,
-        block_size=block_size,
-        num_kv_heads=family.num_kv_heads,
-        head_dim=family.head_dim,
-        dtype=loaded.dtype,
-    )
+    nbytes = loaded.family.kv_layout(block_size, loaded.dtype).block_bytes
     there = _memory_bytes(loaded.device)
     if kv.cache_bytes > there:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What every attention backend is given, and what it must do.
+"""The interface of attention backends: what they are given and what they compute.
 
 T is the number of new tokens in the step (all sequences, one after the other), B the number of
 sequences, Hq and Hkv the query and key-value heads, D the head dimension.
@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class AttentionFeatures:
-    """What a model asks of its attention beyond causal softmax."""
+    """What a model's attention needs beyond causal softmax."""
 
     dtype: torch.dtype
     head_dim: int
@@ -35,8 +35,8 @@ class AttentionFeatures:
 class AttentionMetadata:
     """Where the step's tokens sit; built once per step, shared by all layers.
 
-    Tensors are views of static buffers on the model's device; the tuples are host copies for
-    backends that loop over sequences, so that nobody reads a device tensor back.
+    Tensors are views of static buffers on the model's device; the tuples are host copies, so that
+    backends that loop over sequences need not read a device tensor back.
     """
 
     num_tokens: int
@@ -50,18 +50,19 @@ class AttentionMetadata:
     query_start: Tensor
     """[B + 1] int32; sequence i's tokens are rows query_start[i] to query_start[i + 1]."""
     kv_start: Tensor
-    """[B + 1] int32; running sums of `kv_lens`, which some kernels want beside them."""
+    """[B + 1] int32; running sums of `kv_lens`, which some kernels need too."""
     kv_lens: Tensor
     """[B] int32; `context_lens` on the device."""
     block_tables: Tensor
     """[B, C] int32, C >= blocks of the longest sequence; entries past a sequence's end are junk.
     Rows are contiguous, the row stride may exceed C."""
     slot_mapping: Tensor
-    """[T] int64; where each new token's key and value are written."""
+    """[T] int64; the slot to which each new token's key and value are written."""
     visible_end: Tensor | None = None
-    """[T] int32, None when purely causal. A token at position p sees keys
-    `[max(0, p - window + 1), visible_end)`: `p + 1`, or the end of the bidirectional item it is in,
-    which is `sliding AND (causal OR same item)` since items do not overlap."""
+    """[T] int32, None if purely causal. A token at position p sees keys
+    `[max(0, p - window + 1), visible_end)`. `visible_end` is `p + 1`, or the end of the
+    bidirectional item that the token is in. Items do not overlap, so this means
+    `sliding AND (causal OR same item)`."""
 
     @property
     def num_sequences(self) -> int:
@@ -77,16 +78,16 @@ class AttentionMetadata:
 
 
 class AttentionCall(NamedTuple):
-    """What a layer asks of attention beside its tensors."""
+    """The arguments of one layer's attention beside its tensors."""
 
     scale: float
-    """Multiplies scores."""
+    """Factor of the scores."""
     sliding_window: int | None = None
-    """A token sees at most this many keys up to and with its own; None: all."""
+    """A token sees at most this many keys, its own included; None: all."""
     softcap: float | None = None
     """After scaling, `softcap * tanh(score / softcap)`."""
     sinks: Tensor | None = None
-    """[Hq] extra scores per head that take probability and give no value."""
+    """[Hq] one more score per head, which takes probability and has no value."""
 
 
 class AttentionBackend(Protocol):
@@ -113,7 +114,7 @@ class AttentionBackend(Protocol):
 
 
 class ForwardContext(NamedTuple):
-    """What attention needs of one step."""
+    """What attention needs in one step, beside each layer's tensors."""
 
     metadata: AttentionMetadata
     backend: AttentionBackend

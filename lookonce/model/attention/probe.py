@@ -14,6 +14,7 @@ from torch import Tensor
 from lookonce.model.attention.backend import AttentionMetadata
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.step_inputs import AttentionMetadataBuilder
+from lookonce.types.kv import KVLayout
 
 PROBE_TOKENS = 22
 _CONTEXT, _PROMPT = 9, PROBE_TOKENS - 1
@@ -30,7 +31,9 @@ def probe_pages(
     device: torch.device | str = "cpu",
 ) -> KVPages:
     """Pages for the step, with random keys and values of before; every call gives the same."""
-    pages = KVPages(num_layers, 3, _BLOCK_SIZE, num_kv_heads, head_dim, dtype, device)
+    dtype_name = str(dtype).removeprefix("torch.")
+    layout = KVLayout(num_layers, _BLOCK_SIZE, num_kv_heads, head_dim, dtype_name)
+    pages = KVPages(layout, 3, device)
     generator = torch.Generator().manual_seed(0)
     for layer in pages.layers:
         for tensor in layer:
@@ -46,7 +49,7 @@ def probe_metadata(device: torch.device | str = "cpu") -> AttentionMetadata:
         block_size=_BLOCK_SIZE,
         device=device,
     )
-    return buffers.fill([1, _PROMPT], [_CONTEXT, _PROMPT], _TABLES, num_decodes=1)
+    return buffers.build([1, _PROMPT], [_CONTEXT, _PROMPT], _TABLES, num_decodes=1)
 
 
 def probe_positions(axes: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lookonce.model.attention.backend import AttentionFeatures
+from lookonce.types.kv import KVLayout
 from lookonce.types.media import Modality
 
 Tensors = dict[str, Tensor]
@@ -116,6 +117,11 @@ class ModelFamily:
     @property
     def num_layers(self) -> int:
         return int(self.text_config.num_hidden_layers)
+
+    def kv_layout(self, block_size: int, dtype: torch.dtype) -> KVLayout:
+        """One KV block of `block_size` tokens in all layers."""
+        dtype_name = str(dtype).removeprefix("torch.")
+        return KVLayout(self.num_layers, block_size, self.num_kv_heads, self.head_dim, dtype_name)
 
     def batch_key(self, modality: Modality, item: Tensors) -> Hashable:
         """Items of one modality with equal keys are encoded in one call; None: always alone."""

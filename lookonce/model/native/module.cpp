@@ -277,7 +277,7 @@ PyCFunction as_method(F function) {
 PyMethodDef methods[] = {
     {"make", as_method(make), METH_FASTCALL, "A decoder of these weights; see decoder.py."},
     {"run", as_method(run), METH_FASTCALL, "One step from embedding to logits; see decoder.py."},
-    {"argmax", as_method(argmax), METH_FASTCALL, "Of each row; see token_logits.py."},
+    {"argmax", as_method(argmax), METH_FASTCALL, "Of each row; see logits_processors.py."},
     {"norm_rows", as_method(norm_rows), METH_FASTCALL, "See rows.py."},
     {"gate_rows", as_method(gate_rows), METH_FASTCALL, "See rows.py."},
     {"attend_windows", as_method(attend_windows), METH_FASTCALL, "See windows.py."},

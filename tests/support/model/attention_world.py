@@ -13,6 +13,7 @@ from torch import Tensor
 from lookonce.model.attention.backend import AttentionBackend, AttentionCall, AttentionMetadata
 from lookonce.model.kv_pages import KVPages, LayerPages
 from lookonce.model.step_inputs import AttentionMetadataBuilder
+from lookonce.types.kv import KVLayout
 
 JUNK_BLOCK = -7
 """Fills block tables past a sequence's end: reading it is an error."""
@@ -75,14 +76,14 @@ def build(problem: Problem) -> Scene:
     generator = torch.Generator().manual_seed(problem.seed)
     totals = [new + before for new, before in problem.sequences]
     tables = _shuffled_tables(problem, totals)
-    pages = KVPages(
+    layout = KVLayout(
         1,
-        int(tables.max()) + 3,
         problem.block_size,
         problem.num_kv_heads,
         problem.head_dim,
-        problem.dtype,
+        str(problem.dtype).removeprefix("torch."),
     )
+    pages = KVPages(layout, int(tables.max()) + 3)
     layer = pages.layers[0]
     layer.keys.fill_(torch.nan)
     layer.values.fill_(torch.nan)
@@ -171,7 +172,7 @@ def _metadata(problem: Problem, totals: list[int], tables: np.ndarray) -> Attent
         block_size=problem.block_size,
     )
     new = [count for count, _ in problem.sequences]
-    return buffers.fill(new, totals, tables, bidirectional=problem.spans)
+    return buffers.build(new, totals, tables, bidirectional=problem.spans)
 
 
 def _lay_out(problem: Problem, tensor: Tensor) -> Tensor:

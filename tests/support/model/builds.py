@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from lookonce.model import attention, native
-from lookonce.model import logits_processors as token_logits
+from lookonce.model import attention, logits_processors, native
 from lookonce.model.attention import cpu
 from lookonce.model.native import decoder, rows, windows
 
@@ -70,7 +69,7 @@ def in_use(build: Build) -> Iterator[None]:
     """Everything that calls compiled arithmetic calls this build's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "_kernel", build.paged.paged_attention)
-        patch.setattr(token_logits, "native_argmax", build.native.argmax)
+        patch.setattr(logits_processors, "native_argmax", build.native.argmax)
         for user in (decoder, rows, windows):
             patch.setattr(user, "_native", build.native)
         yield
