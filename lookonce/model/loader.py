@@ -1,4 +1,4 @@
-"""Loads a Hugging Face folder (or hub id) into a model the runner can execute."""
+"""Loads a Hugging Face model folder or hub id: reads its config and weights, and checks them."""
 
 from __future__ import annotations
 
@@ -51,38 +51,22 @@ class LoadedModel:
 def load_model(config: ModelConfig, progress: Progress | None = None) -> LoadedModel:
     """Load weights and bind them to their family.
 
-    Raises `ModelLoadError` that says what is wrong: no such folder, a broken config, a type that
-    or a quantization that is not supported (with those that are), no safetensors, missing or
-    unknown weights, a bad length.
+    Raises `ModelLoadError` that says what is wrong: no such folder, a broken config, a model type,
+    quantization or rope that is not supported, no safetensors, missing or unknown weights, or a bad
+    `max_model_len`.
     """
     raw_config = _read_config(config)
     family_class = family_for(str(raw_config.get("model_type")))
     dtype, device = DTYPES[config.dtype], torch.device(config.device)
-    model = _read_weights(config, family_class, dtype, unpacking(raw_config), progress)
-    refuse_changing_rope(model.config.get_text_config(decoder=True))
+    model = _read_weights(config, family_class, dtype, _quantization_options(raw_config), progress)
+    _refuse_changing_rope(model.config.get_text_config(decoder=True))
     digest = _weights_digest(model, raw_config)
     family = family_class(model.to(device))
     return LoadedModel(model, family, _model_info(config, family, digest), dtype, device)
 
 
-def _model_info(config: ModelConfig, family: ModelFamily, digest: str) -> ModelInfo:
-    return ModelInfo(
-        name=config.folder,
-        model_type=family.config.model_type,
-        vocab_size=family.vocab_size,
-        max_model_len=_max_model_len(config, family),
-        eos_token_ids=_eos_token_ids(config, family),
-        modalities=family.modalities,
-        dtype=config.dtype,
-        encoder_row_bytes=family.row_width * DTYPES[config.dtype].itemsize,
-        unsplittable=family.unsplittable,
-        largest_unsplittable=family.largest_unsplittable,
-        weights_digest=digest,
-    )
-
-
 def _read_config(config: ModelConfig) -> Json:
-    """config.json as it stands, before transformers judges it."""
+    """The contents of config.json, before transformers checks them."""
     looks_local = config.folder.startswith((".", "/", "~")) or config.folder.count("/") > 1
     if looks_local and not Path(config.folder).is_dir():
         raise ModelLoadError(f"there is no model folder {config.folder}")
@@ -95,14 +79,47 @@ def _read_config(config: ModelConfig) -> Json:
     return dict(raw)
 
 
+DEQUANTIZED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+"""`quant_method` of a config → the class in transformers that dequantizes it on loading."""
+NEED_ACCELERATE = ("fp8",)
+"""Methods that transformers refuses without accelerate, although dequantizing does not use it."""
+
+
+def _quantization_options(raw_config: Json) -> Json:
+    """Keyword arguments of `from_pretrained` that dequantize the weights; none for plain weights.
+
+    Raises `ModelLoadError` for an unsupported method: transformers would load the weights of a
+    method it does not know without their scales.
+    """
+    # Where transformers looks: in the config (of Omni the thinker's) and in its text config.
+    config = raw_config.get("thinker_config") or raw_config
+    text_config = config.get("text_config") or {}
+    declared = config.get("quantization_config") or text_config.get("quantization_config")
+    if declared is None:
+        return {}
+    method = declared.get("quant_method")
+    if method not in DEQUANTIZED:
+        raise ModelLoadError(
+            f"weights quantized by {method!r} are not supported; supported are "
+            f"{', '.join(sorted(DEQUANTIZED))}, and weights that are not quantized"
+        )
+    if method in NEED_ACCELERATE and find_spec("accelerate") is None:
+        raise ModelLoadError(
+            f"weights quantized by {method!r} need the optional extra: "
+            "pip install 'lookonce[quantized]'"
+        )
+    config_class = getattr(import_module("transformers"), DEQUANTIZED[method])
+    return {"quantization_config": config_class(dequantize=True)}
+
+
 def _read_weights(
     config: ModelConfig,
     family: type[ModelFamily],
     dtype: torch.dtype,
-    unpacked: Json,
+    options: Json,
     progress: Progress | None,
 ) -> Model:
-    """On the CPU, in `dtype`: attention of the text model through our pages, of towers on SDPA."""
+    """The model on the CPU in `dtype`: paged attention in the text model, SDPA elsewhere."""
     try:
         with _reported(progress):
             model, loading = family.transformers_class().from_pretrained(
@@ -110,7 +127,7 @@ def _read_weights(
                 dtype=dtype,
                 use_safetensors=True,
                 output_loading_info=True,
-                **unpacked,
+                **options,
             )
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"the weights of {config.folder} do not load: {error}") from error
@@ -124,7 +141,10 @@ def _read_weights(
 
 
 def _check_names(folder: str, family: type[ModelFamily], loading: Json) -> None:
-    """transformers makes missing weights up and leaves unknown ones out, scales among them."""
+    """Refuse missing weights, which transformers would make up, and unknown ones, which it skips.
+
+    Quantization scales are among the unknown ones.
+    """
     if missing := sorted(loading["missing_keys"]):
         raise ModelLoadError(
             f"{folder} lacks {len(missing)} weights, among them {', '.join(missing[:3])}"
@@ -138,7 +158,7 @@ def _check_names(folder: str, family: type[ModelFamily], loading: Json) -> None:
 
 @contextlib.contextmanager
 def _reported(progress: Progress | None) -> Iterator[None]:
-    """Sends transformers' own progress bars to `progress`, or nowhere."""
+    """In this block transformers' progress bars are off and call `progress` instead."""
 
     def watch(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: Json) -> Any:
         if progress is not None and args and hasattr(args[0], "__len__"):
@@ -160,24 +180,22 @@ def _counted(items: Any, progress: Progress) -> Iterator[Any]:
         progress(done, total)
 
 
-def _max_model_len(config: ModelConfig, family: ModelFamily) -> int:
-    limit = longest_sequence(family.text_config)
-    wanted = config.max_model_len
-    if wanted is not None and not 1 <= wanted <= limit:
-        raise ModelLoadError(f"--max-model-len is 1 to {limit} for this model, got {wanted}")
-    return limit if wanted is None else wanted
+CHANGING = ("dynamic", "longrope")
+"""Kinds of rope for which transformers rotates all sequences of a batch by the frequencies of the
+longest one: a prompt's keys would depend on its batch, and cached keys would be wrong."""
 
 
-def _eos_token_ids(config: ModelConfig, family: ModelFamily) -> tuple[int, ...]:
-    """The generation config's word counts before the model config's. None lies beyond the logits,
-    as an end that only the tokenizer knows might."""
-    configs = [family.model.generation_config, family.config, family.text_config]
-    found = find_eos_token_ids(config.folder, configs)
-    return tuple(token for token in found if token < family.vocab_size)
+def _refuse_changing_rope(text_config: Any) -> None:
+    """Raises `ModelLoadError` for a kind of rope that depends on what else is in a batch."""
+    rope = _rope_parameters(text_config)
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    for kind in kinds:
+        if kind.get("rope_type") in CHANGING:
+            raise ModelLoadError(f"models with rope_type {kind['rope_type']!r} are not supported")
 
 
 def _weights_digest(model: Model, raw_config: Json) -> str:
-    """Of config and every weight as loaded: what the KV of a token prefix is a function of."""
+    """A digest of the config and every weight as loaded, on which the KV of a prefix depends."""
     digest = blake3(max_threads=blake3.AUTO)
     settled = {name: value for name, value in raw_config.items() if not name.startswith("_")}
     digest.update(json.dumps(settled, sort_keys=True, default=str).encode())
@@ -187,28 +205,40 @@ def _weights_digest(model: Model, raw_config: Json) -> str:
     return digest.hexdigest()
 
 
-CHANGING = ("dynamic", "longrope")
-"""transformers turns all sequences of a batch by the longest one's frequencies, so a prompt's keys
-would depend on its neighbours, and held ones would be wrong for the next."""
+def _model_info(config: ModelConfig, family: ModelFamily, digest: str) -> ModelInfo:
+    return ModelInfo(
+        name=config.folder,
+        model_type=family.config.model_type,
+        vocab_size=family.vocab_size,
+        max_model_len=_max_model_len(config, family),
+        eos_token_ids=_eos_token_ids(config, family),
+        modalities=family.modalities,
+        dtype=config.dtype,
+        encoder_row_bytes=family.row_width * DTYPES[config.dtype].itemsize,
+        unsplittable=family.unsplittable,
+        largest_unsplittable=family.largest_unsplittable,
+        weights_digest=digest,
+    )
+
+
+def _max_model_len(config: ModelConfig, family: ModelFamily) -> int:
+    limit = _longest_sequence(family.text_config)
+    wanted = config.max_model_len
+    if wanted is not None and not 1 <= wanted <= limit:
+        raise ModelLoadError(f"--max-model-len is 1 to {limit} for this model, got {wanted}")
+    return limit if wanted is None else wanted
+
+
 STRETCHING = ("linear", "yarn")
-"""They make positions of a shorter training reach further. `llama3` does too, but configs that have
-it state the length that it reaches."""
+"""Kinds of rope that extend the length a model was trained on. `llama3` does too, but configs with
+it state the extended length."""
 
 
-def refuse_changing_rope(text_config: Any) -> None:
-    """Raises `ModelLoadError` for a kind that depends on what else is in a batch."""
-    rope = _rope_parameters(text_config)
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    for kind in kinds:
-        if kind.get("rope_type") in CHANGING:
-            raise ModelLoadError(f"models with rope_type {kind['rope_type']!r} are not supported")
+def _longest_sequence(text_config: Any) -> int:
+    """Most tokens of one sequence: what the config states, or what its rope extends that to.
 
-
-def longest_sequence(text_config: Any) -> int:
-    """Positions of one sequence: what the config states, or further where its rope is stretched.
-
-    Some configs state the length before stretching (Qwen's with YaRN), others the one after
-    (gpt-oss); Gemma 3, whose layers have ropes of their own, states the one after.
+    Some configs state the length before the extension (Qwen's with YaRN), others the extended one
+    (gpt-oss, and Gemma 3, whose layers have different ropes).
     """
     stated = int(text_config.max_position_embeddings)
     rope = _rope_parameters(text_config)
@@ -222,74 +252,39 @@ def _rope_parameters(text_config: Any) -> dict[str, Any]:
     return getattr(text_config, "rope_parameters", None) or {}
 
 
-UNPACKED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
-"""`quant_method` of a config → the class in transformers that can be told to unpack."""
-NEED_ACCELERATE = ("fp8",)
-"""Methods for which transformers asks for it before anything else, though it unpacks without."""
+def _eos_token_ids(config: ModelConfig, family: ModelFamily) -> tuple[int, ...]:
+    """Ids of the tokens that end an answer, each within the vocabulary of the logits.
 
-
-def unpacking(raw_config: Json) -> Json:
-    """Keyword arguments of `from_pretrained` that unpack such weights; none for plain ones.
-
-    Raises `ModelLoadError` for a method that is not unpacked here, naming those that are.
+    They are those of the first config that names any (the generation config, then the model's), and
+    the tokenizer's end of sequence: fine-tunes that end their turns with another token often name
+    it in `tokenizer_config.json` alone. Raises `ModelLoadError` for a broken tokenizer file.
     """
-    declared = _declared(raw_config)
-    if declared is None:
-        return {}
-    method = declared.get("quant_method")
-    if method not in UNPACKED:
-        raise ModelLoadError(
-            f"weights quantized by {method!r} are not supported; supported are "
-            f"{', '.join(sorted(UNPACKED))}, and weights that are not quantized"
-        )
-    if method in NEED_ACCELERATE and find_spec("accelerate") is None:
-        raise ModelLoadError(
-            f"weights quantized by {method!r} need the optional extra: "
-            "pip install 'lookonce[quantized]'"
-        )
-    config_class = getattr(import_module("transformers"), UNPACKED[method])
-    return {"quantization_config": config_class(dequantize=True)}
-
-
-def _declared(raw_config: Json) -> Json | None:
-    """Where transformers looks: in the config, of Omni the thinker's, and in its text part."""
-    config = raw_config.get("thinker_config") or raw_config
-    text_config = config.get("text_config") or {}
-    declared: Json | None = config.get("quantization_config") or text_config.get(
-        "quantization_config"
-    )
-    return declared
+    configs = [family.model.generation_config, family.config, family.text_config]
+    found = next((ids for ids in map(_named_by, configs) if ids), [])
+    text = _eos_text(config.folder)
+    if text is not None and (token := _token_id(config.folder, text)) is not None:
+        found = [*found, token]
+    return tuple(token for token in dict.fromkeys(found) if token < family.vocab_size)
 
 
 Content = TypeVar("Content")
 
 
-class _Added(msgspec.Struct):
+class _AddedToken(msgspec.Struct):
     id: int
     content: str
 
 
 class _TokenizerFile(msgspec.Struct):
-    """Of tokenizer.json what names tokens. It may be large, so the rest is skipped."""
+    """The part of tokenizer.json that names tokens; the file may be large, the rest is skipped."""
 
-    added_tokens: list[_Added] = []
+    added_tokens: list[_AddedToken] = []
     model: msgspec.Raw = msgspec.Raw(b"{}")
 
 
 class _Vocabulary(msgspec.Struct):
     vocab: dict[str, int] | list[tuple[str, float]] = {}
-    """By text; a unigram model's are (token, score) in the order of their ids."""
-
-
-def find_eos_token_ids(folder: str, configs: list[Any]) -> tuple[int, ...]:
-    """Those of the first of `configs` that names any, and the tokenizer's own.
-
-    `folder` may be a hub id. Raises `ModelLoadError` for a tokenizer file that is broken.
-    """
-    named = next((ids for ids in map(_named_by, configs) if ids), [])
-    text = _eos_text(folder)
-    own = None if text is None else _token_id(folder, text)
-    return tuple(dict.fromkeys(named if own is None else [*named, own]))
+    """{text: id}; of a unigram model [(text, score)] in the order of ids."""
 
 
 def _named_by(config: Any) -> list[int]:
@@ -300,7 +295,7 @@ def _named_by(config: Any) -> list[int]:
 
 
 def _eos_text(folder: str) -> str | None:
-    """A token is written as its text, or as an object that holds it."""
+    """The text of the tokenizer's end of sequence, which files hold plainly or in an object."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = _read(folder, name, Json).get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token
@@ -321,7 +316,7 @@ def _token_id(folder: str, text: str) -> int | None:
 
 
 def _read(folder: str, name: str, kind: type[Content]) -> Content:
-    """Empty where there is no such file."""
+    """The decoded file; empty if there is no such file."""
     path = cached_file(
         folder,
         name,

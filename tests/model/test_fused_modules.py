@@ -1,4 +1,4 @@
-"""Vision towers computed leanly say what transformers says."""
+"""Replaced norms and vision modules give the results of the modules in transformers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from transformers import AutoModelForMultimodalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lookonce.model import fused_modules as towers
+from lookonce.model import fused_modules
 from lookonce.model.fused_modules import fuse_norms, patch_vision_modules
 
 PATCHES = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
-LEAN_PARTS = {"qwen2_vl": 1, "qwen2_5_vl": 4, "qwen3_vl": 1}
+REPLACED_PARTS = {"qwen2_vl": 1, "qwen2_5_vl": 4, "qwen3_vl": 1}
 """Of a block: its attention, and in Qwen2.5 two RMS norms and a gated product."""
 GRIDS = [[1, 12, 12], [1, 6, 10], [1, 2, 2], [1, 18, 8]]
 
 
-def tower_output(model: nn.Module, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+def encoder_output(model: nn.Module, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
         return torch.cat(list(model.model.get_image_features(patches, grids).pooler_output))
 
@@ -27,20 +27,20 @@ def tower_output(model: nn.Module, patches: torch.Tensor, grids: torch.Tensor) -
 @pytest.mark.parametrize("kind", PATCHES)
 def test_pictures_of_many_shapes_are_encoded_alike(folder, kind, compiled, monkeypatch):
     if not compiled:
-        monkeypatch.setattr(towers, "attends_windows", lambda like: False)
+        monkeypatch.setattr(fused_modules, "attends_windows", lambda like: False)
     model = AutoModelForMultimodalLM.from_pretrained(folder(kind), dtype=torch.float32).eval()
     grids = torch.tensor(GRIDS)
     rows = int(grids.prod(1).sum())
     patches = torch.randn(rows, 3 * 2 * PATCHES[kind] ** 2, generator=torch.manual_seed(1))
-    theirs = tower_output(model, patches, grids)
+    theirs = encoder_output(model, patches, grids)
     num_blocks = len(model.model.visual.blocks)
-    assert patch_vision_modules(model) == 1 + num_blocks * LEAN_PARTS[kind]
-    torch.testing.assert_close(tower_output(model, patches, grids), theirs, rtol=1e-4, atol=1e-4)
+    assert patch_vision_modules(model) == 1 + num_blocks * REPLACED_PARTS[kind]
+    torch.testing.assert_close(encoder_output(model, patches, grids), theirs, rtol=1e-4, atol=1e-4)
     assert not torch.equal(theirs, torch.zeros_like(theirs))
 
 
 class OddVisionAttention(nn.Module):
-    """Looks like a tower's attention, but scales its result."""
+    """Looks like a vision attention, but scales its result."""
 
     def __init__(self) -> None:
         super().__init__()

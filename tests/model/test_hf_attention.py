@@ -77,7 +77,7 @@ def test_without_scaling_it_divides_by_the_root_of_the_head_size() -> None:
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_outside_a_forward_it_is_sdpa(is_causal: bool) -> None:
-    """A vision tower that shares the text model's config runs outside and sees everything."""
+    """A vision encoder that shares the text model's config runs outside and sees everything."""
     scene = build(Problem([(7, 0)], group=1))
     module = SimpleNamespace(layer_idx=0, is_causal=is_causal, num_key_value_groups=1)
     query, key, value = as_transformers(scene)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
 from benchmarks.items_memory import deep_size
-from lookonce.model import input_batch as positions_module
+from lookonce.model import input_batch
 from lookonce.model.input_batch import InputBatch, MropePositions
 from lookonce.types.media import MediaFeature
 from lookonce.types.sampling import SamplingParams
@@ -89,13 +89,13 @@ def test_a_session_remembers_few_of_the_pictures_it_was_shown():
     assert max(sizes) < 10_000
 
 
-def test_the_last_sample_of_a_full_sequence_has_room(table):
+def test_the_longest_sequence_has_room_for_its_last_sample(table):
     table.add(new(1, *range(16)), mrope=False)
     table.write_tokens([1], [16], [99])
     assert table.tokens[table.row_of(1), 16] == 99
 
 
-def test_forgotten_sequences_are_unknown(table):
+def test_removed_sequences_are_unknown(table):
     table.add(new(1, 5), mrope=False)
     table.remove([1, 1, 2])
     assert len(table) == 0
@@ -198,12 +198,12 @@ def test_decode_positions_go_on_after_the_largest_one(parts):
 
 
 @given(parts=PARTS, data=st.data())
-def test_what_lies_before_is_forgotten_and_changes_nothing_after(parts, data):
+def test_dropped_items_change_no_later_position(parts, data):
     ids, features, _, _ = layout(parts, TOKENS, sounds=True)
     expected = np.empty((3, len(ids) + 9), np.int64)
     MropePositions([*features, _feature("image", len(ids) + 1, 6, (1, 2, 3))]).fill(0, expected)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(positions_module, "SPARE_ITEMS", 1)
+        patch.setattr(input_batch, "SPARE_ITEMS", 1)
         positions, at = MropePositions(features), 0
         while at < len(ids):
             positions.forget_before(at)
@@ -218,7 +218,7 @@ def test_what_lies_before_is_forgotten_and_changes_nothing_after(parts, data):
         np.testing.assert_array_equal(window, expected[:, at:])
 
 
-def test_what_is_forgotten_is_not_answered_wrongly():
+def test_dropped_positions_are_an_error():
     positions = MropePositions([_feature("image", 4 * n, 4, (1, 2, 2)) for n in range(40)])
     positions.forget_before(121)
     out = np.empty((3, 1), np.int64)

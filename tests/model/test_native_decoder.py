@@ -39,7 +39,7 @@ BLOCK, BLOCKS = 16, 64
 
 class Subject(NamedTuple):
     family: ModelFamily
-    lean: FusedDecoder
+    fused: FusedDecoder
     pages: KVPages
     native: NativeDecoder
 
@@ -51,15 +51,15 @@ def no_gradients() -> Iterator[None]:
 
 
 def subject_of(family: ModelFamily, dtype: torch.dtype = torch.float32) -> Subject:
-    lean = choose_decoder(family, dtype, torch.device("cpu"))
-    assert isinstance(lean, FusedDecoder)
+    fused = choose_decoder(family, dtype, torch.device("cpu"))
+    assert isinstance(fused, FusedDecoder)
     pages = KVPages(family.kv_layout(BLOCK, dtype), BLOCKS)
     for layer in pages.layers:
         for tensor in layer:
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
-    decoder = native_decoder(lean, family, dtype, pages)
+    decoder = native_decoder(fused, family, dtype, pages)
     assert decoder is not None
-    return Subject(family, lean, pages, decoder)
+    return Subject(family, fused, pages, decoder)
 
 
 def from_folder(path: Path, dtype: str = "float32") -> Subject:
@@ -116,7 +116,7 @@ def lean_logits(subject: Subject, inputs: DecodeInputs) -> torch.Tensor:
     if embeds is None:
         embeds = subject.family.embed_tokens(inputs.token_ids)
     step = ForwardContext(inputs.metadata, ReferenceBackend(), subject.pages)
-    hidden = subject.lean(embeds, inputs.position_ids, step, {})
+    hidden = subject.fused(embeds, inputs.position_ids, step, {})
     if inputs.sample_rows is not None:
         hidden = hidden[inputs.sample_rows]
     return subject.family.lm_head(hidden).float()
@@ -305,8 +305,8 @@ def test_compiled_code_wrong_for_some_rows_alone_is_noticed(
 ) -> None:
     loaded = load_model(ModelConfig(folder=str(folder("llama")), served_name="test"))
     family = loaded.family
-    lean = choose_decoder(family, loaded.dtype, loaded.device)
-    assert isinstance(lean, FusedDecoder)
+    fused = choose_decoder(family, loaded.dtype, loaded.device)
+    assert isinstance(fused, FusedDecoder)
     pages = loaded.kv_pages(1, 16)
     compute, sizes = NativeDecoder.logits, []
 
@@ -318,7 +318,7 @@ def test_compiled_code_wrong_for_some_rows_alone_is_noticed(
         return found
 
     monkeypatch.setattr(NativeDecoder, "logits", logits)
-    assert native_decoder(lean, family, loaded.dtype, pages) is None
+    assert native_decoder(fused, family, loaded.dtype, pages) is None
     assert sizes == [1, 21]
 
 
@@ -327,12 +327,12 @@ def test_a_model_that_computes_something_else_is_noticed(
 ) -> None:
     loaded = load_model(ModelConfig(folder=str(folder("llama")), served_name="test"))
     family = loaded.family
-    lean = choose_decoder(family, loaded.dtype, loaded.device)
-    assert isinstance(lean, FusedDecoder)
+    fused = choose_decoder(family, loaded.dtype, loaded.device)
+    assert isinstance(fused, FusedDecoder)
     add = FusedDecoder.__call__
     monkeypatch.setattr(FusedDecoder, "__call__", lambda *step: 1.01 * add(*step))
     pages = loaded.kv_pages(1, 16)
-    assert native_decoder(lean, family, loaded.dtype, pages) is None
+    assert native_decoder(fused, family, loaded.dtype, pages) is None
 
 
 def test_without_compiled_code_steps_run_in_torch(
@@ -355,7 +355,7 @@ def test_a_model_of_another_activation_is_left_to_torch(folder: Folder) -> None:
     for layer in loaded.family.decoder.layers:  # type: ignore[union-attr]
         layer.mlp.act_fn = torch.nn.GELU()  # type: ignore[union-attr]
     family = loaded.family
-    lean = choose_decoder(family, loaded.dtype, loaded.device)
-    assert isinstance(lean, FusedDecoder)
+    fused = choose_decoder(family, loaded.dtype, loaded.device)
+    assert isinstance(fused, FusedDecoder)
     pages = loaded.kv_pages(1, 16)
-    assert native_decoder(lean, family, loaded.dtype, pages) is None
+    assert native_decoder(fused, family, loaded.dtype, pages) is None

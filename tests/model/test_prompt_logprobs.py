@@ -6,8 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from lookonce.model import logits_processors
-from lookonce.model import sampler as prompt_scores
+from lookonce.model import logits_processors, sampler
 from lookonce.types.request import PromptLogprob
 from lookonce.types.step import StepPlan
 from tests.support.model.cases import Case
@@ -83,7 +82,7 @@ def test_after_a_preemption_they_are_complete(subjects, folder):
 
 def test_a_large_vocabulary_is_scored_in_slices(scene, monkeypatch):
     subject, logits = scene
-    monkeypatch.setattr(prompt_scores, "SLICE_ELEMENTS", 3 * subject.loaded.info.vocab_size)
+    monkeypatch.setattr(sampler, "SLICE_ELEMENTS", 3 * subject.loaded.info.vocab_size)
     served = serve(subject.loaded, subject.cases[:1], budget=64, prompt_logprobs={0: TOP})
     assert worst_error(served.scored[0], subject.cases[0], logits[0]) < 1e-4
 
@@ -91,12 +90,12 @@ def test_a_large_vocabulary_is_scored_in_slices(scene, monkeypatch):
 def test_scores_of_the_wrong_place_would_be_seen(subjects, folder, monkeypatch):
     """Negative control: each token judged by the logits at its own place, not before it."""
     subject = subjects("llama")
-    honest = prompt_scores.PromptLogprobScorer.parts
+    honest = sampler.PromptLogprobScorer.parts
 
     def shifted(self, chunks):
         return [part._replace(first=part.first + 1) for part in honest(self, chunks)]
 
-    monkeypatch.setattr(prompt_scores.PromptLogprobScorer, "parts", shifted)
+    monkeypatch.setattr(sampler.PromptLogprobScorer, "parts", shifted)
     served = serve(subject.loaded, subject.cases[:1], budget=64, prompt_logprobs={0: TOP})
     model = reference_model(folder("llama"), subject.loaded.info)
     logits = reference_prompt_logits(model, subject.cases[0])

@@ -1,8 +1,9 @@
-"""The runner forgets, learns, encodes, computes and samples what a plan says, and nothing else."""
+"""The runner does what a plan says and nothing else: update the batch, encode, compute, sample."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,7 +12,6 @@ import torch
 
 from lookonce.config import ModelConfig
 from lookonce.errors import RequestFailedError
-from lookonce.model import runner as threads
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.loader import load_model
 from lookonce.model.runner import HEAVY_TOKENS, Runner, ThreadCounts
@@ -285,7 +285,7 @@ def _restored() -> Iterator[None]:
 
 
 def on_cores(count: int, given: int, monkeypatch: pytest.MonkeyPatch) -> ThreadCounts:
-    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: set(range(count)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
     torch.set_num_threads(given)
     return ThreadCounts.of_machine()
 

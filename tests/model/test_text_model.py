@@ -1,4 +1,4 @@
-"""The lean decoder stands in for transformers' only where it computes the same."""
+"""The fused decoder replaces transformers' own only if both compute the same."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chosen(loaded: LoadedModel) -> Any:
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-def test_a_plain_decoder_runs_lean(folder: Folder, kind: str) -> None:
+def test_a_plain_decoder_is_fused(folder: Folder, kind: str) -> None:
     assert isinstance(chosen(loaded_folder(folder(kind))), FusedDecoder)
 
 
