@@ -31,7 +31,7 @@ from lookonce.model.attention.probe import (
 )
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.families.base import ModelFamily
-from lookonce.model.fused_decoder import FusedDecoder
+from lookonce.model.fused_modules import FusedDecoder
 from lookonce.model.kv_pages import KVPages, LayerPages
 from lookonce.model.native.decoder import DecodeInputs, NativeDecoder, native_decoder
 from lookonce.model.step_inputs import StepInputs

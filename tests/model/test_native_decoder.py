@@ -18,7 +18,7 @@ from lookonce.model.attention.backend import AttentionMetadata, ForwardContext
 from lookonce.model.attention.cpu import KernelBackend
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.families.base import ModelFamily, TextFamily
-from lookonce.model.fused_decoder import FusedDecoder, plain_positions
+from lookonce.model.fused_modules import FusedDecoder, plain_positions
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.loader import load_model
 from lookonce.model.native import decoder as native

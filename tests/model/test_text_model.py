@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lookonce.config import ModelConfig
-from lookonce.model.fused_decoder import FusedDecoder
+from lookonce.model.fused_modules import FusedDecoder
 from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.text_model import TransformersDecoder, choose_decoder
 

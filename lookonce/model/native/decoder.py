@@ -23,8 +23,7 @@ from lookonce.model.attention.probe import (
 )
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.families.base import ModelFamily
-from lookonce.model.fused_decoder import FusedDecoder, FusedLayer, plain_positions
-from lookonce.model.fused_modules import Linear, RMSNorm
+from lookonce.model.fused_modules import FusedDecoder, FusedLayer, Linear, RMSNorm, plain_positions
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.native.compiled import _native
 
