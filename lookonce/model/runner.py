@@ -18,7 +18,7 @@ from lookonce.model.input_batch import InputBatch
 from lookonce.model.kv_pages import KVPages, PageCopier
 from lookonce.model.loader import LoadedModel
 from lookonce.model.logits_processors import FAILED
-from lookonce.model.sampler import PromptLogprobScorer, Sampled, Sampler
+from lookonce.model.sampler import PromptLogprobScorer, Sampler, SamplerOutput
 from lookonce.model.step_inputs import StepInputBuilder, StepInputs
 from lookonce.model.text_model import TextModel, sampled_rows
 from lookonce.types.request import PromptLogprob, TokenLogprob
@@ -87,9 +87,9 @@ class Runner:
         for chunk in plan.scheduled:
             if chunk.new_block_ids:
                 self._batch.append_blocks(self._batch.row_of(chunk.seq_id), chunk.new_block_ids)
-        samples = _Samples()
-        self._compute(self._computable(plan.scheduled, report.failed, samples), samples)
-        return samples.result(plan, report)
+        output = _StepOutput()
+        self._compute(self._computable(plan.scheduled, report.failed, output), output)
+        return output.result(plan, report)
 
     def _remove(self, seq_ids: Sequence[int]) -> None:
         self._batch.remove(seq_ids)
@@ -108,7 +108,7 @@ class Runner:
         self,
         scheduled: Sequence[ScheduledSequence],
         failed_items: Container[bytes],
-        samples: _Samples,
+        output: _StepOutput,
     ) -> list[ScheduledSequence]:
         """The sequences whose encoder outputs are all held; the others fail."""
         if not any(chunk.embeds for chunk in scheduled):
@@ -119,10 +119,10 @@ class Runner:
             if not missing:
                 kept.append(chunk)
             elif not any(key in failed_items for key in missing):
-                samples.fail(chunk.seq_id, "an encoder output is missing")
+                output.fail(chunk.seq_id, "an encoder output is missing")
         return kept
 
-    def _compute(self, chunks: Sequence[ScheduledSequence], samples: _Samples) -> None:
+    def _compute(self, chunks: Sequence[ScheduledSequence], output: _StepOutput) -> None:
         """Compute all chunks in one call; if that fails, each alone, so that only faulty ones fail.
 
         Computing a chunk twice is safe: it writes the same keys and values to the same slots.
@@ -130,32 +130,34 @@ class Runner:
         if not chunks:
             return
         try:
-            self._compute_batch(chunks, samples)
+            self._compute_batch(chunks, output)
         except torch.AcceleratorError:
             raise  # the device is lost, not the sequence
         except COMPUTE_ERRORS as error:
             logger.warning("a step failed", extra={"sequences": len(chunks)}, exc_info=error)
             if len(chunks) == 1:
-                samples.fail(chunks[0].seq_id, f"computing failed ({type(error).__name__})")
+                output.fail(chunks[0].seq_id, f"computing failed ({type(error).__name__})")
                 return
             for chunk in chunks:
-                self._compute([chunk], samples)
+                self._compute([chunk], output)
 
-    def _compute_batch(self, chunks: Sequence[ScheduledSequence], samples: _Samples) -> None:
+    def _compute_batch(self, chunks: Sequence[ScheduledSequence], output: _StepOutput) -> None:
         inputs = self._inputs.build(chunks)
         sampled = [chunk for chunk in chunks if chunk.sample]
         seq_ids = [chunk.seq_id for chunk in sampled]
         hidden, parts = None, self._prompt_logprobs.parts(chunks)
         if parts:
             hidden = self.text_model.hidden(inputs, self._encoder_rows(inputs))
-            samples.score(self._prompt_logprobs.score(hidden, parts, self.text_model.predict))
+            output.add_prompt_logprobs(
+                self._prompt_logprobs.score(hidden, parts, self.text_model.predict)
+            )
         logits = self.logits(inputs, seq_ids, hidden)
         if not sampled:
             return
         positions = [chunk.start + chunk.num_tokens for chunk in sampled]
-        outcome = self._sampler.sample(logits, seq_ids, positions)
-        self._batch.write_tokens(seq_ids, positions, outcome.token_ids)
-        samples.add(seq_ids, outcome)
+        sampled_tokens = self._sampler.sample(logits, seq_ids, positions)
+        self._batch.write_tokens(seq_ids, positions, sampled_tokens.token_ids)
+        output.add(seq_ids, sampled_tokens)
 
     def logits(
         self, inputs: StepInputs, seq_ids: Sequence[int], hidden: Tensor | None = None
@@ -173,7 +175,7 @@ class Runner:
         return None if inputs.embed_at is None else self._encoder.rows(inputs.embeds)
 
 
-class _Samples:
+class _StepOutput:
     """The results of one step so far, by sequence."""
 
     def __init__(self) -> None:
@@ -185,10 +187,10 @@ class _Samples:
     def fail(self, seq_id: int, reason: str) -> None:
         self._failed[seq_id] = RequestFailedError(reason)
 
-    def score(self, prompt_logprobs: dict[int, list[PromptLogprob]]) -> None:
+    def add_prompt_logprobs(self, prompt_logprobs: dict[int, list[PromptLogprob]]) -> None:
         self._prompt_logprobs |= prompt_logprobs
 
-    def add(self, seq_ids: Sequence[int], sampled: Sampled) -> None:
+    def add(self, seq_ids: Sequence[int], sampled: SamplerOutput) -> None:
         self._tokens.update(zip(seq_ids, sampled.token_ids, strict=True))
         if sampled.logprobs is not None:
             self._logprobs.update(zip(seq_ids, sampled.logprobs, strict=True))

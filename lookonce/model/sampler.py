@@ -29,7 +29,7 @@ from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import NewSequence, ScheduledSequence
 
 
-class Sampled(NamedTuple):
+class SamplerOutput(NamedTuple):
     """One entry per row of the logits."""
 
     token_ids: list[int]
@@ -123,7 +123,9 @@ class Sampler:
         self._states.pop(seq_id, None)
         self._special.discard(seq_id)
 
-    def sample(self, logits: Tensor, seq_ids: Sequence[int], positions: Sequence[int]) -> Sampled:
+    def sample(
+        self, logits: Tensor, seq_ids: Sequence[int], positions: Sequence[int]
+    ) -> SamplerOutput:
         """Draw one token per row of `logits` [n, V] float32, which is not changed.
 
         `positions[i]` is the index the sampled token takes in its sequence: prompt tokens plus
@@ -131,14 +133,14 @@ class Sampler:
         """
         special = [row for row, seq_id in enumerate(seq_ids) if seq_id in self._special]
         if not special:
-            return Sampled(logits_processors.argmax(logits), None)
+            return SamplerOutput(logits_processors.argmax(logits), None)
         states = [self._states[seq_id] for seq_id in seq_ids]
         scores = _edited(logits, states, positions)
         scores, errors = _constrained(scores, states, is_copy=scores is not logits)
         token_ids = _choose(scores, states, positions)
         for row in special:
             states[row].take(token_ids[row])
-        return Sampled(token_ids, _logprobs(logits, token_ids, states), errors)
+        return SamplerOutput(token_ids, _logprobs(logits, token_ids, states), errors)
 
     def _known(self, token_ids: set[int]) -> list[int]:
         return sorted(t for t in token_ids if 0 <= t < self._vocab_size)

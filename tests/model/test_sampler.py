@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lookonce.model import logits_processors
 from lookonce.model.logits_processors import FAILED
-from lookonce.model.sampler import Sampled, Sampler
+from lookonce.model.sampler import Sampler, SamplerOutput
 from lookonce.types.sampling import SamplingParams
 
 EOS = 3
@@ -33,7 +33,7 @@ def sample_one(
     sample_index: int = 0,
     prompt: Sequence[int] = (),
     output: Sequence[int] = (),
-) -> Sampled:
+) -> SamplerOutput:
     """One row, at the position after `output`."""
     sampler = Sampler(logits.shape[-1], [EOS])
     sampler.add(1, params, sample_index, list(prompt), list(output))
