@@ -1,4 +1,4 @@
-"""The description of a step: what goes where, in buffers that never move."""
+"""Attention metadata describes every token of a step, in buffers that keep their addresses."""
 
 from __future__ import annotations
 

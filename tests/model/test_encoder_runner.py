@@ -1,4 +1,4 @@
-"""The encoder batches what it may, keeps outputs by key, and lets one item fail alone."""
+"""Items are encoded in batches, outputs are held by key, and a failing item fails alone."""
 
 from __future__ import annotations
 

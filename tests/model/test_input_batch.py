@@ -1,4 +1,4 @@
-"""Multi-axis positions equal Hugging Face's `get_rope_index`, for any window and beyond the end."""
+"""Rows of running sequences; multi-axis positions equal Hugging Face's `get_rope_index`."""
 
 from __future__ import annotations
 

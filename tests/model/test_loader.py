@@ -1,4 +1,4 @@
-"""Loading a folder: what the model is, how far loading got, and what is wrong with a bad folder."""
+"""Loading a folder: model information, progress, and the errors of a bad folder."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_a_chunk_that_does_not_end_the_prompt_samples_nothing(llama):
     assert result.token_ids == ()
 
 
-def test_rows_of_forgotten_sequences_are_reused(llama):
+def test_rows_of_removed_sequences_are_reused(llama):
     runner = make_runner(llama, max_num_seqs=1)
     first = answer(runner, tokens(1, 9), seq_id=1)
     runner.execute(StepPlan(8, finished=(1,)))
@@ -125,11 +125,11 @@ def test_rows_of_forgotten_sequences_are_reused(llama):
     assert answer(runner, tokens(1, 9), seq_id=3) == first
 
 
-def test_forgetting_an_unknown_sequence_is_no_error(llama):
+def test_removing_an_unknown_sequence_is_no_error(llama):
     assert make_runner(llama).execute(StepPlan(0, finished=(77,))).token_ids == ()
 
 
-def test_logprobs_come_for_those_who_asked(llama):
+def test_only_rows_that_ask_get_logprobs(llama):
     first, second = tokens(1, 9), tokens(2, 5)
     asking = SamplingParams(temperature=0, logprobs=2)
     plan = StepPlan(
@@ -293,12 +293,14 @@ def on_cores(count: int, given: int, monkeypatch: pytest.MonkeyPatch) -> ThreadC
 @pytest.mark.parametrize(
     ("cores", "given", "light", "heavy"), [(1, 1, 1, 1), (2, 2, 1, 2), (4, 4, 3, 4), (4, 2, 2, 2)]
 )
-def test_a_core_is_left_to_others_unless_the_user_chose(cores, given, light, heavy, monkeypatch):
+def test_light_steps_leave_a_core_free_unless_a_number_of_threads_is_set(
+    cores, given, light, heavy, monkeypatch
+):
     assert on_cores(cores, given, monkeypatch) == ThreadCounts(light, heavy)
     assert torch.get_num_threads() == light
 
 
-def test_a_long_chunk_takes_every_core_and_gives_it_back(monkeypatch):
+def test_a_long_chunk_uses_every_core_and_restores_the_number(monkeypatch):
     machine = on_cores(2, 2, monkeypatch)
     with machine.working_on(PREFILL):
         assert torch.get_num_threads() == 2
@@ -307,7 +309,7 @@ def test_a_long_chunk_takes_every_core_and_gives_it_back(monkeypatch):
         assert torch.get_num_threads() == 1
 
 
-def test_a_failing_step_gives_it_back_too(monkeypatch):
+def test_a_failing_step_restores_the_number_of_threads(monkeypatch):
     machine = on_cores(2, 2, monkeypatch)
     with pytest.raises(ZeroDivisionError), machine.working_on(PREFILL):
         raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""Compiled code fills a decode step exactly as NumPy does, and knows when not to."""
+"""Compiled code builds a decode step exactly as NumPy does, and leaves other steps to it."""
 
 from __future__ import annotations
 
