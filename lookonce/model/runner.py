@@ -147,9 +147,9 @@ class Runner:
         seq_ids = [chunk.seq_id for chunk in sampled]
         hidden, parts = None, self._prompt_logprobs.parts(chunks)
         if parts:
-            hidden = self.text_model.hidden(inputs, self._encoder_rows(inputs))
+            hidden = self.text_model.hidden_states(inputs, self._encoder_rows(inputs))
             output.add_prompt_logprobs(
-                self._prompt_logprobs.score(hidden, parts, self.text_model.predict)
+                self._prompt_logprobs.score(hidden, parts, self.text_model.compute_logits)
             )
         logits = self.logits(inputs, seq_ids, hidden)
         if not sampled:
@@ -167,7 +167,7 @@ class Runner:
         `hidden` [T, H] are the last hidden states if they were computed before.
         """
         if hidden is not None:
-            return self.text_model.predict(sampled_rows(hidden, inputs))
+            return self.text_model.compute_logits(sampled_rows(hidden, inputs))
         return self.text_model(inputs, self._encoder_rows(inputs))
 
     def _encoder_rows(self, inputs: StepInputs) -> Tensor | None:

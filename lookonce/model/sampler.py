@@ -314,11 +314,11 @@ class PromptLogprobScorer:
         return parts
 
     def score(
-        self, hidden: Tensor, parts: Iterable[_Part], predict: Callable[[Tensor], Tensor]
+        self, hidden: Tensor, parts: Iterable[_Part], compute_logits: Callable[[Tensor], Tensor]
     ) -> dict[int, list[PromptLogprob]]:
         """Scores by sequence from a step's last hidden states [T, H].
 
-        `predict` computes logits [n, V] from hidden states [n, H].
+        `compute_logits` computes logits [n, V] from hidden states [n, H].
         """
         size = max(1, SLICE_ELEMENTS // self._vocab_size)
         scored: dict[int, list[PromptLogprob]] = {}
@@ -327,6 +327,6 @@ class PromptLogprobScorer:
             for start in range(0, len(part.token_ids), size):
                 token_ids = part.token_ids[start : start + size].to(hidden.device)
                 first = part.first + start
-                logits = predict(hidden[first : first + len(token_ids)])
+                logits = compute_logits(hidden[first : first + len(token_ids)])
                 entries += prompt_logprobs(logits, token_ids, part.wanted)
         return scored

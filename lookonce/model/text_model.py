@@ -96,9 +96,9 @@ class TextModel:
             )
             if logits is not None:
                 return logits
-        return self.predict(sampled_rows(self._decode(inputs, embeds, extras), inputs))
+        return self.compute_logits(sampled_rows(self._decode(inputs, embeds, extras), inputs))
 
-    def hidden(self, inputs: StepInputs, rows: Tensor | None) -> Tensor:
+    def hidden_states(self, inputs: StepInputs, rows: Tensor | None) -> Tensor:
         """Last hidden states [T, H] of all tokens."""
         return self._decode(inputs, *self._embeds(inputs, rows))
 
@@ -107,7 +107,7 @@ class TextModel:
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Embeddings [T, H] with encoder rows in their places, and the decoder's extra arguments.
 
-        Without encoder rows both are empty: the decoder embeds the token ids.
+        Without encoder rows both are empty, and the token ids are embedded later.
         """
         if inputs.embed_at is None or rows is None:
             return None, {}
@@ -122,7 +122,7 @@ class TextModel:
         step = ForwardContext(inputs.metadata, self._backend, self._kv_pages)
         return self._decoder(embeds, inputs.position_ids, step, extras)
 
-    def predict(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """Last hidden states [S, H] → logits [S, V]."""
         logits: Tensor = self._family.lm_head(hidden).float()
         softcap = self._family.final_softcap
