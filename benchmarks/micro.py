@@ -24,9 +24,8 @@ from benchmarks.report import Report, median
 from lookonce.model.attention.backend import AttentionCall, AttentionMetadata
 from lookonce.model.attention.cpu import KernelBackend, kernel_available
 from lookonce.model.attention.reference import ReferenceBackend, write_pages
-from lookonce.model.kv_pages import KVPages, LayerPages
+from lookonce.model.kv_pages import KVPages, LayerPages, kv_layout
 from lookonce.model.step_inputs import AttentionMetadataBuilder
-from lookonce.types.kv import KVLayout
 
 BLOCK_SIZE = 16
 
@@ -74,10 +73,7 @@ class _Step:
         num_blocks = load.batch * blocks
         rng = np.random.default_rng(0)
         tables = rng.permutation(num_blocks).astype(np.int32).reshape(load.batch, blocks)
-        dtype_name = str(dtype).removeprefix("torch.")
-        layout = KVLayout(
-            shape.num_layers, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim, dtype_name
-        )
+        layout = kv_layout(shape.num_layers, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim, dtype)
         self.pages = KVPages(layout, num_blocks)
         for layer in self.pages.layers:
             layer.keys.normal_()

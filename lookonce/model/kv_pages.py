@@ -30,6 +30,14 @@ class LayerPages(NamedTuple):
     values: Tensor
 
 
+def kv_layout(
+    num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> KVLayout:
+    """The layout of one block of `dtype`."""
+    dtype_name = str(dtype).removeprefix("torch.")
+    return KVLayout(num_layers, block_size, num_kv_heads, head_dim, dtype_name)
+
+
 class KVPages:
     """All layers' pages, allocated once and zeroed: a masked read of an unwritten row is not NaN.
 

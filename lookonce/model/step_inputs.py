@@ -262,7 +262,8 @@ class AttentionMetadataBuilder:
         count = len(kv_lens)
         lens, totals = np.asarray(query_lens, np.int64), np.asarray(kv_lens, np.int64)
         tokens = int(lens.sum())
-        tables = self._fill_tables(totals, block_tables, _rows(rows, count))
+        rows = np.arange(count) if rows is None else rows
+        tables = self._fill_tables(totals, block_tables, rows)
         starts = self._query_start.host[: count + 1]
         np.cumsum(lens, out=starts[1:])
         positions = self._fill_slots(lens, totals, starts, tables)
@@ -349,10 +350,6 @@ class AttentionMetadataBuilder:
                 begin, stop = max(start - first, int(starts[index])), min(end, last) - first
                 if begin < stop:
                     ends[begin:stop] = min(end, last)
-
-
-def _rows(rows: NDArray[np.intp] | None, count: int) -> NDArray[np.intp]:
-    return np.arange(count) if rows is None else rows
 
 
 MAX_VIEWS = 512

@@ -23,10 +23,10 @@ from lookonce.engine.process.build import assemble
 from lookonce.engine.process.kv_tiers import open_external, rope_of
 from lookonce.engine.settings import EngineSettings
 from lookonce.model.attention.select import select_backend
-from lookonce.model.kv_pages import KVPages, PageCopier
+from lookonce.model.kv_pages import KVPages, PageCopier, kv_layout
 from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.runner import Runner
-from lookonce.types.kv import ExternalFacts, KVLayout, TierSpec
+from lookonce.types.kv import ExternalFacts, TierSpec
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.conftest import FolderMaker
@@ -209,7 +209,7 @@ def test_two_folders_share_nothing(folder: FolderMaker, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_blocks_go_out_and_come_back_bit_for_bit(dtype: torch.dtype) -> None:
-    pages = KVPages(KVLayout(3, 4, 2, 16, str(dtype).removeprefix("torch.")), 8)
+    pages = KVPages(kv_layout(3, 4, 2, 16, dtype), 8)
     for layer in pages.layers:
         for page in layer:
             page.copy_(torch.randn(page.shape))

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from lookonce.model.attention.backend import AttentionMetadata
-from lookonce.model.kv_pages import KVPages
+from lookonce.model.kv_pages import KVPages, kv_layout
 from lookonce.model.step_inputs import AttentionMetadataBuilder
-from lookonce.types.kv import KVLayout
 
 PROBE_TOKENS = 22
 _CONTEXT, _PROMPT = 9, PROBE_TOKENS - 1
@@ -31,8 +30,7 @@ def probe_pages(
     device: torch.device | str = "cpu",
 ) -> KVPages:
     """Pages for the step, with random keys and values of before; every call gives the same."""
-    dtype_name = str(dtype).removeprefix("torch.")
-    layout = KVLayout(num_layers, _BLOCK_SIZE, num_kv_heads, head_dim, dtype_name)
+    layout = kv_layout(num_layers, _BLOCK_SIZE, num_kv_heads, head_dim, dtype)
     pages = KVPages(layout, 3, device)
     generator = torch.Generator().manual_seed(0)
     for layer in pages.layers:

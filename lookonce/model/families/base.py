@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lookonce.model.attention.backend import AttentionFeatures
+from lookonce.model.kv_pages import kv_layout
 from lookonce.types.kv import KVLayout
 from lookonce.types.media import Modality
 
@@ -121,8 +122,7 @@ class ModelFamily:
 
     def kv_layout(self, block_size: int, dtype: torch.dtype) -> KVLayout:
         """The layout of a KV block of `block_size` tokens."""
-        dtype_name = str(dtype).removeprefix("torch.")
-        return KVLayout(self.num_layers, block_size, self.num_kv_heads, self.head_dim, dtype_name)
+        return kv_layout(self.num_layers, block_size, self.num_kv_heads, self.head_dim, dtype)
 
     def batch_key(self, modality: Modality, item: Tensors) -> Hashable:
         """Items of one modality with equal keys are encoded in one call; None: each in its own."""

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lookonce.model.attention.backend import AttentionBackend, AttentionCall, AttentionMetadata
-from lookonce.model.kv_pages import KVPages, LayerPages
+from lookonce.model.kv_pages import KVPages, LayerPages, kv_layout
 from lookonce.model.step_inputs import AttentionMetadataBuilder
-from lookonce.types.kv import KVLayout
 
 JUNK_BLOCK = -7
 """Fills block tables past a sequence's end: reading it is an error."""
@@ -76,13 +75,7 @@ def build(problem: Problem) -> Scene:
     generator = torch.Generator().manual_seed(problem.seed)
     totals = [new + before for new, before in problem.sequences]
     tables = _shuffled_tables(problem, totals)
-    layout = KVLayout(
-        1,
-        problem.block_size,
-        problem.num_kv_heads,
-        problem.head_dim,
-        str(problem.dtype).removeprefix("torch."),
-    )
+    layout = kv_layout(1, problem.block_size, problem.num_kv_heads, problem.head_dim, problem.dtype)
     pages = KVPages(layout, int(tables.max()) + 3)
     layer = pages.layers[0]
     layer.keys.fill_(torch.nan)
