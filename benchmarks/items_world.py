@@ -21,9 +21,9 @@ from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerState
-from lookonce.model.encoder import Encoder
+from lookonce.model.encoder_runner import EncoderRunner
 from lookonce.model.families.base import ModelFamily, Tensors
-from lookonce.model.input_batch import SequenceTable
+from lookonce.model.input_batch import InputBatch
 from lookonce.model.step_inputs import StepInputBuilder
 from lookonce.types.media import Array, Expansion, MediaFeature, Modality, ProcessedItem
 from lookonce.types.model import ModelInfo
@@ -99,7 +99,7 @@ class World:
             SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=chunk, max_encoder_tokens=chunk),
         )
         self._position_axes = position_axes
-        self.table = SequenceTable(max_num_seqs=1, max_model_len=max_tokens, block_size=BLOCK_SIZE)
+        self.table = InputBatch(max_num_seqs=1, max_model_len=max_tokens, block_size=BLOCK_SIZE)
         self._inputs = StepInputBuilder(
             self.table,
             position_axes=position_axes,
@@ -108,7 +108,7 @@ class World:
             block_size=BLOCK_SIZE,
             device=CPU,
         )
-        self._encoder = Encoder(ConstantFamily(longest_item), torch.float32, CPU)
+        self._encoder = EncoderRunner(ConstantFamily(longest_item), torch.float32, CPU)
         self._embeds = torch.zeros(chunk, ROW_WIDTH)
         self._gathers = gather
 
@@ -131,17 +131,17 @@ class World:
     def _execute(self, plan: StepPlan) -> tuple[StepResult, float]:
         """As the runner does, but for the model; and the milliseconds of all but encoding."""
         started = _now()
-        self.table.forget(plan.finished)
+        self.table.remove(plan.finished)
         for new in plan.new:
-            self.table.learn(new, mrope=self._position_axes > 1)
+            self.table.add(new, mrope=self._position_axes > 1)
         for extension in plan.extended:
             self.table.extend(extension)
-        learnt = _now()
+        added = _now()
         report = self._encoder.execute(plan)
         encoded = _now()
         if plan.scheduled:
             self._gather(plan)
-        gathering = (learnt - started + _now() - encoded) / 1e6
+        gathering = (added - started + _now() - encoded) / 1e6
         sampled = tuple(7 for chunk in plan.scheduled if chunk.sample)
         result = StepResult(
             token_ids=sampled,

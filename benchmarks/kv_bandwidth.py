@@ -13,8 +13,7 @@ from benchmarks.report import Report
 from lookonce.kv.chain import open_chain
 from lookonce.kv.objects import ObjectFormat, namespace_digest
 from lookonce.kv.valkey import RespConnection, command, packed
-from lookonce.model.kv_copier import PageCopier
-from lookonce.model.kv_pages import KVPages
+from lookonce.model.kv_pages import PageCopier
 from lookonce.model.loader import LoadedModel
 from lookonce.types.kv import KVLayout, TierSpec
 
@@ -26,10 +25,7 @@ ROUNDS = 5
 
 def bandwidth_report(loaded: LoadedModel, tiers: dict[str, TierSpec]) -> Report:
     """Best of some rounds, GB/s; each round reads and writes blocks of its own."""
-    family = loaded.family
-    pages = KVPages(
-        family.num_layers, NUM_BLOCKS, 16, family.num_kv_heads, family.head_dim, loaded.dtype
-    )
+    pages = loaded.kv_pages(NUM_BLOCKS, 16)
     copier = PageCopier(pages)
     size = copier.layout.block_bytes
     report = Report(

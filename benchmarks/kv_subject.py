@@ -15,7 +15,7 @@ from lookonce.engine.process.kv_tiers import open_external, rope_of
 from lookonce.engine.process_io import EngineSettings
 from lookonce.kv.connector import KVConnector
 from lookonce.model.attention.select import resolve_block_size, select_backend
-from lookonce.model.kv_copier import PageCopier
+from lookonce.model.kv_pages import PageCopier
 from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.runner import Runner
 from lookonce.types.kv import TierSpec
@@ -54,8 +54,7 @@ class BenchEngine:
         block_size = resolve_block_size(backend, None)
         runner = Runner(
             loaded,
-            num_blocks=NUM_BLOCKS,
-            block_size=block_size,
+            kv_pages=loaded.kv_pages(NUM_BLOCKS, block_size),
             backend=backend,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,

@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.report import Report, median
-from lookonce.model.attention.backend import AttentionBuffers, AttentionCall, AttentionMetadata
+from lookonce.model.attention.backend import AttentionCall, AttentionMetadata
 from lookonce.model.attention.cpu import KernelBackend, kernel_available
 from lookonce.model.attention.reference import ReferenceBackend, write_pages
-from lookonce.model.kv_pages import KVPages, LayerPages
+from lookonce.model.kv_pages import KVPages, LayerPages, kv_layout
+from lookonce.model.step_inputs import AttentionMetadataBuilder
 
 BLOCK_SIZE = 16
 
@@ -72,13 +73,12 @@ class _Step:
         num_blocks = load.batch * blocks
         rng = np.random.default_rng(0)
         tables = rng.permutation(num_blocks).astype(np.int32).reshape(load.batch, blocks)
-        self.pages = KVPages(
-            shape.num_layers, num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim, dtype
-        )
+        layout = kv_layout(shape.num_layers, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim, dtype)
+        self.pages = KVPages(layout, num_blocks)
         for layer in self.pages.layers:
             layer.keys.normal_()
             layer.values.normal_()
-        buffers = AttentionBuffers(
+        buffers = AttentionMetadataBuilder(
             max_num_seqs=load.batch,
             max_num_tokens=load.batch * load.query,
             max_blocks_per_seq=blocks,
@@ -86,7 +86,7 @@ class _Step:
         )
         decodes = load.batch if load.query == 1 else 0
         lens = [load.query] * load.batch
-        self.metadata = buffers.fill(lens, [total] * load.batch, tables, num_decodes=decodes)
+        self.metadata = buffers.build(lens, [total] * load.batch, tables, num_decodes=decodes)
         tokens = self.metadata.num_tokens
         self.scale = shape.head_dim**-0.5
         # Laid out as transformers hands them over: query and key out of rope, value a projection.

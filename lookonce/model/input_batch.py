@@ -1,30 +1,42 @@
-"""What the runner remembers of each running sequence: one row of arrays that outlive the step."""
+"""The running sequences: tokens, block tables and rotary positions, kept from step to step.
+
+With multi-axis rope (mrope) text counts on one line, and a picture of h x w merged patches stands
+on a square: its tokens take (base + t, base + row, base + column), and text goes on at
+base + max(h, w). So a token's position is its index plus a delta that changes only at pictures:
+
+    index      0 1 2 3 4 5 6 7 8 9    a 2 x 3 picture in [2, 8)
+    temporal   0 1 2 2 2 2 2 2 5 6
+    height     0 1 2 2 2 3 3 3 5 6
+    width      0 1 2 3 4 2 3 4 5 6    from 8 on: index - 3, for max(2, 3) - 6
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookonce.model.positions import MropePositions
+from lookonce.types.media import MediaFeature
 from lookonce.types.step import Extension, NewSequence
 
 
-class SequenceTable:
+class InputBatch:
     """Tokens, block tables and position deltas of up to `max_num_seqs` sequences.
 
-    Arrays are indexed [row, ...]; `row_of` gives a sequence's row, which is reused once the
-    sequence is forgotten. Untouched memory costs nothing: the system hands out pages lazily.
+    Arrays are indexed [row, ...]; `row_of` gives a sequence's row, which is reused after the
+    sequence is removed. The operating system maps pages at the first touch, so rows that were
+    never used take no memory.
     """
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         blocks = -(-max_model_len // block_size)
         self.tokens = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
-        """[row, index]; one column more than a sequence may be long, for its last sample."""
+        """[row, index]; one column more than the longest sequence, for its last sample."""
         self.block_tables = np.zeros((max_num_seqs, blocks), np.int32)
         self.tail_starts = np.zeros(max_num_seqs, np.int64)
-        """[row]; from this index on a position is the index plus `tail_deltas[row]`."""
+        """[row]; from this index on, a token's position is its index plus `tail_deltas[row]`."""
         self.tail_deltas = np.zeros(max_num_seqs, np.int64)
         self._num_blocks = [0] * max_num_seqs
         self._positions: list[MropePositions | None] = [None] * max_num_seqs
@@ -35,19 +47,19 @@ class SequenceTable:
         return len(self._rows)
 
     def row_of(self, seq_id: int) -> int:
-        """Raises `KeyError` for a sequence not learnt."""
+        """Raises `KeyError` for a sequence that was not added."""
         return self._rows[seq_id]
 
-    def learn(self, new: NewSequence, *, mrope: bool) -> None:
+    def add(self, new: NewSequence, *, mrope: bool) -> None:
         row = self._free.pop()
         self._rows[new.seq_id] = row
         self.tokens[row, : len(new.token_ids)] = new.token_ids
         self._num_blocks[row] = 0
         self._positions[row] = MropePositions(new.features) if mrope else None
-        self._note_tail(row)
+        self._update_tail(row)
 
     def extend(self, extension: Extension) -> None:
-        """Take in what was appended to a known sequence; what is there is not touched."""
+        """Append tokens and media items to a sequence that was added before."""
         row = self._rows[extension.seq_id]
         end = extension.start + len(extension.token_ids)
         self.tokens[row, extension.start : end] = extension.token_ids
@@ -55,15 +67,15 @@ class SequenceTable:
         if positions is not None:
             for feature in extension.features:
                 positions.append(feature)
-            self._note_tail(row)
+            self._update_tail(row)
 
-    def _note_tail(self, row: int) -> None:
+    def _update_tail(self, row: int) -> None:
         positions = self._positions[row]
         self.tail_starts[row] = 0 if positions is None else positions.tail_start
         self.tail_deltas[row] = 0 if positions is None else positions.tail_delta
 
-    def forget(self, seq_ids: Iterable[int]) -> None:
-        """A sequence that is not known is no error: it may never have been scheduled."""
+    def remove(self, seq_ids: Iterable[int]) -> None:
+        """An unknown sequence is no error: it may never have been scheduled."""
         for seq_id in seq_ids:
             row = self._rows.pop(seq_id, None)
             if row is not None:
@@ -78,17 +90,94 @@ class SequenceTable:
     def write_tokens(
         self, seq_ids: Sequence[int], indices: Sequence[int], token_ids: Sequence[int]
     ) -> None:
-        """Put one token per sequence at its index."""
+        """Write one token per sequence at its index."""
         for seq_id, index, token in zip(seq_ids, indices, token_ids, strict=True):
             self.tokens[self._rows[seq_id], index] = token
 
     def fill_mrope(self, row: int, start: int, out: NDArray[np.int64]) -> None:
-        """Positions of `[start, start + n)` on three axes into `out` [3, n].
+        """Write the positions of `[start, start + n)` on three axes to `out` [3, n].
 
-        Those before are computed, and so never asked for again: a live session may have had any
-        number of items there.
+        Positions before `start` are dropped: their tokens are computed, and a live session may
+        have had any number of items there.
         """
         positions = self._positions[row]
         if positions is not None:
             positions.forget_before(start)
             positions.fill(start, out)
+
+
+SPARE_ITEMS = 16
+"""Computed items that are kept at least, so that most steps need not move the lists."""
+
+
+class MropePositions:
+    """Positions of one sequence on three axes; append-only, O(window + log items) per window."""
+
+    __slots__ = ("_deltas", "_ends", "_forgotten_end", "_grids", "_starts")
+
+    def __init__(self, features: Iterable[MediaFeature] = ()) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._grids: list[tuple[int, int, int]] = []
+        self._deltas: list[int] = [0]
+        """`_deltas[i]` is the delta of text between items i - 1 and i."""
+        self._forgotten_end = 0
+        """End of the last item that was dropped."""
+        for feature in features:
+            self.append(feature)
+
+    def append(self, feature: MediaFeature) -> None:
+        """Add the next item, which lies after all others. Without a grid it counts like text."""
+        if feature.grid is None:
+            return
+        _, height, width = feature.grid
+        self._starts.append(feature.offset)
+        self._ends.append(feature.end)
+        self._grids.append(feature.grid)
+        self._deltas.append(self._deltas[-1] + max(height, width) - feature.length)
+
+    @property
+    def tail_start(self) -> int:
+        """From this index on, every axis is the index plus `tail_delta`."""
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def tail_delta(self) -> int:
+        return self._deltas[-1]
+
+    def forget_before(self, index: int) -> None:
+        """Drop items before `index`, whose positions will not be asked for again.
+
+        O(1) on average: items are dropped when they are at least as many as those that stay. The
+        last item always stays.
+        """
+        if len(self._ends) <= SPARE_ITEMS:
+            return
+        num_passed = bisect_right(self._ends, index, hi=len(self._ends) - 1)
+        if num_passed < SPARE_ITEMS or 2 * num_passed < len(self._ends):
+            return
+        self._forgotten_end = self._ends[num_passed - 1]
+        del self._starts[:num_passed], self._ends[:num_passed]
+        del self._grids[:num_passed], self._deltas[:num_passed]
+
+    def fill(self, start: int, out: NDArray[np.int64]) -> None:
+        """Write the positions of `[start, start + n)` to `out` [3, n]."""
+        if start < self._forgotten_end:
+            raise RuntimeError(f"the positions before {self._forgotten_end} are forgotten")
+        end = start + out.shape[1]
+        out[:] = np.arange(start, end)
+        item, text = bisect_right(self._ends, start), start
+        while item < len(self._starts) and self._starts[item] < end:
+            first, last = max(start, self._starts[item]), min(end, self._ends[item])
+            out[:, text - start : first - start] += self._deltas[item]
+            self._fill_item(item, first, last, out[:, first - start : last - start])
+            item, text = item + 1, last
+        out[:, text - start :] += self._deltas[item]
+
+    def _fill_item(self, item: int, first: int, last: int, out: NDArray[np.int64]) -> None:
+        _, height, width = self._grids[item]
+        base = self._starts[item] + self._deltas[item]
+        rows, columns = np.divmod(np.arange(first, last) - self._starts[item], width)
+        out[0] = base + rows // height
+        out[1] = base + rows % height
+        out[2] = base + columns

@@ -1,4 +1,4 @@
-"""Loads a Hugging Face folder (or hub id) into a model the runner can execute."""
+"""Loads a Hugging Face model folder or hub id: reads its config and weights, and checks them."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 from blake3 import blake3
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
 
 from lookonce.config import ModelConfig
 from lookonce.errors import ModelLoadError
 from lookonce.model.attention.hf_attention import ATTENTION_NAME
-from lookonce.model.eos_tokens import stop_token_ids
+from lookonce.model.encoder_runner import DTYPES
 from lookonce.model.families.base import Model, ModelFamily
 from lookonce.model.families.registry import family_for
-from lookonce.model.fusion import fuse_norms
-from lookonce.model.inputs import DTYPES
-from lookonce.model.quantized import unpacking
-from lookonce.model.rope import longest_sequence
-from lookonce.model.vision_patches import lean_towers
+from lookonce.model.fused_modules import fuse_norms, patch_vision_modules
+from lookonce.model.kv_pages import KVPages
 from lookonce.types.model import ModelInfo
 
 Progress = Callable[[int, int], None]
 """Called with (weights loaded, weights in all), from (0, all) to (all, all)."""
-
 Json = dict[str, Any]
 
 
@@ -42,41 +42,31 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
 
+    def kv_pages(self, num_blocks: int, block_size: int) -> KVPages:
+        """Zeroed pages for the keys and values of `num_blocks` blocks, on the model's device."""
+        layout = self.family.kv_layout(block_size, self.dtype)
+        return KVPages(layout, num_blocks, self.device)
+
 
 def load_model(config: ModelConfig, progress: Progress | None = None) -> LoadedModel:
     """Load weights and bind them to their family.
 
-    Raises `ModelLoadError` that says what is wrong: no such folder, a broken config, a type that
-    or a quantization that is not supported (with those that are), no safetensors, missing or
-    unknown weights, a bad length.
+    Raises `ModelLoadError` that says what is wrong: no such folder, a broken config, a model type,
+    quantization or rope that is not supported, no safetensors, missing or unknown weights, or a bad
+    `max_model_len`.
     """
     raw_config = _read_config(config)
     family_class = family_for(str(raw_config.get("model_type")))
     dtype, device = DTYPES[config.dtype], torch.device(config.device)
-    model = _read_weights(config, family_class, dtype, unpacking(raw_config), progress)
+    model = _read_weights(config, family_class, dtype, _quantization_options(raw_config), progress)
+    _refuse_changing_rope(model.config.get_text_config(decoder=True))
     digest = _weights_digest(model, raw_config)
     family = family_class(model.to(device))
     return LoadedModel(model, family, _model_info(config, family, digest), dtype, device)
 
 
-def _model_info(config: ModelConfig, family: ModelFamily, digest: str) -> ModelInfo:
-    return ModelInfo(
-        name=config.folder,
-        model_type=family.config.model_type,
-        vocab_size=family.vocab_size,
-        max_model_len=_max_model_len(config, family),
-        eos_token_ids=_eos_token_ids(config, family),
-        modalities=family.modalities,
-        dtype=config.dtype,
-        encoder_row_bytes=family.row_width * DTYPES[config.dtype].itemsize,
-        unsplittable=family.unsplittable,
-        largest_unsplittable=family.largest_unsplittable,
-        weights_digest=digest,
-    )
-
-
 def _read_config(config: ModelConfig) -> Json:
-    """config.json as it stands, before transformers judges it."""
+    """The contents of config.json, before transformers checks them."""
     looks_local = config.folder.startswith((".", "/", "~")) or config.folder.count("/") > 1
     if looks_local and not Path(config.folder).is_dir():
         raise ModelLoadError(f"there is no model folder {config.folder}")
@@ -89,14 +79,47 @@ def _read_config(config: ModelConfig) -> Json:
     return dict(raw)
 
 
+DEQUANTIZED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+"""`quant_method` of a config → the class in transformers that dequantizes it on loading."""
+NEED_ACCELERATE = ("fp8",)
+"""Methods that transformers refuses without accelerate, although dequantizing does not use it."""
+
+
+def _quantization_options(raw_config: Json) -> Json:
+    """Keyword arguments of `from_pretrained` that dequantize the weights; none for plain weights.
+
+    Raises `ModelLoadError` for an unsupported method: transformers would load the weights of a
+    method it does not know without their scales.
+    """
+    # Where transformers looks: in the config (of Omni the thinker's) and in its text config.
+    config = raw_config.get("thinker_config") or raw_config
+    text_config = config.get("text_config") or {}
+    declared = config.get("quantization_config") or text_config.get("quantization_config")
+    if declared is None:
+        return {}
+    method = declared.get("quant_method")
+    if method not in DEQUANTIZED:
+        raise ModelLoadError(
+            f"weights quantized by {method!r} are not supported; supported are "
+            f"{', '.join(sorted(DEQUANTIZED))}, and weights that are not quantized"
+        )
+    if method in NEED_ACCELERATE and find_spec("accelerate") is None:
+        raise ModelLoadError(
+            f"weights quantized by {method!r} need the optional extra: "
+            "pip install 'lookonce[quantized]'"
+        )
+    config_class = getattr(import_module("transformers"), DEQUANTIZED[method])
+    return {"quantization_config": config_class(dequantize=True)}
+
+
 def _read_weights(
     config: ModelConfig,
     family: type[ModelFamily],
     dtype: torch.dtype,
-    unpacked: Json,
+    options: Json,
     progress: Progress | None,
 ) -> Model:
-    """On the CPU, in `dtype`: attention of the text model through our pages, of towers on SDPA."""
+    """The model on the CPU in `dtype`: paged attention in the text model, SDPA elsewhere."""
     try:
         with _reported(progress):
             model, loading = family.transformers_class().from_pretrained(
@@ -104,7 +127,7 @@ def _read_weights(
                 dtype=dtype,
                 use_safetensors=True,
                 output_loading_info=True,
-                **unpacked,
+                **options,
             )
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"the weights of {config.folder} do not load: {error}") from error
@@ -113,12 +136,15 @@ def _read_weights(
     model.set_attn_implementation({"text_config": ATTENTION_NAME} if composite else ATTENTION_NAME)
     model.eval().requires_grad_(False)
     fuse_norms(model)
-    lean_towers(model)
+    patch_vision_modules(model)
     return model
 
 
 def _check_names(folder: str, family: type[ModelFamily], loading: Json) -> None:
-    """transformers makes missing weights up and leaves unknown ones out, scales among them."""
+    """Refuse missing weights, which transformers would make up, and unknown ones, which it skips.
+
+    Quantization scales are among the unknown ones.
+    """
     if missing := sorted(loading["missing_keys"]):
         raise ModelLoadError(
             f"{folder} lacks {len(missing)} weights, among them {', '.join(missing[:3])}"
@@ -132,7 +158,7 @@ def _check_names(folder: str, family: type[ModelFamily], loading: Json) -> None:
 
 @contextlib.contextmanager
 def _reported(progress: Progress | None) -> Iterator[None]:
-    """Sends transformers' own progress bars to `progress`, or nowhere."""
+    """In this block transformers' progress bars are off and call `progress` instead."""
 
     def watch(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: Json) -> Any:
         if progress is not None and args and hasattr(args[0], "__len__"):
@@ -154,24 +180,22 @@ def _counted(items: Any, progress: Progress) -> Iterator[Any]:
         progress(done, total)
 
 
-def _max_model_len(config: ModelConfig, family: ModelFamily) -> int:
-    limit = longest_sequence(family.text_config)
-    wanted = config.max_model_len
-    if wanted is not None and not 1 <= wanted <= limit:
-        raise ModelLoadError(f"--max-model-len is 1 to {limit} for this model, got {wanted}")
-    return limit if wanted is None else wanted
+CHANGING = ("dynamic", "longrope")
+"""Kinds of rope for which transformers rotates all sequences of a batch by the frequencies of the
+longest one: a prompt's keys would depend on its batch, and cached keys would be wrong."""
 
 
-def _eos_token_ids(config: ModelConfig, family: ModelFamily) -> tuple[int, ...]:
-    """The generation config's word counts before the model config's. None lies beyond the logits,
-    as an end that only the tokenizer knows might."""
-    configs = [family.model.generation_config, family.config, family.text_config]
-    found = stop_token_ids(config.folder, configs)
-    return tuple(token for token in found if token < family.vocab_size)
+def _refuse_changing_rope(text_config: Any) -> None:
+    """Raises `ModelLoadError` for a kind of rope that depends on what else is in a batch."""
+    rope = _rope_parameters(text_config)
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    for kind in kinds:
+        if kind.get("rope_type") in CHANGING:
+            raise ModelLoadError(f"models with rope_type {kind['rope_type']!r} are not supported")
 
 
 def _weights_digest(model: Model, raw_config: Json) -> str:
-    """Of config and every weight as loaded: what the KV of a token prefix is a function of."""
+    """A digest of the config and every weight as loaded, on which the KV of a prefix depends."""
     digest = blake3(max_threads=blake3.AUTO)
     settled = {name: value for name, value in raw_config.items() if not name.startswith("_")}
     digest.update(json.dumps(settled, sort_keys=True, default=str).encode())
@@ -179,3 +203,131 @@ def _weights_digest(model: Model, raw_config: Json) -> str:
         digest.update(f"|{name}|{weight.dtype}|{tuple(weight.shape)}|".encode())
         digest.update(weight.contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _model_info(config: ModelConfig, family: ModelFamily, digest: str) -> ModelInfo:
+    return ModelInfo(
+        name=config.folder,
+        model_type=family.config.model_type,
+        vocab_size=family.vocab_size,
+        max_model_len=_max_model_len(config, family),
+        eos_token_ids=_eos_token_ids(config, family),
+        modalities=family.modalities,
+        dtype=config.dtype,
+        encoder_row_bytes=family.row_width * DTYPES[config.dtype].itemsize,
+        unsplittable=family.unsplittable,
+        largest_unsplittable=family.largest_unsplittable,
+        weights_digest=digest,
+    )
+
+
+def _max_model_len(config: ModelConfig, family: ModelFamily) -> int:
+    limit = _longest_sequence(family.text_config)
+    wanted = config.max_model_len
+    if wanted is not None and not 1 <= wanted <= limit:
+        raise ModelLoadError(f"--max-model-len is 1 to {limit} for this model, got {wanted}")
+    return limit if wanted is None else wanted
+
+
+STRETCHING = ("linear", "yarn")
+"""Kinds of rope that extend the length a model was trained on. `llama3` does too, but configs with
+it state the extended length."""
+
+
+def _longest_sequence(text_config: Any) -> int:
+    """Most tokens of one sequence: what the config states, or what its rope extends that to.
+
+    Some configs state the length before the extension (Qwen's with YaRN), others the extended one
+    (gpt-oss, and Gemma 3, whose layers have different ropes).
+    """
+    stated = int(text_config.max_position_embeddings)
+    rope = _rope_parameters(text_config)
+    if rope.get("rope_type") not in STRETCHING:
+        return stated
+    original = rope.get("original_max_position_embeddings") or stated
+    return max(stated, int(original * (rope.get("factor") or 1.0)))
+
+
+def _rope_parameters(text_config: Any) -> dict[str, Any]:
+    return getattr(text_config, "rope_parameters", None) or {}
+
+
+def _eos_token_ids(config: ModelConfig, family: ModelFamily) -> tuple[int, ...]:
+    """Ids of the tokens that end an answer, each within the vocabulary of the logits.
+
+    They are those of the first config that names any (the generation config, then the model's), and
+    the tokenizer's end of sequence: fine-tunes that end their turns with another token often name
+    it in `tokenizer_config.json` alone. Raises `ModelLoadError` for a broken tokenizer file.
+    """
+    configs = [family.model.generation_config, family.config, family.text_config]
+    found = next((ids for ids in map(_named_by, configs) if ids), [])
+    text = _eos_text(config.folder)
+    if text is not None and (token := _token_id(config.folder, text)) is not None:
+        found = [*found, token]
+    return tuple(token for token in dict.fromkeys(found) if token < family.vocab_size)
+
+
+Content = TypeVar("Content")
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The part of tokenizer.json that names tokens; the file may be large, the rest is skipped."""
+
+    added_tokens: list[_AddedToken] = []
+    model: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _Vocabulary(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]] = {}
+    """{text: id}; of a unigram model [(text, score)] in the order of ids."""
+
+
+def _named_by(config: Any) -> list[int]:
+    found = getattr(config, "eos_token_id", None)
+    if found is None:
+        return []
+    return list(found) if isinstance(found, list) else [int(found)]
+
+
+def _eos_text(folder: str) -> str | None:
+    """The text of the tokenizer's end of sequence, which files hold plainly or in an object."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _read(folder, name, Json).get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            return text
+    return None
+
+
+def _token_id(folder: str, text: str) -> int | None:
+    file = _read(folder, "tokenizer.json", _TokenizerFile)
+    for added in file.added_tokens:
+        if added.content == text:
+            return added.id
+    vocab = _decode("tokenizer.json", bytes(file.model), _Vocabulary).vocab
+    if isinstance(vocab, dict):
+        return vocab.get(text)
+    return next((index for index, (token, _) in enumerate(vocab) if token == text), None)
+
+
+def _read(folder: str, name: str, kind: type[Content]) -> Content:
+    """The decoded file; empty if there is no such file."""
+    path = cached_file(
+        folder,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return _decode(name, b"{}" if path is None else Path(path).read_bytes(), kind)
+
+
+def _decode(name: str, content: bytes, kind: type[Content]) -> Content:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.DecodeError as error:
+        raise ModelLoadError(f"the model's {name} cannot be read: {error}") from None

@@ -1,8 +1,8 @@
-"""The arithmetic of sampling: stateless functions on [rows, V] logits, and two small row records.
+"""The arithmetic of sampling: stateless functions on logits [rows, V], and records of one row.
 
-Thresholds instead of sorted indices: top-k, top-p and min-p each keep what is at least as likely as
-a threshold, which depends on a row's own values alone. Equal logits (common with bf16 weights) are
-all kept, so the outcome never depends on the order in which a sort leaves ties.
+Top-k, top-p and min-p each keep the tokens that are at least as likely as a threshold, which
+depends on the row's own values alone. Equal logits (common with bf16 weights) are all kept, so
+results never depend on the order in which a sort leaves ties.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
 FAILED = -1
-"""The token of a row whose logits are not finite."""
+"""The token of a row that failed, for example because its logits are not finite."""
 
 NUCLEUS_CANDIDATES = (64, 2048, 2**15, 2**31)
-"""How many of the largest probabilities top-p looks at first, then, then at most."""
+"""How many of the largest probabilities top-p ranks: the first number, and the next if too few."""
 
 NO_TOP_K = 2**31 - 1
 
@@ -34,7 +34,7 @@ BLOCK = 256
 
 
 class TokenCounts:
-    """Which tokens a sequence has seen, and how often it generated each; grows by doubling."""
+    """The distinct tokens of a sequence and how often it generated each; grows by doubling."""
 
     __slots__ = ("_counts", "_ids", "_slots")
 
@@ -54,9 +54,10 @@ class TokenCounts:
         output_ids: Sequence[int] | NDArray[np.int32],
         vocab_size: int,
     ) -> TokenCounts | None:
-        """None without penalties. The prompt matters to the repetition penalty only.
+        """The counts for these penalties; None without any.
 
-        Media placeholders may have ids outside the vocabulary, which no logit stands for.
+        Only the repetition penalty counts the prompt. Media placeholders may have ids outside the
+        vocabulary, which are left out.
         """
         repetition = params.repetition_penalty != 1.0
         if not (repetition or params.presence_penalty or params.frequency_penalty):
@@ -66,7 +67,7 @@ class TokenCounts:
         return cls(prompt, np.asarray(output_ids, np.int64).tolist())
 
     def add_prompt(self, token_ids: NDArray[np.int32]) -> None:
-        """Tokens that were given, not generated."""
+        """Count tokens that were given, not generated."""
         for token in np.unique(token_ids).tolist():
             self._count(token, 0.0)
 
@@ -89,13 +90,13 @@ class TokenCounts:
 
     @property
     def counts(self) -> NDArray[np.float32]:
-        """[m] times each was generated; 0 for tokens of the prompt alone."""
+        """[m] how often each was generated; 0 for tokens of the prompt alone."""
         return self._counts[: len(self._slots)]
 
 
 @dataclass(frozen=True, slots=True)
 class RowFilter:
-    """How one row is narrowed before a draw; the neutral value keeps everything."""
+    """Temperature, top-k, top-p and min-p of one row."""
 
     temperature: float
     top_k: int
@@ -138,14 +139,14 @@ def _is_plain(scores: Tensor) -> bool:
 
 
 def _argmax_in_place(scores: NDArray[np.float32]) -> list[int]:
-    """On the CPU NumPy is quicker than three operations of torch; its argmax finds NaN too."""
+    """By NumPy, quicker on a CPU than three operations of torch; its argmax finds NaN too."""
     best = scores.argmax(axis=1).tolist()
     finite = (math.isfinite(row[token]) for row, token in zip(scores, best, strict=True))
     return [token if is_finite else FAILED for token, is_finite in zip(best, finite, strict=True)]
 
 
 def block(scores: Tensor, blocked: list[tuple[int, list[int]]]) -> None:
-    """Make the listed tokens of the listed rows impossible, in place."""
+    """Set the scores of (row, token ids) to -inf, in place."""
     if not blocked:
         return
     rows, ids = _flat_index(scores, [(row, np.asarray(ids)) for row, ids in blocked])
@@ -153,14 +154,14 @@ def block(scores: Tensor, blocked: list[tuple[int, list[int]]]) -> None:
 
 
 def mask_bytes(vocab_size: int) -> int:
-    """Bytes of a row of bits, one per token, in whole words of 32."""
+    """Bytes of a row with one bit per token, in whole words of 32 bits."""
     return -(-vocab_size // 32) * 4
 
 
 def allow_only(scores: Tensor, rows: list[int], allowed: NDArray[np.uint8]) -> None:
-    """Make all but the allowed tokens of `rows` impossible, in place.
+    """Set the scores of all but the allowed tokens of `rows` to -inf, in place.
 
-    `allowed` [len(rows), mask_bytes(V)]: bit `t % 8` of byte `t // 8` stands for token `t`.
+    `allowed` [len(rows), mask_bytes(V)]: bit `t % 8` of byte `t // 8` is token `t`.
     """
     device, vocab_size = scores.device, scores.shape[1]
     packed = torch.from_numpy(allowed).to(device)
@@ -170,7 +171,7 @@ def allow_only(scores: Tensor, rows: list[int], allowed: NDArray[np.uint8]) -> N
 
 
 def add_bias(scores: Tensor, biased: Sequence[tuple[int, Mapping[int, float]]]) -> None:
-    """Add each row's {token: bias}, in place; tokens outside the vocabulary are passed over."""
+    """Add each row's {token: bias}, in place; tokens outside the vocabulary are ignored."""
     if not biased:
         return
     vocab_size = scores.shape[1]
@@ -181,7 +182,7 @@ def add_bias(scores: Tensor, biased: Sequence[tuple[int, Mapping[int, float]]]) 
 
 
 def penalise(scores: Tensor, penalised: list[tuple[int, SamplingParams, TokenCounts]]) -> None:
-    """Repetition over prompt and output, frequency and presence over output, in place."""
+    """Apply repetition (prompt and output), frequency and presence (output) penalties, in place."""
     if not penalised:
         return
     rows, ids = _flat_index(scores, [(row, counts.ids) for row, _, counts in penalised])
@@ -218,8 +219,8 @@ def draw(scores: Tensor, filters: list[RowFilter], uniform: NDArray[np.float64])
 def _inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """Token ids [n] where the running sum of `probs` [n, V], in id order, passes `uniform` [n].
 
-    A large vocabulary is taken in two steps, the block and then the token within it: running sums
-    are the slowest pass of all, and this way they run over a few hundred numbers.
+    In a large vocabulary first the block is found, then the token within it: running sums are the
+    slowest pass of all, and this way they run over a few hundred numbers.
     """
     vocab_size = probs.shape[1]
     if vocab_size <= 2 * BLOCK:
@@ -232,10 +233,10 @@ def _inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _pick(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """The entry [n] each uniform number falls on, and how far into it, again in [0, 1)."""
+    """The entry [n] that each uniform number falls on, and its place in that entry, in [0, 1)."""
     running = weights.cumsum(dim=-1, dtype=torch.float64)
     target = uniform * running[:, -1]
-    # right=True passes over entries of weight 0: their running sum equals the one before.
+    # right=True skips entries of weight 0: their running sum equals the one before.
     index = torch.searchsorted(running, target[:, None], right=True)
     index.clamp_(max=weights.shape[1] - 1)
     weight = weights.gather(1, index).double()
@@ -244,7 +245,7 @@ def _pick(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _apply_min_p(probs: Tensor, filters: list[RowFilter]) -> Tensor:
-    """Zero what is less likely than min-p times the likeliest."""
+    """Zero the probabilities below min-p times the largest."""
     if not any(row.min_p for row in filters):
         return probs
     share = _like(probs, np.asarray([row.min_p for row in filters], np.float32))
@@ -257,9 +258,9 @@ def _apply_top_k_top_p(probs: Tensor, filters: list[RowFilter]) -> Tensor:
     if not narrowed:
         return probs
     if len(narrowed) == len(filters):
-        return _cut(probs, _settled_thresholds(probs, filters))
+        return _cut(probs, _find_thresholds(probs, filters))
     thresholds = probs.new_zeros(len(filters))
-    thresholds[narrowed] = _settled_thresholds(probs[narrowed], [filters[i] for i in narrowed])
+    thresholds[narrowed] = _find_thresholds(probs[narrowed], [filters[i] for i in narrowed])
     return _cut(probs, thresholds)
 
 
@@ -267,8 +268,8 @@ def _cut(probs: Tensor, threshold: Tensor) -> Tensor:
     return probs.masked_fill(probs < threshold[:, None], 0.0)
 
 
-def _settled_thresholds(probs: Tensor, filters: list[RowFilter]) -> Tensor:
-    """Each row's smallest kept probability [n], looking at as few of the largest as will do."""
+def _find_thresholds(probs: Tensor, filters: list[RowFilter]) -> Tensor:
+    """Each row's smallest kept probability [n], found by ranking as few tokens as possible."""
     vocab_size = probs.shape[1]
     largest_k = max((row.top_k for row in filters if row.top_k < vocab_size), default=1)
     threshold = probs.new_zeros(len(filters))
@@ -286,7 +287,7 @@ def _settled_thresholds(probs: Tensor, filters: list[RowFilter]) -> Tensor:
 def _thresholds(
     probs: Tensor, filters: list[RowFilter], candidates: int
 ) -> tuple[Tensor, list[bool]]:
-    """Each row's smallest kept probability, and whether the `candidates` largest could tell.
+    """Each row's smallest kept probability, and whether the `candidates` largest determine it.
 
     top-p keeps the fewest largest tokens whose probabilities, renormalised within the top-k, reach
     `top_p`: a token stays as long as those before it do not.
@@ -309,8 +310,8 @@ def _thresholds(
 def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest entries of each row of [n, V] and their indices, largest first.
 
-    The `count` largest lie in the `count` blocks with the largest maxima, so for few of many only
-    those blocks are ranked.
+    The `count` largest lie in the `count` blocks with the largest maxima, so in a large vocabulary
+    only those blocks are ranked.
     """
     vocab_size = scores.shape[1]
     if 4 * count * BLOCK > vocab_size:
@@ -328,7 +329,7 @@ def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def logprobs(logits: Tensor, token_ids: list[int], wanted: list[int]) -> list[TokenLogprob]:
-    """Log-probabilities under `logits` [n, V]: each row's token, and its `wanted` best."""
+    """Log-probabilities under `logits` [n, V]: each row's token and `wanted` likeliest ones."""
     if not token_ids:
         return []
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
@@ -343,7 +344,7 @@ def logprobs(logits: Tensor, token_ids: list[int], wanted: list[int]) -> list[To
 
 
 def prompt_logprobs(logits: Tensor, token_ids: Tensor, wanted: int) -> list[PromptLogprob]:
-    """Of each row's token [n], any int64, and its `wanted` best, under `logits` [n, V]."""
+    """Log-probability and rank of each row's token [n] (any int64), and the `wanted` likeliest."""
     vocab_size = logits.shape[1]
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
     known = (token_ids >= 0) & (token_ids < vocab_size)
@@ -362,7 +363,7 @@ def prompt_logprobs(logits: Tensor, token_ids: Tensor, wanted: int) -> list[Prom
 def _flat_index(
     scores: Tensor, entries: Sequence[tuple[int, NDArray[np.int64]]]
 ) -> tuple[Tensor, Tensor]:
-    """Row and column index tensors of all `(row, columns)` entries, one after the other."""
+    """Row and column indices of all `(row, columns)` entries in order."""
     columns = np.concatenate([ids for _, ids in entries])
     rows = np.repeat([row for row, _ in entries], [len(ids) for _, ids in entries])
     return torch.from_numpy(rows).to(scores.device), torch.from_numpy(columns).to(scores.device)

@@ -1,26 +1,26 @@
-"""Executes step plans on one device: forget, learn, encode, compute, sample."""
+"""Executes step plans on one device: update the batch, encode media, compute, sample."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Sequence
+import os
+from collections.abc import Container, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.model.attention.backend import AttentionBackend
-from lookonce.model.encoder import COMPUTE_ERRORS, Encoder, EncodeReport
-from lookonce.model.input_batch import SequenceTable
-from lookonce.model.kv_copier import PageCopier
-from lookonce.model.kv_pages import KVPages
+from lookonce.model.encoder_runner import COMPUTE_ERRORS, EncodeReport, EncoderRunner
+from lookonce.model.input_batch import InputBatch
+from lookonce.model.kv_pages import KVPages, PageCopier
 from lookonce.model.loader import LoadedModel
 from lookonce.model.logits_processors import FAILED
-from lookonce.model.prompt_scores import PromptScores
-from lookonce.model.sampler import Sampled, Sampler
+from lookonce.model.sampler import PromptLogprobScorer, Sampler, SamplerOutput
 from lookonce.model.step_inputs import StepInputBuilder, StepInputs
 from lookonce.model.text_model import TextModel, sampled_rows
-from lookonce.model.threads import Threads
 from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan, StepResult
 
@@ -30,85 +30,76 @@ logger = logging.getLogger(__name__)
 class Runner:
     """Implements `types.ports.ModelRunner` for a loaded Hugging Face model.
 
-    Holds the KV pages, the encoder outputs and a row of state per running sequence; what is in
-    them and for how long is the scheduler's decision alone.
+    The runner holds the KV pages, the encoder outputs and one row of state per running sequence.
+    The scheduler alone decides what is stored there, and for how long.
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
         *,
-        num_blocks: int,
-        block_size: int,
+        kv_pages: KVPages,
         backend: AttentionBackend,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        threads: Threads | None = None,
+        threads: ThreadCounts | None = None,
     ) -> None:
-        """`threads`: None for as many as torch uses by itself."""
-        self._threads = threads or Threads(1, 1)
+        """`threads` None leaves torch's number of threads as it is."""
+        self._threads = threads or ThreadCounts(1, 1)
         self._family = family = loaded.family
-        self._kv_pages = KVPages(
-            family.num_layers,
-            num_blocks,
-            block_size,
-            family.num_kv_heads,
-            family.head_dim,
-            loaded.dtype,
-            loaded.device,
-        )
-        self.text_model = TextModel(family, loaded.dtype, loaded.device, backend, self._kv_pages)
-        self._encoder = Encoder(family, loaded.dtype, loaded.device)
+        self._kv_pages = kv_pages
+        self.text_model = TextModel(family, loaded.dtype, loaded.device, backend, kv_pages)
+        self._encoder = EncoderRunner(family, loaded.dtype, loaded.device)
         self._sampler = Sampler(loaded.info.vocab_size, loaded.info.eos_token_ids)
-        self._table = SequenceTable(
+        self._batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=loaded.info.max_model_len,
-            block_size=block_size,
+            block_size=kv_pages.block_size,
         )
-        self._prompt_scores = PromptScores(self._table, loaded.info.vocab_size)
+        self._prompt_logprobs = PromptLogprobScorer(self._batch, loaded.info.vocab_size)
         self._inputs = StepInputBuilder(
-            self._table,
+            self._batch,
             position_axes=family.position_axes,
             max_num_seqs=max_num_seqs,
             max_num_tokens=max(max_num_batched_tokens, family.largest_unsplittable),
-            block_size=block_size,
+            block_size=kv_pages.block_size,
             device=loaded.device,
         )
 
     def page_copier(self) -> PageCopier:
-        """For external KV tiers: moves whole blocks beside the steps."""
+        """Copies whole KV blocks to and from the external tiers, beside the steps."""
         return PageCopier(self._kv_pages)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. A failing item or sequence is reported and leaves the others alone."""
+        """Run one step. The result names items and sequences that failed; the others go on."""
         with self._threads.working_on(plan):
             return self._execute(plan)
 
     def _execute(self, plan: StepPlan) -> StepResult:
-        self._forget(plan.finished)
+        self._remove(plan.finished)
         for new in plan.new:
-            self._learn(new)
+            self._add(new)
         for extension in plan.extended:
-            self._table.extend(extension)
+            self._batch.extend(extension)
             self._sampler.extend(extension.seq_id, extension.start, extension.token_ids)
         report = self._encoder.execute(plan)
         for chunk in plan.scheduled:
             if chunk.new_block_ids:
-                self._table.append_blocks(self._table.row_of(chunk.seq_id), chunk.new_block_ids)
-        samples = _Samples()
-        self._compute(self._computable(plan.scheduled, report.failed, samples), samples)
-        return samples.result(plan, report)
+                self._batch.append_blocks(self._batch.row_of(chunk.seq_id), chunk.new_block_ids)
+        output = _StepOutput()
+        self._compute(self._computable(plan.scheduled, report.failed, output), output)
+        return output.result(plan, report)
 
-    def _forget(self, seq_ids: Sequence[int]) -> None:
-        self._table.forget(seq_ids)
-        self._prompt_scores.forget(seq_ids)
+    def _remove(self, seq_ids: Sequence[int]) -> None:
+        self._batch.remove(seq_ids)
+        self._prompt_logprobs.remove(seq_ids)
         for seq_id in seq_ids:
             self._sampler.remove(seq_id)
 
-    def _learn(self, new: NewSequence) -> None:
-        self._table.learn(new, mrope=self._family.position_axes > 1)
-        self._prompt_scores.learn(new)
+    def _add(self, new: NewSequence) -> None:
+        self._batch.add(new, mrope=self._family.position_axes > 1)
+        self._prompt_logprobs.add(new)
         prompt = new.token_ids[: new.num_prompt_tokens]
         output = new.token_ids[new.num_prompt_tokens :]
         self._sampler.add(new.seq_id, new.sampling, new.sample_index, prompt, output, new.grammar)
@@ -117,9 +108,9 @@ class Runner:
         self,
         scheduled: Sequence[ScheduledSequence],
         failed_items: Container[bytes],
-        samples: _Samples,
+        output: _StepOutput,
     ) -> list[ScheduledSequence]:
-        """Leaves out sequences that need an encoder output there is not."""
+        """The sequences whose encoder outputs are all held; the others fail."""
         if not any(chunk.embeds for chunk in scheduled):
             return list(scheduled)
         kept = []
@@ -128,62 +119,64 @@ class Runner:
             if not missing:
                 kept.append(chunk)
             elif not any(key in failed_items for key in missing):
-                samples.fail(chunk.seq_id, "an encoder output is missing")
+                output.fail(chunk.seq_id, "an encoder output is missing")
         return kept
 
-    def _compute(self, chunks: Sequence[ScheduledSequence], samples: _Samples) -> None:
-        """All sequences in one call; if that fails each alone, so that only the culprit fails.
+    def _compute(self, chunks: Sequence[ScheduledSequence], output: _StepOutput) -> None:
+        """Compute all chunks in one call; if that fails, each alone, so that only faulty ones fail.
 
         Computing a chunk twice is safe: it writes the same keys and values to the same slots.
         """
         if not chunks:
             return
         try:
-            self._compute_batch(chunks, samples)
+            self._compute_batch(chunks, output)
         except torch.AcceleratorError:
             raise  # the device is lost, not the sequence
         except COMPUTE_ERRORS as error:
             logger.warning("a step failed", extra={"sequences": len(chunks)}, exc_info=error)
             if len(chunks) == 1:
-                samples.fail(chunks[0].seq_id, f"computing failed ({type(error).__name__})")
+                output.fail(chunks[0].seq_id, f"computing failed ({type(error).__name__})")
                 return
             for chunk in chunks:
-                self._compute([chunk], samples)
+                self._compute([chunk], output)
 
-    def _compute_batch(self, chunks: Sequence[ScheduledSequence], samples: _Samples) -> None:
+    def _compute_batch(self, chunks: Sequence[ScheduledSequence], output: _StepOutput) -> None:
         inputs = self._inputs.build(chunks)
         sampled = [chunk for chunk in chunks if chunk.sample]
         seq_ids = [chunk.seq_id for chunk in sampled]
-        hidden, parts = None, self._prompt_scores.parts(chunks)
+        hidden, parts = None, self._prompt_logprobs.parts(chunks)
         if parts:
-            hidden = self.text_model.hidden(inputs, self._encoder_rows(inputs))
-            samples.score(self._prompt_scores.score(hidden, parts, self.text_model.predict))
+            hidden = self.text_model.hidden_states(inputs, self._encoder_rows(inputs))
+            output.add_prompt_logprobs(
+                self._prompt_logprobs.score(hidden, parts, self.text_model.compute_logits)
+            )
         logits = self.logits(inputs, seq_ids, hidden)
         if not sampled:
             return
         positions = [chunk.start + chunk.num_tokens for chunk in sampled]
-        outcome = self._sampler.sample(logits, seq_ids, positions)
-        self._table.write_tokens(seq_ids, positions, outcome.token_ids)
-        samples.add(seq_ids, outcome)
+        sampled_tokens = self._sampler.sample(logits, seq_ids, positions)
+        self._batch.write_tokens(seq_ids, positions, sampled_tokens.token_ids)
+        output.add(seq_ids, sampled_tokens)
 
     def logits(
         self, inputs: StepInputs, seq_ids: Sequence[int], hidden: Tensor | None = None
     ) -> Tensor:
         """Logits [S, V] float32 after the last token of each sampled sequence.
 
-        `hidden` [T, H]: the last hidden states, where they are known already.
+        `hidden` [T, H] are the last hidden states if they were computed before.
         """
         if hidden is not None:
-            return self.text_model.predict(sampled_rows(hidden, inputs))
+            return self.text_model.compute_logits(sampled_rows(hidden, inputs))
         return self.text_model(inputs, self._encoder_rows(inputs))
 
     def _encoder_rows(self, inputs: StepInputs) -> Tensor | None:
-        """[N, W] the rows that go to `inputs.embed_at`."""
+        """[N, W] encoder rows for the tokens `inputs.embed_at`; None without any."""
         return None if inputs.embed_at is None else self._encoder.rows(inputs.embeds)
 
 
-class _Samples:
-    """What a step has produced so far, by sequence."""
+class _StepOutput:
+    """The results of one step so far, by sequence."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, int] = {}
@@ -194,10 +187,10 @@ class _Samples:
     def fail(self, seq_id: int, reason: str) -> None:
         self._failed[seq_id] = RequestFailedError(reason)
 
-    def score(self, prompt_logprobs: dict[int, list[PromptLogprob]]) -> None:
+    def add_prompt_logprobs(self, prompt_logprobs: dict[int, list[PromptLogprob]]) -> None:
         self._prompt_logprobs |= prompt_logprobs
 
-    def add(self, seq_ids: Sequence[int], sampled: Sampled) -> None:
+    def add(self, seq_ids: Sequence[int], sampled: SamplerOutput) -> None:
         self._tokens.update(zip(seq_ids, sampled.token_ids, strict=True))
         if sampled.logprobs is not None:
             self._logprobs.update(zip(seq_ids, sampled.logprobs, strict=True))
@@ -223,3 +216,48 @@ class _Samples:
             lost_copies=tuple(report.lost_copies),
             encode_seconds=report.seconds,
         )
+
+
+HEAVY_TOKENS = 256
+"""A step of at least this many tokens is worth the cost of waking more threads."""
+_NO_CHANGE = nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadCounts:
+    """How many CPU threads torch uses, by the kind of step.
+
+    If torch was told a number (`OMP_NUM_THREADS`), it is used for both kinds.
+    """
+
+    light: int
+    """For decode steps and short prompts: one core is left to the API process."""
+    heavy: int
+    """For steps that encode media or compute a long chunk: every core, because all requests wait
+    for such a step."""
+
+    @classmethod
+    def of_machine(cls) -> ThreadCounts:
+        """The counts for this machine. Sets torch's number of threads to `light`."""
+        given, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+        threads = cls(cores - 1, cores) if given >= cores > 1 else cls(given, given)
+        torch.set_num_threads(threads.light)
+        return threads
+
+    def working_on(self, plan: StepPlan) -> AbstractContextManager[None]:
+        """A block in which torch uses as many threads as the step is worth."""
+        if self.light == self.heavy or not _is_heavy(plan):
+            return _NO_CHANGE
+        return self._all()
+
+    @contextmanager
+    def _all(self) -> Iterator[None]:
+        torch.set_num_threads(self.heavy)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(self.light)
+
+
+def _is_heavy(plan: StepPlan) -> bool:
+    return bool(plan.encode) or sum(chunk.num_tokens for chunk in plan.scheduled) >= HEAVY_TOKENS

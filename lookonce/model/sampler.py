@@ -1,40 +1,42 @@
-"""From logits to tokens, all sequences of a step at once.
+"""Samples one token for each sequence of a step, and scores prompt tokens that requests ask for.
 
-Rows that use nothing special cost one `max` and one read-back. Every other feature touches only the
-rows that ask for it. A draw is an inverse-CDF lookup with one uniform number per row that depends
-on nothing but (seed, position), so a seeded request gets the same tokens whatever shares its batch
-and after a preemption. Order of operations, as vLLM's: minimum tokens, logit bias, penalties,
-grammar, temperature, min-p, top-k,
-top-p.
+Plain greedy rows cost one `max` and one read-back; every other feature touches only the rows that
+use it. A random draw is an inverse-CDF lookup with one uniform number per row. That number depends
+on (seed, position) alone, so a seeded request gets the same tokens in any batch and after a
+preemption. The order of operations is vLLM's: minimum tokens, logit bias, penalties, grammar,
+temperature, min-p, top-k, top-p.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lookonce.errors import BadRequestError, LookOnceError
-from lookonce.model import logits_processors as token_logits
-from lookonce.model.logits_processors import FAILED, RowFilter, TokenCounts
-from lookonce.types.request import TokenLogprob
+from lookonce.model import logits_processors
+from lookonce.model.input_batch import InputBatch
+from lookonce.model.logits_processors import FAILED, RowFilter, TokenCounts, prompt_logprobs
+from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.sampling import CompiledGrammar, GrammarState, SamplingParams
+from lookonce.types.step import NewSequence, ScheduledSequence
 
 
-class Sampled(NamedTuple):
+class SamplerOutput(NamedTuple):
     """One entry per row of the logits."""
 
     token_ids: list[int]
-    """-1 where the row's logits hold NaN or infinity: that sequence failed."""
+    """-1 for a row that failed: its logits hold NaN or infinity, or it has an entry in `errors`."""
     logprobs: list[TokenLogprob | None] | None
-    """None when no row asked; None in a row that did not ask or failed."""
+    """None if no row asked for them; an entry is None if its row did not ask or failed."""
     errors: Mapping[int, LookOnceError] = {}
-    """Row → why it failed, where it was not its logits."""
+    """Row → why its grammar failed."""
 
 
 @dataclass(slots=True)
@@ -42,11 +44,11 @@ class _SequenceState:
     params: SamplingParams
     seed: int
     num_prompt_tokens: int
-    """Of a live session: where what was given last ends."""
+    """In a live session: where the input that was appended last ends."""
     blocked: list[int]
-    """Ids masked until `min_tokens` are generated."""
+    """Token ids that are masked until `min_tokens` are generated."""
     counts: TokenCounts | None
-    """Present only with penalties."""
+    """None without penalties."""
     filter: RowFilter
     grammar: GrammarState | None
 
@@ -54,7 +56,7 @@ class _SequenceState:
         return position - self.num_prompt_tokens < self.params.min_tokens
 
     def take(self, token: int) -> None:
-        """Move on by the token just sampled."""
+        """Update counts and grammar with the token just sampled."""
         if token == FAILED:
             return
         if self.counts is not None:
@@ -75,7 +77,7 @@ class _SequenceState:
 
 
 class Sampler:
-    """Holds what sampling must remember of each running sequence."""
+    """Samples tokens; holds the sampling state of each running sequence."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._vocab_size = vocab_size
@@ -93,7 +95,7 @@ class Sampler:
         output_ids: Sequence[int] | np.ndarray,
         grammar: CompiledGrammar | None = None,
     ) -> None:
-        """Learn a sequence; `output_ids` is not empty after a preemption."""
+        """Add a sequence; `output_ids` is not empty after a preemption."""
         seed = secrets.randbits(64) if params.seed is None else params.seed + sample_index
         state = _SequenceState(
             params=params,
@@ -109,18 +111,20 @@ class Sampler:
             self._special.add(seq_id)
 
     def extend(self, seq_id: int, start: int, token_ids: NDArray[np.int32]) -> None:
-        """What was appended at `start` is prompt; `min_tokens` counts from its end."""
+        """Tokens appended at `start` count as prompt; `min_tokens` counts from their end."""
         state = self._states[seq_id]
         state.num_prompt_tokens = start + len(token_ids)
         if state.counts is not None and state.params.repetition_penalty != 1.0:
             state.counts.add_prompt(token_ids[(token_ids >= 0) & (token_ids < self._vocab_size)])
 
     def remove(self, seq_id: int) -> None:
-        """Forget a sequence; one that is not known is no error."""
+        """Remove a sequence; an unknown one is no error."""
         self._states.pop(seq_id, None)
         self._special.discard(seq_id)
 
-    def sample(self, logits: Tensor, seq_ids: Sequence[int], positions: Sequence[int]) -> Sampled:
+    def sample(
+        self, logits: Tensor, seq_ids: Sequence[int], positions: Sequence[int]
+    ) -> SamplerOutput:
         """Draw one token per row of `logits` [n, V] float32, which is not changed.
 
         `positions[i]` is the index the sampled token takes in its sequence: prompt tokens plus
@@ -128,21 +132,21 @@ class Sampler:
         """
         special = [row for row, seq_id in enumerate(seq_ids) if seq_id in self._special]
         if not special:
-            return Sampled(token_logits.argmax(logits), None)
+            return SamplerOutput(logits_processors.argmax(logits), None)
         states = [self._states[seq_id] for seq_id in seq_ids]
         scores = _edited(logits, states, positions)
         scores, errors = _constrained(scores, states, is_copy=scores is not logits)
         token_ids = _choose(scores, states, positions)
         for row in special:
             states[row].take(token_ids[row])
-        return Sampled(token_ids, _logprobs(logits, token_ids, states), errors)
+        return SamplerOutput(token_ids, _logprobs(logits, token_ids, states), errors)
 
     def _known(self, token_ids: set[int]) -> list[int]:
         return sorted(t for t in token_ids if 0 <= t < self._vocab_size)
 
 
 def _edited(logits: Tensor, states: list[_SequenceState], positions: Sequence[int]) -> Tensor:
-    """Minimum tokens, logit bias and penalties, on a copy if any row has them."""
+    """The logits after minimum tokens, logit bias and penalties; a copy if any row has them."""
     blocked = [
         (row, state.blocked)
         for row, (state, position) in enumerate(zip(states, positions, strict=True))
@@ -161,9 +165,9 @@ def _edited(logits: Tensor, states: list[_SequenceState], positions: Sequence[in
     if not (blocked or biased or penalised):
         return logits
     scores = logits.clone()
-    token_logits.block(scores, blocked)
-    token_logits.add_bias(scores, biased)
-    token_logits.penalise(scores, penalised)
+    logits_processors.block(scores, blocked)
+    logits_processors.add_bias(scores, biased)
+    logits_processors.penalise(scores, penalised)
     return scores
 
 
@@ -181,45 +185,45 @@ def _started(
 def _constrained(
     scores: Tensor, states: list[_SequenceState], *, is_copy: bool
 ) -> tuple[Tensor, dict[int, LookOnceError]]:
-    """What grammars forbid made impossible, and by row why a grammar gave up.
+    """The scores without the tokens that grammars forbid, and by row the error of its grammar.
 
-    Bits are filled row by row on the host; they become scores for all rows at once.
+    Grammars fill their masks row by row on the host; the masks are applied to all rows at once.
     """
     rows = [(row, state.grammar) for row, state in enumerate(states) if state.grammar is not None]
     if not rows:
         return scores, {}
-    allowed = np.zeros((len(rows), token_logits.mask_bytes(scores.shape[1])), np.uint8)
+    allowed = np.zeros((len(rows), logits_processors.mask_bytes(scores.shape[1])), np.uint8)
     errors: dict[int, LookOnceError] = {}
     for bits, (row, grammar) in zip(allowed, rows, strict=True):
         grammar.fill(bits)
         if (error := grammar.error) is not None:
-            errors[row] = _gave_up(states[row].params, error)
+            errors[row] = _grammar_error(states[row].params, error)
             bits[:] = 0  # no score is left: the row fails
     scores = scores if is_copy else scores.clone()
-    token_logits.allow_only(scores, [row for row, _ in rows], allowed)
+    logits_processors.allow_only(scores, [row for row, _ in rows], allowed)
     return scores, errors
 
 
-def _gave_up(params: SamplingParams, reason: str) -> BadRequestError:
-    """The limits are wide: what reaches them was not meant to be computed."""
+def _grammar_error(params: SamplingParams, reason: str) -> BadRequestError:
+    """A grammar that exceeds the limits of its engine, which are wide."""
     param = "grammar" if params.grammar is None else params.grammar.param
     return BadRequestError(f"{param} is too complex: {reason}", param=param)
 
 
 def _choose(scores: Tensor, states: list[_SequenceState], positions: Sequence[int]) -> list[int]:
-    """An argmax for greedy rows, a draw for the others."""
+    """The largest score of greedy rows, a random draw for the others."""
     token_ids = [FAILED] * len(states)
     greedy = [row for row, state in enumerate(states) if state.params.greedy]
     random = [row for row, state in enumerate(states) if not state.params.greedy]
     if greedy:
-        best = token_logits.argmax(_rows(scores, greedy))
+        best = logits_processors.argmax(_rows(scores, greedy))
         for row, token in zip(greedy, best, strict=True):
             token_ids[row] = token
     if random:
         seeds = [states[row].seed for row in random]
-        uniform = token_logits.uniforms(seeds, [positions[row] for row in random])
+        uniform = logits_processors.uniforms(seeds, [positions[row] for row in random])
         filters = [states[row].filter for row in random]
-        drawn = token_logits.draw(_rows(scores, random), filters, uniform)
+        drawn = logits_processors.draw(_rows(scores, random), filters, uniform)
         for row, token in zip(random, drawn, strict=True):
             token_ids[row] = token
     return token_ids
@@ -228,7 +232,7 @@ def _choose(scores: Tensor, states: list[_SequenceState], positions: Sequence[in
 def _logprobs(
     logits: Tensor, token_ids: list[int], states: list[_SequenceState]
 ) -> list[TokenLogprob | None] | None:
-    """Of the raw logits: before bias, penalties and temperature."""
+    """Log-probabilities under the raw logits, before bias, penalties and temperature."""
     if all(state.params.logprobs is None for state in states):
         return None
     asked = [
@@ -238,7 +242,7 @@ def _logprobs(
     ]
     result: list[TokenLogprob | None] = [None] * len(states)
     rows = [row for row, _ in asked]
-    entries = token_logits.logprobs(
+    entries = logits_processors.logprobs(
         _rows(logits, rows), [token_ids[row] for row in rows], [wanted for _, wanted in asked]
     )
     for row, entry in zip(rows, entries, strict=True):
@@ -247,5 +251,81 @@ def _logprobs(
 
 
 def _rows(scores: Tensor, rows: list[int]) -> Tensor:
-    """`scores` itself where all rows are wanted."""
+    """The listed rows; `scores` itself if those are all."""
     return scores if len(rows) == len(scores) else scores[rows]
+
+
+SLICE_ELEMENTS = 1 << 24
+"""Most logits of prompt tokens in memory at a time: 64 MiB."""
+
+
+class _PromptRequest(NamedTuple):
+    num_prompt_tokens: int
+    wanted: int
+    """The number of likeliest tokens at each position."""
+
+
+class _Part(NamedTuple):
+    """Rows `[first, first + len(token_ids))` of a step predict these tokens."""
+
+    seq_id: int
+    first: int
+    token_ids: Tensor
+    wanted: int
+
+
+class PromptLogprobScorer:
+    """Log-probabilities of prompt tokens, for the sequences that ask for them.
+
+    The logits after a token give the probability of the next one.
+    """
+
+    def __init__(self, batch: InputBatch, vocab_size: int) -> None:
+        self._batch = batch
+        self._vocab_size = vocab_size
+        self._asked: dict[int, _PromptRequest] = {}
+
+    def add(self, new: NewSequence) -> None:
+        """Only the first of several samples scores their prompt, and only before it generates."""
+        wanted = new.sampling.prompt_logprobs
+        if wanted is None or new.sample_index or len(new.token_ids) > new.num_prompt_tokens:
+            return
+        self._asked[new.seq_id] = _PromptRequest(new.num_prompt_tokens, wanted)
+
+    def remove(self, seq_ids: Iterable[int]) -> None:
+        for seq_id in seq_ids:
+            self._asked.pop(seq_id, None)
+
+    def parts(self, chunks: Sequence[ScheduledSequence]) -> list[_Part]:
+        """The prompt tokens to score in this step; nearly always none."""
+        if not self._asked:
+            return []
+        parts, row = [], 0
+        for chunk in chunks:
+            asked = self._asked.get(chunk.seq_id)
+            if asked is not None:
+                last = min(chunk.start + chunk.num_tokens, asked.num_prompt_tokens - 1)
+                known = self._batch.tokens[self._batch.row_of(chunk.seq_id)]
+                token_ids = torch.from_numpy(known[chunk.start + 1 : last + 1].astype("int64"))
+                if len(token_ids):
+                    parts.append(_Part(chunk.seq_id, row, token_ids, asked.wanted))
+            row += chunk.num_tokens
+        return parts
+
+    def score(
+        self, hidden: Tensor, parts: Iterable[_Part], compute_logits: Callable[[Tensor], Tensor]
+    ) -> dict[int, list[PromptLogprob]]:
+        """Scores by sequence from a step's last hidden states [T, H].
+
+        `compute_logits` computes logits [n, V] from hidden states [n, H].
+        """
+        size = max(1, SLICE_ELEMENTS // self._vocab_size)
+        scored: dict[int, list[PromptLogprob]] = {}
+        for part in parts:
+            entries = scored[part.seq_id] = []
+            for start in range(0, len(part.token_ids), size):
+                token_ids = part.token_ids[start : start + size].to(hidden.device)
+                first = part.first + start
+                logits = compute_logits(hidden[first : first + len(token_ids)])
+                entries += prompt_logprobs(logits, token_ids, part.wanted)
+        return scored

@@ -1,28 +1,61 @@
-"""The text model of one step: embedding, encoder rows in their places, decoder, head.
+"""The text model of one step: token embeddings, encoder rows in their places, decoder, LM head.
 
-Three ways lead to the same logits; a step takes the first that is for it:
+Three decoders compute the same logits; a step uses the first that can compute it:
 
-    native   few tokens, plain decoder, CPU: one call of compiled code
-    lean     plain decoder: torch's operators over the same weights
-    hooked   any other: transformers' own forward
+    NativeDecoder         few tokens of a plain decoder on a CPU: one call of compiled code
+    FusedDecoder          a plain decoder: torch's operators over the same weights
+    TransformersDecoder   any other: transformers' own forward
 """
 
 from __future__ import annotations
 
+import logging
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 
-from lookonce.model.attention.backend import AttentionBackend
+from lookonce.model.attention.backend import (
+    AttentionBackend,
+    AttentionCall,
+    AttentionMetadata,
+    ForwardContext,
+)
 from lookonce.model.attention.cpu import KernelBackend
-from lookonce.model.decoders import LeanDecoder, Step, choose_decoder
+from lookonce.model.attention.hf_attention import paged_forward_context
+from lookonce.model.attention.probe import (
+    PROBE_TOKENS,
+    probe_metadata,
+    probe_pages,
+    probe_positions,
+)
+from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.families.base import ModelFamily
-from lookonce.model.kv_pages import KVPages
+from lookonce.model.fused_modules import FusedDecoder
+from lookonce.model.kv_pages import KVPages, LayerPages
 from lookonce.model.native.decoder import DecodeInputs, NativeDecoder, native_decoder
 from lookonce.model.step_inputs import StepInputs
 
+logger = logging.getLogger(__name__)
+
+PLAIN_DECODERS = frozenset(
+    {
+        "LlamaModel",
+        "MistralModel",
+        "Qwen2Model",
+        "Qwen3Model",
+        "Qwen2VLTextModel",
+        "Qwen2_5_VLTextModel",
+        "Qwen2_5OmniThinkerTextModel",
+    }
+)
+"""Classes in transformers whose forward does nothing between or beside their layers."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+"""Largest difference to transformers' hidden states, relative to their largest value."""
+
 
 class TextModel:
-    """Bound to one model's weights and KV pages."""
+    """Computes hidden states and logits with one model's weights and KV pages."""
 
     def __init__(
         self,
@@ -37,7 +70,7 @@ class TextModel:
         self._kv_pages = kv_pages
         self._decoder = choose_decoder(family, dtype, device)
         self._native: NativeDecoder | None = None
-        if isinstance(self._decoder, LeanDecoder) and isinstance(backend, KernelBackend):
+        if isinstance(self._decoder, FusedDecoder) and isinstance(backend, KernelBackend):
             self._native = native_decoder(self._decoder, family, dtype, kv_pages)
 
     @property
@@ -48,9 +81,9 @@ class TextModel:
     def __call__(self, inputs: StepInputs, rows: Tensor | None) -> Tensor:
         """Logits [S, V] float32 of the sampled tokens.
 
-        `rows` [N, W] are the encoder rows that go to `inputs.embed_at`; None: there are none.
+        `rows` [N, W] are the encoder rows for the tokens `inputs.embed_at`; None without any.
         """
-        embeds, extras = self._placed(inputs, rows)
+        embeds, extras = self._embeds(inputs, rows)
         if self._native is not None and not extras:
             logits = self._native.logits(
                 DecodeInputs(
@@ -63,16 +96,19 @@ class TextModel:
             )
             if logits is not None:
                 return logits
-        return self.predict(sampled_rows(self._decode(inputs, embeds, extras), inputs))
+        return self.compute_logits(sampled_rows(self._decode(inputs, embeds, extras), inputs))
 
-    def hidden(self, inputs: StepInputs, rows: Tensor | None) -> Tensor:
+    def hidden_states(self, inputs: StepInputs, rows: Tensor | None) -> Tensor:
         """Last hidden states [T, H] of all tokens."""
-        return self._decode(inputs, *self._placed(inputs, rows))
+        return self._decode(inputs, *self._embeds(inputs, rows))
 
-    def _placed(
+    def _embeds(
         self, inputs: StepInputs, rows: Tensor | None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Embeddings with encoder rows in their places, and what else they bring; None without."""
+        """Embeddings [T, H] with encoder rows in their places, and the decoder's extra arguments.
+
+        Without encoder rows both are empty, and the token ids are embedded later.
+        """
         if inputs.embed_at is None or rows is None:
             return None, {}
         embeds = self._family.embed_tokens(inputs.token_ids)
@@ -83,10 +119,10 @@ class TextModel:
     ) -> Tensor:
         if embeds is None:
             embeds = self._family.embed_tokens(inputs.token_ids)
-        step = Step(inputs.metadata, self._backend, self._kv_pages)
+        step = ForwardContext(inputs.metadata, self._backend, self._kv_pages)
         return self._decoder(embeds, inputs.position_ids, step, extras)
 
-    def predict(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """Last hidden states [S, H] → logits [S, V]."""
         logits: Tensor = self._family.lm_head(hidden).float()
         softcap = self._family.final_softcap
@@ -96,5 +132,92 @@ class TextModel:
 
 
 def sampled_rows(hidden: Tensor, inputs: StepInputs) -> Tensor:
-    """[T, H] → [S, H]: what is sampled after."""
+    """Hidden states [T, H] → those of the sampled tokens [S, H]."""
     return hidden if inputs.sample_rows is None else hidden.index_select(0, inputs.sample_rows)
+
+
+class TextDecoder(Protocol):
+    def __call__(
+        self, embeds: Tensor, position_ids: Tensor, step: ForwardContext, extras: dict[str, Any]
+    ) -> Tensor:
+        """embeds [T, H], position_ids [1, T] or [axes, 1, T] → last hidden states [T, H]."""
+        ...
+
+
+class TransformersDecoder:
+    """transformers' own forward, with attention over our pages (`attention/hf_attention.py`)."""
+
+    def __init__(self, family: ModelFamily) -> None:
+        self._decoder = family.decoder
+
+    def __call__(
+        self, embeds: Tensor, position_ids: Tensor, step: ForwardContext, extras: dict[str, Any]
+    ) -> Tensor:
+        with paged_forward_context(step):
+            output = self._decoder(
+                inputs_embeds=embeds.unsqueeze(0),
+                position_ids=position_ids,
+                attention_mask=None,
+                use_cache=False,  # by default transformers would build a cache of its own
+                **extras,
+            )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+
+@torch.inference_mode()
+def choose_decoder(family: ModelFamily, dtype: torch.dtype, device: torch.device) -> TextDecoder:
+    """A fused decoder if it agrees with transformers on a random step, else transformers' own."""
+    transformers_decoder = TransformersDecoder(family)
+    name = type(family.decoder).__name__
+    if name not in PLAIN_DECODERS:
+        return transformers_decoder
+    recorder = _RecordingBackend()
+    expected = _probe(transformers_decoder, recorder, family, dtype, device)
+    try:
+        fused = FusedDecoder(family.decoder, recorder.calls)
+        found = _probe(fused, ReferenceBackend(), family, dtype, device)
+    except (AttributeError, ValueError) as error:
+        logger.warning("%s runs through transformers: %s", name, error)
+        return transformers_decoder
+    difference = (found - expected).abs().max()
+    if not difference <= TOLERANCE[dtype] * expected.abs().max():
+        logger.warning("%s runs through transformers: the fused decoder differs", name)
+        return transformers_decoder
+    return fused
+
+
+class _RecordingBackend(ReferenceBackend):
+    """Records what each layer asks of attention, so that the fused decoder can ask the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[AttentionCall] = []
+
+    def forward(
+        self,
+        layer: LayerPages,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: AttentionMetadata,
+        call: AttentionCall,
+    ) -> Tensor:
+        self.calls.append(call)
+        return super().forward(layer, query, key, value, metadata, call)
+
+
+def _probe(
+    decoder: TextDecoder,
+    backend: AttentionBackend,
+    family: ModelFamily,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Hidden states [T, H] of a small random step, float32."""
+    pages = probe_pages(family.num_layers, family.num_kv_heads, family.head_dim, dtype, device)
+    generator = torch.Generator().manual_seed(0)
+    embeds = torch.randn(PROBE_TOKENS, family.hidden_size, generator=generator)
+    positions = probe_positions(family.position_axes).to(device)
+    step = ForwardContext(probe_metadata(device), backend, pages)
+    return decoder(embeds.to(device, dtype), positions, step, {}).float()

@@ -40,8 +40,7 @@ class Stage:
         self.loaded = load_model(given.model)
         self.runner = Runner(
             self.loaded,
-            num_blocks=64,
-            block_size=16,
+            kv_pages=self.loaded.kv_pages(64, 16),
             backend=select_backend("cpu", self.loaded.family.attention_features(self.loaded.dtype)),
             max_num_seqs=4,
             max_num_batched_tokens=512,

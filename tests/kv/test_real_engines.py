@@ -23,8 +23,7 @@ from lookonce.engine.process.build import assemble
 from lookonce.engine.process.kv_tiers import open_external, rope_of
 from lookonce.engine.process_io import EngineSettings
 from lookonce.model.attention.select import select_backend
-from lookonce.model.kv_copier import PageCopier
-from lookonce.model.kv_pages import KVPages
+from lookonce.model.kv_pages import KVPages, PageCopier, kv_layout
 from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.runner import Runner
 from lookonce.types.kv import ExternalFacts, TierSpec
@@ -53,8 +52,7 @@ class Served:
         family = loaded.family
         runner = Runner(
             loaded,
-            num_blocks=NUM_BLOCKS,
-            block_size=BLOCK_SIZE,
+            kv_pages=loaded.kv_pages(NUM_BLOCKS, BLOCK_SIZE),
             backend=select_backend("cpu", family.attention_features(loaded.dtype)),
             max_num_seqs=8,
             max_num_batched_tokens=64,
@@ -211,7 +209,7 @@ def test_two_folders_share_nothing(folder: FolderMaker, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_blocks_go_out_and_come_back_bit_for_bit(dtype: torch.dtype) -> None:
-    pages = KVPages(3, 8, 4, 2, 16, dtype)
+    pages = KVPages(kv_layout(3, 4, 2, 16, dtype), 8)
     for layer in pages.layers:
         for page in layer:
             page.copy_(torch.randn(page.shape))

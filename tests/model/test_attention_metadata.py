@@ -1,4 +1,4 @@
-"""The description of a step: what goes where, in buffers that never move."""
+"""Attention metadata describes every token of a step, in buffers that keep their addresses."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookonce.model.attention.backend import AttentionBuffers
+from lookonce.model.step_inputs import AttentionMetadataBuilder
 
 BLOCK_SIZE = 4
 TABLES = np.random.default_rng(0).permutation(60).astype(np.int32).reshape(6, 10)
 
 
-def buffers() -> AttentionBuffers:
-    return AttentionBuffers(
+def buffers() -> AttentionMetadataBuilder:
+    return AttentionMetadataBuilder(
         max_num_seqs=6, max_num_tokens=100, max_blocks_per_seq=10, block_size=BLOCK_SIZE
     )
 
@@ -31,7 +31,7 @@ def steps(draw: st.DrawFn) -> list[tuple[int, int, int]]:
 def test_every_new_token_has_the_slot_its_block_table_gives_it(
     step: list[tuple[int, int, int]],
 ) -> None:
-    metadata = buffers().fill(
+    metadata = buffers().build(
         [new for _, new, _ in step],
         [new + before for _, new, before in step],
         TABLES,
@@ -58,7 +58,7 @@ def test_a_step_reuses_the_addresses_of_the_step_before() -> None:
     static = buffers()
 
     def addresses(lens: list[int]) -> list[int]:
-        metadata = static.fill(lens, [n + 3 for n in lens], TABLES)
+        metadata = static.build(lens, [n + 3 for n in lens], TABLES)
         tensors = (
             metadata.query_start,
             metadata.kv_start,
@@ -73,9 +73,9 @@ def test_a_step_reuses_the_addresses_of_the_step_before() -> None:
 
 def test_a_smaller_step_carries_nothing_over_from_a_larger_one() -> None:
     static = buffers()
-    static.fill([9, 9], [30, 35], TABLES, bidirectional=[[(22, 25)], []])
-    metadata = static.fill([1, 2], [6, 2], TABLES, num_decodes=1)
-    fresh = buffers().fill([1, 2], [6, 2], TABLES, num_decodes=1)
+    static.build([9, 9], [30, 35], TABLES, bidirectional=[[(22, 25)], []])
+    metadata = static.build([1, 2], [6, 2], TABLES, num_decodes=1)
+    fresh = buffers().build([1, 2], [6, 2], TABLES, num_decodes=1)
     assert metadata.visible_end is None
     assert metadata.query_start.tolist() == fresh.query_start.tolist() == [0, 1, 3]
     assert metadata.slot_mapping.tolist() == fresh.slot_mapping.tolist()
@@ -83,7 +83,7 @@ def test_a_smaller_step_carries_nothing_over_from_a_larger_one() -> None:
 
 
 def test_tokens_of_an_item_see_to_its_end_and_others_to_themselves() -> None:
-    metadata = buffers().fill(
+    metadata = buffers().build(
         [4, 6], [10, 6], TABLES, bidirectional=[[(0, 3), (7, 9)], [(0, 2), (3, 6)]]
     )
     assert metadata.visible_end is not None
@@ -93,6 +93,6 @@ def test_tokens_of_an_item_see_to_its_end_and_others_to_themselves() -> None:
 
 
 def test_an_item_that_ends_later_is_seen_as_far_as_there_are_keys() -> None:
-    metadata = buffers().fill([3], [5], TABLES, bidirectional=[[(3, 9)]])
+    metadata = buffers().build([3], [5], TABLES, bidirectional=[[(3, 9)]])
     assert metadata.visible_end is not None
     assert metadata.visible_end.tolist() == [3, 5, 5]

@@ -1,4 +1,4 @@
-"""Which backend a model gets, and by which blocks it may page."""
+"""Which attention backend serves a model, and with which block sizes."""
 
 from __future__ import annotations
 

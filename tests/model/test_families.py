@@ -7,8 +7,8 @@ import torch
 
 from lookonce.config import ModelConfig
 from lookonce.errors import ModelLoadError
+from lookonce.model.encoder_runner import item_tensors
 from lookonce.model.families.registry import FAMILIES, family_for
-from lookonce.model.inputs import item_tensors
 from lookonce.model.loader import load_model
 from lookonce.render.families.registry import FAMILIES as RENDER_FAMILIES
 from lookonce.types.model import SUPPORTED

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lookonce.config import ModelConfig
-from lookonce.model.inputs import item_tensors
+from lookonce.model.encoder_runner import item_tensors
 from lookonce.model.loader import load_model
 from lookonce.render.families.registry import load_family
 from tests.support.model.cases import CaseMaker, picture, sound

@@ -1,4 +1,4 @@
-"""Loading a folder: what the model is, how far loading got, and what is wrong with a bad folder."""
+"""Loading a folder: model information, progress, and the errors of a bad folder."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_only_the_text_model_attends_through_pages(folder, kind):
     config = load(folder(kind)).model.config
     text = config.get_text_config(decoder=True)
     assert text._attn_implementation == ATTENTION_NAME
-    towers = [getattr(config, name, None) for name in ("vision_config", "audio_config")]
-    assert {tower._attn_implementation for tower in towers if tower is not None} <= {"sdpa"}
+    encoders = [getattr(config, name, None) for name in ("vision_config", "audio_config")]
+    assert {encoder._attn_implementation for encoder in encoders if encoder is not None} <= {"sdpa"}
 
 
 def test_progress_runs_from_nothing_to_all(folder):

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lookonce.config import ModelConfig
-from lookonce.model.attention.backend import AttentionBuffers, AttentionMetadata
+from lookonce.model.attention.backend import AttentionMetadata, ForwardContext
 from lookonce.model.attention.reference import ReferenceBackend
-from lookonce.model.decoders import LeanDecoder, Step, choose_decoder, plain_positions
 from lookonce.model.families.base import ModelFamily, TextFamily
+from lookonce.model.fused_modules import FusedDecoder, plain_positions
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.loader import load_model
 from lookonce.model.native import compiled
 from lookonce.model.native import decoder as native
 from lookonce.model.native.decoder import DecodeInputs, NativeDecoder, native_decoder
-from lookonce.model.step_inputs import StepInputs
-from lookonce.model.text_model import TextModel
+from lookonce.model.step_inputs import AttentionMetadataBuilder, StepInputs
+from lookonce.model.text_model import TextModel, choose_decoder
 from tests.support.model_folders.folders import make_folder, randomise
 
 pytestmark = [
@@ -39,7 +39,7 @@ BLOCK, BLOCKS = 16, 64
 
 class Subject(NamedTuple):
     family: ModelFamily
-    lean: LeanDecoder
+    fused: FusedDecoder
     pages: KVPages
     native: NativeDecoder
 
@@ -51,15 +51,15 @@ def no_gradients() -> Iterator[None]:
 
 
 def subject_of(family: ModelFamily, dtype: torch.dtype = torch.float32) -> Subject:
-    lean = choose_decoder(family, dtype, torch.device("cpu"))
-    assert isinstance(lean, LeanDecoder)
-    pages = KVPages(family.num_layers, BLOCKS, BLOCK, family.num_kv_heads, family.head_dim, dtype)
+    fused = choose_decoder(family, dtype, torch.device("cpu"))
+    assert isinstance(fused, FusedDecoder)
+    pages = KVPages(family.kv_layout(BLOCK, dtype), BLOCKS)
     for layer in pages.layers:
         for tensor in layer:
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
-    decoder = native_decoder(lean, family, dtype, pages)
+    decoder = native_decoder(fused, family, dtype, pages)
     assert decoder is not None
-    return Subject(family, lean, pages, decoder)
+    return Subject(family, fused, pages, decoder)
 
 
 def from_folder(path: Path, dtype: str = "float32") -> Subject:
@@ -96,10 +96,10 @@ def decode_metadata(context_lens: list[int]) -> AttentionMetadata:
     count = len(context_lens)
     per_sequence = BLOCKS // count
     tables = np.arange(count * per_sequence, dtype=np.int32).reshape(count, per_sequence)
-    buffers = AttentionBuffers(
+    buffers = AttentionMetadataBuilder(
         max_num_seqs=count, max_num_tokens=count, max_blocks_per_seq=per_sequence, block_size=BLOCK
     )
-    return buffers.fill([1] * count, context_lens, tables, num_decodes=count)
+    return buffers.build([1] * count, context_lens, tables, num_decodes=count)
 
 
 def decode_inputs(subject: Subject, context_lens: list[int], seed: int = 0) -> DecodeInputs:
@@ -115,8 +115,8 @@ def lean_logits(subject: Subject, inputs: DecodeInputs) -> torch.Tensor:
     embeds = inputs.embeds
     if embeds is None:
         embeds = subject.family.embed_tokens(inputs.token_ids)
-    step = Step(inputs.metadata, ReferenceBackend(), subject.pages)
-    hidden = subject.lean(embeds, inputs.position_ids, step, {})
+    step = ForwardContext(inputs.metadata, ReferenceBackend(), subject.pages)
+    hidden = subject.fused(embeds, inputs.position_ids, step, {})
     if inputs.sample_rows is not None:
         hidden = hidden[inputs.sample_rows]
     return subject.family.lm_head(hidden).float()
@@ -176,10 +176,10 @@ def test_a_chunk_beside_decodes(
     ids = torch.arange(43) % family.vocab_size
     positions = torch.cat((torch.tensor([8, 80]), torch.arange(50, 91))).unsqueeze(0)
     tables = np.arange(BLOCKS, dtype=np.int32)[:18].reshape(3, 6)
-    buffers = AttentionBuffers(
+    buffers = AttentionMetadataBuilder(
         max_num_seqs=3, max_num_tokens=43, max_blocks_per_seq=6, block_size=BLOCK
     )
-    metadata = buffers.fill([1, 1, 41], [9, 81, 91], tables, num_decodes=2)
+    metadata = buffers.build([1, 1, 41], [9, 81, 91], tables, num_decodes=2)
     agree(subject, DecodeInputs(ids, None, positions, None, metadata), tolerance)
 
 
@@ -257,10 +257,10 @@ def test_a_step_of_many_tokens_is_left_to_others(folder: Folder) -> None:
     subject = from_folder(folder("llama"))
     count = native.MAX_TOKENS + 1
     ids, positions = torch.zeros(count, dtype=torch.int64), plain_positions(count, 1)
-    buffers = AttentionBuffers(
+    buffers = AttentionMetadataBuilder(
         max_num_seqs=1, max_num_tokens=count, max_blocks_per_seq=8, block_size=BLOCK
     )
-    metadata = buffers.fill([count], [count], np.arange(8, dtype=np.int32)[None])
+    metadata = buffers.build([count], [count], np.arange(8, dtype=np.int32)[None])
     assert subject.native.logits(DecodeInputs(ids, None, positions, None, metadata)) is None
 
 
@@ -305,9 +305,9 @@ def test_compiled_code_wrong_for_some_rows_alone_is_noticed(
 ) -> None:
     loaded = load_model(ModelConfig(folder=str(folder("llama")), served_name="test"))
     family = loaded.family
-    lean = choose_decoder(family, loaded.dtype, loaded.device)
-    assert isinstance(lean, LeanDecoder)
-    pages = KVPages(family.num_layers, 1, 16, family.num_kv_heads, family.head_dim, loaded.dtype)
+    fused = choose_decoder(family, loaded.dtype, loaded.device)
+    assert isinstance(fused, FusedDecoder)
+    pages = loaded.kv_pages(1, 16)
     compute, sizes = NativeDecoder.logits, []
 
     def logits(decoder: NativeDecoder, inputs: DecodeInputs) -> torch.Tensor | None:
@@ -318,7 +318,7 @@ def test_compiled_code_wrong_for_some_rows_alone_is_noticed(
         return found
 
     monkeypatch.setattr(NativeDecoder, "logits", logits)
-    assert native_decoder(lean, family, loaded.dtype, pages) is None
+    assert native_decoder(fused, family, loaded.dtype, pages) is None
     assert sizes == [1, 21]
 
 
@@ -327,12 +327,12 @@ def test_a_model_that_computes_something_else_is_noticed(
 ) -> None:
     loaded = load_model(ModelConfig(folder=str(folder("llama")), served_name="test"))
     family = loaded.family
-    lean = choose_decoder(family, loaded.dtype, loaded.device)
-    assert isinstance(lean, LeanDecoder)
-    add = LeanDecoder.__call__
-    monkeypatch.setattr(LeanDecoder, "__call__", lambda *step: 1.01 * add(*step))
-    pages = KVPages(family.num_layers, 1, 16, family.num_kv_heads, family.head_dim, loaded.dtype)
-    assert native_decoder(lean, family, loaded.dtype, pages) is None
+    fused = choose_decoder(family, loaded.dtype, loaded.device)
+    assert isinstance(fused, FusedDecoder)
+    add = FusedDecoder.__call__
+    monkeypatch.setattr(FusedDecoder, "__call__", lambda *step: 1.01 * add(*step))
+    pages = loaded.kv_pages(1, 16)
+    assert native_decoder(fused, family, loaded.dtype, pages) is None
 
 
 def test_without_compiled_code_steps_run_in_torch(
@@ -341,12 +341,10 @@ def test_without_compiled_code_steps_run_in_torch(
     monkeypatch.setattr(compiled, "kernels", None)
     loaded = load_model(ModelConfig(folder=str(folder("llama")), served_name="test"))
     family = loaded.family
-    pages = KVPages(
-        family.num_layers, BLOCKS, BLOCK, family.num_kv_heads, family.head_dim, loaded.dtype
-    )
-    lean = choose_decoder(family, loaded.dtype, loaded.device)
-    assert isinstance(lean, LeanDecoder)
-    assert native_decoder(lean, family, loaded.dtype, pages) is None
+    pages = loaded.kv_pages(BLOCKS, BLOCK)
+    fused = choose_decoder(family, loaded.dtype, loaded.device)
+    assert isinstance(fused, FusedDecoder)
+    assert native_decoder(fused, family, loaded.dtype, pages) is None
     model = TextModel(family, loaded.dtype, loaded.device, ReferenceBackend(), pages)
     assert not model.is_native
     metadata = decode_metadata([1, 1])
@@ -360,7 +358,7 @@ def test_a_model_of_another_activation_is_left_to_torch(folder: Folder) -> None:
     for layer in loaded.family.decoder.layers:  # type: ignore[union-attr]
         layer.mlp.act_fn = torch.nn.GELU()  # type: ignore[union-attr]
     family = loaded.family
-    lean = choose_decoder(family, loaded.dtype, loaded.device)
-    assert isinstance(lean, LeanDecoder)
-    pages = KVPages(family.num_layers, 1, 16, family.num_kv_heads, family.head_dim, loaded.dtype)
-    assert native_decoder(lean, family, loaded.dtype, pages) is None
+    fused = choose_decoder(family, loaded.dtype, loaded.device)
+    assert isinstance(fused, FusedDecoder)
+    pages = loaded.kv_pages(1, 16)
+    assert native_decoder(fused, family, loaded.dtype, pages) is None

@@ -14,12 +14,12 @@ import pytest
 from torch import Tensor
 
 from lookonce.model.attention.reference import ReferenceBackend
-from lookonce.model.families.base import ModelFamily
+from lookonce.model.families.base import ModelFamily, TextFamily
 from lookonce.model.families.idefics3 import Idefics3Family
 from lookonce.model.families.qwen2_audio import Qwen2AudioFamily
 from lookonce.model.families.qwen3_vl import Qwen3VLFamily
 from lookonce.model.families.voxtral import VoxtralFamily
-from lookonce.model.positions import MropePositions
+from lookonce.model.input_batch import MropePositions
 from lookonce.types.step import EmbedSlice, ScheduledSequence, StepPlan
 from tests.support.model.serving import Subject, compare, serve
 
@@ -28,9 +28,13 @@ WHOLE = 256
 VISIBLE_ERROR = 1e-2
 
 
-def logit_error(subject: Subject, **taken_away) -> float:
+def logit_error(subject: Subject, family: type[ModelFamily] | None = None, **taken_away) -> float:
+    """With the subject's own family, or another one for the same model."""
+    loaded = subject.loaded
+    if family is not None:
+        loaded = dataclasses.replace(loaded, family=family(loaded.model))
     options = {"budget": WHOLE, "backend": ReferenceBackend(), **taken_away}
-    served = serve(subject.loaded, subject.cases, **options)
+    served = serve(loaded, subject.cases, **options)
     return compare(served.answers, subject.expected).max_logit_error
 
 
@@ -161,26 +165,24 @@ def test_placeholders_without_embeddings_differ(subjects, kind):
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe"])
-def test_pictures_that_do_not_feed_the_first_layers_differ(subjects, kind, monkeypatch):
-    def place_first_part(family, embeds: Tensor, at: Tensor, rows: Tensor) -> dict[str, object]:
-        embeds.index_copy_(0, at, rows[:, : family.hidden_size])
-        return {}
+def test_pictures_that_do_not_feed_the_first_layers_differ(subjects, kind):
+    class WithoutDeepstack(Qwen3VLFamily):
+        def place(self, embeds: Tensor, at: Tensor, rows: Tensor) -> dict[str, object]:
+            embeds.index_copy_(0, at, rows[:, : self.hidden_size])
+            return {}
 
-    monkeypatch.setattr(Qwen3VLFamily, "place", place_first_part)
-    assert logit_error(subjects(kind)) > VISIBLE_ERROR
+    assert logit_error(subjects(kind), WithoutDeepstack) > VISIBLE_ERROR
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe"])
-def test_pictures_that_feed_the_first_layers_in_another_order_differ(subjects, kind, monkeypatch):
-    place = Qwen3VLFamily.place
+def test_pictures_that_feed_the_first_layers_in_another_order_differ(subjects, kind):
+    class ReversedDeepstack(Qwen3VLFamily):
+        def place(self, embeds: Tensor, at: Tensor, rows: Tensor) -> dict[str, object]:
+            extras = super().place(embeds, at, rows)
+            extras["deepstack_visual_embeds"] = extras["deepstack_visual_embeds"][::-1]
+            return extras
 
-    def place_reversed(family, embeds: Tensor, at: Tensor, rows: Tensor) -> dict[str, object]:
-        extras = place(family, embeds, at, rows)
-        extras["deepstack_visual_embeds"] = extras["deepstack_visual_embeds"][::-1]
-        return extras
-
-    monkeypatch.setattr(Qwen3VLFamily, "place", place_reversed)
-    assert logit_error(subjects(kind)) > VISIBLE_ERROR
+    assert logit_error(subjects(kind), ReversedDeepstack) > VISIBLE_ERROR
 
 
 @pytest.mark.parametrize(
@@ -191,20 +193,24 @@ def test_pictures_that_feed_the_first_layers_in_another_order_differ(subjects, k
         ("voxtral", VoxtralFamily, "input_features"),
     ],
 )
-def test_parts_of_an_item_in_another_order_differ(subjects, kind, family, array, monkeypatch):
+def test_parts_of_an_item_in_another_order_differ(subjects, kind, family, array):
     """Tiles of a picture, spans of a sound."""
-    encode = family.encode
 
-    def encode_reversed(self, modality, items) -> list[Tensor]:
-        return encode(self, modality, [{**item, array: item[array].flip(0)} for item in items])
+    class ReversedParts(family):
+        def encode(self, modality, items) -> list[Tensor]:
+            return super().encode(
+                modality, [{**item, array: item[array].flip(0)} for item in items]
+            )
 
-    monkeypatch.setattr(family, "encode", encode_reversed)
-    assert logit_error(subjects(kind)) > VISIBLE_ERROR
+    assert logit_error(subjects(kind), ReversedParts) > VISIBLE_ERROR
 
 
-def test_sound_that_attends_to_its_padding_differs(subjects, monkeypatch):
-    monkeypatch.setattr(Qwen2AudioFamily, "_mask", lambda *_: None)
-    assert logit_error(subjects("qwen2_audio")) > VISIBLE_ERROR
+def test_sound_that_attends_to_its_padding_differs(subjects):
+    class Unmasked(Qwen2AudioFamily):
+        def padding_mask(self, lengths: Tensor, like: Tensor) -> None:
+            return None
+
+    assert logit_error(subjects("qwen2_audio"), Unmasked) > VISIBLE_ERROR
 
 
 def test_causal_pictures_differ(subjects):
@@ -256,6 +262,8 @@ def test_an_ignored_attention_argument_differs(subjects, kind, argument):
     assert logit_error(subject, backend=deaf) > VISIBLE_ERROR
 
 
-def test_logits_without_the_final_softcap_differ(subjects, monkeypatch):
-    monkeypatch.setattr(ModelFamily, "final_softcap", None)
-    assert logit_error(subjects("gemma2")) > VISIBLE_ERROR
+def test_logits_without_the_final_softcap_differ(subjects):
+    class Uncapped(TextFamily):
+        final_softcap = None
+
+    assert logit_error(subjects("gemma2"), Uncapped) > VISIBLE_ERROR

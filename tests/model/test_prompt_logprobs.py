@@ -6,8 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from lookonce.model import logits_processors as token_logits
-from lookonce.model import prompt_scores
+from lookonce.model import logits_processors, sampler
 from lookonce.types.request import PromptLogprob
 from lookonce.types.step import StepPlan
 from tests.support.model.cases import Case
@@ -83,7 +82,7 @@ def test_after_a_preemption_they_are_complete(subjects, folder):
 
 def test_a_large_vocabulary_is_scored_in_slices(scene, monkeypatch):
     subject, logits = scene
-    monkeypatch.setattr(prompt_scores, "SLICE_ELEMENTS", 3 * subject.loaded.info.vocab_size)
+    monkeypatch.setattr(sampler, "SLICE_ELEMENTS", 3 * subject.loaded.info.vocab_size)
     served = serve(subject.loaded, subject.cases[:1], budget=64, prompt_logprobs={0: TOP})
     assert worst_error(served.scored[0], subject.cases[0], logits[0]) < 1e-4
 
@@ -91,12 +90,12 @@ def test_a_large_vocabulary_is_scored_in_slices(scene, monkeypatch):
 def test_scores_of_the_wrong_place_would_be_seen(subjects, folder, monkeypatch):
     """Negative control: each token judged by the logits at its own place, not before it."""
     subject = subjects("llama")
-    honest = prompt_scores.PromptScores.parts
+    honest = sampler.PromptLogprobScorer.parts
 
     def shifted(self, chunks):
         return [part._replace(first=part.first + 1) for part in honest(self, chunks)]
 
-    monkeypatch.setattr(prompt_scores.PromptScores, "parts", shifted)
+    monkeypatch.setattr(sampler.PromptLogprobScorer, "parts", shifted)
     served = serve(subject.loaded, subject.cases[:1], budget=64, prompt_logprobs={0: TOP})
     model = reference_model(folder("llama"), subject.loaded.info)
     logits = reference_prompt_logits(model, subject.cases[0])
@@ -123,9 +122,9 @@ def test_one_that_nobody_asked_for_is_not_scored(subjects):
 
 def test_the_best_of_equals_share_a_rank_and_an_unknown_token_has_no_chance():
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]] * 4)
-    found = token_logits.prompt_logprobs(logits, torch.tensor([1, 2, 0, 9]), 2)
+    found = logits_processors.prompt_logprobs(logits, torch.tensor([1, 2, 0, 9]), 2)
     assert [entry.rank for entry in found] == [1, 1, 3, 5]
     assert found[3].logprob == -float("inf")
     assert all(len(entry.top) == 2 for entry in found)
-    assert token_logits.prompt_logprobs(logits[:1], torch.tensor([1]), 0)[0].top == ()
+    assert logits_processors.prompt_logprobs(logits[:1], torch.tensor([1]), 0)[0].top == ()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=list[PromptLogprob]) == found

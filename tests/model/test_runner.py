@@ -1,8 +1,10 @@
-"""The runner forgets, learns, encodes, computes and samples what a plan says, and nothing else."""
+"""The runner does what a plan says and nothing else: update the batch, encode, compute, sample."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from lookonce.config import ModelConfig
 from lookonce.errors import RequestFailedError
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.loader import load_model
-from lookonce.model.runner import Runner
+from lookonce.model.runner import HEAVY_TOKENS, Runner, ThreadCounts
 from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import (
@@ -38,14 +40,9 @@ def llava(folder):
 
 
 def make_runner(loaded, **options) -> Runner:
-    sizes = {
-        "num_blocks": 64,
-        "block_size": BLOCK,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-        **options,
-    }
-    return Runner(loaded, backend=ReferenceBackend(), **sizes)
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, **options}
+    pages = loaded.kv_pages(64, BLOCK)
+    return Runner(loaded, kv_pages=pages, backend=ReferenceBackend(), **sizes)
 
 
 def tokens(seed: int, count: int) -> np.ndarray:
@@ -119,7 +116,7 @@ def test_a_chunk_that_does_not_end_the_prompt_samples_nothing(llama):
     assert result.token_ids == ()
 
 
-def test_rows_of_forgotten_sequences_are_reused(llama):
+def test_rows_of_removed_sequences_are_reused(llama):
     runner = make_runner(llama, max_num_seqs=1)
     first = answer(runner, tokens(1, 9), seq_id=1)
     runner.execute(StepPlan(8, finished=(1,)))
@@ -128,11 +125,11 @@ def test_rows_of_forgotten_sequences_are_reused(llama):
     assert answer(runner, tokens(1, 9), seq_id=3) == first
 
 
-def test_forgetting_an_unknown_sequence_is_no_error(llama):
+def test_removing_an_unknown_sequence_is_no_error(llama):
     assert make_runner(llama).execute(StepPlan(0, finished=(77,))).token_ids == ()
 
 
-def test_logprobs_come_for_those_who_asked(llama):
+def test_only_rows_that_ask_get_logprobs(llama):
     first, second = tokens(1, 9), tokens(2, 5)
     asking = SamplingParams(temperature=0, logprobs=2)
     plan = StepPlan(
@@ -274,3 +271,46 @@ def test_min_tokens_hold_after_placeholder_ids_outside_the_vocabulary(llava):
         temperature=0, min_tokens=4, max_tokens=9, stop_token_ids=(favourite,)
     )
     assert first(stopping) != favourite
+
+
+DECODE = StepPlan(0, scheduled=tuple(ScheduledSequence(number, 9, 1) for number in range(8)))
+PREFILL = StepPlan(0, scheduled=(ScheduledSequence(0, 0, HEAVY_TOKENS),))
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def on_cores(count: int, given: int, monkeypatch: pytest.MonkeyPatch) -> ThreadCounts:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
+    torch.set_num_threads(given)
+    return ThreadCounts.of_machine()
+
+
+@pytest.mark.parametrize(
+    ("cores", "given", "light", "heavy"), [(1, 1, 1, 1), (2, 2, 1, 2), (4, 4, 3, 4), (4, 2, 2, 2)]
+)
+def test_light_steps_leave_a_core_free_unless_a_number_of_threads_is_set(
+    cores, given, light, heavy, monkeypatch
+):
+    assert on_cores(cores, given, monkeypatch) == ThreadCounts(light, heavy)
+    assert torch.get_num_threads() == light
+
+
+def test_a_long_chunk_uses_every_core_and_restores_the_number(monkeypatch):
+    machine = on_cores(2, 2, monkeypatch)
+    with machine.working_on(PREFILL):
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 1
+    with machine.working_on(DECODE):
+        assert torch.get_num_threads() == 1
+
+
+def test_a_failing_step_restores_the_number_of_threads(monkeypatch):
+    machine = on_cores(2, 2, monkeypatch)
+    with pytest.raises(ZeroDivisionError), machine.working_on(PREFILL):
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == 1

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookonce.model import logits_processors as token_logits
+from lookonce.model import logits_processors
 from lookonce.model.logits_processors import FAILED
-from lookonce.model.sampler import Sampled, Sampler
+from lookonce.model.sampler import Sampler, SamplerOutput
 from lookonce.types.sampling import SamplingParams
 
 EOS = 3
@@ -33,7 +33,7 @@ def sample_one(
     sample_index: int = 0,
     prompt: Sequence[int] = (),
     output: Sequence[int] = (),
-) -> Sampled:
+) -> SamplerOutput:
     """One row, at the position after `output`."""
     sampler = Sampler(logits.shape[-1], [EOS])
     sampler.add(1, params, sample_index, list(prompt), list(output))
@@ -117,8 +117,8 @@ def test_filters_keep_exactly_what_the_definition_keeps(
     logits = logits_of(seed, vocab=vocab, spread=spread)
     wanted = expected_probs(params, logits[0])
     uniform = np.linspace(0, 1, 64, endpoint=False)
-    row = token_logits.RowFilter.from_params(params)
-    drawn = token_logits.draw(logits.repeat(64, 1), [row] * 64, uniform)
+    row = logits_processors.RowFilter.from_params(params)
+    drawn = logits_processors.draw(logits.repeat(64, 1), [row] * 64, uniform)
     running = np.cumsum(wanted)
     # Up to rounding, which may move a token over the edge of the nucleus.
     for number, token in zip(uniform, drawn, strict=True):
@@ -190,8 +190,8 @@ def test_without_a_seed_requests_differ() -> None:
 def test_uniform_numbers_are_uniform_over_seeds_and_over_positions() -> None:
     many = np.arange(20_000)
     for numbers in (
-        token_logits.uniforms(many.tolist(), [7] * len(many)),
-        token_logits.uniforms([7] * len(many), many.tolist()),
+        logits_processors.uniforms(many.tolist(), [7] * len(many)),
+        logits_processors.uniforms([7] * len(many), many.tolist()),
     ):
         assert ((numbers >= 0) & (numbers < 1)).all()
         histogram = np.histogram(numbers, 20, (0, 1))[0]
@@ -389,7 +389,7 @@ def test_a_removed_sequence_may_come_back_with_other_parameters() -> None:
 @settings(max_examples=30, deadline=None)
 def test_the_largest_of_many_are_the_largest(seed: int, vocab: int, count: int) -> None:
     scores = logits_of(seed, rows=2, vocab=vocab)
-    values, ids = token_logits.largest(scores, count)
+    values, ids = logits_processors.largest(scores, count)
     wanted = scores.topk(count)
     assert torch.equal(values, wanted.values)
     assert torch.equal(ids, wanted.indices)

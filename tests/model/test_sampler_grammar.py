@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookonce.model import logits_processors as token_logits
+from lookonce.model import logits_processors
 from lookonce.model.logits_processors import FAILED
 from lookonce.model.sampler import Sampler
 from lookonce.types.sampling import SamplingParams
@@ -129,11 +129,11 @@ def test_logprobs_are_of_the_model_not_of_the_grammar():
 def test_bits_stand_for_tokens_in_order(vocab):
     rng = np.random.default_rng(vocab)
     allowed = rng.random((2, vocab)) < 0.5
-    packed = np.zeros((2, token_logits.mask_bytes(vocab)), np.uint8)
+    packed = np.zeros((2, logits_processors.mask_bytes(vocab)), np.uint8)
     bits = np.packbits(allowed, axis=1, bitorder="little")
     packed[:, : bits.shape[1]] = bits
     scores = torch.zeros(3, vocab)
-    token_logits.allow_only(scores, [2, 0], packed)
+    logits_processors.allow_only(scores, [2, 0], packed)
     assert torch.equal(scores[2].isfinite(), torch.from_numpy(allowed[0]))
     assert torch.equal(scores[0].isfinite(), torch.from_numpy(allowed[1]))
     assert scores[1].isfinite().all()

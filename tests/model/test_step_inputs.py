@@ -1,4 +1,4 @@
-"""Compiled code fills a decode step exactly as NumPy does, and knows when not to."""
+"""Compiled code builds a decode step exactly as NumPy does, and leaves other steps to it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookonce.model import step_inputs
-from lookonce.model.input_batch import SequenceTable
+from lookonce.model.input_batch import InputBatch
 from lookonce.model.step_inputs import StepInputBuilder, StepInputs
 from lookonce.types.media import MediaFeature
 from lookonce.types.sampling import SamplingParams
@@ -24,13 +24,13 @@ MAX_SEQS = 6
 
 def builder(axes: int, lengths: list[int], picture_at: list[int | None]) -> StepInputBuilder:
     """Sequence i has `lengths[i]` tokens, and a picture of six if it is to have one."""
-    table = SequenceTable(max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN, block_size=BLOCK)
+    table = InputBatch(max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN, block_size=BLOCK)
     for seq_id, (length, at) in enumerate(zip(lengths, picture_at, strict=True)):
         features = ()
         if at is not None:
             features = (MediaFeature(bytes(32), "image", at, 6, 6, None, (1, 2, 3)),)
         ids = np.arange(length, dtype=np.int32) + 100 * seq_id
-        table.learn(NewSequence(seq_id, ids, length, features, SamplingParams()), mrope=axes > 1)
+        table.add(NewSequence(seq_id, ids, length, features, SamplingParams()), mrope=axes > 1)
         blocks = tuple(range(20 * seq_id, 20 * seq_id + -(-length // BLOCK)))
         table.append_blocks(table.row_of(seq_id), blocks)
     return StepInputBuilder(

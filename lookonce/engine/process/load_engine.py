@@ -24,10 +24,8 @@ from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import ConfigError
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.select import resolve_block_size, select_backend
-from lookonce.model.kv_pages import block_bytes
 from lookonce.model.loader import LoadedModel, load_model
-from lookonce.model.runner import Runner
-from lookonce.model.threads import Threads
+from lookonce.model.runner import Runner, ThreadCounts
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +45,7 @@ def load_engine(
 
     Raises `ConfigError` for settings the model cannot be served with, and `ModelLoadError`.
     """
-    threads = Threads.of_machine()
+    threads = ThreadCounts.of_machine()
     items = WarmUpItems(settings)  # processed while weights load
     loaded = load_model(settings.model, progress)
     backend, block_size = attention_of(loaded, settings.kv)
@@ -88,13 +86,12 @@ def make_runner(
     settings: EngineSettings,
     backend: AttentionBackend,
     pool: BlockPool,
-    threads: Threads | None = None,
+    threads: ThreadCounts | None = None,
 ) -> Runner:
     """A runner with as many blocks as `pool`; `threads` None: torch's setting stays."""
     return Runner(
         loaded,
-        num_blocks=pool.num_blocks,
-        block_size=pool.block_size,
+        kv_pages=loaded.kv_pages(pool.num_blocks, pool.block_size),
         backend=backend,
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
@@ -103,14 +100,7 @@ def make_runner(
 
 
 def _num_blocks(loaded: LoadedModel, kv: KVConfig, block_size: int) -> int:
-    family = loaded.family
-    nbytes = block_bytes(
-        num_layers=family.num_layers,
-        block_size=block_size,
-        num_kv_heads=family.num_kv_heads,
-        head_dim=family.head_dim,
-        dtype=loaded.dtype,
-    )
+    nbytes = loaded.family.kv_layout(block_size, loaded.dtype).block_bytes
     there = _memory_bytes(loaded.device)
     if kv.cache_bytes > there:
         raise ConfigError(

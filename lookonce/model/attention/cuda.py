@@ -1,20 +1,20 @@
 """Paged attention on NVIDIA GPUs through torch's variable-length flash attention.
 
-Written from torch 2.13's source (`torch.nn.attention.varlen`) and not yet run on a GPU. What it
-relies on:
+Written from torch 2.13's source (`torch.nn.attention.varlen`) and not yet run on a GPU. It relies
+on:
 
 * pages [num_pages, page_size, Hkv, D] with an int32 block table and `seqused_k`, and a page size
   that FlashAttention-2 takes: a multiple of 256;
-* running sums of the lengths on both sides: FlashAttention-2 refuses one without the other,
-  although a block table makes the keys' redundant;
+* running sums of both query and key lengths: FlashAttention-2 needs both, although a block table
+  makes those of the keys redundant;
 * causal masks and windows aligned to the end of the keys; a window is (keys to the left, keys to
   the right), so `sliding_window` W, which counts the token itself, is (W - 1, 0);
 * `num_splits=1` turns split-KV off: results do not depend on the batch, and no row is left
   unwritten.
 
-Softcap, sinks and bidirectional items are not there: those models take the reference backend.
+Models with softcap, sinks or bidirectional items use the reference backend.
 Nothing here reads a device tensor back or allocates by data: a decode step can be captured in a
-CUDA graph whose metadata stays in `AttentionBuffers`.
+CUDA graph whose metadata stays in `AttentionMetadataBuilder`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lookonce.model.attention.reference import write_pages
 from lookonce.model.kv_pages import LayerPages
 
 MAX_HEAD_DIM = 256
-"""FlashAttention-2's."""
+"""The largest head size of FlashAttention-2."""
 
 
 class VarlenBackend:

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lookonce.model.attention.backend import AttentionBuffers, AttentionMetadata
-from lookonce.model.kv_pages import KVPages
+from lookonce.model.attention.backend import AttentionMetadata
+from lookonce.model.kv_pages import KVPages, kv_layout
+from lookonce.model.step_inputs import AttentionMetadataBuilder
 
 PROBE_TOKENS = 22
 _CONTEXT, _PROMPT = 9, PROBE_TOKENS - 1
@@ -29,7 +30,8 @@ def probe_pages(
     device: torch.device | str = "cpu",
 ) -> KVPages:
     """Pages for the step, with random keys and values of before; every call gives the same."""
-    pages = KVPages(num_layers, 3, _BLOCK_SIZE, num_kv_heads, head_dim, dtype, device)
+    layout = kv_layout(num_layers, _BLOCK_SIZE, num_kv_heads, head_dim, dtype)
+    pages = KVPages(layout, 3, device)
     generator = torch.Generator().manual_seed(0)
     for layer in pages.layers:
         for tensor in layer:
@@ -38,14 +40,14 @@ def probe_pages(
 
 
 def probe_metadata(device: torch.device | str = "cpu") -> AttentionMetadata:
-    buffers = AttentionBuffers(
+    buffers = AttentionMetadataBuilder(
         max_num_seqs=2,
         max_num_tokens=PROBE_TOKENS,
         max_blocks_per_seq=_TABLES.shape[1],
         block_size=_BLOCK_SIZE,
         device=device,
     )
-    return buffers.fill([1, _PROMPT], [_CONTEXT, _PROMPT], _TABLES, num_decodes=1)
+    return buffers.build([1, _PROMPT], [_CONTEXT, _PROMPT], _TABLES, num_decodes=1)
 
 
 def probe_positions(axes: int) -> Tensor:

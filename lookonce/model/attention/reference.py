@@ -1,7 +1,7 @@
-"""Attention in plain torch, every feature, any device: the meaning of the other backends.
+"""Attention in plain torch with every feature on any device; other backends are tested against it.
 
-It gathers each sequence's keys and values and attends to them one sequence at a time. Used where
-a faster backend lacks a feature, and by the tests as one of two references.
+Keys and values of one sequence after the other are gathered from the pages. It serves models whose
+features a faster backend lacks.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from lookonce.model.kv_pages import LayerPages
 
 
 def write_pages(layer: LayerPages, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-    """Put new keys and values [T, Hkv, D] where `slot_mapping` [T] says."""
+    """Write new keys and values [T, Hkv, D] to the slots `slot_mapping` [T]."""
     layer.keys.flatten(0, 1).index_copy_(0, slot_mapping, key.to(layer.keys.dtype))
     layer.values.flatten(0, 1).index_copy_(0, slot_mapping, value.to(layer.values.dtype))
 
 
 class ReferenceBackend:
-    """Gather, then SDPA; explicit softmax where softcap or sinks are asked for."""
+    """torch's SDPA over gathered keys; explicit softmax for softcap or sinks."""
 
     name = "reference"
     default_block_size = 16
@@ -61,7 +61,10 @@ class ReferenceBackend:
 def visibility(
     metadata: AttentionMetadata, index: int, start: int, sliding_window: int | None
 ) -> Tensor | None:
-    """[query_len, kv_len] bool of sequence `index` whose first row is `start`; None: all seen."""
+    """[query_len, kv_len] which keys each token of sequence `index` sees; None: all.
+
+    `start` is the sequence's first row.
+    """
     length, total = metadata.query_lens[index], metadata.context_lens[index]
     windowed = sliding_window is not None and sliding_window < total
     if length == 1 and not windowed:

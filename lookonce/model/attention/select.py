@@ -1,4 +1,4 @@
-"""Which backend serves a model on a device."""
+"""Selects the attention backend for a model on a device, and its block size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lookonce.model.attention.reference import ReferenceBackend
 
 
 def select_backend(device: torch.device | str, features: AttentionFeatures) -> AttentionBackend:
-    """The fastest backend on `device` that has every feature the model needs."""
+    """The fastest backend on `device` with every feature that the model needs."""
     if torch.device(device).type == "cpu":
         return cpu_backend(features)
     fast = _cuda_backend()
@@ -26,7 +26,7 @@ def _cuda_backend() -> AttentionBackend:
 
 
 def resolve_block_size(backend: AttentionBackend, requested: int | None) -> int:
-    """`requested` if the backend can page by it, its default if None; else `ConfigError`."""
+    """`requested`, or the backend's default if None. Raises `ConfigError` for a bad size."""
     if requested is None:
         return backend.default_block_size
     if requested < 1 or requested % backend.block_size_multiple:

@@ -1,4 +1,4 @@
-"""What the runner must know about a family of models; the defaults are those of a text-only one."""
+"""What the model package must know about a model family; the defaults suit a text-only one."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from lookonce.model.attention.backend import AttentionFeatures
-from lookonce.model.rope import refuse_changing_rope
+from lookonce.model.kv_pages import kv_layout
+from lookonce.types.kv import KVLayout
 from lookonce.types.media import Modality
 
 Tensors = dict[str, Tensor]
-"""One processed item's arrays by name, on the model's device, without a batch dimension."""
+"""The arrays of one processed item by name, on the model's device, without a batch dimension."""
 
 PositionAxes = Literal[1, 3, 4]
 """Rows of position ids: 1 linear, 3 mrope, 4 linear and then mrope."""
 
 Model = Any
-"""A transformers `PreTrainedModel`; the library is untyped here."""
+"""A transformers `PreTrainedModel`, which has no useful types here."""
 
 
 class ModelFamily:
-    """Binds one loaded model to the runner; a subclass states only where its family differs.
+    """Describes one loaded model; a subclass overrides what is different in its family.
 
     T is the number of tokens of a step, H the hidden size, N the number of encoder rows placed in
-    the step and W their width (H, or more where rows carry features for later layers too).
+    the step and W their width: H, or more if rows hold features for later layers too.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
@@ -43,28 +44,27 @@ class ModelFamily:
         r"(^|\.)mtp(_layers)?\.",
         r"(^|\.)vision_(tower|model)\.(vision_model\.)?head\.",
     )
-    """Patterns of published weights that nothing here uses: what a config determines anyway, heads
-    that draft tokens, and those that sum a picture up. transformers itself drops Omni's talker."""
+    """Patterns of published weights that are not used: buffers that the config determines, heads
+    that draft tokens (MTP), and pooling heads of vision encoders. transformers itself drops Omni's
+    talker."""
 
     def __init__(self, model: Model) -> None:
-        """Raises `ModelLoadError` for a model whose parts depend on what else is in a batch."""
         self.model = model
         self.config = model.config
         self.text_config = model.config.get_text_config(decoder=True)
         self.decoder: nn.Module = model.get_decoder()
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.lm_head: nn.Linear = model.get_output_embeddings()
-        refuse_changing_rope(self.text_config)
 
     @classmethod
     def transformers_class(cls) -> Any:
-        """What reads the weights, by its `from_pretrained`."""
+        """The class in transformers whose `from_pretrained` reads the weights."""
         name = "AutoModelForMultimodalLM" if cls.modalities else "AutoModelForCausalLM"
         return getattr(import_module("transformers"), name)
 
     @classmethod
     def misses(cls, name: str) -> bool:
-        """Whether a weight that was not loaded is one that the model should have had."""
+        """Whether a published weight that was not loaded should have been."""
         return not any(re.search(pattern, name) for pattern in cls.dropped_weights)
 
     @property
@@ -78,22 +78,22 @@ class ModelFamily:
 
     @property
     def row_width(self) -> int:
-        """W."""
+        """W, the width of an encoder row."""
         return self.hidden_size
 
     @property
     def largest_unsplittable(self) -> int:
-        """Prompt tokens of the largest item that no chunk may cut; 0 where there is none."""
+        """Prompt tokens of the largest item that no chunk may cut; 0 if there is none."""
         return 0
 
     @property
     def final_softcap(self) -> float | None:
-        """Logits become `softcap * tanh(logits / softcap)`."""
+        """If not None, logits become `softcap * tanh(logits / softcap)`."""
         softcap: float | None = getattr(self.text_config, "final_logit_softcapping", None)
         return softcap
 
     def attention_features(self, dtype: torch.dtype) -> AttentionFeatures:
-        """What the text model asks of its attention backend."""
+        """What the text model needs from its attention backend."""
         text = self.text_config
         layer_types = getattr(text, "layer_types", None) or ()
         return AttentionFeatures(
@@ -120,25 +120,29 @@ class ModelFamily:
     def num_layers(self) -> int:
         return int(self.text_config.num_hidden_layers)
 
+    def kv_layout(self, block_size: int, dtype: torch.dtype) -> KVLayout:
+        """The layout of a KV block of `block_size` tokens."""
+        return kv_layout(self.num_layers, block_size, self.num_kv_heads, self.head_dim, dtype)
+
     def batch_key(self, modality: Modality, item: Tensors) -> Hashable:
-        """Items of one modality with equal keys are encoded in one call; None: always alone."""
+        """Items of one modality with equal keys are encoded in one call; None: each in its own."""
         return None
 
     def encode(self, modality: Modality, items: Sequence[Tensors]) -> list[Tensor]:
-        """Encoder output [num_embeds, W] of each item. Raises `ValueError` for a malformed one."""
+        """Encoder output [num_embeds, W] of each item. Raises `ValueError` for a malformed item."""
         raise ValueError(f"this model takes no {modality}")
 
     def place(self, embeds: Tensor, at: Tensor, rows: Tensor) -> dict[str, Any]:
-        """Put encoder rows [N, W] into `embeds` [T, H], in place, at the indices `at` [N].
+        """Put encoder rows [N, W] into `embeds` [T, H] at the indices `at` [N], in place.
 
-        Returns what the decoder needs beside embeddings, as keyword arguments.
+        Returns keyword arguments that the decoder needs beside the embeddings.
         """
         embeds.index_copy_(0, at, rows)
         return {}
 
 
 class TextFamily(ModelFamily):
-    """Decoder-only text models that need nothing special."""
+    """Text-only decoders."""
 
     model_types = (
         "gemma2",

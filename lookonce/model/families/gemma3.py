@@ -6,7 +6,7 @@ from lookonce.model.families.llava import LlavaFamily
 
 
 class Gemma3Family(LlavaFamily):
-    """Items as LLaVA's. The mask is the attention backend's business."""
+    """Items as LLaVA's. The attention backend masks for both directions."""
 
     model_types = ("gemma3",)
     unsplittable = ("image",)

@@ -1,4 +1,4 @@
-"""Idefics3 and SmolVLM: a picture is cut into tiles, beside which the whole goes in small."""
+"""Idefics3 and SmolVLM: a picture is cut into tiles, and the whole picture follows scaled down."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from lookonce.types.media import Modality
 
 
 class Idefics3Family(ModelFamily):
-    """Items: `pixel_values` [tiles, 3, height, width]; of one processed elsewhere also
-    `pixel_attention_mask` [tiles, height, width], 0 in padding. One call per item."""
+    """Items: `pixel_values` [tiles, 3, height, width]. Items that a client processed also have
+    `pixel_attention_mask` [tiles, height, width], 0 in padding. Each is encoded in its own call."""
 
     model_types = ("idefics3", "smolvlm")
     modalities = ("image",)
@@ -21,8 +21,8 @@ class Idefics3Family(ModelFamily):
         return [self._encode_tiles(item) for item in items]
 
     def _encode_tiles(self, item: Tensors) -> Tensor:
-        """As `get_image_features` does, which takes a tile of zeros for padding and drops it; but
-        a tile of an even colour may be all zeros, and has its place in the prompt."""
+        """The rows of all tiles. `get_image_features` computes the same, but drops a tile of zeros
+        as padding: a tile of one colour may be all zeros and has placeholders in the prompt."""
         model = self.model.model
         hidden = model.vision_model(
             pixel_values=item["pixel_values"], patch_attention_mask=self._real_patches(item)
@@ -31,7 +31,7 @@ class Idefics3Family(ModelFamily):
         return rows
 
     def _real_patches(self, item: Tensors) -> Tensor | None:
-        """[tiles, rows, columns]: which patches hold a pixel that is not padding; None: all."""
+        """[tiles, rows, columns] whether a patch has pixels that are not padding; None: all do."""
         mask = item.get("pixel_attention_mask")
         if mask is None:
             return None

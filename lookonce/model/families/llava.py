@@ -1,4 +1,4 @@
-"""LLaVA 1.5 and its kin: square pictures, or Pixtral's of any size; plain scatter."""
+"""LLaVA 1.5 and Mistral 3: square pictures, or pictures of any size with Pixtral's encoder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lookonce.types.media import Modality
 
 
 class LlavaFamily(ModelFamily):
-    """Items: `pixel_values` [3, height, width]; with Pixtral's tower also `image_sizes` [2]."""
+    """Items: `pixel_values` [3, height, width]; with Pixtral's encoder also `image_sizes` [2]."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llava", "mistral3")
     modalities = ("image",)

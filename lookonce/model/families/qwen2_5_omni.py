@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni's thinker: Qwen2.5-VL's pictures, and sound at 25 tokens a second. Nano is one."""
+"""Qwen2.5-Omni's thinker, as in nano: Qwen2.5-VL's pictures, and sound at 25 tokens a second."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Qwen2_5OmniFamily(Qwen2_5VLFamily):  # noqa: N801
 
     @classmethod
     def transformers_class(cls) -> Any:
-        """It finds the thinker's weights in a folder of the whole model, too."""
+        """The thinker's class, which also reads its weights from a folder of the whole model."""
         return import_module("transformers").Qwen2_5OmniThinkerForConditionalGeneration
 
     def encode(self, modality: Modality, items: Sequence[Tensors]) -> list[Tensor]:
@@ -31,14 +31,14 @@ class Qwen2_5OmniFamily(Qwen2_5VLFamily):  # noqa: N801
             return super().encode(modality, items)
         mels = [_unpadded(item) for item in items]
         frames = torch.tensor([mel.shape[1] for mel in mels], device=mels[0].device)
-        tower = self.model.model.audio_tower
-        _, rows = tower._get_feat_extract_output_lengths(frames)
-        output = tower(torch.cat(mels, 1), feature_lens=frames).last_hidden_state
+        encoder = self.model.model.audio_tower
+        _, rows = encoder._get_feat_extract_output_lengths(frames)
+        output = encoder(torch.cat(mels, 1), feature_lens=frames).last_hidden_state
         return list(output.split(rows.tolist()))
 
 
 def _unpadded(item: Tensors) -> Tensor:
-    """[mel bins, frames]."""
+    """Mel features [mel bins, frames] without padding."""
     mel = item["input_features"]
     mel = mel.view(mel.shape[-2:])
     mask = item.get("feature_attention_mask")

@@ -1,4 +1,4 @@
-"""Qwen2-VL and Qwen2.5-VL: pictures keep their size, all patches run in one sequence, mrope."""
+"""Qwen2-VL and Qwen2.5-VL: pictures of any size, all patches in one sequence, multi-axis rope."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Qwen2_5VLFamily(ModelFamily):  # noqa: N801
         return list(self.encode_images(items).pooler_output)
 
     def encode_images(self, items: Sequence[Tensors]) -> Any:
-        """transformers' output of one call for all items."""
+        """transformers' output for all items, from one call."""
         grids = torch.stack([item["image_grid_thw"].view(3) for item in items])
         patches = [item["pixel_values"] for item in items]
-        # Checked here: the tower would allocate whatever a wrong grid asks for.
+        # Checked here, because the vision encoder would allocate whatever a wrong grid asks for.
         if grids.prod(1).tolist() != [len(patch) for patch in patches]:
             raise ValueError("image_grid_thw does not match the number of patches")
-        joined = patches[0] if len(patches) == 1 else torch.cat(patches)  # 24 MB for 1024 pixels
+        joined = patches[0] if len(patches) == 1 else torch.cat(patches)
         return self.model.model.get_image_features(joined, grids)

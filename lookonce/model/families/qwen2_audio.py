@@ -1,4 +1,4 @@
-"""Qwen2-Audio: a Whisper-like encoder over a fixed span of sound, of which the real part counts."""
+"""Qwen2-Audio: a Whisper-like encoder over a fixed span; rows of padding are left out."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lookonce.types.media import Modality
 
 
 class Qwen2AudioFamily(ModelFamily):
-    """Items: `input_features` [mel bins, frames] padded with the mel of silence to the encoder's
-    span (frames near the end see it), `feature_attention_mask` [frames]."""
+    """Items: `input_features` [mel bins, frames], padded to the encoder's span with the mel of
+    silence, which frames near the end see; `feature_attention_mask` [frames]."""
 
     model_types = ("qwen2_audio",)
     modalities = ("audio",)
@@ -23,17 +23,17 @@ class Qwen2AudioFamily(ModelFamily):
         return modality
 
     def encode(self, modality: Modality, items: Sequence[Tensors]) -> list[Tensor]:
-        tower = self.model.model.audio_tower
+        encoder = self.model.model.audio_tower
         mels = torch.stack([item["input_features"].squeeze(0) for item in items])
         frames = torch.stack([item["feature_attention_mask"].sum() for item in items])
-        positions, rows = tower._get_feat_extract_output_lengths(frames)
-        hidden = tower(mels, attention_mask=self._mask(positions, mels)).last_hidden_state
+        positions, rows = encoder._get_feat_extract_output_lengths(frames)
+        hidden = encoder(mels, attention_mask=self.padding_mask(positions, mels)).last_hidden_state
         projected = self.model.model.multi_modal_projector(hidden)
         counts = rows.tolist()
         return [output[:count] for output, count in zip(projected, counts, strict=True)]
 
-    def _mask(self, lengths: Tensor, like: Tensor) -> Tensor | None:
-        """Each sound attends to its own positions only."""
+    def padding_mask(self, lengths: Tensor, like: Tensor) -> Tensor | None:
+        """A mask with which no sound attends to its padding."""
         config = self.model.model.audio_tower.config
         span = config.max_source_positions
         real = torch.arange(span, device=like.device) < lengths[:, None]

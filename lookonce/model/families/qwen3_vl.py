@@ -14,7 +14,7 @@ from lookonce.types.media import Modality
 
 
 class Qwen3VLFamily(Qwen2_5VLFamily):
-    """Items as Qwen2.5-VL's. A row holds its embedding and then one more per deepstack layer."""
+    """Items as Qwen2.5-VL's. A row is its embedding, then one more for each deepstack layer."""
 
     model_types = ("qwen3_vl", "qwen3_vl_moe")
     position_axes = 4
@@ -34,5 +34,5 @@ class Qwen3VLFamily(Qwen2_5VLFamily):
         embeds.index_copy_(0, at, first)
         mask = torch.zeros(1, len(embeds), dtype=torch.bool, device=embeds.device)
         mask[0, at] = True
-        # `at` rises, so the mask picks positions in the order of the rows.
+        # `at` is sorted, so the mask selects positions in the order of the rows.
         return {"visual_pos_masks": mask, "deepstack_visual_embeds": deeper}

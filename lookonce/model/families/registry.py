@@ -1,4 +1,4 @@
-"""The one table of supported models: `model_type` of a config → family."""
+"""The table of supported models: `model_type` of a config → family."""
 
 from __future__ import annotations
 

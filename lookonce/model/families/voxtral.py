@@ -1,4 +1,4 @@
-"""Voxtral: sound in whole chunks of 30 seconds, each encoded by itself."""
+"""Voxtral: sound in chunks of 30 seconds, each encoded by itself."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lookonce.model.attention.backend import AttentionMetadata
+from lookonce.model.attention.backend import AttentionMetadata, ForwardContext
 from lookonce.model.attention.probe import (
     PROBE_TOKENS,
     probe_metadata,
@@ -22,8 +22,8 @@ from lookonce.model.attention.probe import (
     probe_positions,
 )
 from lookonce.model.attention.reference import ReferenceBackend
-from lookonce.model.decoders import LeanDecoder, LeanLayer, Linear, Norm, Step, plain_positions
 from lookonce.model.families.base import ModelFamily
+from lookonce.model.fused_modules import FusedDecoder, FusedLayer, Linear, RMSNorm, plain_positions
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.native import compiled
 
@@ -35,7 +35,7 @@ FIRST_POSITIONS = 1024
 MAX_HALVED_BYTES = 2 << 30
 """Of fp32 matrices that are copied as bf16."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Largest difference to the lean decoder's logits, relative to their largest value."""
+"""Largest difference to the fused decoder's logits, relative to their largest value."""
 
 _PLAIN_LOOKUP = nn.Embedding.forward
 _DONE, _AXES_DIFFER, _UNKNOWN_TOKEN = 0, -1, -2
@@ -58,9 +58,9 @@ class DecodeInputs(NamedTuple):
 class NativeDecoder:
     """Text model, embedding and head of one family; `bind` it to KV pages before use."""
 
-    def __init__(self, lean: LeanDecoder, family: ModelFamily) -> None:
+    def __init__(self, fused: FusedDecoder, family: ModelFamily) -> None:
         """Raises `ValueError` for a model it does not compute."""
-        embedding, head, layers = family.embed_tokens, family.lm_head, lean.layers
+        embedding, head, layers = family.embed_tokens, family.lm_head, fused.layers
         _require(compiled.kernels is not None, "it is not compiled")
         if not isinstance(embedding, nn.Embedding) or type(embedding).forward is not _PLAIN_LOOKUP:
             raise ValueError("the embedding is not a plain one")
@@ -69,15 +69,15 @@ class NativeDecoder:
         self._dtype = embedding.weight.dtype
         _require(self._dtype in TOLERANCE, f"{self._dtype} is not compiled for")
         _require(len({_sizes(layer) for layer in layers}) == 1, "layers differ in size")
-        self._lean = lean
+        self._fused = fused
         self.position_axes = family.position_axes
-        self.reads_bf16 = self._dtype is torch.float32 and _are_bf16(_matrices(lean, head))
+        self.reads_bf16 = self._dtype is torch.float32 and _are_bf16(_matrices(fused, head))
         """Matrices are read as bf16: the same numbers in half the memory traffic."""
         self._num_outputs = head.out_features
         first = layers[0]
         self._model = (
             self._plain(embedding.weight),
-            *self._norm(lean.norm),
+            *self._norm(fused.norm),
             self._matrix(head.weight),
             first.num_heads,
             first.num_kv_heads,
@@ -94,7 +94,7 @@ class NativeDecoder:
         layers = tuple(
             (*weights, pages.keys, pages.values, *_asked_of(layer))
             for layer, weights, pages in zip(
-                self._lean.layers, self._layers, kv_pages.layers, strict=True
+                self._fused.layers, self._layers, kv_pages.layers, strict=True
             )
         )
         self._handle = _kernels().make(self._model, layers)
@@ -142,10 +142,10 @@ class NativeDecoder:
         """Tables of at least so many positions, in powers of two."""
         count = max(FIRST_POSITIONS, 1 << (positions - 1).bit_length())
         like = torch.empty(0, dtype=self._dtype)
-        cos, sin = self._lean.rotation(like, plain_positions(count, self.position_axes))
+        cos, sin = self._fused.rotation(like, plain_positions(count, self.position_axes))
         self._cos, self._sin = cos.float().contiguous(), sin.float().contiguous()
 
-    def _layer_weights(self, layer: LeanLayer) -> tuple[object, ...]:
+    def _layer_weights(self, layer: FusedLayer) -> tuple[object, ...]:
         _require(layer.gate.is_silu, "the activation is not SiLU")
         _require(layer.asked.sinks is None, "attention has sinks")
         return (
@@ -159,7 +159,7 @@ class NativeDecoder:
             *self._linear(layer.down),
         )
 
-    def _norm(self, norm: Norm | None) -> tuple[Tensor | None, float]:
+    def _norm(self, norm: RMSNorm | None) -> tuple[Tensor | None, float]:
         return (None, 0.0) if norm is None else (self._plain(norm.weight), norm.eps)
 
     def _linear(self, linear: Linear) -> tuple[Tensor, Tensor | None]:
@@ -177,18 +177,18 @@ class NativeDecoder:
 
 @torch.inference_mode()
 def native_decoder(
-    lean: LeanDecoder, family: ModelFamily, dtype: torch.dtype, kv_pages: KVPages
+    fused: FusedDecoder, family: ModelFamily, dtype: torch.dtype, kv_pages: KVPages
 ) -> NativeDecoder | None:
-    """The native decoder where it computes what the lean one does with attention in torch."""
+    """The native decoder where it computes what the fused one does with attention in torch."""
     pages = probe_pages(family.num_layers, family.num_kv_heads, family.head_dim, dtype)
     try:
-        decoder = NativeDecoder(lean, family)
+        decoder = NativeDecoder(fused, family)
         decoder.bind(pages)
         found = _probe_native(decoder)
     except ValueError as error:
         logger.info("decode steps run in torch: %s", error)
         return None
-    expected = _probe_lean(lean, family, pages)
+    expected = _probe_fused(fused, family, pages)
     difference, largest = (found - expected).abs().max(), expected.abs().max()
     if not difference <= TOLERANCE[dtype] * largest:
         logger.warning("decode steps run in torch: compiled ones differ by %g", difference)
@@ -211,31 +211,31 @@ def _probe_native(decoder: NativeDecoder) -> Tensor:
     return logits
 
 
-def _probe_lean(lean: LeanDecoder, family: ModelFamily, pages: KVPages) -> Tensor:
-    """The same of the lean decoder: it writes the pages' new keys and values once more."""
-    step = Step(probe_metadata(), ReferenceBackend(), pages)
+def _probe_fused(fused: FusedDecoder, family: ModelFamily, pages: KVPages) -> Tensor:
+    """The same of the fused decoder: it writes the pages' new keys and values once more."""
+    step = ForwardContext(probe_metadata(), ReferenceBackend(), pages)
     embeds, positions = family.embed_tokens(_probe_ids()), probe_positions(family.position_axes)
-    logits: Tensor = family.lm_head(lean(embeds, positions, step, {}))
+    logits: Tensor = family.lm_head(fused(embeds, positions, step, {}))
     return logits.float()
 
 
-def _sizes(layer: LeanLayer) -> tuple[int, ...]:
+def _sizes(layer: FusedLayer) -> tuple[int, ...]:
     """What must be the same in all layers."""
     linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
     shapes = [size for weight, _ in linears for size in weight.shape]
     return (*shapes, layer.num_heads, layer.num_kv_heads, layer.head_dim)
 
 
-def _asked_of(layer: LeanLayer) -> tuple[float, ...]:
+def _asked_of(layer: FusedLayer) -> tuple[float, ...]:
     """Window, scale and softcap of its attention; 0 for what there is not."""
     asked = layer.asked
     return asked.sliding_window or 0, asked.scale, asked.softcap or 0.0
 
 
-def _matrices(lean: LeanDecoder, head: nn.Linear) -> list[Tensor]:
+def _matrices(fused: FusedDecoder, head: nn.Linear) -> list[Tensor]:
     linears = [
         linear
-        for layer in lean.layers
+        for layer in fused.layers
         for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
     ]
     return [head.weight, *(weight for weight, _ in linears)]

@@ -10,13 +10,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lookonce.model.attention.backend import (
-    AttentionBackend,
-    AttentionBuffers,
-    AttentionCall,
-    AttentionMetadata,
-)
-from lookonce.model.kv_pages import KVPages, LayerPages
+from lookonce.model.attention.backend import AttentionBackend, AttentionCall, AttentionMetadata
+from lookonce.model.kv_pages import KVPages, LayerPages, kv_layout
+from lookonce.model.step_inputs import AttentionMetadataBuilder
 
 JUNK_BLOCK = -7
 """Fills block tables past a sequence's end: reading it is an error."""
@@ -79,14 +75,8 @@ def build(problem: Problem) -> Scene:
     generator = torch.Generator().manual_seed(problem.seed)
     totals = [new + before for new, before in problem.sequences]
     tables = _shuffled_tables(problem, totals)
-    pages = KVPages(
-        1,
-        int(tables.max()) + 3,
-        problem.block_size,
-        problem.num_kv_heads,
-        problem.head_dim,
-        problem.dtype,
-    )
+    layout = kv_layout(1, problem.block_size, problem.num_kv_heads, problem.head_dim, problem.dtype)
+    pages = KVPages(layout, int(tables.max()) + 3)
     layer = pages.layers[0]
     layer.keys.fill_(torch.nan)
     layer.values.fill_(torch.nan)
@@ -168,14 +158,14 @@ def _shuffled_tables(problem: Problem, totals: list[int]) -> np.ndarray:
 
 
 def _metadata(problem: Problem, totals: list[int], tables: np.ndarray) -> AttentionMetadata:
-    buffers = AttentionBuffers(
+    buffers = AttentionMetadataBuilder(
         max_num_seqs=len(totals) + 1,
         max_num_tokens=problem.num_tokens + 3,
         max_blocks_per_seq=tables.shape[1] + 1,
         block_size=problem.block_size,
     )
     new = [count for count, _ in problem.sequences]
-    return buffers.fill(new, totals, tables, bidirectional=problem.spans)
+    return buffers.build(new, totals, tables, bidirectional=problem.spans)
 
 
 def _lay_out(problem: Problem, tensor: Tensor) -> Tensor:

@@ -187,8 +187,7 @@ def serve(
     )
     runner = CapturingRunner(
         loaded,
-        num_blocks=num_blocks,
-        block_size=block_size,
+        kv_pages=loaded.kv_pages(num_blocks, block_size),
         backend=backend or select_backend("cpu", loaded.family.attention_features(loaded.dtype)),
         max_num_seqs=8,
         max_num_batched_tokens=budget,

@@ -1,4 +1,4 @@
-"""Multi-axis positions equal Hugging Face's `get_rope_index`, for any window and beyond the end."""
+"""Rows of running sequences; multi-axis positions equal Hugging Face's `get_rope_index`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,101 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
-from lookonce.model import positions as positions_module
-from lookonce.model.positions import MropePositions
+from benchmarks.items_memory import deep_size
+from lookonce.model import input_batch
+from lookonce.model.input_batch import InputBatch, MropePositions
 from lookonce.types.media import MediaFeature
+from lookonce.types.sampling import SamplingParams
+from lookonce.types.step import Extension, NewSequence
+
+
+@pytest.fixture
+def table() -> InputBatch:
+    return InputBatch(max_num_seqs=2, max_model_len=16, block_size=4)
+
+
+def new(seq_id: int, *token_ids: int, features=()) -> NewSequence:
+    ids = np.array(token_ids, np.int32)
+    return NewSequence(seq_id, ids, len(ids), features, SamplingParams())
+
+
+def test_tokens_are_copied(table):
+    sequence = new(1, 5, 6, 7)
+    table.add(sequence, mrope=False)
+    sequence.token_ids[:] = 0
+    assert table.tokens[table.row_of(1), :3].tolist() == [5, 6, 7]
+
+
+def test_blocks_are_appended(table):
+    table.add(new(1, 5), mrope=False)
+    row = table.row_of(1)
+    table.append_blocks(row, (9, 3))
+    table.append_blocks(row, ())
+    table.append_blocks(row, (7,))
+    assert table.block_tables[row, :3].tolist() == [9, 3, 7]
+
+
+def test_a_reused_row_remembers_nothing(table):
+    picture = MediaFeature(bytes(32), "image", 1, 6, 6, None, (1, 2, 3))
+    table.add(new(1, 5, features=(picture,)), mrope=True)
+    row = table.row_of(1)
+    assert (table.tail_starts[row], table.tail_deltas[row]) == (7, -3)
+    table.append_blocks(row, (9, 3))
+    table.remove([1])
+    table.add(new(2, 6), mrope=True)
+    assert table.row_of(2) == row
+    assert (table.tail_starts[row], table.tail_deltas[row]) == (0, 0)
+    table.append_blocks(row, (4,))
+    assert table.block_tables[row, 0] == 4
+
+
+def test_what_is_appended_goes_on_where_the_sequence_ends(table):
+    picture = MediaFeature(bytes(32), "image", 3, 6, 6, None, (1, 2, 3))
+    table.add(new(1, 5, 6), mrope=True)
+    table.write_tokens([1], [2], [7])
+    table.extend(Extension(1, 3, np.arange(10, 16, dtype=np.int32), (picture,)))
+    row = table.row_of(1)
+    assert table.tokens[row, :9].tolist() == [5, 6, 7, *range(10, 16)]
+    assert (table.tail_starts[row], table.tail_deltas[row]) == (9, -3)
+
+
+def test_a_session_remembers_few_of_the_pictures_it_was_shown():
+    table = InputBatch(max_num_seqs=1, max_model_len=20_000, block_size=4)
+    table.add(new(1, 5), mrope=True)
+    row, out = table.row_of(1), np.empty((3, 4), np.int64)
+    sizes = set()
+    for number in range(4_000):
+        start = 1 + 4 * number
+        picture = MediaFeature(bytes(32), "image", start, 4, 4, None, (1, 2, 2))
+        table.extend(Extension(1, start, np.zeros(4, np.int32), (picture,)))
+        table.fill_mrope(row, start, out)
+        base = 1 + 2 * number
+        assert out.tolist() == [
+            [base, base, base, base],
+            [base, base, base + 1, base + 1],
+            [base, base + 1, base, base + 1],
+        ]
+        sizes.add(deep_size(table._positions[row]))
+    assert max(sizes) < 10_000
+
+
+def test_the_longest_sequence_has_room_for_its_last_sample(table):
+    table.add(new(1, *range(16)), mrope=False)
+    table.write_tokens([1], [16], [99])
+    assert table.tokens[table.row_of(1), 16] == 99
+
+
+def test_removed_sequences_are_unknown(table):
+    table.add(new(1, 5), mrope=False)
+    table.remove([1, 1, 2])
+    assert len(table) == 0
+    with pytest.raises(KeyError):
+        table.row_of(1)
+
 
 TEXT, IMAGE, AUDIO = 0, 1, 2
+
+
 PARTS = st.lists(
     st.one_of(
         st.tuples(st.just(TEXT), st.integers(1, 9)),
@@ -24,7 +114,6 @@ PARTS = st.lists(
     ),
     max_size=6,
 )
-
 TOKENS = SimpleNamespace(
     image_token_id=1,
     vision_start_token_id=2,
@@ -109,12 +198,12 @@ def test_decode_positions_go_on_after_the_largest_one(parts):
 
 
 @given(parts=PARTS, data=st.data())
-def test_what_lies_before_is_forgotten_and_changes_nothing_after(parts, data):
+def test_dropped_items_change_no_later_position(parts, data):
     ids, features, _, _ = layout(parts, TOKENS, sounds=True)
     expected = np.empty((3, len(ids) + 9), np.int64)
     MropePositions([*features, _feature("image", len(ids) + 1, 6, (1, 2, 3))]).fill(0, expected)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(positions_module, "SPARE_ITEMS", 1)
+        patch.setattr(input_batch, "SPARE_ITEMS", 1)
         positions, at = MropePositions(features), 0
         while at < len(ids):
             positions.forget_before(at)
@@ -129,7 +218,7 @@ def test_what_lies_before_is_forgotten_and_changes_nothing_after(parts, data):
         np.testing.assert_array_equal(window, expected[:, at:])
 
 
-def test_what_is_forgotten_is_not_answered_wrongly():
+def test_dropped_positions_are_an_error():
     positions = MropePositions([_feature("image", 4 * n, 4, (1, 2, 2)) for n in range(40)])
     positions.forget_before(121)
     out = np.empty((3, 1), np.int64)

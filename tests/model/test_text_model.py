@@ -1,4 +1,4 @@
-"""The lean decoder stands in for transformers' only where it computes the same."""
+"""The fused decoder replaces transformers' own only if both compute the same."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from lookonce.config import ModelConfig
-from lookonce.model.decoders import HookedDecoder, LeanDecoder, choose_decoder
+from lookonce.model.fused_modules import FusedDecoder
 from lookonce.model.loader import LoadedModel, load_model
+from lookonce.model.text_model import TransformersDecoder, choose_decoder
 
 Folder = Callable[..., Path]
 PLAIN = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen2_5_omni", "llava")
@@ -27,13 +28,13 @@ def chosen(loaded: LoadedModel) -> Any:
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-def test_a_plain_decoder_runs_lean(folder: Folder, kind: str) -> None:
-    assert isinstance(chosen(loaded_folder(folder(kind))), LeanDecoder)
+def test_a_plain_decoder_is_fused(folder: Folder, kind: str) -> None:
+    assert isinstance(chosen(loaded_folder(folder(kind))), FusedDecoder)
 
 
 @pytest.mark.parametrize("kind", OTHER)
 def test_any_other_decoder_runs_through_transformers(folder: Folder, kind: str) -> None:
-    assert isinstance(chosen(loaded_folder(folder(kind))), HookedDecoder)
+    assert isinstance(chosen(loaded_folder(folder(kind))), TransformersDecoder)
 
 
 def test_a_layer_that_computes_something_else_is_noticed(folder: Folder) -> None:
@@ -41,13 +42,13 @@ def test_a_layer_that_computes_something_else_is_noticed(folder: Folder) -> None
     mlp = loaded.family.decoder.layers[1].mlp
     forward = mlp.forward
     mlp.forward = lambda hidden: 1.01 * forward(hidden)
-    assert isinstance(chosen(loaded), HookedDecoder)
+    assert isinstance(chosen(loaded), TransformersDecoder)
 
 
 def test_a_layer_with_a_part_more_is_left_to_transformers(folder: Folder) -> None:
     loaded = loaded_folder(folder("llama"))
     loaded.family.decoder.layers[0].post_mlp_layernorm = torch.nn.Identity()
-    assert isinstance(chosen(loaded), HookedDecoder)
+    assert isinstance(chosen(loaded), TransformersDecoder)
 
 
 def test_the_window_is_the_one_transformers_asks_for(folder: Folder) -> None:

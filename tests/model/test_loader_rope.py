@@ -1,4 +1,4 @@
-"""Ropes that reach further than the config says do so here; those of a whole batch are refused."""
+"""Ropes that extend the length of a model do so; ropes that depend on the batch are refused."""
 
 from __future__ import annotations
 

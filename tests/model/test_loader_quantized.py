@@ -1,4 +1,4 @@
-"""Quantized weights are unpacked to what they stand for, or refused; never taken as they are."""
+"""Quantized weights are dequantized or refused; they are never loaded without their scales."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def mxfp4(folder, tmp_path) -> tuple[Path, Weights]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_mxfp4_is_unpacked_without_accelerate(mxfp4, dtype, monkeypatch):
+def test_mxfp4_is_dequantized_without_accelerate(mxfp4, dtype, monkeypatch):
     module = "transformers.quantizers.quantizer_mxfp4"
     monkeypatch.setattr(f"{module}.is_accelerate_available", lambda: False)
     copy, meant = mxfp4
@@ -95,7 +95,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 
 @needs_accelerate
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe", "qwen3_vl"])
-def test_fp8_is_unpacked(folder, tmp_path, kind):
+def test_fp8_is_dequantized(folder, tmp_path, kind):
     """A folder of the unpacked weights loads as the same model."""
     plain, copy = copied(folder(kind), tmp_path / "plain"), copied(folder(kind), tmp_path)
     packed, meant = fp8(load_file(copy / "model.safetensors"))
@@ -112,7 +112,7 @@ def test_fp8_is_unpacked(folder, tmp_path, kind):
 def test_fp8_without_accelerate_names_the_extra(folder, tmp_path, monkeypatch):
     copy = copied(folder("llama"), tmp_path)
     rewrite(copy, fp8(load_file(copy / "model.safetensors"))[0], **FP8)
-    monkeypatch.setattr("lookonce.model.quantized.find_spec", lambda name: None)
+    monkeypatch.setattr("lookonce.model.loader.find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match=r"pip install 'lookonce\[quantized\]'"):
         load(copy)
 
@@ -126,14 +126,14 @@ def test_fp8_whose_scales_transformers_does_not_know_is_refused(folder, tmp_path
 
 
 @pytest.mark.parametrize("method", ["modelopt", "awq", "gptq", "compressed-tensors", None])
-def test_another_method_is_refused_with_those_that_are_unpacked(folder, tmp_path, method):
+def test_another_method_is_refused_with_those_that_are_supported(folder, tmp_path, method):
     copy = copied(folder("llama"), tmp_path)
     edit(copy / "config.json", quantization_config={"quant_method": method, "bits": 4})
     with pytest.raises(ModelLoadError, match=f"{method}.* not supported.*fp8, mxfp4"):
         load(copy)
 
 
-def test_the_text_part_s_method_counts(folder, tmp_path):
+def test_the_method_of_the_text_config_counts(folder, tmp_path):
     copy = copied(folder("llava"), tmp_path)
     text = json.loads((copy / "config.json").read_text())["text_config"]
     text["quantization_config"] = {"quant_method": "modelopt"}

@@ -1,7 +1,8 @@
-"""transformers' attention modules, hooked: through our pages inside a forward, SDPA outside."""
+"""transformers' attention modules use our pages inside a forward context, and SDPA outside."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from lookonce.model.attention.backend import ForwardContext
 from lookonce.model.attention.hf_attention import (
     ATTENTION_NAME,
     paged_attention,
@@ -17,6 +19,7 @@ from lookonce.model.attention.hf_attention import (
 )
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.kv_pages import KVPages
+from lookonce.types.kv import KVLayout
 from tests.support.model.attention_world import Problem, Scene, build, dense_answer
 
 PROBLEM = Problem([(1, 12), (6, 5)], sliding_window=4, softcap=2.0, sinks=True)
@@ -25,11 +28,16 @@ PROBLEM = Problem([(1, 12), (6, 5)], sliding_window=4, softcap=2.0, sinks=True)
 def pages_of(scene: Scene, num_layers: int, layer: int) -> KVPages:
     """Pages of several layers, of which only `layer` is the scene's."""
     blocks, block_size, heads, head_dim = scene.layer.keys.shape
-    pages = KVPages(num_layers, blocks, block_size, heads, head_dim, torch.float32)
+    pages = KVPages(KVLayout(num_layers, block_size, heads, head_dim, "float32"), blocks)
     layers = list(pages.layers)
     layers[layer] = scene.layer
     pages.layers = tuple(layers)
     return pages
+
+
+def forward_context(scene: Scene, num_layers: int, layer: int) -> AbstractContextManager[None]:
+    pages = pages_of(scene, num_layers, layer)
+    return paged_forward_context(ForwardContext(scene.metadata, ReferenceBackend(), pages))
 
 
 def as_transformers(scene: Scene) -> tuple[torch.Tensor, ...]:
@@ -45,7 +53,7 @@ def test_it_is_registered_without_a_mask_function() -> None:
 def test_inside_a_forward_it_attends_over_its_layers_pages_with_every_argument() -> None:
     scene = build(PROBLEM)
     module = SimpleNamespace(layer_idx=2, is_causal=True)
-    with paged_forward_context(scene.metadata, ReferenceBackend(), pages_of(scene, 4, 2)):
+    with forward_context(scene, 4, 2):
         output, weights = paged_attention(
             module,
             *as_transformers(scene),
@@ -62,14 +70,14 @@ def test_inside_a_forward_it_attends_over_its_layers_pages_with_every_argument()
 
 def test_without_scaling_it_divides_by_the_root_of_the_head_size() -> None:
     scene = build(Problem([(5, 0)]))
-    with paged_forward_context(scene.metadata, ReferenceBackend(), pages_of(scene, 1, 0)):
+    with forward_context(scene, 1, 0):
         output, _ = paged_attention(SimpleNamespace(layer_idx=0), *as_transformers(scene), None)
     torch.testing.assert_close(output[0], dense_answer(scene), atol=4e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_outside_a_forward_it_is_sdpa(is_causal: bool) -> None:
-    """A vision tower that shares the text model's config runs outside and sees everything."""
+    """A vision encoder that shares the text model's config runs outside and sees everything."""
     scene = build(Problem([(7, 0)], group=1))
     module = SimpleNamespace(layer_idx=0, is_causal=is_causal, num_key_value_groups=1)
     query, key, value = as_transformers(scene)
@@ -82,7 +90,7 @@ def test_after_a_forward_that_raised_it_is_sdpa_again() -> None:
     scene = build(Problem([(7, 0)], group=1))
     with (
         pytest.raises(KeyError),
-        paged_forward_context(scene.metadata, ReferenceBackend(), pages_of(scene, 1, 0)),
+        forward_context(scene, 1, 0),
     ):
         raise KeyError
     module = SimpleNamespace(layer_idx=99, is_causal=True, num_key_value_groups=1)
@@ -97,7 +105,7 @@ def test_what_it_would_get_wrong_it_refuses(is_causal: bool, mask: torch.Tensor 
     scene = build(Problem([(7, 0)]))
     module = SimpleNamespace(layer_idx=0, is_causal=is_causal)
     with (
-        paged_forward_context(scene.metadata, ReferenceBackend(), pages_of(scene, 1, 0)),
+        forward_context(scene, 1, 0),
         pytest.raises(ValueError, match="causal self-attention"),
     ):
         paged_attention(module, *as_transformers(scene), mask)

@@ -1,4 +1,7 @@
-"""Runs media encoders and holds their outputs by key until told to move or drop them."""
+"""Runs media encoders, and holds their outputs by key on the device and in host memory.
+
+Which outputs are held, moved or dropped is the scheduler's decision, told in each step's plan.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,28 @@ import time
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.model.families.base import ModelFamily, Tensors
-from lookonce.model.host_copies import HostCopies
-from lookonce.model.inputs import item_tensors
-from lookonce.types.media import Modality
+from lookonce.types.media import ITEM_SIZE, Array, Modality, ProcessedItem
 from lookonce.types.step import EmbedSlice, EncodeItem, StepPlan
 
 logger = logging.getLogger(__name__)
-
 COMPUTE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError)
-"""What a model raises when its input is wrong or memory runs out: one request's failure."""
+"""What a model raises if its input is wrong or memory runs out: only that request fails."""
 
 
 @dataclass(slots=True)
 class EncodeReport:
-    """Which items failed and how long the others took, by key."""
+    """What happened to the items of one step, by key."""
 
     failed: dict[bytes, LookOnceError] = field(default_factory=dict)
     seconds: dict[bytes, float] = field(default_factory=dict)
+    """How long each item took to encode; items of one call share its time equally."""
     lost_copies: list[bytes] = field(default_factory=list)
     """Outputs that could not be copied to host memory."""
 
@@ -41,10 +44,11 @@ class _Job:
 
 
 _BatchKey = tuple[Modality, Hashable, bytes | None]
-"""Modality, the family's key, and the item's own key where it must be encoded alone."""
+"""Items with equal keys are encoded in one call: modality, the family's batch key, and the key of
+an item that must be encoded alone."""
 
 
-class Encoder:
+class EncoderRunner:
     """Encoder outputs [num_embeds, row_width] on the device, each in memory of its own."""
 
     def __init__(self, family: ModelFamily, dtype: torch.dtype, device: torch.device) -> None:
@@ -66,7 +70,7 @@ class Encoder:
         return self._host.num_bytes
 
     def execute(self, plan: StepPlan) -> EncodeReport:
-        """Move and drop outputs as a step's plan says, then encode its items."""
+        """Move and drop outputs as the plan says, then encode its items."""
         report = EncodeReport()
         self._host.drop(plan.dropped_host)
         for key in plan.offload:
@@ -81,7 +85,7 @@ class Encoder:
             self._outputs.pop(key, None)
 
     def run(self, items: Sequence[EncodeItem], report: EncodeReport | None = None) -> EncodeReport:
-        """Encode each item that is not held yet; a failing item fails alone."""
+        """Encode each item that is not held yet. An item that fails does not fail the others."""
         report = report or EncodeReport()
         groups: dict[_BatchKey, list[_Job]] = {}
         for item in items:
@@ -92,13 +96,13 @@ class Encoder:
         return report
 
     def rows(self, slices: Sequence[EmbedSlice]) -> Tensor:
-        """The rows of all slices, one after the other. Raises `KeyError` for a key not held."""
+        """The rows of all slices in order. Raises `KeyError` for a key that is not held."""
         parts = [self._outputs[part.key][part.start : part.end] for part in slices]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _offload(self, key: bytes, report: EncodeReport) -> None:
         try:
-            self._host.keep(key, self._outputs[key])
+            self._host.offload(key, self._outputs[key])
         except torch.AcceleratorError:
             raise
         except (KeyError, RuntimeError) as error:
@@ -107,7 +111,7 @@ class Encoder:
 
     def _restore(self, key: bytes, report: EncodeReport) -> None:
         try:
-            self._outputs[key] = self._host.bring(key)
+            self._outputs[key] = self._host.restore(key)
         except torch.AcceleratorError:
             raise
         except (KeyError, RuntimeError) as error:
@@ -129,7 +133,7 @@ class Encoder:
         groups.setdefault((modality, batch, alone), []).append(job)
 
     def _encode_group(self, modality: Modality, jobs: list[_Job], report: EncodeReport) -> None:
-        """One call for all; if that fails, one call each, so that only the culprit fails."""
+        """Encode all in one call; if that fails, each alone, so that only faulty items fail."""
         started = time.perf_counter()
         try:
             outputs = self._encode(modality, jobs)
@@ -166,7 +170,7 @@ class Encoder:
 
 
 def _owned(output: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor that keeps nothing alive but itself: a view of a batch would hold the batch."""
+    """The output in memory of its own: a view would keep the whole batch in memory."""
     output = output.to(dtype)
     if output.untyped_storage().nbytes() > output.nbytes or not output.is_contiguous():
         return output.clone(memory_format=torch.contiguous_format)
@@ -174,7 +178,7 @@ def _owned(output: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _are_finite(outputs: Sequence[Tensor]) -> list[bool]:
-    """Of each, whether all its values are: kept, one that is not would poison every reuse."""
+    """Whether all values of each output are finite; one that is not must never be reused."""
     if bool(torch.cat(list(outputs)).isfinite().all()):
         return [True] * len(outputs)
     return [bool(output.isfinite().all()) for output in outputs]
@@ -183,3 +187,71 @@ def _are_finite(outputs: Sequence[Tensor]) -> list[bool]:
 def _failure(modality: Modality, error: Exception) -> RequestFailedError:
     logger.warning("encoding failed", extra={"modality": modality}, exc_info=error)
     return RequestFailedError(f"the {modality} could not be encoded ({type(error).__name__})")
+
+
+class HostCopies:
+    """Copies of encoder outputs in host memory, by key, so that none is encoded again.
+
+    On the CPU host and device are one memory: a copy is the output itself. On CUDA copies are
+    pinned and made on the stream that computes: an output may be freed right after `offload`,
+    and a copy right after `restore`, because the allocators wait for the stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies: dict[bytes, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(copy.nbytes for copy in self._copies.values())
+
+    def offload(self, key: bytes, output: Tensor) -> None:
+        """Copy an output to the host. Raises `RuntimeError` if there is no memory to pin."""
+        if self._device.type == "cpu":
+            self._copies[key] = output
+            return
+        copy = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+        self._copies[key] = copy.copy_(output, non_blocking=True)
+
+    def restore(self, key: bytes) -> Tensor:
+        """The output on the device; the copy stays. Raises `KeyError` if there is none."""
+        return self._copies[key].to(self._device, non_blocking=True)
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._copies.pop(key, None)
+
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZE}
+"""dtype name of an `Array` → torch's dtype."""
+
+
+def to_tensor(array: Array) -> Tensor:
+    """The array's memory as a CPU tensor of its shape; it may be read-only.
+
+    Memory that is not aligned for its dtype (a small message received inline) is copied.
+    """
+    dtype = DTYPES[array.dtype]
+    if array.nbytes == 0:
+        return torch.empty(array.shape, dtype=dtype)
+    raw = np.frombuffer(array.data, np.uint8)
+    if raw.ctypes.data % dtype.itemsize:
+        raw = raw.copy()
+    # from_dlpack takes read-only memory without the warning of from_numpy and frombuffer.
+    tensor: Tensor = from_dlpack(raw)
+    return tensor.view(dtype).view(array.shape)
+
+
+def item_tensors(
+    item: ProcessedItem, *, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """An item's arrays on the device, by name; floating ones in the model's dtype."""
+    tensors = {}
+    for name, array in item.arrays.items():
+        tensor = to_tensor(array)
+        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        tensors[name] = tensor.to(device=device, dtype=wanted)
+    return tensors
