@@ -13,9 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support.model_folders.folder_base import SCALES
-from tests.support.model_folders.folder_kinds import KINDS
-from tests.support.model_folders.folders import make_folder
+from tests.support.model_folders.base import SCALES
+from tests.support.model_folders.make import KINDS, make_folder
 
 DTYPES = ("float32", "bfloat16")
 

@@ -12,7 +12,7 @@ import lookonce
 from lookonce.errors import ConfigError
 
 BENCHMARKS: dict[str, tuple[str, str]] = {
-    "attention": ("benchmarks.micro", "our attention kernel beside what torch offers"),
+    "attention": ("benchmarks.attention", "our attention kernel beside what torch offers"),
     "engine": ("benchmarks.engine", "a decode step beside the bare model and transformers"),
     "items": ("benchmarks.items", "what 128,000 media items in one request cost per step"),
     "kv": ("benchmarks.kv", "a long prompt's KV: computed, on the device, from each tier"),

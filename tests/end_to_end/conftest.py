@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.live import LiveServer
+from tests.support.live_server import LiveServer
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.support.live import LiveServer
+from tests.support.live_server import LiveServer
 from tests.support.traffic import Medium, drawn, sounding
 
 MEDIA_COUNTERS = (

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.live import LiveServer, until
+from tests.support.live_server import LiveServer, until
 from tests.support.traffic import Medium, drawn
 
 MAX_QUEUE = 256

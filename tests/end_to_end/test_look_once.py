@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.support.drawing import encoded, picture, tone, wav
-from tests.support.live import LiveServer
+from tests.support.live_server import LiveServer
 from tests.support.render.origin import Answer, Origin, origin
 from tests.support.traffic import drawn
 

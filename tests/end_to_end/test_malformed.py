@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.support.drawing import ask, encoded, image_part, picture, text_part, wav
-from tests.support.live import LiveServer
+from tests.support.live_server import LiveServer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PNG = encoded(picture(("red", "circle")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.live import LiveServer
+from tests.support.live_server import LiveServer
 from tests.support.traffic import sounding
 
 SOUNDS = 40

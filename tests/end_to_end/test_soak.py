@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.support.live import LiveServer, until
+from tests.support.live_server import LiveServer, until
 from tests.support.traffic import REFUSED, drive, plans, working_set
 
 NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "500"))

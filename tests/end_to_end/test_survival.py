@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from tests.support.drawing import ask, picture
-from tests.support.live import LiveServer, until
+from tests.support.live_server import LiveServer, until
 
 NUM_CLIENTS = 200
 LONG = 3000

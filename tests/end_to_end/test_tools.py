@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.support.drawing import ask
-from tests.support.live import LiveServer
+from tests.support.live_server import LiveServer
 
 TEMPLATE = """\
 {% if tools %}<|im_start|>system

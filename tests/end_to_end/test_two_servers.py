@@ -20,7 +20,7 @@ from tests.support.drawing import (
     text_part,
     tone,
 )
-from tests.support.live import LiveServer
+from tests.support.live_server import LiveServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONTENTS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.items_memory import deep_size
+from benchmarks.items import deep_size
 from lookonce.model.input_batch import SequenceTable
 from lookonce.types.media import MediaFeature
 from lookonce.types.sampling import SamplingParams

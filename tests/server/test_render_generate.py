@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests.support.drawing import audio_part, image_part, text_part
 from tests.support.model.cases import picture, sound
-from tests.support.model_folders.folder_kinds import KINDS
+from tests.support.model_folders.make import KINDS
 from tests.support.nodes import engine_node, render_node, run
 
 PICTURES = (image_part(picture(1)), text_part(" and "), image_part(picture(2, 90, 140)))

@@ -41,7 +41,7 @@ class Medium:
 
 
 @dataclass
-class Plan:
+class PlannedRequest:
     """One request: its body, and what is to happen."""
 
     body: dict[str, Any]
@@ -89,7 +89,7 @@ def sounding(number: int) -> Medium:
     return Medium(part, "Is the tone rising or falling?", "rising" if rising else "falling")
 
 
-def plans(media: Sequence[Medium], count: int, seed: int) -> list[Plan]:
+def plans(media: Sequence[Medium], count: int, seed: int) -> list[PlannedRequest]:
     """Some media are asked about often, most seldom; one request in five has several."""
     rng = random.Random(seed)
     weights = [1 / (1 + rank) ** 0.7 for rank in range(len(media))]
@@ -97,7 +97,7 @@ def plans(media: Sequence[Medium], count: int, seed: int) -> list[Plan]:
     return [_plan(rng, order, weights) for _ in range(count)]
 
 
-def _plan(rng: random.Random, media: Sequence[Medium], weights: Sequence[float]) -> Plan:
+def _plan(rng: random.Random, media: Sequence[Medium], weights: Sequence[float]) -> PlannedRequest:
     chosen = rng.choices(media, weights, k=1 if rng.random() < 0.8 else rng.randint(2, 4))
     parts = [medium.part for medium in chosen]
     # A question of its own now and then: the prefix of the prompt is known, its end is not.
@@ -112,10 +112,10 @@ def _plan(rng: random.Random, media: Sequence[Medium], weights: Sequence[float])
         "stream": rng.random() < 0.5,
     }
     leaves = rng.random() * LEAVES_WITHIN if REFUSED <= fate < REFUSED + LEAVING else None
-    return Plan(body, chosen[0].answer if len(chosen) == 1 else None, refused, leaves)
+    return PlannedRequest(body, chosen[0].answer if len(chosen) == 1 else None, refused, leaves)
 
 
-async def drive(url: str, requests: Sequence[Plan], *, concurrency: int) -> Tally:
+async def drive(url: str, requests: Sequence[PlannedRequest], *, concurrency: int) -> Tally:
     """Send every request, at most `concurrency` at a time."""
     tally, queue = Tally(), iter(requests)
     limits = httpx.Limits(max_connections=concurrency)
@@ -129,7 +129,7 @@ async def drive(url: str, requests: Sequence[Plan], *, concurrency: int) -> Tall
     return tally
 
 
-async def _follow(client: httpx.AsyncClient, plan: Plan, tally: Tally) -> None:
+async def _follow(client: httpx.AsyncClient, plan: PlannedRequest, tally: Tally) -> None:
     try:
         async with asyncio.timeout(plan.leaves_after):
             response = await client.post("/v1/chat/completions", json=plan.body)

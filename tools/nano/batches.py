@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from tools.nano import folder
 from tools.nano.dense import cell_targets, token_targets
-from tools.nano.encoding import IGNORED, Encoder, Example, grid, mel, patches
+from tools.nano.encoding import IGNORED, ConversationEncoder, Example, grid, mel, patches
 from tools.nano.materials import collage
 from tools.nano.world.conversations import Conversation, Materials, conversation
 from tools.nano.world.scenes import Scene
@@ -121,7 +121,7 @@ class Answers(IterableDataset[Batch]):
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
 
     def __iter__(self) -> Iterator[Batch]:
-        rng, encoder = _worker_rng(self._seed), Encoder(self._tokenizer)
+        rng, encoder = _worker_rng(self._seed), ConversationEncoder(self._tokenizer)
         pad = self._tokenizer.convert_tokens_to_ids(folder.PAD)
         while True:
             drawn = [self._example(rng, encoder) for _ in range(self._size * POOL)]
@@ -132,7 +132,7 @@ class Answers(IterableDataset[Batch]):
                 extra = [collage(rng, self._materials.fonts) for _ in range(self._collages)]
                 yield collate(batch, pad, extra)
 
-    def _example(self, rng: random.Random, encoder: Encoder) -> Example:
+    def _example(self, rng: random.Random, encoder: ConversationEncoder) -> Example:
         turns = varied(rng, conversation(rng, self._materials))
         system = None
         if rng.random() < 0.15:

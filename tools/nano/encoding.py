@@ -36,7 +36,7 @@ class Example:
     sounds: list[Sound] = field(default_factory=list)
 
 
-class Encoder:
+class ConversationEncoder:
     """Conversations as token ids, exactly as the chat template and the processor write them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:

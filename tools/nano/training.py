@@ -30,7 +30,7 @@ REPORT_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainingPlan:
     """Everything that decides what comes out, beside the device's arithmetic."""
 
     seed: int = 1
@@ -46,7 +46,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TrainingStep:
     """How one step went. `accuracy`: share of answer tokens right, before the step."""
 
     stage: str
@@ -58,7 +58,7 @@ class Step:
 class Trainer:
     """A model and its optimizers; `train` yields every step."""
 
-    def __init__(self, source: Path, plan: Plan) -> None:
+    def __init__(self, source: Path, plan: TrainingPlan) -> None:
         torch.manual_seed(plan.seed)
         self._plan = plan
         self._device = torch.device(plan.device)
@@ -72,7 +72,7 @@ class Trainer:
         self._heads = Heads(self.model.config.text_config.hidden_size).to(self._device)
         self._optimizers = _optimizers(self.model, self._heads)
 
-    def train(self, materials: Materials, tokenizer: Path) -> Iterator[Step]:
+    def train(self, materials: Materials, tokenizer: Path) -> Iterator[TrainingStep]:
         plan = self._plan
         towers = Towers(materials, seed=plan.seed, size=plan.batch)
         yield from self._stage("towers", towers, plan.tower_steps, plan.tower_rate)
@@ -83,13 +83,13 @@ class Trainer:
 
     def _stage(
         self, name: str, batches: IterableDataset[Batch], steps: int, rate: float
-    ) -> Iterator[Step]:
+    ) -> Iterator[TrainingStep]:
         loader = DataLoader(batches, batch_size=None, num_workers=self._plan.workers)
         self.model.train()
         for number, batch in zip(range(steps), loader, strict=False):
             self._set_rate(rate * schedule(number, steps))
             loss, accuracy = self._learn(batch.to(self._device))
-            yield Step(name, number, loss, accuracy)
+            yield TrainingStep(name, number, loss, accuracy)
 
     def _set_rate(self, rate: float) -> None:
         for optimizer in self._optimizers:
@@ -174,8 +174,8 @@ def _optimizers(model: nn.Module, heads: nn.Module) -> list[torch.optim.Optimize
 
 
 def train(
-    target: Path, materials: Materials, plan: Plan, *, texts: int, tell: Callable[[str], None]
-) -> list[Step]:  # fmt: skip
+    target: Path, materials: Materials, plan: TrainingPlan, *, texts: int, tell: Callable[[str], None]
+) -> list[TrainingStep]:  # fmt: skip
     """Makes a trained model folder at `target` from nothing; every step."""
     folder.make_untrained(target, materials, seed=plan.seed, texts=texts)
     trainer = Trainer(target, plan)

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 from PIL import Image
 
-from benchmarks.nano import Answered, evaluate, mistakes, questions, report_of
+from benchmarks.nano import GradedAnswer, evaluate, mistakes, questions, report_of
 from lookonce.llm import LLM
 from tools.nano.world.conversations import Turn, heldout_materials
-from tools.nano.world.picture_questions import Asked
+from tools.nano.world.picture_questions import QuestionAnswer
 from tools.nano.world.shapes import shape_scene
 from tools.nano.world.sounds import make_sound
 
-RED = Asked("color", "What color is the circle?", "red")
-TWO = Asked("count", "How many shapes are there?", "2")
+RED = QuestionAnswer("color", "What color is the circle?", "red")
+TWO = QuestionAnswer("count", "How many shapes are there?", "2")
 
 
 class Oracle:
@@ -51,7 +51,7 @@ def test_each_question_follows_the_true_answers_before_it():
 
 
 def test_the_table_counts_by_kind_and_over_all():
-    answered = [Answered(RED, "red"), Answered(RED, "Red"), Answered(TWO, "2\n")]
+    answered = [GradedAnswer(RED, "red"), GradedAnswer(RED, "Red"), GradedAnswer(TWO, "2\n")]
     report = report_of(answered, heldout_materials())
     assert report.rows == [
         ("color", 2, 1, "0.500"), ("count", 1, 1, "1.000"), ("all", 3, 2, "0.667"),

@@ -1,4 +1,4 @@
-"""What `lookonce bench kv` serves: one random model with pictures, in as many engines as needed."""
+"""Engines without a process of their own, for `lookonce bench kv` and `lookonce bench prefetch`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,14 @@ from lookonce.types.kv import TierSpec
 from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem
 from lookonce.types.request import GenerateRequest, TokenDelta
 from lookonce.types.sampling import SamplingParams
-from tests.support.model_folders.folders import make_folder
 
 NUM_BLOCKS = 512
 PICTURE_ROWS = 16
 PICTURE_SHAPE = (3, 56, 56)
 
-__all__ = ["BenchEngine", "load_subject", "make_folder", "prompt_with_pictures"]
-
 
 class BenchEngine:
-    """One engine without its process; a context manager."""
+    """An engine core that the benchmark steps itself; a context manager."""
 
     def __init__(
         self,
@@ -80,7 +77,7 @@ class BenchEngine:
     def run(
         self, requests: Sequence[tuple[GenerateRequest, dict[bytes, ProcessedItem]]]
     ) -> tuple[float, list[TokenDelta]]:
-        """Seconds to the first token of any of them, and all deltas once all have ended."""
+        """Run requests until all have ended: seconds to the first token, and all deltas."""
         started = time.perf_counter()
         for request, items in requests:
             self.core.add(request, items)
@@ -98,7 +95,7 @@ class BenchEngine:
         return first, deltas
 
     def settle(self) -> None:
-        """Until everything stored is stored."""
+        """Step until every store of the tiers is done."""
         while self.external is not None:
             self.core.step()
             stats = self.core.stats()
@@ -112,16 +109,16 @@ class BenchEngine:
 
 
 def _touch(copier: PageCopier) -> None:
-    """Write every KV block once: a server that has run for a while has no new memory to be given.
+    """Write every KV block once, so that its memory is mapped, as in a server that has run a while.
 
-    Without it, loads pay for page faults that computed prompts spread over many steps.
+    Else loads would pay for page faults that computed prompts spread over many steps.
     """
     zeros = memoryview(bytes(copier.layout.block_bytes))
     for block in range(NUM_BLOCKS):
         copier.scatter([block], zeros)
 
 
-def load_subject(folder: str) -> LoadedModel:
+def load_bench_model(folder: str) -> LoadedModel:
     return load_model(ModelConfig(folder=folder, served_name="bench"))
 
 

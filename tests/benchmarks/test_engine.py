@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from benchmarks.engine_ours import open_ours
+from benchmarks.engine import open_engine
 from benchmarks.engine_process import MODEL_SECONDS, PROCESS_SECONDS, Stopwatch
 from lookonce.errors import ModelLoadError
 
 
 def test_a_turn_tells_model_engine_and_client_apart(folder):
     async def scenario():
-        async with open_ours(str(folder("llama")), 2) as ours:
+        async with open_engine(str(folder("llama")), 2) as ours:
             return await ours.decode(2, prompt_tokens=8, steps=4)
 
     turn = asyncio.run(scenario())
@@ -25,7 +25,7 @@ def test_a_turn_tells_model_engine_and_client_apart(folder):
 
 def test_an_engine_that_cannot_start_says_why(tmp_path):
     async def scenario():
-        async with open_ours(str(tmp_path), 1):
+        async with open_engine(str(tmp_path), 1):
             pass
 
     with pytest.raises(ModelLoadError):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.support.model_folders import folder_templates as templates
-from tests.support.model_folders.folder_base import (
+from tests.support.model_folders import chat_templates as templates
+from tests.support.model_folders.base import (
     CLIP_STATS,
     GEMMA,
     GEMMA_ROLES,

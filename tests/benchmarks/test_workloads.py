@@ -9,11 +9,11 @@ import pytest
 
 from benchmarks import workloads
 from benchmarks.pictures import encoded_picture
-from benchmarks.plot import Panel, write_shares
-from benchmarks.workloads import Shape
+from benchmarks.report import Panel, write_shares
+from benchmarks.workloads import RequestShape
 from lookonce.errors import ConfigError
 
-SHAPE = Shape("m", output_tokens=7, picture="512 JPEG")
+SHAPE = RequestShape("m", output_tokens=7, picture="512 JPEG")
 
 
 def parts(body: bytes) -> tuple[str, list[str]]:
@@ -42,13 +42,13 @@ def test_the_same_picture_is_shown_before():
 
 
 def test_new_pictures_are_each_sent_once():
-    work = workloads.new(Shape("m", pictures=2, picture="512 JPEG"), 3, 1)
+    work = workloads.new(RequestShape("m", pictures=2, picture="512 JPEG"), 3, 1)
     urls = [url for body in [*work.bodies, *work.warm_up] for url in parts(body)[1]]
     assert len(urls) == len(set(urls)) == 8
 
 
 def test_another_first_number_makes_other_questions_and_pictures():
-    other = Shape("m", picture="512 JPEG", first=50)
+    other = RequestShape("m", picture="512 JPEG", first=50)
     one, two = (workloads.new(shape, 2, 0).bodies for shape in (SHAPE, other))
     assert not {parts(body)[0] for body in one} & {parts(body)[0] for body in two}
     assert not {parts(body)[1][0] for body in one} & {parts(body)[1][0] for body in two}
@@ -79,7 +79,7 @@ def test_an_empty_or_broken_folder_is_refused(tmp_path):
 @pytest.mark.parametrize("picture", ["7 JPEG", "1024", "1024 GIF", ""])
 def test_an_unknown_picture_is_refused(picture):
     with pytest.raises(ConfigError, match="--picture"):
-        Shape("m", picture=picture)
+        RequestShape("m", picture=picture)
 
 
 def test_a_plot_is_an_svg_with_a_line_for_each_name(tmp_path):

@@ -1,7 +1,7 @@
-"""A scheduler and the runner's own bookkeeping without a model: what items cost beside computing.
+"""A scheduler and the runner's bookkeeping without a model, for `lookonce bench items`.
 
-The encoder is a slice of a constant, so that what is timed is what every model pays: the plan, the
-gathering of tokens, positions, block tables and encoder rows, and taking the result in.
+The encoder returns a slice of a constant. So what is timed is what every model pays: planning,
+gathering tokens, positions, block tables and encoder rows, and applying the result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BLOCK_SIZE = 16
 PLACEHOLDER = 999
 ROW_WIDTH = 64
 RAW_BYTES = 4096
-"""Of one item before it is encoded: 8 mel frames of 128 bins, 80 ms of sound."""
+"""Bytes of one item before it is encoded: 8 mel frames of 128 bins, 80 ms of sound."""
 
 
 class ConstantFamily(ModelFamily):
@@ -59,7 +59,7 @@ class ConstantFamily(ModelFamily):
 
 @dataclass(slots=True)
 class Times:
-    """Milliseconds of CPU time of each step, by what was done."""
+    """CPU milliseconds of each step, by phase."""
 
     extend: list[float] = field(default_factory=list)
     plan: list[float] = field(default_factory=list)
@@ -71,8 +71,8 @@ class Times:
         return [a + b for a, b in zip(self.plan, self.apply, strict=True)]
 
 
-class World:
-    """One scheduler with room for one request of `max_tokens` tokens, and what executes it."""
+class EngineWithoutModel:
+    """A scheduler with room for one request of `max_tokens` tokens, and what executes its plans."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class World:
         gather: bool = True,
         position_axes: int = 1,
     ) -> None:
-        """Without `gather` a step computes nothing from its embeddings: quicker."""
+        """Without `gather` a step skips gathering encoder rows, which is quicker."""
         row_bytes = ROW_WIDTH * 4
         info = _model_info(max_tokens, row_bytes)
         self.scheduler = Scheduler(
@@ -115,7 +115,7 @@ class World:
 
     @torch.inference_mode()
     def step(self, times: Times) -> bool:
-        """One step of the only request; False when it has nothing to compute."""
+        """Run one step of the only request. False when there is nothing to compute."""
         started = _now()
         plan = self.scheduler.plan()
         planned = _now()
@@ -130,7 +130,10 @@ class World:
         return True
 
     def _execute(self, plan: StepPlan) -> tuple[StepResult, float]:
-        """As the runner does, but for the model; and the milliseconds of all but encoding."""
+        """Execute a plan as the runner does, without the model.
+
+        Returns the result, and the milliseconds of everything but encoding.
+        """
         started = _now()
         self.table.forget(plan.finished)
         for new in plan.new:
@@ -164,7 +167,7 @@ class World:
 
 
 class LiveSession:
-    """A session that is given one item of one row in each step, and says one token to it."""
+    """A session that gets one item of one row in each step, and generates one token after it."""
 
     def __init__(
         self,
@@ -174,10 +177,10 @@ class LiveSession:
         gather: bool = True,
         grid: tuple[int, int, int] | None = None,
     ) -> None:
-        """`grid`: of each item, for a model that numbers positions on three axes."""
+        """`grid`: the grid of each item, for a model that numbers positions on three axes."""
         self._keys, self._grid = _keys(), grid
         self._placeholder = np.array([PLACEHOLDER], np.int32)
-        self._world = World(
+        self._engine = EngineWithoutModel(
             max_tokens=2 * num_items + 4096,
             chunk=256,
             rows_cached=rows_cached,
@@ -189,48 +192,48 @@ class LiveSession:
 
     def _open(self) -> None:
         prompt = request((), num_tokens=4, max_tokens=1)
-        self._world.scheduler.add(prompt, {}, live=True)
-        self._world.step(Times())
+        self._engine.scheduler.add(prompt, {}, live=True)
+        self._engine.step(Times())
 
     def restart(self) -> None:
-        """A new session where the last one was; nothing is left of that but what all share."""
+        """End the session and open another in the same engine."""
         self.end()
-        self._world.scheduler.reset_prefix_cache()
+        self._engine.scheduler.reset_prefix_cache()
         self._open()
 
     def run(self, num_items: int) -> Times:
-        """What so many more items cost."""
+        """The times of `num_items` more items."""
         times = Times()
         for _ in range(num_items):
             key = next(self._keys)
             feature = MediaFeature(key, "audio", 0, 1, 1, grid=self._grid)
             item = _item(1)
             started = _now()
-            self._world.scheduler.extend("live", self._placeholder, (feature,), {key: item})
+            self._engine.scheduler.extend("live", self._placeholder, (feature,), {key: item})
             times.extend.append((_now() - started) / 1e6)
-            self._world.step(times)
+            self._engine.step(times)
         return times
 
     @property
     def kept(self) -> tuple[object, ...]:
-        """All that remembers something of the session."""
-        return self._world.scheduler, self._world.table
+        """All objects that remember something of the session."""
+        return self._engine.scheduler, self._engine.table
 
     def stats(self) -> dict[str, float]:
-        return self._world.scheduler.stats()
+        return self._engine.scheduler.stats()
 
     def end(self) -> float:
-        """Milliseconds to free everything of the session."""
+        """End the session. The milliseconds that freeing everything of it took."""
         started = _now()
-        self._world.scheduler.abort("live")
-        self._world.step(Times())
+        self._engine.scheduler.abort("live")
+        self._engine.step(Times())
         return (_now() - started) / 1e6
 
 
 def request(
     features: tuple[MediaFeature, ...], *, num_tokens: int, max_tokens: int
 ) -> GenerateRequest:
-    """Text, where `features` leave room for it."""
+    """A request whose prompt is text wherever `features` leave room."""
     prompt = np.full(num_tokens, 5, dtype="<i4")
     for feature in features:
         prompt[feature.offset : feature.end] = PLACEHOLDER

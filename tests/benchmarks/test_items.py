@@ -6,10 +6,10 @@ import weakref
 
 import numpy as np
 
-from benchmarks import items_world
-from benchmarks.items_memory import deep_size, kept_bytes
-from benchmarks.items_world import LiveSession, Times, World, items_in_a_row
-from benchmarks.items_world import request as prompt_of
+from benchmarks import engine_without_model as items_world
+from benchmarks.engine_without_model import EngineWithoutModel, LiveSession, Times, items_in_a_row
+from benchmarks.engine_without_model import request as prompt_of
+from benchmarks.items import deep_size, kept_bytes
 from lookonce.types.media import Array, Expansion, ProcessedItem
 
 
@@ -26,13 +26,13 @@ def test_a_live_session_computes_one_item_in_each_step():
 
 def test_a_prompt_of_items_is_computed_in_chunks():
     features, items = items_in_a_row(20, 4)
-    world = World(max_tokens=200, chunk=32, rows_cached=64, longest_item=4)
-    world.scheduler.add(prompt_of(features, num_tokens=81, max_tokens=1), items)
+    engine = EngineWithoutModel(max_tokens=200, chunk=32, rows_cached=64, longest_item=4)
+    engine.scheduler.add(prompt_of(features, num_tokens=81, max_tokens=1), items)
     times = Times()
-    while world.step(times):
+    while engine.step(times):
         pass
     assert len(times.plan) == 4, "three chunks, and the step that forgets the request"
-    assert world.scheduler.stats()["encoder_runs_total"] == 20
+    assert engine.scheduler.stats()["encoder_runs_total"] == 20
 
 
 def test_raw_data_is_gone_once_its_kv_is_computed(monkeypatch):

@@ -36,7 +36,7 @@ class PausingEngine(RecitingEngine):
             yield delta
 
 
-class Stage:
+class PausableServer:
     """Serves from a thread of its own; a context manager."""
 
     def __init__(self, answer: str, pause_after: int = 10**9, **options: object) -> None:

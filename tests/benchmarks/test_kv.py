@@ -6,19 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kv import LoopStopwatch, first_token_report, stores_report
-from benchmarks.kv_bandwidth import bandwidth_report
-from benchmarks.kv_subject import BenchEngine, load_subject, prompt_with_pictures
+from benchmarks.bench_engine import BenchEngine, load_bench_model, prompt_with_pictures
+from benchmarks.kv import LoopStopwatch, bandwidth_report, first_token_report, stores_report
 from lookonce.model.loader import LoadedModel
 from lookonce.types.kv import TierSpec
-from tests.conftest import FolderMaker
+from tests.support.model_folders.make import FolderMaker
 
 HOST = TierSpec("host", capacity_bytes=1 << 26)
 
 
 @pytest.fixture(scope="module")
 def loaded(folder: FolderMaker) -> LoadedModel:
-    return load_subject(str(folder("llava")))
+    return load_bench_model(str(folder("llava")))
 
 
 def test_bandwidth_stands_beside_the_plain_operation(loaded: LoadedModel, tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""Attention alone: our kernel beside what plain torch offers, on the same pages.
+"""`lookonce bench attention`: our attention kernel beside plain torch on the same pages.
 
     gather + SDPA        all keys of the batch gathered into one padded tensor, one SDPA call
     SDPA per sequence    each sequence's keys gathered, one SDPA call each
 
-Both write new keys and values into the pages first, as the kernel does. Layers take turns on pages
-of their own, so that keys come from where a whole model would find them, not from a warm cache.
+Both write new keys and values into the pages first, as the kernel does. Each layer has pages of its
+own and the layers take turns, so that keys come from memory as in a whole model, not from a warm
+CPU cache.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AttentionShape:
     name: str
     num_layers: int
     num_heads: int
@@ -39,23 +40,23 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """One step: `batch` sequences with `query` new tokens each, `context` keys before them."""
+class AttentionLoad:
+    """One step: `batch` sequences, each with `query` new tokens after `context` earlier ones."""
 
     batch: int
     query: int
     context: int
 
 
-SHAPES = (Shape("135M-like", 30, 9, 3, 64), Shape("nano", 4, 4, 2, 64))
+SHAPES = (AttentionShape("135M-like", 30, 9, 3, 64), AttentionShape("nano", 4, 4, 2, 64))
 LOADS = (
-    *(Load(batch, 1, 256) for batch in (1, 8, 32)),
-    Load(1, 1, 4096),
-    Load(1, 16, 256),
-    Load(1, 64, 0),
-    Load(1, 256, 0),
-    Load(1, 1024, 0),
-    Load(1, 512, 2048),
+    *(AttentionLoad(batch, 1, 256) for batch in (1, 8, 32)),
+    AttentionLoad(1, 1, 4096),
+    AttentionLoad(1, 16, 256),
+    AttentionLoad(1, 64, 0),
+    AttentionLoad(1, 256, 0),
+    AttentionLoad(1, 1024, 0),
+    AttentionLoad(1, 512, 2048),
 )
 
 
@@ -64,9 +65,9 @@ Way = Callable[[LayerPages], Tensor]
 
 
 class _Step:
-    """One load on one shape, ready to run any way of attending."""
+    """The inputs of one load on one shape, and the three ways to compute its attention."""
 
-    def __init__(self, shape: Shape, load: Load, dtype: torch.dtype) -> None:
+    def __init__(self, shape: AttentionShape, load: AttentionLoad, dtype: torch.dtype) -> None:
         total = load.query + load.context
         blocks = -(-total // BLOCK_SIZE)
         num_blocks = load.batch * blocks
@@ -112,7 +113,7 @@ class _Step:
         )
 
 
-def _padded_visibility(load: Load) -> Tensor:
+def _padded_visibility(load: AttentionLoad) -> Tensor:
     """[1, 1, query, keys] bool; all sequences of a load have one length."""
     positions = torch.arange(load.context, load.context + load.query)[:, None]
     return (torch.arange(load.context + load.query)[None] <= positions)[None, None]
@@ -143,8 +144,10 @@ def _gather_attention(
     return output.transpose(1, 2).flatten(0, 1)
 
 
-def measure(shape: Shape, load: Load, dtype: torch.dtype, seconds: float) -> tuple[float, ...]:
-    """CPU ms for every layer once, median, of the kernel, gathered and per sequence.
+def measure(
+    shape: AttentionShape, load: AttentionLoad, dtype: torch.dtype, seconds: float
+) -> tuple[float, ...]:
+    """Median CPU ms for one pass over all layers: kernel, gathered, per sequence.
 
     The three take turns, so that noise hits all alike.
     """
@@ -167,7 +170,7 @@ def _time_layers(pages: KVPages, way: Way) -> float:
 
 
 def _check_agreement(step: _Step, ways: Sequence[Way]) -> None:
-    """A fast wrong answer is no figure."""
+    """Raises `AssertionError` where the ways compute different outputs."""
     outputs = [way(step.pages.layers[0]).float() for way in ways]
     tolerance = 1e-5 if step.query.dtype == torch.float32 else 5e-2
     for output in outputs[1:]:
@@ -175,7 +178,7 @@ def _check_agreement(step: _Step, ways: Sequence[Way]) -> None:
 
 
 def measure_all(dtype: torch.dtype, seconds: float) -> Report:
-    """Every load on every shape, on one thread."""
+    """Measures every load on every shape, on one thread."""
     report = Report("attention", COLUMNS)
     report.notes += [
         f"ms of CPU time for all layers of one step, one thread, {dtype}; batch sequences, each of",

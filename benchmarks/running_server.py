@@ -1,4 +1,4 @@
-"""A real server for benchmarks: the processes a user runs, on this machine, and their CPU time."""
+"""A server for benchmarks: the processes that a user runs, on this machine, and their CPU time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _METRIC = re.compile(r"^(?P<name>\w+)(?P<labels>\{[^}]*\})? (?P<value>\S+)$")
 class RunningServer:
     url: str
     pid: int
-    """The supervisor's."""
+    """Process id of the supervisor."""
 
     def process(self, module: str) -> int:
         """The pid of the first child that runs `python -m module`. Raises `UnavailableError`."""
@@ -57,22 +57,15 @@ class RunningServer:
 
 @contextmanager
 def running_server(options: Sequence[str] = ()) -> Iterator[RunningServer]:
-    """`lookonce serve` with these options on a free port, until the block ends.
+    """Run `lookonce serve` with these options on a free port until the block ends.
 
     Raises `UnavailableError` with the end of its log when it does not become ready.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         port = _free_port()
-        command = [
-            sys.executable,
-            "-m",
-            "lookonce.cli.main",
-            "serve",
-            *options,
-            "--port",
-            str(port),
-        ]
+        command = [sys.executable, "-m", "lookonce.cli.main", "serve", *options]
+        command += ["--port", str(port)]
         with log.open("w") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         server = RunningServer(f"http://127.0.0.1:{port}", process.pid)
@@ -88,7 +81,7 @@ def running_server(options: Sequence[str] = ()) -> Iterator[RunningServer]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of all threads a process has now, to the nanosecond the kernel counts."""
+    """CPU seconds of all threads that a process has now, as the kernel's scheduler counts them."""
     total = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         total += int((task / "schedstat").read_text().split()[0])
@@ -135,5 +128,5 @@ def _free_port() -> int:
 
 
 def set_environment() -> None:
-    """One thread for numeric libraries in this process and those it starts."""
+    """Give numeric libraries one thread in this process and those it starts."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from lookonce.errors import ConfigError
-from tests.support.model_folders.folder_kinds import KINDS
-from tests.support.model_folders.folder_qwen import QWEN_KINDS
-from tests.support.model_folders.folder_vision import VISION_KINDS
-from tests.support.model_folders.folders import make_folder
+from tests.support.model_folders.make import KINDS, make_folder
+from tests.support.model_folders.qwen import QWEN_KINDS
+from tests.support.model_folders.vision import VISION_KINDS
 
 
 @pytest.mark.parametrize("kind", KINDS)

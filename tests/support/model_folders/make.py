@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lookonce.errors import ConfigError
-from tests.support.model_folders.folder_base import SCALES, FolderKind, Json
-from tests.support.model_folders.folder_kinds import KINDS
+from tests.support.model_folders.audio import SOUND_KINDS
+from tests.support.model_folders.base import SCALES, FolderKind, Json
+from tests.support.model_folders.qwen import QWEN_KINDS
+from tests.support.model_folders.text import TEXT_KINDS
+from tests.support.model_folders.vision import VISION_KINDS
 
 CORPUS = (
     "What is in this picture? There is a red circle to the left of a blue square. "
@@ -148,3 +152,9 @@ def _tokenizer_config(kind: FolderKind) -> Json:
 
 def _write_json(path: Path, content: Json) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+KINDS: dict[str, FolderKind] = {**TEXT_KINDS, **VISION_KINDS, **QWEN_KINDS, **SOUND_KINDS}
+
+
+FolderMaker = Callable[..., Path]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.support.model_folders import folder_templates as templates
-from tests.support.model_folders.folder_base import (
+from tests.support.model_folders import chat_templates as templates
+from tests.support.model_folders.base import (
     CHATML,
     GEMMA,
     GEMMA_ROLES,

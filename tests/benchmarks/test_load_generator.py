@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from benchmarks.load import Arrivals, LoadResult, Target, drive
+from benchmarks.load_generator import Arrivals, LoadResult, Target, drive
 from lookonce.errors import ConfigError
 
 EVENTS = [
