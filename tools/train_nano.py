@@ -3,8 +3,8 @@
     tools/train_nano.py model                 hours on a CPU; minutes with --device cuda
     tools/train_nano.py model --smoke         a minute: shows that it works, not a model to use
 
-Speech needs espeak-ng (`apt-get install espeak-ng`), and more fonts come with `fonts-dejavu`;
-what is missing is left out, and said.
+Speech needs espeak-ng (`apt-get install espeak-ng`), and more fonts come with `fonts-dejavu`.
+Without them their examples are left out, and a line says so.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere
+sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from any folder
 
 from benchmarks.nano import evaluate, report_of
 from lookonce.llm import LLM

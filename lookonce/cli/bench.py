@@ -39,10 +39,10 @@ def run_benchmark(name: str, arguments: Sequence[str]) -> int:
         return 0
     if name not in BENCHMARKS:
         raise ConfigError(f"there is no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
-    if not (CHECKOUT / "benchmarks" / "__init__.py").is_file():
+    if not (CHECKOUT / "benchmarks" / "running_server.py").is_file():
         raise ConfigError(
-            "the benchmarks are not installed with the package; they are in the folder "
-            "benchmarks/ of LookOnce's source: run `lookonce bench` from a checkout of it"
+            "the benchmarks are not installed with the package: they are in benchmarks/ of "
+            "LookOnce's source; install a checkout with `pip install -e .`, then run them again"
         )
     sys.path.insert(0, str(CHECKOUT))
     path = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]

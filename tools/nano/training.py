@@ -174,8 +174,13 @@ def _optimizers(model: nn.Module, heads: nn.Module) -> list[torch.optim.Optimize
 
 
 def train(
-    target: Path, materials: Materials, plan: TrainingPlan, *, texts: int, tell: Callable[[str], None]
-) -> list[TrainingStep]:  # fmt: skip
+    target: Path,
+    materials: Materials,
+    plan: TrainingPlan,
+    *,
+    texts: int,
+    tell: Callable[[str], None],
+) -> list[TrainingStep]:
     """Makes a trained model folder at `target` from nothing; every step."""
     folder.make_untrained(target, materials, seed=plan.seed, texts=texts)
     trainer = Trainer(target, plan)
