@@ -9,6 +9,6 @@ from tests.support.live_server import LiveServer
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[LiveServer]:
-    """The embedded model, served: one for all tests that leave it whole."""
+    """nano, served: one server for all tests that do not damage it."""
     with LiveServer() as live:
         yield live

@@ -91,7 +91,7 @@ def test_a_mistake_in_a_tier_is_said_before_any_model_loads(spec: str) -> None:
 def test_a_block_that_is_lost_is_computed_again_or_refused_as_the_operator_said(
     tmp_path: Path,
 ) -> None:
-    """What the disk's file holds has changed under it; the next request is served again."""
+    """The files of the disk tier are changed; the request after the next is served as usual."""
     disk = f"disk:{tmp_path}:1GB"
     for policy, statuses in (("recompute", {200}), ("fail", {503})):
         options = ("--kv-load", "always", "--kv-tier", disk, "--kv-load-failure-policy", policy)
@@ -113,7 +113,7 @@ def test_a_block_that_is_lost_is_computed_again_or_refused_as_the_operator_said(
 
 
 def scribble(file: Path) -> None:
-    """Change bytes all over a file, in place."""
+    """Change one byte of every 512 in place."""
     with file.open("r+b") as opened:
         for at in range(0, file.stat().st_size, 512):
             opened.seek(at)

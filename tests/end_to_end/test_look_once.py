@@ -1,4 +1,4 @@
-"""One look is enough: many askers, one fetch, one decode, one processing, one encoder run."""
+"""Many concurrent requests about one item: one fetch, decode, processing and encoder run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def server() -> Iterator[LiveServer]:
 
 @pytest.fixture
 def web() -> Iterator[Origin]:
-    """A web server with a picture of its own on every path, which may be kept for a minute."""
+    """A web server with a different picture on every path, cacheable for a minute."""
     started: Future[Origin] = Future()
     done = threading.Event()
 
@@ -70,7 +70,7 @@ def body(*parts: dict[str, object], question: str = "What shape is red?", **fiel
 
 
 class Counting:
-    """What the counters moved by inside the block."""
+    """`moved`: the differences of the counters over the block."""
 
     def __init__(self, server: LiveServer) -> None:
         self._server = server

@@ -1,4 +1,4 @@
-"""Many media items in one request to a real server: all placed, encoded once and kept."""
+"""Many media items in one request to a real server: all are placed, encoded once and kept."""
 
 from __future__ import annotations
 

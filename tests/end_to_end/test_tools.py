@@ -1,4 +1,4 @@
-"""Tools over the real server: nano knows of none, so its calls are a grammar's work alone."""
+"""Tools on a real server. nano knows no tools, so only the grammar makes it write calls."""
 
 from __future__ import annotations
 

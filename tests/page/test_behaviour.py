@@ -1,4 +1,4 @@
-"""What the page does while an answer comes, when it is stopped, and when it is refused."""
+"""The page while an answer is streamed, when it is stopped, and when it is refused."""
 
 from __future__ import annotations
 

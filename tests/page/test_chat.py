@@ -1,4 +1,4 @@
-"""The page and the embedded model: a picture, its answer, the receipt, and the tiers that move."""
+"""The page with nano: a picture, its answer, the receipt, and the tiles of the tiers."""
 
 from __future__ import annotations
 

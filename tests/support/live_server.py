@@ -1,4 +1,4 @@
-"""A real server: `lookonce serve` as a user starts it, on a port of its own choice."""
+"""A real server: `lookonce serve` as a user starts it, on a free port."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ URL = re.compile(r"http://[0-9.]+:[0-9]+")
 
 
 class LiveServer:
-    """`lookonce serve` with `options`; a context manager that stops it with SIGTERM."""
+    """Runs `lookonce serve` with `options`; a context manager that stops it with SIGTERM."""
 
     def __init__(self, *options: str, command: str = "serve") -> None:
         line = [sys.executable, "-m", "lookonce.cli.main", command, "--port", "0", *options]
         self.process = subprocess.Popen(
-            line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
-        )  # fmt: skip
+            line,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
         self.output: list[str] = []
         self._url: str | None = None
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -56,7 +60,7 @@ class LiveServer:
         self.stop()
 
     def stop(self) -> int:
-        """The exit status after SIGTERM."""
+        """Stop the server with SIGTERM. Returns its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         status = self.process.wait(60)
@@ -92,7 +96,7 @@ class LiveServer:
         return found
 
     def engine_pid(self) -> int | None:
-        """The engine process, found among this server's descendants."""
+        """The pid of the engine process, found by its session and command line."""
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit() and self._is_engine(folder):
                 return int(folder.name)
@@ -108,7 +112,7 @@ class LiveServer:
 
 
 def until(condition: Callable[[], object], seconds: float, explain: Callable[[], str]) -> None:
-    """Wait for `condition`, a generous while; fails with what `explain` says."""
+    """Wait at most `seconds` for `condition`. Fails with what `explain` returns."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, explain()

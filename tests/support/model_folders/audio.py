@@ -1,4 +1,4 @@
-"""Random folders of models that hear."""
+"""Random folders of audio models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.model_folders.base import (
 )
 
 SECONDS = 2
-"""A chunk of sound these encoders take at once; real ones take 30."""
+"""Seconds of sound in one chunk of these encoders; real ones take 30."""
 
 
 def _whisper(scale: Scale) -> Json:

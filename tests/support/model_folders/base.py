@@ -1,4 +1,4 @@
-"""What a kind of random folder is made of, and the sizes it comes in."""
+"""The parts of a kind of random folder, and the scales that it can have."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SOUND: Json = {
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Sizes of the text model; towers follow the kind."""
+    """Sizes of the text model and of its vision tower."""
 
     vocab: int = 320
     hidden: int = 64
@@ -56,7 +56,7 @@ class Scale:
         return self.hidden // self.heads
 
     def text(self, tokens: Mapping[str, int], **over: Any) -> Json:
-        """Arguments every text config of transformers takes."""
+        """Arguments that every text config of transformers takes."""
         return {
             "vocab_size": self.vocab,
             "hidden_size": self.hidden,

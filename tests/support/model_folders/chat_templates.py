@@ -1,4 +1,4 @@
-"""Chat templates in the style each family really ships, for the random folders."""
+"""Chat templates for the random folders, in the style of each family's published one."""
 
 LLAMA = """\
 {{- bos_token }}

@@ -19,13 +19,16 @@ from tests.support.model_folders.qwen import QWEN_KINDS
 from tests.support.model_folders.text import TEXT_KINDS
 from tests.support.model_folders.vision import VISION_KINDS
 
+KINDS: dict[str, FolderKind] = {**TEXT_KINDS, **VISION_KINDS, **QWEN_KINDS, **SOUND_KINDS}
+FolderMaker = Callable[..., Path]
+"""The fixture `folder`: `folder(kind, seed=0, scale="tiny")` returns the folder of that kind."""
 CORPUS = (
     "What is in this picture? There is a red circle to the left of a blue square. "
     "How many triangles do you see? The number is four hundred and seventy two. "
     "Listen to the sound: which word was spoken, and which picture came first? "
     "user assistant system model You are a helpful assistant. Grüße, 你好, Ünïcödé, 🙂. "
 )
-"""What the byte-level BPE learns its few merges from."""
+"""The text that the byte-level BPE is trained on."""
 
 
 def make_folder(
@@ -55,7 +58,10 @@ def make_folder(
 
 
 def write_tokenizer(kind: FolderKind, target: Path, *, vocab_size: int) -> dict[str, int]:
-    """Train and write a byte-level BPE; returns ids by special token's text and by `…_token_id`."""
+    """Train and write a byte-level BPE.
+
+    Returns the ids of special tokens by their text and by `…_token_id`.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -100,7 +106,7 @@ def write_model(
 
 
 def randomise(model: Any, seed: int) -> None:
-    """Draw every matrix with unit gain and small biases, so that every part matters."""
+    """Draw every matrix with unit gain, and small biases, so that every part changes the output."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -134,7 +140,7 @@ def _prepend_bos(tokenizer: Any, bos: str) -> None:
 
 
 def _filled(tokenizer: Json, vocab_size: int) -> Json:
-    """Give the ids that training left free to words, so that every id a model draws has text."""
+    """Add words for the ids that training left free, so that every id has text."""
     vocab = tokenizer["model"]["vocab"]
     for token in range(len(vocab), vocab_size):
         vocab[f"Ġw{token}"] = token
@@ -152,9 +158,3 @@ def _tokenizer_config(kind: FolderKind) -> Json:
 
 def _write_json(path: Path, content: Json) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-KINDS: dict[str, FolderKind] = {**TEXT_KINDS, **VISION_KINDS, **QWEN_KINDS, **SOUND_KINDS}
-
-
-FolderMaker = Callable[..., Path]

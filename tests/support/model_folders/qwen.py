@@ -1,4 +1,4 @@
-"""Random folders of the Qwens that see, and of the one that hears too."""
+"""Random folders of the Qwen vision models and of Qwen2.5-Omni."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random folders of other models that see."""
+"""Random folders of vision models, without the Qwens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person does on the page."""
+"""What a user does on the page: drop files, ask, read answers and receipts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 NO_PLAYWRIGHT = "no Playwright to drive a browser: `make test-page` installs it"
 
 expect = pytest.importorskip("playwright.sync_api", reason=NO_PLAYWRIGHT).expect
-"""Playwright's assertion that waits. Where it is absent, whoever imports this is skipped."""
+"""Playwright's assertion that waits. Without Playwright, modules that import it are skipped."""
 
 RED_AND_BLUE = (("red", "circle"), ("blue", "square"))
 
@@ -48,7 +48,7 @@ def answers(page: Page) -> Locator:
 
 
 def stages(page: Page) -> list[str]:
-    """What the newest receipt says of its only item: process, encode, prefill."""
+    """The newest receipt's words about its only item: process, encode, prefill."""
     row = page.locator(".receipt").last.get_by_role("row").nth(1)
     return row.locator(".mark").all_inner_texts()
 

@@ -1,4 +1,4 @@
-"""A server on doubles, on a real port, whose engine stops and goes on when a test says so."""
+"""A server with test doubles on a real port, whose engine pauses until a test resumes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.server.doubles import RecitingEngine
 
 
 class PausingEngine(RecitingEngine):
-    """Recites `pause_after` tokens of an answer, then waits for `resume`."""
+    """Sends `pause_after` tokens of an answer, then waits for `resume`."""
 
     def __init__(self, answer: str, pause_after: int) -> None:
         super().__init__(answer)
@@ -37,7 +37,7 @@ class PausingEngine(RecitingEngine):
 
 
 class PausableServer:
-    """Serves from a thread of its own; a context manager."""
+    """Serves in a thread; a context manager."""
 
     def __init__(self, answer: str, pause_after: int = 10**9, **options: object) -> None:
         self.engine = PausingEngine(answer, pause_after)
