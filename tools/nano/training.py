@@ -1,4 +1,4 @@
-"""Two stages: the towers learn to see and hear, then the whole model learns to answer."""
+"""Training in two stages: first the towers with dense losses, then the whole model on answers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tools.nano.encoding import IGNORED
 from tools.nano.world.conversations import Materials
 
 DENSE_WEIGHT = 0.25
-"""Of the dense losses, once answers are learnt."""
+"""Weight of the dense losses in the second stage."""
 WARM_UP_STEPS = 60
 LAST_SHARE = 0.02
-"""Of the learning rate, at the end of a stage."""
+"""Factor of the learning rate at the end of a stage."""
 CLIP = 1.0
 REPORT_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """Everything that decides what comes out, beside the device's arithmetic."""
+    """The settings that, with the device's arithmetic, decide the weights."""
 
     seed: int = 1
     tower_steps: int = 1500
@@ -47,7 +47,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """How one step went. `accuracy`: share of answer tokens right, before the step."""
+    """Figures of one step. `accuracy`: share of answer tokens that were right before the step."""
 
     stage: str
     number: int
@@ -143,7 +143,7 @@ class Trainer:
         return functional.cross_entropy(logits, targets), accuracy
 
     def _positions(self, batch: Batch) -> torch.Tensor:
-        """int64 [3, examples, length]. Collages after the examples' own pictures are not in it."""
+        """int64 [3, examples, length]. Collages after the examples' pictures have no positions."""
         starts = batch.token_ids == self.model.config.vision_start_token_id
         pictures, sounds = int(starts.sum()), len(batch.frames)
         positions, _ = self.model.get_rope_index(
@@ -154,7 +154,7 @@ class Trainer:
 
 
 def schedule(step: int, steps: int) -> float:
-    """Factor of the learning rate: up in a straight line, then down in a cosine."""
+    """Factor of the learning rate: linear warm-up, then cosine decay."""
     warm_up = max(1, min(WARM_UP_STEPS, steps // 10))
     down = (1 + math.cos(math.pi * step / steps)) / 2
     return min(1.0, (step + 1) / warm_up) * (LAST_SHARE + (1 - LAST_SHARE) * down)
@@ -181,7 +181,7 @@ def train(
     texts: int,
     tell: Callable[[str], None],
 ) -> list[TrainingStep]:
-    """Makes a trained model folder at `target` from nothing; every step."""
+    """Makes a trained model folder at `target` from nothing. Returns the figures of every step."""
     folder.make_untrained(target, materials, seed=plan.seed, texts=texts)
     trainer = Trainer(target, plan)
     steps, start, told = [], time.monotonic(), 0.0

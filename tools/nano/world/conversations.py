@@ -1,4 +1,4 @@
-"""Whole conversations: some pictures and sounds, and one to five questions about them.
+"""Conversations: pictures and sounds, and one to five questions about them.
 
 `Materials` decide what is seen and heard. Training and evaluation share everything but those:
 other fonts, other voices, other sentences.
@@ -27,11 +27,11 @@ ASIDES = 0.12
 @dataclass(frozen=True, slots=True)
 class Materials:
     fonts: Sequence[str]
-    """Empty: Pillow's own."""
+    """Fonts of numbers; empty: Pillow's own font."""
     speaker: Speaker | None
-    """None: nothing speaks."""
+    """None: no speech."""
     lines: Sequence[str]
-    """Sentences out of the model's world."""
+    """Sentences about things that the model does not know."""
 
     def scene(self, rng: random.Random) -> Scene:
         return shape_scene(rng) if rng.random() < 0.6 else number_scene(rng, self.fonts)
@@ -74,7 +74,7 @@ def about_several_pictures(rng: random.Random, materials: Materials) -> Conversa
 
 
 def about_an_earlier_picture(rng: random.Random, materials: Materials) -> Conversation:
-    """A picture, then another, then the first again."""
+    """Questions about a picture, about another, and about the first again."""
     scenes = [materials.scene(rng) for _ in range(2)]
     turns: Conversation = []
     for scene in scenes:
@@ -116,7 +116,7 @@ MIX: dict[Callable[[random.Random, Materials], Conversation], float] = {
     about_picture_and_sound: 6,
     about_nothing: 11,
 }
-"""Kind of conversation → how often it is held."""
+"""Kind of conversation → relative frequency."""
 
 
 def _about_one_of(rng: random.Random, scenes: Sequence[Scene]) -> QuestionAnswer:
@@ -158,7 +158,7 @@ def _which_shape(rng: random.Random, scenes: Sequence[Scene]) -> QuestionAnswer 
 
 
 def _the_number(rng: random.Random, scenes: Sequence[Scene]) -> QuestionAnswer | None:
-    """Asks about the only picture that is a number."""
+    """Asks about the only picture that shows a number."""
     numbers = [index for index, scene in enumerate(scenes) if scene.is_number]
     if len(numbers) != 1:
         return None
@@ -169,7 +169,7 @@ def _the_number(rng: random.Random, scenes: Sequence[Scene]) -> QuestionAnswer |
 
 
 def _different(ask: Callable[[], QuestionAnswer], tries: int) -> list[QuestionAnswer]:
-    """At most `tries` questions, none twice."""
+    """At most `tries` different questions."""
     asked = {one.question: one for one in (ask() for _ in range(tries))}
     return list(asked.values())
 

@@ -12,7 +12,7 @@ from tools.nano.world.scenes import PLACES, SHAPES, Scene, Thing
 
 @dataclass(frozen=True, slots=True)
 class QuestionAnswer:
-    """`kind` is what accuracy is counted by."""
+    """A question and its true answer. Accuracy is counted by `kind`."""
 
     kind: str
     question: str
@@ -36,7 +36,7 @@ COUNT = (
 
 
 def ask_about(rng: random.Random, scene: Scene, *, what: bool = False) -> QuestionAnswer:
-    """A question that fits `scene`; with `what`, the one about the whole of it."""
+    """A question that fits `scene`; with `what`, the question what the picture shows."""
     if what:
         return _what(rng, scene)
     asks = NUMBER_ASKS if scene.is_number else SHAPE_ASKS
@@ -143,4 +143,4 @@ SHAPE_ASKS: dict[Ask, float] = {
 NUMBER_ASKS: dict[Ask, float] = {
     _what: 2, _read: 5, _number_colour: 1, _background: 1, _no_shapes: 0.6,
 }  # fmt: skip
-"""Question → how often it is asked. One that does not fit the picture returns None."""
+"""Question → relative frequency. A question that does not fit the picture returns None."""
