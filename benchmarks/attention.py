@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.report import Report, median
+from benchmarks.report import Report, median, publish
 from lookonce.model.attention.backend import AttentionBuffers, AttentionCall, AttentionMetadata
 from lookonce.model.attention.cpu import KernelBackend, kernel_available
 from lookonce.model.attention.reference import ReferenceBackend, write_pages
@@ -209,7 +209,5 @@ def main(arguments: Sequence[str]) -> int:
         print("the attention kernel is not built: run `make setup`")
         return 1
     report = measure_all(getattr(torch, options.dtype), options.seconds)
-    report.show()
-    if options.json is not None:
-        report.write_json(options.json)
+    publish([report], options.json)
     return 0

@@ -36,7 +36,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.engine_process import MODEL_SECONDS, PROCESS_SECONDS
-from benchmarks.report import Report, median
+from benchmarks.report import Report, median, publish
 from lookonce.config import (
     NANO_FOLDER,
     ChannelConfig,
@@ -68,9 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     report = asyncio.run(measure(options.model, options.batches, options.turns))
-    report.show()
-    if options.json is not None:
-        report.write_json(options.json)
+    publish([report], options.json)
     return 0
 
 

@@ -58,8 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         reports[-1].show()
     reports.append(host_report(WORKING_SETS))
     reports[-1].show()
-    if options.json is not None:
-        write_json(options.json, reports)
+    write_json(options.json, reports)
     return 0
 
 

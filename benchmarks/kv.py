@@ -28,7 +28,7 @@ from benchmarks.bench_engine import (
     load_bench_model,
     prompt_with_pictures,
 )
-from benchmarks.report import Report, median, percentile
+from benchmarks.report import Report, median, percentile, write_json
 from lookonce.errors import ConfigError
 from lookonce.kv.connector import Connector
 from lookonce.kv.namespace import namespace_digest
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         report.show()
         if options.json is not None:
             options.json.mkdir(parents=True, exist_ok=True)
-            report.write_json(options.json / f"kv-{number}.json")
+            write_json(options.json / f"kv-{number}.json", [report])
     return 0
 
 

@@ -64,8 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     ):
         reports.append(make())
         reports[-1].show()
-    if options.json is not None:
-        write_json(options.json, reports)
+    write_json(options.json, reports)
     return 0
 
 

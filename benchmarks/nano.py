@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from benchmarks.report import Report
+from benchmarks.report import Report, publish
 from lookonce.config import NANO
 from lookonce.llm import LLM, Message
 from lookonce.types.sampling import SamplingParams
@@ -64,9 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     report = report_of(answered, heldout_materials())
     if chosen.mistakes:
         report.notes += mistakes(answered)
-    report.show()
-    if chosen.json:
-        report.write_json(chosen.json)
+    publish([report], chosen.json)
     return 0
 
 

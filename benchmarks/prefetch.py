@@ -27,7 +27,7 @@ from benchmarks.bench_engine import (
     BenchEngine,
     load_bench_model,
 )
-from benchmarks.report import Report, median, percentile
+from benchmarks.report import Report, median, percentile, publish
 from lookonce.config import SchedulerConfig
 from lookonce.model.loader import LoadedModel
 from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem
@@ -216,7 +216,5 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or str(make_folder("llava", Path(folder), scale="8m"))
         report = measure(model, options.pictures, options.requests, options.pairs)
-    report.show()
-    if options.json is not None:
-        report.write_json(options.json)
+    publish([report], options.json)
     return 0

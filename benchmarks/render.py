@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.pictures import data_url, encoded_picture, variant
-from benchmarks.report import Report, median
+from benchmarks.report import Report, median, publish
 from benchmarks.running_server import RunningServer, cpu_seconds, running_server, set_environment
 from lookonce.config import NANO_FOLDER, MediaConfig
 from lookonce.render.media.processing import MediaJob, Processing, ProcessingSettings
@@ -115,7 +115,5 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     set_environment()
     report = render_report(given.repeats, given.model)
-    report.show()
-    if given.json is not None:
-        report.write_json(given.json)
+    publish([report], given.json)
     return 0

@@ -43,17 +43,23 @@ class Report:
         for note in (*self.notes, machine()):
             console.print(note, style="dim")
 
-    def write_json(self, path: Path) -> None:
-        path.write_text(json.dumps(self.figures(), indent=1) + "\n")
-
     def figures(self) -> dict[str, object]:
         rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
         return {"bench": self.name, "machine": machine(), "rows": rows, "notes": self.notes}
 
 
-def write_json(path: Path, reports: Sequence[Report]) -> None:
-    """Writes several tables of one benchmark to one file, as a list."""
-    path.write_text(json.dumps([report.figures() for report in reports], indent=1) + "\n")
+def publish(reports: Sequence[Report], path: Path | None) -> None:
+    """Print the tables; write them to `path`, where given: one as an object, several as a list."""
+    for report in reports:
+        report.show()
+    write_json(path, reports)
+
+
+def write_json(path: Path | None, reports: Sequence[Report]) -> None:
+    """Write the tables to `path`, where given: one as an object, several as a list."""
+    if path is not None:
+        figures = [report.figures() for report in reports]
+        path.write_text(json.dumps(figures if len(figures) > 1 else figures[0], indent=1) + "\n")
 
 
 def _text(cell: Cell) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,9 @@ import httpx
 
 from lookonce.errors import UnavailableError
 
-START_TIMEOUT = 120.0
+START_SECONDS = 300.0
+POLL_SECONDS = 0.01
+URL = re.compile(r"http://[0-9.]+:[0-9]+")
 _METRIC = re.compile(r"^(?P<name>\w+)(?P<labels>\{[^}]*\})? (?P<value>\S+)$")
 
 
@@ -27,6 +28,12 @@ class RunningServer:
     url: str
     pid: int
     """Process id of the supervisor."""
+    log: Path
+    """What its processes have written to stdout and stderr."""
+    commanded: float
+    """When it was started, seconds since the epoch."""
+    ready: float
+    """When it printed its URL, seconds since the epoch."""
 
     def process(self, module: str) -> int:
         """The pid of the first child that runs `python -m module`. Raises `UnavailableError`."""
@@ -63,15 +70,13 @@ def running_server(options: Sequence[str] = ()) -> Iterator[RunningServer]:
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        port = _free_port()
-        command = [sys.executable, "-m", "lookonce.cli.main", "serve", *options]
-        command += ["--port", str(port)]
+        command = [sys.executable, "-m", "lookonce.cli.main", "serve", *options, "--port", "0"]
+        commanded = time.time()
         with log.open("w") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        server = RunningServer(f"http://127.0.0.1:{port}", process.pid)
         try:
-            _wait_ready(server, process, log)
-            yield server
+            url = _served_url(process, log)
+            yield RunningServer(url, process.pid, log, commanded, time.time())
         finally:
             process.terminate()
             try:
@@ -80,24 +85,23 @@ def running_server(options: Sequence[str] = ()) -> Iterator[RunningServer]:
                 process.kill()
 
 
+def _served_url(process: subprocess.Popen[bytes], log: Path) -> str:
+    """The URL that the server prints once `/ready` says yes. Raises `UnavailableError`."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        found = URL.search(log.read_text())
+        if found is not None:
+            return found.group()
+        time.sleep(POLL_SECONDS)
+    raise UnavailableError(f"the server did not become ready:\n{log.read_text()[-2000:]}")
+
+
 def cpu_seconds(pid: int) -> float:
     """CPU seconds of all threads that a process has now, as the kernel's scheduler counts them."""
     total = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         total += int((task / "schedstat").read_text().split()[0])
     return total / 1e9
-
-
-def _wait_ready(server: RunningServer, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(f"{server.url}/ready", timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.05)
-    raise UnavailableError(f"the server did not become ready:\n{log.read_text()[-2000:]}")
 
 
 def _children(pid: int) -> list[int]:
@@ -118,13 +122,6 @@ def _command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
         return ""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def set_environment() -> None:

@@ -30,7 +30,7 @@ import httpx
 import msgspec
 
 from benchmarks.load_generator import Arrivals, LoadResult, run_load
-from benchmarks.report import Panel, Report, write_json, write_shares
+from benchmarks.report import Panel, Report, publish, write_shares
 from benchmarks.running_server import running_server
 from benchmarks.workloads import WORKLOADS, RequestShape, Workload, folder, text
 from lookonce.errors import ConfigError, UnavailableError
@@ -60,10 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     reports = [rates(results, _note(options)), times(results), caches(results)]
     if alone is not None:
         reports.append(beside_peer(results, alone))
-    for report in reports:
-        report.show()
-    if options.json is not None:
-        write_json(options.json, reports)
+    publish(reports, options.json)
     if options.plot is not None:
         plot(options.plot, results)
     return 0 if all(result.answered for result in results.values()) else 1

@@ -11,28 +11,21 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 import httpx
 
-from benchmarks.report import Report, median, write_json
-from benchmarks.running_server import RunningServer, cpu_seconds, set_environment
+from benchmarks.report import Report, median, publish
+from benchmarks.running_server import RunningServer, cpu_seconds, running_server, set_environment
 from benchmarks.workloads import RequestShape, Workload, new, text
 from lookonce.errors import UnavailableError
 
-START_SECONDS = 300.0
-POLL_SECONDS = 0.01
 LATER = 9
 _LINE = re.compile(r"(?P<at>\S+ \S+,\d{3}) INFO (?P<process>engine|api 0|server): (?P<words>.*)")
-URL = re.compile(r"http://[0-9.]+:[0-9]+")
 
 ENGINE, API = "lookonce.engine.process", "lookonce.server.process"
 STAGES = (
@@ -93,39 +86,15 @@ def breakdown(start: Start) -> Report:
     return report
 
 
-@contextmanager
-def _started(options: Sequence[str]) -> Iterator[tuple[RunningServer, Start]]:
-    """A server that runs until the block ends, and its start. Raises `UnavailableError`."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        command = [sys.executable, "-m", "lookonce.cli.main", "serve", *options, "--port", "0"]
-        commanded = time.time()
-        with log.open("w") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            url = _served_url(process, log)
-            server = RunningServer(url, process.pid)
-            ready = time.time()
-            pids = {"engine": server.process(ENGINE), "api 0": server.process(API)}
-            cpu = {name: cpu_seconds(pid) for name, pid in pids.items()}
-            events = read_events(log.read_text())
-            for (name, pid), module in zip(pids.items(), (ENGINE, API), strict=True):
-                events[name, module] = _began(pid)
-            yield server, Start(commanded, ready, events, cpu)
-        finally:
-            process.terminate()
-            process.wait(timeout=60)
-
-
-def _served_url(process: subprocess.Popen[bytes], log: Path) -> str:
-    """The URL that the server prints once `/ready` says yes. Raises `UnavailableError`."""
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        found = URL.search(log.read_text())
-        if found is not None:
-            return found.group()
-        time.sleep(POLL_SECONDS)
-    raise UnavailableError(f"the server did not become ready:\n{log.read_text()[-2000:]}")
+def _start_of(server: RunningServer) -> Start:
+    """How a running server started."""
+    modules = {"engine": ENGINE, "api 0": API}
+    pids = {name: server.process(module) for name, module in modules.items()}
+    cpu = {name: cpu_seconds(pid) for name, pid in pids.items()}
+    events = read_events(server.log.read_text())
+    for name, module in modules.items():
+        events[name, module] = _began(pids[name])
+    return Start(server.commanded, server.ready, events, cpu)
 
 
 def _began(pid: int) -> float:
@@ -171,10 +140,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("options", nargs="*", help="of `lookonce serve`, MODEL first, after --")
     given = parser.parse_args(arguments)
     set_environment()
-    with _started(given.options) as (server, start):
-        reports = [breakdown(start), first_requests(server.url, given.later)]
-    for report in reports:
-        report.show()
-    if given.json is not None:
-        write_json(given.json, reports)
+    with running_server(given.options) as server:
+        reports = [breakdown(_start_of(server)), first_requests(server.url, given.later)]
+    publish(reports, given.json)
     return 0

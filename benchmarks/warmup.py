@@ -21,7 +21,7 @@ from typing import NamedTuple
 import httpx
 
 from benchmarks.pictures import data_url, encoded_picture, variant
-from benchmarks.report import Report, median
+from benchmarks.report import Report, median, publish
 from benchmarks.running_server import RunningServer, cpu_seconds, running_server, set_environment
 
 ROUTES = {
@@ -117,7 +117,5 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     set_environment()
     report = warmup_report(given.counts, given.starts, given.repeats, given.options)
-    report.show()
-    if given.json is not None:
-        report.write_json(given.json)
+    publish([report], given.json)
     return 0
