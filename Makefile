@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 .PHONY: setup serve wheel test test-lmcache test-page test-openapi test-clients check structure format soak clean
 
-# One thread of numeric libraries in tests, which run side by side; a server takes what it finds.
+# Tests run side by side, so numeric libraries get one thread each in them; a server uses all cores.
 check test test-lmcache test-page test-openapi test-clients soak: export OMP_NUM_THREADS ?= 1
 
 setup: $(STAMP)
@@ -48,13 +48,13 @@ $(LMCACHE_VENV)/.installed: pyproject.toml setup.py
 test-lmcache: $(LMCACHE_VENV)/.installed
 	@$(LMCACHE_VENV)/bin/python -m pytest tests/kv/test_lmcache.py tests/kv/test_tiers.py
 
-# The web page in a real browser. Skipped by name where no Chromium can be had.
+# The web page in a real browser. Skipped by name where Chromium cannot be installed.
 test-page: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "playwright>=1.50,<2"
 	@command -v chromium >/dev/null || apt-get install --yes --quiet chromium || true
 	@$(BIN)/python -m pytest tests/page -rs
 
-# Every route tried with what Schemathesis thinks of.
+# Every route with requests that Schemathesis generates.
 test-openapi: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,dev-openapi]"
 	@$(BIN)/python -m pytest tests/clients/test_schemathesis.py -rs

@@ -3,20 +3,29 @@
 model      CPU time in the text model, its embedding and its head
 own        CPU time of all threads of both processes in everything else, which is the sum of
   engine   in the engine process: scheduling, building inputs, sampling, sending messages
-  client   in the process that asked, as an API process does: receiving messages, handing tokens to
-           who waits for them, detokenizing; only HTTP is left out
+  client   in the process that asked, as in an API process: receiving messages, handing tokens to
+           their readers, detokenizing; only HTTP is left out
 ratio      our decode tokens/s over those of a plain loop with transformers' dense KV cache,
            same model, batch and context, the two in turn, median of pairs
+
+Our side is what a server has: an engine process and a client of it in this process, with msgpack
+over ZMQ on a unix socket between them. The client's caller turns tokens into text at once, where a
+server would also write HTTP.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers import (
     AutoConfig,
@@ -26,9 +35,24 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.engine_ours import Ours, open_ours
-from benchmarks.report import Report, median
-from lookonce.config import NANO_FOLDER
+from benchmarks.engine_process import MODEL_SECONDS, PROCESS_SECONDS
+from benchmarks.report import Report, median, publish
+from lookonce.config import (
+    NANO_FOLDER,
+    ChannelConfig,
+    EncoderConfig,
+    KVConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from lookonce.engine.client.delta_stream import DeltaStream
+from lookonce.engine.client.engine_client import EngineClient
+from lookonce.engine.process_io import EngineSettings
+from lookonce.engine.supervisor.engine_supervisor import EngineSupervisor
+from lookonce.render.prompt.detokenizer import Detokenizer
+from lookonce.render.prompt.tokenizer import Tokenizer
+from lookonce.types.request import RenderedPrompt
+from lookonce.types.sampling import SamplingParams
 
 BATCHES = (1, 8, 32)
 PROMPT_TOKENS = 64
@@ -36,10 +60,196 @@ STEPS = 48
 TURNS = 9
 
 
-class _Theirs:
-    """Transformers' text model in a loop over its dense cache: the least such a loop can do.
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="lookonce bench engine", description=__doc__)
+    parser.add_argument("--model", default=str(NANO_FOLDER), help="folder; default: nano")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    report = asyncio.run(measure(options.model, options.batches, options.turns))
+    publish([report], options.json)
+    return 0
 
-    It skips what `generate` and the multimodal wrapper do around the text model.
+
+async def measure(folder: str, batches: Sequence[int], turns: int) -> Report:
+    """One row per batch size."""
+    torch.set_num_threads(1)
+    times = ("model ms", "own CPU ms", "engine ms", "client ms")
+    columns = ("batch", *times, "our tok/s", "HF tok/s", "ratio")
+    report = Report(
+        "engine",
+        columns,
+        notes=[
+            f"CPU time of all threads; {STEPS} decode steps of ours and of theirs in turn after "
+            f"{PROMPT_TOKENS} prompt tokens, medians of {turns} turns, fp32, one torch thread",
+            "own: all but the model, in the engine process and in its client, ZMQ between them",
+        ],
+    )
+    theirs = _TransformersLoop(folder)
+    async with open_engine(folder, max(batches)) as ours:
+        for batch in batches:
+            await _turn(ours, theirs, batch)
+            rows = [await _turn(ours, theirs, batch) for _ in range(turns)]
+            report.add(batch, *(median(column) for column in zip(*rows, strict=True)))
+    return report
+
+
+_Row = tuple[float, float, float, float, float, float, float]
+
+
+async def _turn(ours: EngineUnderTest, theirs: _TransformersLoop, batch: int) -> _Row:
+    """Model, own, engine and client ms, our and their tokens per second, and their ratio."""
+    turn = await ours.decode(batch, PROMPT_TOKENS, STEPS)
+    their_seconds = theirs.decode(batch, PROMPT_TOKENS, STEPS)
+    own = turn.engine + turn.client
+    ours_rate, their_rate = batch / (turn.model + own), batch / their_seconds
+    ms = (turn.model * 1e3, own * 1e3, turn.engine * 1e3, turn.client * 1e3)
+    return (*ms, ours_rate, their_rate, ours_rate / their_rate)
+
+
+# --- Our side ------------------------------------------------------------------------------------
+
+COMMAND = (sys.executable, "-m", "benchmarks.engine_process")
+FIRST_TOKEN = 20
+"""Ids below may be special tokens."""
+
+
+class EngineUnderTest:
+    """Decodes batches through client, channel, scheduler and runner of a real engine process."""
+
+    def __init__(self, folder: str, client: EngineClient) -> None:
+        self._client = client
+        self._tokenizer = Tokenizer.load(folder)
+        self._count = 0
+
+    async def decode(self, batch: int, prompt_tokens: int, steps: int) -> StepCost:
+        """Prefill `batch` prompts, then time `steps` decode steps of all of them.
+
+        No sequence ends before the clocks are read. The engine may be some steps ahead of the
+        client, so the time of each process is divided by the steps that this process has done.
+        """
+        answers = [self._begin(prompt_tokens) for _ in range(batch)]
+        await asyncio.gather(*(answer.read(1) for answer in answers))
+        before, read = await self._clocks(), sum(answer.num_tokens for answer in answers)
+        await asyncio.gather(*(answer.read(steps) for answer in answers))
+        after = await self._clocks()
+        read = sum(answer.num_tokens for answer in answers) - read
+        for answer in answers:
+            await answer.leave()
+        await self._client.stats()  # answered once all have ended
+        used = _Clocks(*(end - start for start, end in zip(before, after, strict=True)))
+        made = used.tokens / batch
+        return StepCost(used.model / made, used.engine / made, used.client * batch / read)
+
+    async def _clocks(self) -> _Clocks:
+        """Reads both processes' clocks; the engine answers between two steps."""
+        stats = await self._client.stats()
+        return _Clocks(
+            model=stats[MODEL_SECONDS],
+            engine=stats[PROCESS_SECONDS] - stats[MODEL_SECONDS],
+            client=time.process_time(),
+            tokens=stats["generation_tokens_total"],
+        )
+
+    def _begin(self, prompt_tokens: int) -> _Sequence:
+        self._count += 1
+        rng = np.random.default_rng(self._count)
+        model = self._client.model
+        ids = rng.integers(FIRST_TOKEN, model.vocab_size, prompt_tokens).tolist()
+        prompt = RenderedPrompt(token_ids=ids, scope=bytes(32))
+        endless = model.max_model_len - prompt_tokens
+        sampling = SamplingParams(temperature=0.0, max_tokens=endless, ignore_eos=True)
+        generation = self._client.generate(prompt, sampling, f"bench-{self._count}")
+        return _Sequence(generation, Detokenizer(self._tokenizer))
+
+
+class StepCost(NamedTuple):
+    """CPU seconds of one decode step of the whole batch, on average over a turn."""
+
+    model: float
+    """CPU seconds in the text model, its embedding and its head."""
+    engine: float
+    """CPU seconds in the rest of the engine process."""
+    client: float
+    """CPU seconds in the client's process."""
+
+
+class _Clocks(NamedTuple):
+    """CPU seconds used and tokens generated since the start."""
+
+    model: float
+    engine: float
+    client: float
+    tokens: float
+
+
+class _Sequence:
+    """One sequence, read and detokenized as its tokens come."""
+
+    def __init__(self, generation: DeltaStream, detokenizer: Detokenizer) -> None:
+        self._generation = generation
+        self._detokenizer = detokenizer
+        self.num_tokens = 0
+
+    async def read(self, num_tokens: int) -> None:
+        end = self.num_tokens + num_tokens
+        async for delta in self._generation:
+            self.num_tokens += len(delta.token_ids)
+            self._detokenizer.push(delta.token_ids)
+            if self.num_tokens >= end:
+                return
+
+    async def leave(self) -> None:
+        await self._generation.aclose()
+
+
+@asynccontextmanager
+async def open_engine(folder: str, batch: int) -> AsyncIterator[EngineUnderTest]:
+    """Starts an engine process and a client of it, for batches of up to `batch` sequences."""
+    with tempfile.TemporaryDirectory(prefix="lookonce-bench-") as scratch:
+        settings = EngineSettings(
+            model=ModelConfig(folder=folder, served_name="bench"),
+            scheduler=SchedulerConfig(max_num_seqs=batch),
+            kv=KVConfig(),
+            encoder=EncoderConfig(),
+            address=f"ipc://{scratch}/engine",
+        )
+        channel = ChannelConfig(address=settings.address)
+        supervisor = EngineSupervisor(settings, stall_timeout=60.0, command=COMMAND)
+        client = EngineClient(channel, processor_cache_bytes=0)
+        async with _running(supervisor) as end, client:
+            await _unless(end, client.wait_ready())
+            yield EngineUnderTest(folder, client)
+
+
+@asynccontextmanager
+async def _running(supervisor: EngineSupervisor) -> AsyncIterator[asyncio.Task[None]]:
+    """Runs the engine process in a task, which ends before the block only with an error."""
+    running = asyncio.create_task(supervisor.run())
+    try:
+        yield running
+    finally:
+        await supervisor.stop()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def _unless(end: asyncio.Task[None], awaited: Coroutine[Any, Any, None]) -> None:
+    """Waits for `awaited`. Raises the engine's error if the engine ends first."""
+    waiting = asyncio.create_task(awaited)
+    await asyncio.wait([end, waiting], return_when=asyncio.FIRST_COMPLETED)
+    if end.done():
+        waiting.cancel()
+        end.result()
+
+
+# --- transformers --------------------------------------------------------------------------------
+
+
+class _TransformersLoop:
+    """transformers' text model in a loop over its dense cache.
+
+    The loop skips what `generate` and the multimodal wrapper do around the text model.
     """
 
     def __init__(self, folder: str) -> None:
@@ -83,53 +293,3 @@ class _Theirs:
         logits = self._model.get_output_embeddings()(output.last_hidden_state[:, -1])
         token: torch.Tensor = logits.argmax(-1, keepdim=True)
         return token
-
-
-async def measure(folder: str, batches: Sequence[int], turns: int) -> Report:
-    """One row per batch size."""
-    torch.set_num_threads(1)
-    times = ("model ms", "own CPU ms", "engine ms", "client ms")
-    columns = ("batch", *times, "our tok/s", "HF tok/s", "ratio")
-    report = Report(
-        "engine",
-        columns,
-        notes=[
-            f"CPU time of all threads; {STEPS} decode steps of ours and of theirs in turn after "
-            f"{PROMPT_TOKENS} prompt tokens, medians of {turns} turns, fp32, one torch thread",
-            "own: all but the model, in the engine process and in its client, ZMQ between them",
-        ],
-    )
-    theirs = _Theirs(folder)
-    async with open_ours(folder, max(batches)) as ours:
-        for batch in batches:
-            await _turn(ours, theirs, batch)
-            rows = [await _turn(ours, theirs, batch) for _ in range(turns)]
-            report.add(batch, *(median(column) for column in zip(*rows, strict=True)))
-    return report
-
-
-_Row = tuple[float, float, float, float, float, float, float]
-
-
-async def _turn(ours: Ours, theirs: _Theirs, batch: int) -> _Row:
-    """Model, own, engine and client ms, our and their tokens per second, and their ratio."""
-    turn = await ours.decode(batch, PROMPT_TOKENS, STEPS)
-    their_seconds = theirs.decode(batch, PROMPT_TOKENS, STEPS)
-    own = turn.engine + turn.client
-    ours_rate, their_rate = batch / (turn.model + own), batch / their_seconds
-    ms = (turn.model * 1e3, own * 1e3, turn.engine * 1e3, turn.client * 1e3)
-    return (*ms, ours_rate, their_rate, ours_rate / their_rate)
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="lookonce bench engine", description=__doc__)
-    parser.add_argument("--model", default=str(NANO_FOLDER), help="folder; default: nano")
-    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
-    report = asyncio.run(measure(options.model, options.batches, options.turns))
-    report.show()
-    if options.json is not None:
-        report.write_json(options.json)
-    return 0

@@ -1,8 +1,8 @@
-"""`lookonce bench engine`'s engine process: the real one, with a stopwatch around the model.
+"""The engine process of `lookonce bench engine`: the real one, with a stopwatch around the model.
 
-`python -m benchmarks.engine_process`, started and spoken to like `lookonce.engine.process`.
-Asked for its figures, it adds the CPU time it has used. Both clocks are read in one place of the
-step loop, between two steps, so that a difference covers the same steps of both.
+`python -m benchmarks.engine_process` is started and spoken to like `lookonce.engine.process`. It
+adds the CPU time it has used to its stats. Both clocks are read at one place of the step loop,
+between two steps, so that a difference covers the same steps of both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NUM_BLOCKS = 4096
 
 
 class Stopwatch:
-    """Adds up the CPU seconds of one thread spent inside calls, which must not nest."""
+    """Adds up the CPU seconds that one thread spends inside calls. Calls must not nest."""
 
     def __init__(self) -> None:
         self.cpu = 0.0
@@ -53,7 +53,7 @@ class Stopwatch:
 
 
 def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, RequestPreprocessor]:
-    """As the engine process builds it, but for the stopwatch; one torch thread."""
+    """Builds the engine as the engine process does, with the stopwatch and one torch thread."""
     torch.set_num_threads(1)
     loaded = load_model(settings.model, progress)
     watch = Stopwatch()

@@ -1,47 +1,239 @@
-"""`lookonce bench kv`: what a prompt's KV costs to compute, and to get back from each tier.
+"""`lookonce bench kv`: what a prompt's KV costs to compute, and to load from each tier.
 
+bandwidth     loading and storing blocks, beside the plain operation underneath in the same run
 first token   a 4,000-token prompt with pictures: computed, found on the device, in each tier
-bandwidth     loading and storing blocks, beside the plain operation underneath
 stores        tokens/s of running requests while their KV is stored, over those without a tier
-loop          CPU time the step loop spends inside tier calls, while a Valkey hangs and dies
+loop          CPU time that the step loop spends inside tier calls, while a Valkey hangs and dies
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from benchmarks.kv_bandwidth import bandwidth_report
-from benchmarks.kv_subject import (
+from benchmarks.bench_engine import (
     BenchEngine,
-    load_subject,
-    make_folder,
+    load_bench_model,
     prompt_with_pictures,
 )
-from benchmarks.lmcache_server import LMCacheServer
-from benchmarks.report import Report, median, percentile
-from benchmarks.valkey_server import ValkeyServer
+from benchmarks.report import Report, median, percentile, write_json
 from lookonce.errors import ConfigError
+from lookonce.kv.chain import open_chain
 from lookonce.kv.connector import KVConnector
+from lookonce.kv.objects import ObjectFormat, namespace_digest
+from lookonce.kv.valkey import RespConnection, command, packed
+from lookonce.model.kv_pages import PageCopier
 from lookonce.model.loader import LoadedModel
-from lookonce.types.kv import TierSpec
+from lookonce.types.kv import KVLayout, TierSpec
+from tests.support.kv_servers import LMCacheServer, ValkeyServer
+from tests.support.model_folders.make import make_folder
 
 PROMPT_TOKENS, PICTURES = 4000, 8
 HOST_BYTES, DISK_BYTES, LMCACHE_GB = 1 << 29, 1 << 31, 0.5
 PAIRS = 7
 
 
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="lookonce bench kv", description=__doc__)
+    parser.add_argument("--model", help="folder of a llava model; default: a random one, 8M")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--json", type=Path, help="a folder for one file per table")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, _tiers() as (tiers, server):
+        model = options.model or str(make_folder("llava", Path(folder), scale="8m"))
+        loaded = load_bench_model(model)
+        reports = [
+            bandwidth_report(loaded, tiers),
+            first_token_report(loaded, tiers, options.repeats),
+            stores_report(loaded, tiers, options.pairs),
+        ]
+        if server is not None:
+            reports.append(loop_report(loaded, server, tiers["valkey"]))
+    for number, report in enumerate(reports):
+        report.show()
+        if options.json is not None:
+            options.json.mkdir(parents=True, exist_ok=True)
+            write_json(options.json / f"kv-{number}.json", [report])
+    return 0
+
+
+@contextmanager
+def _tiers() -> Iterator[tuple[dict[str, TierSpec], ValkeyServer | None]]:
+    """New tiers by name, Valkey and LMCache where a server is installed; and the Valkey server."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lookonce-bench-"))
+        tiers = {
+            "host": TierSpec("host", capacity_bytes=HOST_BYTES),
+            "disk": TierSpec("disk", path=f"{folder}/kv", capacity_bytes=DISK_BYTES),
+        }
+        server = None
+        try:
+            server = ValkeyServer(Path(folder))
+        except ConfigError as error:
+            print(f"without Valkey: {error}")
+        else:
+            stack.callback(server.close)
+            tiers["valkey"] = TierSpec("valkey", path=server.socket)
+        if find_spec("lmcache") is not None:
+            lmcache = LMCacheServer(Path(folder), capacity_gb=LMCACHE_GB)
+            stack.callback(lmcache.close)
+            tiers["lmcache"] = TierSpec("lmcache", host="127.0.0.1", port=lmcache.port)
+        yield tiers, server
+
+
+# --- Bandwidth -----------------------------------------------------------------------------------
+
+NUM_BLOCKS = 240
+SLICE = 20
+"""Blocks that a worker moves in one call."""
+ROUNDS = 5
+
+
+def bandwidth_report(loaded: LoadedModel, tiers: dict[str, TierSpec]) -> Report:
+    """One row per tier: GB/s of the best round; each round writes and reads blocks of its own."""
+    pages = loaded.kv_pages(NUM_BLOCKS, 16)
+    copier = PageCopier(pages)
+    size = copier.layout.block_bytes
+    report = Report(
+        "kv (bandwidth)",
+        ("tier", "load GB/s", "store GB/s", "raw load", "raw store", "raw is"),
+        notes=[f"{NUM_BLOCKS} blocks of {size:,} bytes, best of {ROUNDS}; tiers verify every read"],
+    )
+    rng = np.random.default_rng(0)
+    source = np.frombuffer(rng.bytes(NUM_BLOCKS * size), dtype=np.uint8).copy()
+    ids = list(range(NUM_BLOCKS))
+    load = _best(lambda: copier.scatter(ids, source.data), source.nbytes)
+    store = _best(lambda: copier.gather(ids, source.data), source.nbytes)
+    copy = _best(lambda: np.copyto(np.empty_like(source), source), source.nbytes)
+    report.add("pages", load, store, copy, copy, "memory copy")
+    objects = ObjectFormat(
+        namespace_digest(weights_digest="bench", layout=copier.layout, rope={}), copier.layout
+    )
+    for name, spec in tiers.items():
+        ours = _tier_rates(spec, objects, copier.layout, source)
+        raw_load, raw_store, raw_is = _raw_rates(spec, size, source)
+        report.add(name, *ours, raw_load, raw_store, raw_is)
+    return report
+
+
+def _tier_rates(
+    spec: TierSpec, objects: ObjectFormat, layout: KVLayout, source: np.ndarray
+) -> tuple[float, float]:
+    size = layout.block_bytes
+    chain = open_chain([spec], objects)
+    (tier,) = chain.tiers
+    into = np.empty(SLICE * size, dtype=np.uint8)
+    rates: list[tuple[float, float]] = []
+    for round_number in range(ROUNDS):
+        keys = [os.urandom(28) + round_number.to_bytes(4, "big") for _ in range(NUM_BLOCKS)]
+        started = time.perf_counter()
+        for at in range(0, NUM_BLOCKS, SLICE):
+            payloads = [source.data[n * size : (n + 1) * size] for n in range(at, at + SLICE)]
+            tier.write(keys[at : at + SLICE], payloads)
+        stored = time.perf_counter()
+        for at in range(0, NUM_BLOCKS, SLICE):
+            outcome, _ = tier.read(keys[at : at + SLICE], into.data)
+            if outcome.num_blocks != SLICE:
+                raise RuntimeError(f"{tier.name} lost blocks: {outcome.reason}")
+        loaded = time.perf_counter()
+        rates.append((source.nbytes / (loaded - stored), source.nbytes / (stored - started)))
+    chain.close()
+    return max(rate[0] for rate in rates) / 1e9, max(rate[1] for rate in rates) / 1e9
+
+
+def _raw_rates(spec: TierSpec, size: int, source: np.ndarray) -> tuple[float, float, str]:
+    match spec.kind:
+        case "host" | "lmcache":
+            held = source.copy()
+            load = _best(lambda: np.copyto(held, source), source.nbytes)
+            return load, load, "memory copy"
+        case "disk":
+            return (*_raw_files(spec.path or "", size, source), "write, rename, read")
+        case "valkey":
+            return (*_raw_valkey(spec.path or "", size, source), "the client, unverified")
+
+
+def _raw_files(folder: str, size: int, source: np.ndarray) -> tuple[float, float]:
+    parts = [source.data[n * size : (n + 1) * size] for n in range(NUM_BLOCKS)]
+    into = bytearray(size)
+    rounds = count()
+
+    def store() -> None:
+        round_number = next(rounds)
+        for number, part in enumerate(parts):
+            path = f"{folder}/raw-{round_number}-{number}"
+            with open(f"{path}.tmp", "wb", buffering=0) as file:
+                file.write(part)
+            os.rename(f"{path}.tmp", path)
+
+    def load() -> None:
+        for number in range(NUM_BLOCKS):
+            with open(f"{folder}/raw-0-{number}", "rb", buffering=0) as file:
+                file.readinto(into)
+
+    stored = _best(store, source.nbytes)
+    return _best(load, source.nbytes), stored
+
+
+def _raw_valkey(path: str, size: int, source: np.ndarray) -> tuple[float, float]:
+    connection = RespConnection(path, time.monotonic() + 5)
+    into = memoryview(bytearray(size))
+    rounds = count()
+
+    def store() -> None:
+        round_number = next(rounds)
+        for at in range(0, NUM_BLOCKS, SLICE):
+            end = time.monotonic() + 10
+            for n in range(at, at + SLICE):
+                part = source.data[n * size : (n + 1) * size]
+                connection.send(command(b"SET", b"raw-%d-%d" % (round_number, n), part), end)
+            for _ in range(SLICE):
+                connection.read_status(end)
+
+    def load() -> None:
+        for at in range(0, NUM_BLOCKS, SLICE):
+            end = time.monotonic() + 10
+            asked = [packed(b"GET", b"raw-0-%d" % n) for n in range(at, at + SLICE)]
+            connection.send(asked, end)
+            for _ in range(SLICE):
+                connection.read_bulk([into], end)
+
+    stored = _best(store, source.nbytes)
+    loaded = _best(load, source.nbytes)
+    connection.close()
+    return loaded, stored
+
+
+def _best(work: Callable[[], object], nbytes: int) -> float:
+    """GB/s of the fastest of `ROUNDS` rounds."""
+    return nbytes / min(_seconds(work) for _ in range(ROUNDS)) / 1e9
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+# --- First token ---------------------------------------------------------------------------------
+
+
 def first_token_report(loaded: LoadedModel, tiers: dict[str, TierSpec], repeats: int) -> Report:
-    """One row per place the prompt's KV comes from."""
+    """One row per place that the prompt's KV comes from."""
     report = Report(
         "kv (first token)",
         ("from", "ms", "of computing", "loaded tokens"),
@@ -65,7 +257,7 @@ def first_token_report(loaded: LoadedModel, tiers: dict[str, TierSpec], repeats:
 
 
 def _first_token(engine: BenchEngine, seed: int, *, forget: bool) -> tuple[float, int]:
-    """Seconds, and the tokens loaded from tiers."""
+    """Seconds to the first token, and the number of tokens loaded from tiers."""
     if forget:
         engine.forget_device()
     prompt = prompt_with_pictures(str(time.time_ns()), PROMPT_TOKENS, PICTURES, seed=seed)
@@ -74,8 +266,11 @@ def _first_token(engine: BenchEngine, seed: int, *, forget: bool) -> tuple[float
     return seconds, 0 if facts is None else facts.external_cached_tokens
 
 
+# --- Throughput while stores go on ---------------------------------------------------------------
+
+
 def stores_report(loaded: LoadedModel, tiers: dict[str, TierSpec], pairs: int) -> Report:
-    """Both engines in turn, so that noise hits both alike."""
+    """One row per tier. Engines with and without it take turns, so that noise hits both alike."""
     report = Report(
         "kv (throughput while stores go on)",
         ("tier", "tok/s without", "tok/s with", "ratio", "stored MB", "dropped blocks"),
@@ -101,7 +296,7 @@ def stores_report(loaded: LoadedModel, tiers: dict[str, TierSpec], pairs: int) -
 
 
 def _throughput(engine: BenchEngine, turn: int) -> float:
-    """Prompt and generated tokens per second of a batch never seen before."""
+    """Prompt and generated tokens per second of a batch of new prompts."""
     batch = [
         prompt_with_pictures(f"{turn}-{n}", 256, 1, seed=1000 * (turn + 2) + n, max_tokens=48)
         for n in range(8)
@@ -111,8 +306,11 @@ def _throughput(engine: BenchEngine, turn: int) -> float:
     return 8 * (256 + 48) / (time.perf_counter() - started)
 
 
+# --- Tier calls of the step loop -----------------------------------------------------------------
+
+
 class LoopStopwatch:
-    """CPU seconds of the step thread inside each call of the external tiers."""
+    """Records the CPU seconds that the step thread spends in each call of the KV connector."""
 
     CALLS = ("lookup", "on_allocated", "on_admitted", "on_request_finished", "try_store", "poll")
 
@@ -167,53 +365,3 @@ def _disturb(server: ValkeyServer) -> None:
         time.sleep(2.0)
         act()
     time.sleep(2.0)
-
-
-@contextmanager
-def _tiers() -> Iterator[tuple[dict[str, TierSpec], ValkeyServer | None]]:
-    """Fresh ones, by name; Valkey and LMCache where a server is installed."""
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lookonce-bench-"))
-        tiers = {
-            "host": TierSpec("host", capacity_bytes=HOST_BYTES),
-            "disk": TierSpec("disk", path=f"{folder}/kv", capacity_bytes=DISK_BYTES),
-        }
-        server = None
-        try:
-            server = ValkeyServer(Path(folder))
-        except ConfigError as error:
-            print(f"without Valkey: {error}")
-        else:
-            stack.callback(server.close)
-            tiers["valkey"] = TierSpec("valkey", path=server.socket)
-        if find_spec("lmcache") is not None:
-            lmcache = LMCacheServer(Path(folder), capacity_gb=LMCACHE_GB)
-            stack.callback(lmcache.close)
-            tiers["lmcache"] = TierSpec("lmcache", host="127.0.0.1", port=lmcache.port)
-        yield tiers, server
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="lookonce bench kv", description=__doc__)
-    parser.add_argument("--model", help="folder of a llava model; default: a random one, 8M")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--pairs", type=int, default=PAIRS)
-    parser.add_argument("--json", type=Path, help="a folder for one file per table")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, _tiers() as (tiers, server):
-        model = options.model or str(make_folder("llava", Path(folder), scale="8m"))
-        loaded = load_subject(model)
-        reports = [
-            bandwidth_report(loaded, tiers),
-            first_token_report(loaded, tiers, options.repeats),
-            stores_report(loaded, tiers, options.pairs),
-        ]
-        if server is not None:
-            reports.append(loop_report(loaded, server, tiers["valkey"]))
-    for number, report in enumerate(reports):
-        report.show()
-        if options.json is not None:
-            options.json.mkdir(parents=True, exist_ok=True)
-            report.write_json(options.json / f"kv-{number}.json")
-    return 0

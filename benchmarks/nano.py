@@ -1,9 +1,9 @@
 """`lookonce bench nano`: how often a model answers right about pictures and sounds it never saw.
 
-Conversations are made anew from a seed, with fonts, voices and sentences that no training
-conversation has (where DejaVu's fonts and espeak-ng are installed; the notes say what was used).
-Every question is asked through the whole engine, greedily, after the true answers to the ones
-before it. An answer is right when it is the expected text, to the letter.
+Conversations are made from a seed, with fonts, voices and sentences that no training conversation
+has (where DejaVu's fonts and espeak-ng are installed; the notes say what was used). Every question
+is asked through the whole engine, greedily, after the true answers to the questions before it. An
+answer is right when it equals the expected text to the letter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from benchmarks.report import Report
+from benchmarks.report import Report, publish
 from lookonce.config import NANO
 from lookonce.llm import LLM, Message
 from lookonce.types.sampling import SamplingParams
@@ -32,19 +32,18 @@ from tools.nano.world.conversations import (
     conversation,
     heldout_materials,
 )
-from tools.nano.world.picture_questions import Asked
+from tools.nano.world.picture_questions import QuestionAnswer
 from tools.nano.world.speech import SAMPLE_RATE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=128)
 AT_ONCE = 32
-"""Questions in flight."""
-
+"""Questions that are asked together."""
 SHOWN_MISTAKES = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    asked: Asked
+class GradedAnswer:
+    asked: QuestionAnswer
     answer: str
 
     @property
@@ -65,28 +64,27 @@ def main(arguments: Sequence[str]) -> int:
     report = report_of(answered, heldout_materials())
     if chosen.mistakes:
         report.notes += mistakes(answered)
-    report.show()
-    if chosen.json:
-        report.write_json(chosen.json)
+    publish([report], chosen.json)
     return 0
 
 
-def evaluate(llm: LLM, conversations: int, seed: int) -> list[Answered]:
+def evaluate(llm: LLM, conversations: int, seed: int) -> list[GradedAnswer]:
     """Every question of so many held-out conversations, with the model's answer."""
     rng, materials = random.Random(seed), heldout_materials()
     answered = []
     for batch in _batches(rng, materials, conversations):
         outputs = llm.chat([messages for messages, _ in batch], GREEDY)
         answered += [
-            Answered(asked, output.text) for (_, asked), output in zip(batch, outputs, strict=True)
+            GradedAnswer(asked, output.text)
+            for (_, asked), output in zip(batch, outputs, strict=True)
         ]
     return answered
 
 
 def _batches(
     rng: random.Random, materials: Materials, conversations: int
-) -> Iterator[list[tuple[list[Message], Asked]]]:
-    waiting: list[tuple[list[Message], Asked]] = []
+) -> Iterator[list[tuple[list[Message], QuestionAnswer]]]:
+    waiting: list[tuple[list[Message], QuestionAnswer]] = []
     for _ in range(conversations):
         waiting += questions(conversation(rng, materials))
         if len(waiting) >= AT_ONCE:
@@ -96,8 +94,8 @@ def _batches(
         yield waiting
 
 
-def questions(turns: Conversation) -> list[tuple[list[Message], Asked]]:
-    """Each question with everything said before it, the true answers among it."""
+def questions(turns: Conversation) -> list[tuple[list[Message], QuestionAnswer]]:
+    """Each question with the conversation before it, which has the true answers."""
     said: list[Message] = []
     found = []
     for turn in turns:
@@ -131,7 +129,7 @@ def _sound_part(samples: np.ndarray) -> Message:
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
 
 
-def report_of(answered: Sequence[Answered], materials: Materials) -> Report:
+def report_of(answered: Sequence[GradedAnswer], materials: Materials) -> Report:
     """One row per kind of question, and one over all."""
     report = Report("nano", ("question", "asked", "right", "share"))
     asked = Counter(one.asked.kind for one in answered)
@@ -146,7 +144,7 @@ def report_of(answered: Sequence[Answered], materials: Materials) -> Report:
     return report
 
 
-def mistakes(answered: Sequence[Answered]) -> list[str]:
+def mistakes(answered: Sequence[GradedAnswer]) -> list[str]:
     wrong = [one for one in answered if not one.right]
     random.Random(0).shuffle(wrong)
     return [

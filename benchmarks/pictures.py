@@ -1,7 +1,7 @@
-"""Pictures for benchmarks: photo-like, encoded once, and as many new ones as wanted for free.
+"""Photo-like pictures for benchmarks.
 
-A new picture costs nothing: a comment inside the file changes its bytes, and so its identity, but
-not what decoding and processing it costs.
+`variant` makes a picture new without encoding it again: a comment inside the file changes its bytes
+and so its media hash, but not what decoding and processing it costs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def encoded_picture(size: str, file_format: str, *, seed: int = 0) -> bytes:
 
 
 def distinct_pictures(count: int, size: str, file_format: str, *, first: int = 0) -> list[bytes]:
-    """Pictures of which no two have the same pixels: new also for servers that compare those."""
+    """`count` pictures with different pixels each: new also for servers that compare pixels."""
     width, height = SIZES[size]
     encoded = encoded_picture(size, file_format)
     base = np.array(Image.open(io.BytesIO(encoded)).convert("RGB"))
@@ -56,7 +56,7 @@ def distinct_pictures(count: int, size: str, file_format: str, *, first: int = 0
 
 
 def variant(encoded: bytes, number: int) -> bytes:
-    """The same pixels in other bytes: JPEG and PNG only. Raises `ValueError` for other files."""
+    """The same JPEG or PNG pixels in other bytes. Raises `ValueError` for other files."""
     comment = f"variant {number}".encode()
     if encoded.startswith(b"\xff\xd8"):
         segment = b"\xff\xfe" + struct.pack(">H", len(comment) + 2) + comment

@@ -1,10 +1,10 @@
 """`lookonce bench prefetch`: first tokens of prompts whose picture comes late, at 80 % load.
 
-Every prompt is text in several chunks with its pictures in the last one, each picture new. Requests
-arrive at random, the same ones at the same times with prefetch and without. Time is virtual: a step
-takes the CPU time it took, arrivals come on that clock. Two engines take turns step by step, so
-that whatever else disturbs the machine disturbs both, and each pair is of new ones. The load is
-relative to the throughput without prefetch when all come at once.
+Every prompt is text in several chunks, with new pictures in the last one. Requests arrive at random
+times, the same with prefetch and without. The clock is virtual: it advances by the CPU time of each
+step, and arrivals are times on it. Two engines take turns step by step, so that a disturbance of
+the machine hits both, and each pair is of new engines. The load is relative to the throughput
+without prefetch when all requests come at once.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.kv_subject import (
+from benchmarks.bench_engine import (
     PICTURE_ROWS,
     PICTURE_SHAPE,
     BenchEngine,
-    load_subject,
-    make_folder,
+    load_bench_model,
 )
-from benchmarks.report import Report, median, percentile
+from benchmarks.report import Report, median, percentile, publish
 from lookonce.config import SchedulerConfig
 from lookonce.model.loader import LoadedModel
 from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
+from tests.support.model_folders.make import make_folder
 
 CHUNK = 64
-"""Token budget of a step."""
+"""Tokens that one step may compute."""
 ENCODER_ROWS = 256
-"""Encoder rows of a step."""
+"""Encoder rows that one step may compute."""
 TEXT_TOKENS, TAIL_TOKENS = 180, 8
-"""Before and after the pictures: they are in the third chunk, or in a later one under load."""
+"""Tokens before and after the pictures, which so are in the third chunk, or later under load."""
 MAX_TOKENS = 16
 REQUESTS, PAIRS = 48, 7
 LOAD = 0.8
@@ -55,9 +55,9 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PrefetchOutcome:
     first_tokens: list[float]
-    """Seconds from arrival, in order of arrival."""
+    """Seconds from arrival to first token, in order of arrival."""
     seconds: float
     """CPU seconds of all steps."""
     prefetched: float
@@ -87,8 +87,8 @@ def late_pictures(number: int, num_pictures: int, at: float, seed: int) -> Arriv
     return Arrival(at, request, items)
 
 
-class Serving:
-    """One engine that serves arrivals on a clock of its own."""
+class VirtualClockEngine:
+    """One engine that serves arrivals on a virtual clock."""
 
     def __init__(self, engine: BenchEngine, arrivals: Sequence[Arrival]) -> None:
         engine.forget_device()
@@ -116,18 +116,18 @@ class Serving:
         for delta in output.deltas if output is not None else ():
             self._first.setdefault(delta.request_id, self.clock)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> PrefetchOutcome:
         taken = [self._first[one.request.request_id] - one.at for one in self._arrivals]
-        return Outcome(taken, self._busy, self._prefetched - self._prefetched_before)
+        return PrefetchOutcome(taken, self._busy, self._prefetched - self._prefetched_before)
 
     @property
     def _prefetched(self) -> float:
         return self._core.stats()["encoder_prefetches_total"]
 
 
-def serve(arrivals: Sequence[Arrival], *engines: BenchEngine) -> list[Outcome]:
-    """Serve the same arrivals with each engine, always stepping the one that is furthest behind."""
-    servings = [Serving(engine, arrivals) for engine in engines]
+def serve(arrivals: Sequence[Arrival], *engines: BenchEngine) -> list[PrefetchOutcome]:
+    """Serve the same arrivals with each engine, always stepping the one whose clock is behind."""
+    servings = [VirtualClockEngine(engine, arrivals) for engine in engines]
     while working := [one for one in servings if one.has_work]:
         min(working, key=lambda one: one.clock).step()
     return [serving.outcome() for serving in servings]
@@ -144,15 +144,13 @@ def at_random_times(arrivals: Sequence[Arrival], rate: float, seed: int) -> list
 
 def measure(folder: str, pictures: Sequence[int], requests: int, pairs: int) -> Report:
     """One row per number of pictures in each prompt."""
-    loaded = load_subject(folder)
+    loaded = load_bench_model(folder)
     config = SchedulerConfig(max_num_batched_tokens=CHUNK, max_encoder_tokens=ENCODER_ROWS)
+    ratios = ("ratio mean", "from", "to", "ratio p50", "ratio p95")
     report = Report(
         "prefetch",
-        (
-            "pictures", "without p50 ms", "with p50 ms", "ratio mean", "from", "to", "ratio p50",
-            "ratio p95", "CPU", "prefetched",
-        ),
-    )  # fmt: skip
+        ("pictures", "without p50 ms", "with p50 ms", *ratios, "CPU", "prefetched"),
+    )
     for num_pictures in pictures:
         rows = [
             _pair(loaded, config, num_pictures, requests, number) for number in range(1, pairs + 1)
@@ -173,7 +171,7 @@ def measure(folder: str, pictures: Sequence[int], requests: int, pairs: int) -> 
 def _pair(
     loaded: LoadedModel, config: SchedulerConfig, num_pictures: int, requests: int, number: int
 ) -> tuple[float, ...]:
-    """One comparison, of two new engines: each has a speed of its own, by where its memory lies."""
+    """Compare two new engines: the place of its memory gives each engine a speed of its own."""
 
     def prompts(seed: int) -> list[Arrival]:
         return [late_pictures(n, num_pictures, 0.0, seed) for n in range(requests)]
@@ -187,12 +185,12 @@ def _pair(
             for prefetch in order
         }
         both = engines[False], engines[True]
-        serve(prompts(0)[:8], *both)  # the first calls allocate what later ones use again
+        serve(prompts(0)[:8], *both)  # the first steps allocate memory that later ones reuse
         rate = LOAD * requests / serve(prompts(0), *both)[0].seconds
         return _compare(*serve(at_random_times(prompts(number), rate, number), *both))
 
 
-def _compare(without: Outcome, ahead: Outcome) -> tuple[float, ...]:
+def _compare(without: PrefetchOutcome, ahead: PrefetchOutcome) -> tuple[float, ...]:
     """Medians in ms, the ratios of mean, median, 95th percentile and CPU, pictures prefetched."""
     a, b = without.first_tokens, ahead.first_tokens
     return (
@@ -218,7 +216,5 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or str(make_folder("llava", Path(folder), scale="8m"))
         report = measure(model, options.pictures, options.requests, options.pairs)
-    report.show()
-    if options.json is not None:
-        report.write_json(options.json)
+    publish([report], options.json)
     return 0

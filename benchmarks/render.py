@@ -1,10 +1,10 @@
 """`lookonce bench render`: what `/render` and `/tokenize` cost beside the picture's own work.
 
 API CPU ms      CPU time of the API process per request
-worker CPU ms   that of its decoding workers
-picture CPU ms  decoding and processing that picture, in this process, with the same code
-beyond ms       API and workers less the picture's own work: parsing, hashing, the way to the
-                worker and back, template, tokenizer, the answer
+worker CPU ms   CPU time of its decoding workers per request
+picture CPU ms  CPU time to decode and process that picture in this process with the same code
+beyond ms       API and workers less picture: parsing, hashing, the way to the worker and back,
+                template, tokenizer, the answer
 decodes         pictures decoded per request
 """
 
@@ -19,8 +19,8 @@ from pathlib import Path
 import httpx
 
 from benchmarks.pictures import data_url, encoded_picture, variant
-from benchmarks.report import Report, median
-from benchmarks.serving import RunningServer, cpu_seconds, running_server, set_environment
+from benchmarks.report import Report, median, publish
+from benchmarks.running_server import RunningServer, cpu_seconds, running_server, set_environment
 from lookonce.config import NANO_FOLDER, MediaConfig
 from lookonce.render.media.processing import MediaJob, Processing, ProcessingSettings
 
@@ -31,7 +31,7 @@ DECODES = "readonly_media_decodes_total"
 
 
 class _Meter:
-    """Sends bodies to one server, one at a time, and reads what they cost it."""
+    """Sends bodies to one server, one at a time, and reads the CPU time that they cost it."""
 
     def __init__(self, server: RunningServer) -> None:
         self._server = server
@@ -40,7 +40,7 @@ class _Meter:
         self._http = httpx.Client(base_url=server.url, timeout=300)
 
     def cost(self, path: str, bodies: Sequence[bytes]) -> tuple[float, float, float]:
-        """API and worker CPU, milliseconds, and decodes: medians per request."""
+        """Per request: median CPU milliseconds of API process and workers, and mean decodes."""
         costs = []
         before = self._server.metrics().get(DECODES, 0.0)
         for body in bodies:
@@ -64,7 +64,7 @@ def _body(picture: bytes) -> bytes:
 
 
 def _picture_ms(pictures: Sequence[bytes], model: str) -> float:
-    """CPU milliseconds of decoding and processing one, median."""
+    """Median CPU milliseconds to decode and process one of the pictures."""
     media = MediaConfig()
     processing = Processing(
         ProcessingSettings(model, "float32", media.max_image_pixels, media.max_audio_seconds)
@@ -79,15 +79,13 @@ def _picture_ms(pictures: Sequence[bytes], model: str) -> float:
 
 
 def render_report(repeats: int, model: str) -> Report:
-    """For each route and picture: new ones, and the same again."""
+    """For each route and picture one row with new pictures, one with a repeated picture."""
+    times = ("API CPU ms", "worker CPU ms", "picture CPU ms", "beyond ms")
     report = Report(
         "render",
-        (
-            "route", "picture", "is", "API CPU ms", "worker CPU ms", "picture CPU ms",
-            "beyond ms", "decodes",
-        ),
+        ("route", "picture", "is", *times, "decodes"),
         notes=[f"medians of {repeats} requests, one at a time; model: {Path(model).name}"],
-    )  # fmt: skip
+    )
     with running_server([model]) as server:
         meter = _Meter(server)
         for number, path in enumerate((RENDER, TOKENIZE)):
@@ -117,7 +115,5 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     set_environment()
     report = render_report(given.repeats, given.model)
-    report.show()
-    if given.json is not None:
-        report.write_json(given.json)
+    publish([report], given.json)
     return 0

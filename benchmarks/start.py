@@ -1,38 +1,31 @@
 """`lookonce bench start`: from the command to `/ready`, and the first requests after it.
 
     from, to    seconds since the command was given; processes start side by side
-    CPU s       of the process until `/ready`: what is left when the machine is busy otherwise
-    first       over the median of later requests of the kind
+    CPU         CPU seconds of each process until `/ready`, which other load disturbs less
+    ratio       the first request over the median of later requests of its kind
 
-Stages are read from the server's own log, and from the kernel's word on when processes began.
+Stages are read from the server's log, the start times of processes from the kernel.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 import httpx
 
-from benchmarks.report import Report, median, write_json
-from benchmarks.serving import RunningServer, cpu_seconds, set_environment
-from benchmarks.workloads import Shape, Workload, new, text
+from benchmarks.report import Report, median, publish
+from benchmarks.running_server import RunningServer, cpu_seconds, running_server, set_environment
+from benchmarks.workloads import RequestShape, Workload, new, text
 from lookonce.errors import UnavailableError
 
-START_SECONDS = 300.0
-POLL_SECONDS = 0.01
 LATER = 9
 _LINE = re.compile(r"(?P<at>\S+ \S+,\d{3}) INFO (?P<process>engine|api 0|server): (?P<words>.*)")
-URL = re.compile(r"http://[0-9.]+:[0-9]+")
 
 ENGINE, API = "lookonce.engine.process", "lookonce.server.process"
 STAGES = (
@@ -43,10 +36,10 @@ STAGES = (
     ("api 0", "tokenizer, templates, media worker", "opening ", "the renderer is ready"),
     ("api 0", "warm-up", "the renderer is ready", "warmed up"),
 )
-"""Process, what it does, and the events it lies between: a module for the beginning of its process,
-or how a line of the log begins (its last such line)."""
+"""Process, stage, and the two events that the stage lies between. An event is the module of a
+process, which stands for its start, or how a line of its log begins (its last such line)."""
 Events = dict[tuple[str, str], float]
-"""(Process, how its line begins) → seconds since the epoch."""
+"""(Process, event of `STAGES`) → seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +50,11 @@ class Start:
     ready: float
     events: Events
     cpu: dict[str, float]
-    """CPU seconds until ready, by process."""
+    """Process → CPU seconds until ready."""
 
 
 def read_events(log: str) -> Events:
-    """The last time each of the stages' lines was written."""
+    """The last time that each line named by `STAGES` was written."""
     beginnings = {event for _, _, *events in STAGES for event in events}
     found = {}
     for match in map(_LINE.match, log.splitlines()):
@@ -76,7 +69,7 @@ def read_events(log: str) -> Events:
 
 
 def breakdown(start: Start) -> Report:
-    """A row per stage. Raises `UnavailableError` for a log that lacks one."""
+    """One row per stage. Raises `UnavailableError` where the log lacks an event."""
     report = Report("start", ("process", "stage", "from s", "to s", "seconds"))
     first = start.events["engine", ENGINE]
     report.add("supervisor", "interpreter, imports, options", 0.0, *[first - start.commanded] * 2)
@@ -93,55 +86,31 @@ def breakdown(start: Start) -> Report:
     return report
 
 
-@contextmanager
-def _started(options: Sequence[str]) -> Iterator[tuple[RunningServer, Start]]:
-    """A server, and how it came about. Raises `UnavailableError`."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        command = [sys.executable, "-m", "lookonce.cli.main", "serve", *options, "--port", "0"]
-        commanded = time.time()
-        with log.open("w") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            url = _served_url(process, log)
-            server = RunningServer(url, process.pid)
-            ready = time.time()
-            pids = {"engine": server.process(ENGINE), "api 0": server.process(API)}
-            cpu = {name: cpu_seconds(pid) for name, pid in pids.items()}
-            events = read_events(log.read_text())
-            for (name, pid), module in zip(pids.items(), (ENGINE, API), strict=True):
-                events[name, module] = _began(pid)
-            yield server, Start(commanded, ready, events, cpu)
-        finally:
-            process.terminate()
-            process.wait(timeout=60)
-
-
-def _served_url(process: subprocess.Popen[bytes], log: Path) -> str:
-    """What the server prints once `/ready` says yes."""
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        found = URL.search(log.read_text())
-        if found is not None:
-            return found.group()
-        time.sleep(POLL_SECONDS)
-    raise UnavailableError(f"the server did not become ready:\n{log.read_text()[-2000:]}")
+def _start_of(server: RunningServer) -> Start:
+    """How a running server started."""
+    modules = {"engine": ENGINE, "api 0": API}
+    pids = {name: server.process(module) for name, module in modules.items()}
+    cpu = {name: cpu_seconds(pid) for name, pid in pids.items()}
+    events = read_events(server.log.read_text())
+    for name, module in modules.items():
+        events[name, module] = _began(pids[name])
+    return Start(server.commanded, server.ready, events, cpu)
 
 
 def _began(pid: int) -> float:
-    """When a process was started, seconds since the epoch; to a hundredth, as the kernel counts."""
+    """When a process was started: seconds since the epoch, to a hundredth of a second."""
     ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     uptime = float(Path("/proc/uptime").read_text().split()[0])
     return time.time() - uptime + ticks / 100
 
 
 def first_requests(url: str, later: int) -> Report:
-    """The very first text, then the first picture, each beside later new ones."""
+    """One row for the first text request, one for the first picture, each beside later ones."""
     report = Report("start (first requests)", ("kind", "first ms", "later ms", "ratio"))
     plain = {"model": None, "stream": False, "stream_options": None}
-    shape = Shape("", output_tokens=4, body=plain)
+    shape = RequestShape("", output_tokens=4, body=plain)
     with httpx.Client(base_url=url, timeout=300) as client:
-        client.get("/ready")  # the client's own first connection
+        client.get("/ready")  # opens the connection
         for work in (text(shape, later + 1, 0), new(shape, later + 1, 0)):
             first, *others = _latencies(client, work)
             steady = median(others)
@@ -171,10 +140,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("options", nargs="*", help="of `lookonce serve`, MODEL first, after --")
     given = parser.parse_args(arguments)
     set_environment()
-    with _started(given.options) as (server, start):
-        reports = [breakdown(start), first_requests(server.url, given.later)]
-    for report in reports:
-        report.show()
-    if given.json is not None:
-        write_json(given.json, reports)
+    with running_server(given.options) as server:
+        reports = [breakdown(_start_of(server)), first_requests(server.url, given.later)]
+    publish(reports, given.json)
     return 0

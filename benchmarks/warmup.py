@@ -1,10 +1,10 @@
 """`lookonce bench warmup`: the first request after `/ready` beside later ones like it.
 
-    first ms      from sending the very first request of a fresh server to the end of its answer
-    steady ms     median of the requests after it; each brings pictures never seen before
+    first ms      from sending the first request of a new server to the end of its answer
+    steady ms     median of the requests after it; each brings new pictures
     ratio         first over steady, median over the starts
-    ... CPU ...   the same of the CPU time of all the server's processes: what other programs on
-                  the machine disturb less
+    ... CPU ...   the same for the CPU time of all processes of the server, which other programs
+                  on the machine disturb less
 
 Every start serves one route alone, so each route has a first request of its own.
 """
@@ -21,8 +21,8 @@ from typing import NamedTuple
 import httpx
 
 from benchmarks.pictures import data_url, encoded_picture, variant
-from benchmarks.report import Report, median
-from benchmarks.serving import RunningServer, cpu_seconds, running_server, set_environment
+from benchmarks.report import Report, median, publish
+from benchmarks.running_server import RunningServer, cpu_seconds, running_server, set_environment
 
 ROUTES = {
     "chat": "/v1/chat/completions",
@@ -32,18 +32,18 @@ ROUTES = {
 STARTS = 3
 REPEATS = 9
 SETTLE_SECONDS = 1.0
-"""Between `/ready` and the first request: whoever waited for it sends it about then."""
+"""Seconds between `/ready` and the first request."""
 
 
 class _Cost(NamedTuple):
-    """Of one request."""
+    """Wall and CPU milliseconds of one request."""
 
     wall_ms: float
     cpu_ms: float
 
 
 def _bodies(num_pictures: int) -> Iterator[bytes]:
-    """Requests with pictures and a question never sent before."""
+    """Requests with new pictures and a new question, without end."""
     encoded = encoded_picture("1024", "JPEG")
     number = 0
     while True:
@@ -56,13 +56,13 @@ def _bodies(num_pictures: int) -> Iterator[bytes]:
 
 
 def _costs(server: RunningServer, path: str, num_pictures: int, repeats: int) -> list[_Cost]:
-    """Of the first request and `repeats` more, one at a time."""
+    """The costs of the first request and of `repeats` more, one at a time."""
     found = []
     bodies = _bodies(num_pictures)
     prepared = [next(bodies) for _ in range(repeats + 1)]
     processes = server.processes("lookonce.")
     with httpx.Client(base_url=server.url, timeout=300) as client:
-        client.get("/ready")  # the client's own first connection
+        client.get("/ready")  # opens the connection
         time.sleep(SETTLE_SECONDS)
         for body in prepared:
             cpu, started = sum(map(cpu_seconds, processes)), time.perf_counter()
@@ -76,17 +76,15 @@ def warmup_report(
     counts: Sequence[int], starts: int, repeats: int, options: Sequence[str]
 ) -> Report:
     """One row per route and number of pictures."""
+    cpu = ("first CPU ms", "steady CPU ms", "CPU ratio")
     report = Report(
         "warmup",
-        (
-            "route", "pictures", "first ms", "steady ms", "ratio", "first CPU ms",
-            "steady CPU ms", "CPU ratio",
-        ),
+        ("route", "pictures", "first ms", "steady ms", "ratio", *cpu),
         notes=[
             f"1024 px JPEGs, new in every request; {starts} starts of a server a row, "
             f"{repeats} later requests each; options: {' '.join(options) or 'none (nano)'}"
         ],
-    )  # fmt: skip
+    )
     for name, path in ROUTES.items():
         for count in counts:
             firsts, steadies = [], []
@@ -100,7 +98,7 @@ def warmup_report(
 
 
 def _compared(firsts: Sequence[_Cost], steadies: Sequence[_Cost]) -> list[float]:
-    """First, steady and their ratio, in time and in CPU time: medians over the starts."""
+    """First, steady and their ratio, in wall and in CPU time: medians over the starts."""
     figures = []
     for kind in range(2):
         pairs = [(f[kind], s[kind]) for f, s in zip(firsts, steadies, strict=True)]
@@ -119,7 +117,5 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     set_environment()
     report = warmup_report(given.counts, given.starts, given.repeats, given.options)
-    report.show()
-    if given.json is not None:
-        report.write_json(given.json)
+    publish([report], given.json)
     return 0

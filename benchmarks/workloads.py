@@ -1,4 +1,4 @@
-"""What a load generator sends: request bodies, made before the clock starts.
+"""The workloads of the load generator: request bodies, made before any clock starts.
 
 text      a new question each, of about as many words as asked for
 same      a new question each, about one picture
@@ -26,8 +26,8 @@ QUESTION = "what is in this picture and how many red circles do you see to the l
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Of one request."""
+class RequestShape:
+    """The shape of every request of a workload."""
 
     model: str
     output_tokens: int = 32
@@ -36,10 +36,10 @@ class Shape:
     picture: str = "1024 JPEG"
     """A size of `pictures.SIZES` and a file format."""
     first: int = 0
-    """Number of the first question and picture: other numbers are other questions and pictures, so
-    that a server may be asked again without knowing them already."""
+    """Number of the first question and picture. Other numbers give other questions and pictures,
+    so that a server can be measured again without knowing them."""
     body: Json = field(default_factory=dict)
-    """More fields of the body, which overrule ours."""
+    """Further fields of the body; they replace ours of the same name."""
 
     def __post_init__(self) -> None:
         size, _, file_format = self.picture.partition(" ")
@@ -62,7 +62,7 @@ class Shape:
         ).encode()
 
     def question(self, number: int) -> str:
-        """It begins with its number, so no two questions share a prefix."""
+        """Question `number`. It begins with its number, so no two questions share a prefix."""
         words = itertools.chain([f"{self.first + number}:"], itertools.cycle(QUESTION.split()))
         return " ".join(itertools.islice(words, self.prompt_words))
 
@@ -78,19 +78,19 @@ class Workload:
     bodies: list[bytes]
 
 
-def text(shape: Shape, count: int, warm_up: int) -> Workload:
+def text(shape: RequestShape, count: int, warm_up: int) -> Workload:
     bodies = [shape.request(shape.question(number)) for number in range(count + warm_up)]
     return Workload("text", bodies[count:], bodies[:count])
 
 
-def same(shape: Shape, count: int, warm_up: int) -> Workload:
-    """The warm-up shows the server the pictures of the measured requests."""
+def same(shape: RequestShape, count: int, warm_up: int) -> Workload:
+    """Every request is about the same pictures; the warm-up shows them to the server."""
     urls = [data_url(picture) for picture in shape.new_pictures(shape.pictures, 1_000_000)]
     bodies = [_about(shape, urls, number) for number in range(count + max(1, warm_up))]
     return Workload("same", bodies[count:], bodies[:count])
 
 
-def new(shape: Shape, count: int, warm_up: int) -> Workload:
+def new(shape: RequestShape, count: int, warm_up: int) -> Workload:
     pictures = shape.new_pictures((count + warm_up) * shape.pictures, 0)
     urls = [data_url(picture) for picture in pictures]
     starts = range(0, len(urls) + 1, shape.pictures)
@@ -101,22 +101,22 @@ def new(shape: Shape, count: int, warm_up: int) -> Workload:
     return Workload("new", bodies[count:], bodies[:count])
 
 
-def _about(shape: Shape, urls: Sequence[str], number: int) -> bytes:
+def _about(shape: RequestShape, urls: Sequence[str], number: int) -> bytes:
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return shape.request([*parts, {"type": "text", "text": shape.question(number)}])
 
 
-WORKLOADS: dict[str, Callable[[Shape, int, int], Workload]] = {
+WORKLOADS: dict[str, Callable[[RequestShape, int, int], Workload]] = {
     "text": text,
     "same": same,
     "new": new,
 }
 
 
-def folder(shape: Shape, path: Path, count: int, warm_up: int) -> Workload:
+def folder(shape: RequestShape, path: Path, count: int, warm_up: int) -> Workload:
     """The prompts of a folder, repeated as often as needed. Raises `ConfigError`.
 
-    NAME.json   a whole body, or the list of its messages; its own fields overrule ours
+    NAME.json   a whole body, or the list of its messages; its fields replace ours
     NAME.txt    a question; about the picture NAME.jpg, .jpeg or .png where there is one
     """
     files = sorted(file for file in path.glob("*") if file.suffix in (".json", ".txt"))
@@ -127,7 +127,7 @@ def folder(shape: Shape, path: Path, count: int, warm_up: int) -> Workload:
     return Workload(path.name, bodies[:warm_up], bodies)
 
 
-def _prompt(shape: Shape, file: Path) -> bytes:
+def _prompt(shape: RequestShape, file: Path) -> bytes:
     if file.suffix == ".txt":
         return shape.request(_content(file))
     try:

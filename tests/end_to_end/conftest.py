@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.live import LiveServer
+from tests.support.live_server import LiveServer
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[LiveServer]:
-    """The embedded model, served: one for all tests that leave it whole."""
+    """nano, served: one server for all tests that do not damage it."""
     with LiveServer() as live:
         yield live

@@ -1,4 +1,4 @@
-"""Every counter equals what the requests, one after another, must have caused."""
+"""Sequential requests move every counter by exactly the expected number."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.support.live import LiveServer
+from tests.support.live_server import LiveServer
 from tests.support.traffic import Medium, drawn, sounding
 
 MEDIA_COUNTERS = (
@@ -47,7 +47,7 @@ def ask(server: LiveServer, *media: Medium, question: str = "", status: int = 20
 
 @contextmanager
 def moves(server: LiveServer, **expected: float) -> Iterator[None]:
-    """The block moves these counters by as much, and no other media counter at all."""
+    """Asserts that the block moves these counters by these numbers, and no other media counter."""
     before = server.metrics()
     yield
     after = server.metrics()
@@ -110,7 +110,7 @@ def test_prefix_tokens_are_those_of_the_receipts(on):
 
 
 def test_what_the_prefix_covers_is_neither_sent_nor_encoded_again(on):
-    """After a reset the expansion is not known either, so processing is needed, encoding not."""
+    """After a reset the expansion is not known, so the item is processed, but not encoded."""
     red = drawn(4)
     ask(on, red)
     on.post("/reset_mm_cache")

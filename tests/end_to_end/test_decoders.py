@@ -1,4 +1,4 @@
-"""Decoding workers that stand still or are killed: their jobs suffer, and nobody else."""
+"""Decoding workers that are stopped or killed: only their own jobs fail."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.live import LiveServer, until
+from tests.support.live_server import LiveServer, until
 from tests.support.traffic import Medium, drawn
 
 MAX_QUEUE = 256
-"""The pool's bound; every worker may have one more."""
+"""The limit of the pool's queue; each worker may have one more job."""
 MAX_WORKERS = 4
 
 
@@ -40,7 +40,7 @@ def ask(server: LiveServer, medium: Medium) -> httpx.Response:
 
 
 def garbage(number: int) -> Medium:
-    """Costs a worker almost nothing: it is no picture."""
+    """A body that costs a worker almost nothing, since it is no picture."""
     url = "data:image/png;base64," + base64.b64encode(b"garbage %d" % number).decode()
     return Medium({"type": "image_url", "image_url": {"url": url}}, "?", "")
 
@@ -67,7 +67,7 @@ def workers(server: LiveServer) -> list[int]:
 
 @contextmanager
 def standing_still(server: LiveServer) -> Iterator[list[int]]:
-    """All workers there may be are there, and none moves inside the block."""
+    """Waits until all workers have started, and stops them (SIGSTOP) inside the block."""
     count = min(MAX_WORKERS, os.cpu_count() or 1)
     with ThreadPoolExecutor(2 * count) as pool:
         list(pool.map(partial(ask, server), map(garbage, range(-2 * count, 0))))

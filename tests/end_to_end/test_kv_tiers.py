@@ -8,17 +8,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.valkey_server import ValkeyServer
-from tests.support.drawing import ask, picture
-from tests.support.live import LiveServer, until
-
-SHAPES = picture(("red", "circle"), ("blue", "square"))
-QUESTION = "What is in the picture?"
-TRUTH = "a red circle to the left of a blue square"
+from tests.support.drawing import ask
+from tests.support.kv_answers import QUESTION, SHAPES, by_tier, look, status, stored
+from tests.support.kv_servers import ValkeyServer
+from tests.support.live_server import LiveServer, until
 
 
 @pytest.fixture
@@ -27,44 +23,6 @@ def valkey() -> Iterator[ValkeyServer]:
         server = ValkeyServer(Path(folder))
         yield server
         server.close()
-
-
-def look(server: LiveServer, *, scope: str = "") -> dict[str, Any]:
-    """One answer; it is the right one whatever the tiers do, and its figures agree."""
-    body = {
-        "model": "nano",
-        "messages": ask(SHAPES, QUESTION),
-        "reuse_receipt": True,
-        "kv_transfer_params": {"num_lmcache_extra_cached_tokens": 0},
-        "cache_salt": scope or None,
-    }
-    response = server.post("/v1/chat/completions", body)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    assert answer["choices"][0]["message"]["content"] == TRUTH
-    receipt, told = answer["reuse_receipt"], answer["kv_transfer_params"]
-    loaded = told["num_external_cached_tokens"]
-    assert loaded <= told["num_lmcache_extra_cached_tokens"]
-    assert receipt["external_cached_tokens"] == loaded == sum(by_tier(answer).values())
-    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert cached == receipt["prefix_cached_tokens"] + loaded < answer["usage"]["prompt_tokens"]
-    return answer
-
-
-def by_tier(answer: dict[str, Any]) -> dict[str, int]:
-    tiers: dict[str, int] = answer["kv_transfer_params"]["external_cache"]["by_tier"]
-    return tiers
-
-
-def status(answer: dict[str, Any]) -> str:
-    return str(answer["kv_transfer_params"]["external_cache"]["status"])
-
-
-def stored(server: LiveServer, tier: str) -> None:
-    """Until the tier has what it was given."""
-    name = f"kv_tier_stored_tokens_total:{tier}"
-    until(lambda: server.metrics().get(name, 0) > 0, 20, server.log)
-    until(lambda: server.metrics()[f"kv_tier_queue_bytes:{tier}"] == 0, 20, server.log)
 
 
 def test_a_restart_and_a_second_server_find_what_the_first_one_computed(
@@ -133,7 +91,7 @@ def test_a_mistake_in_a_tier_is_said_before_any_model_loads(spec: str) -> None:
 def test_a_block_that_is_lost_is_computed_again_or_refused_as_the_operator_said(
     tmp_path: Path,
 ) -> None:
-    """What the disk's file holds has changed under it; the next request is served again."""
+    """The files of the disk tier are changed; the request after the next is served as usual."""
     disk = f"disk:{tmp_path}:1GB"
     for policy, statuses in (("recompute", {200}), ("fail", {503})):
         options = ("--kv-load", "always", "--kv-tier", disk, "--kv-load-failure-policy", policy)
@@ -155,7 +113,7 @@ def test_a_block_that_is_lost_is_computed_again_or_refused_as_the_operator_said(
 
 
 def scribble(file: Path) -> None:
-    """Change bytes all over a file, in place."""
+    """Change one byte of every 512 in place."""
     with file.open("r+b") as opened:
         for at in range(0, file.stat().st_size, 512):
             opened.seek(at)

@@ -1,4 +1,4 @@
-"""One look is enough: many askers, one fetch, one decode, one processing, one encoder run."""
+"""Many concurrent requests about one item: one fetch, decode, processing and encoder run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.support.drawing import encoded, picture, tone, wav
-from tests.support.live import LiveServer
+from tests.support.live_server import LiveServer
 from tests.support.render.origin import Answer, Origin, origin
 from tests.support.traffic import drawn
 
@@ -36,7 +36,7 @@ def server() -> Iterator[LiveServer]:
 
 @pytest.fixture
 def web() -> Iterator[Origin]:
-    """A web server with a picture of its own on every path, which may be kept for a minute."""
+    """A web server with a different picture on every path, cacheable for a minute."""
     started: Future[Origin] = Future()
     done = threading.Event()
 
@@ -70,7 +70,7 @@ def body(*parts: dict[str, object], question: str = "What shape is red?", **fiel
 
 
 class Counting:
-    """What the counters moved by inside the block."""
+    """`moved`: the differences of the counters over the block."""
 
     def __init__(self, server: LiveServer) -> None:
         self._server = server

@@ -1,4 +1,4 @@
-"""What no client should send: each gets its status, names its part, and disturbs nobody."""
+"""Malformed requests: each gets its status and an error that names the part; others go on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.support.drawing import ask, encoded, image_part, picture, text_part, wav
-from tests.support.live import LiveServer
+from tests.support.live_server import LiveServer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PNG = encoded(picture(("red", "circle")))
@@ -42,7 +42,7 @@ def sound_of(data: bytes, form: str = "wav") -> dict[str, object]:
 
 
 def empty_png(width: int, height: int) -> bytes:
-    """What says it is a picture of this size, with hardly a pixel in it."""
+    """A file whose header claims a picture of this size, with almost no pixel data."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         checksum = zlib.crc32(name + data)
@@ -205,7 +205,7 @@ def test_a_body_that_is_none_is_described(server, body, words):
 
 
 def test_a_request_beside_all_of_them_is_not_disturbed(server):
-    """Streamed over and over until every bad request was sent: always the same words."""
+    """Repeats a streamed request until every bad request was sent; its answer never changes."""
     bodies = [{"messages": [{"role": "user", "content": [part]}]} for part, _ in PARTS]
     bodies += [body for route, body, _ in BODIES if route == CHAT]
     alone = stream(server)

@@ -1,10 +1,10 @@
-"""Many media items in one request to a real server: all placed, encoded once and kept."""
+"""Many media items in one request to a real server: all are placed, encoded once and kept."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support.live import LiveServer
+from tests.support.live_server import LiveServer
 from tests.support.traffic import sounding
 
 SOUNDS = 40

@@ -1,4 +1,4 @@
-"""Over HTTP: pictures and sounds in all forms that clients send, and options of the processor."""
+"""Pictures and sounds over HTTP in all forms that clients send, and processor options."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def saved(image: Image.Image, kind: str, **options: object) -> bytes:
 
 
 def rising_tone(kind: str) -> str:
-    """In two channels, at a rate that is not the model's; base64."""
+    """A sound with two channels at another rate than the model's, in base64."""
     faster = RATE / SAMPLE_RATE
     samples = tone(400 / faster, 1400 / faster, faster)
     file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Media that the engine holds is not kept in the API process as well while an answer is made."""
+"""While an answer is made, the API process does not keep media that the engine holds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def question(media: bytes) -> list[dict[str, object]]:
 
 
 def num_kept(size: int) -> int:
-    """Bytes of just that length that something still refers to."""
+    """The number of bytes objects of exactly this length that are still referenced."""
     gc.collect()
     tracked = gc.get_objects()
     inside = gc.get_referents(*tracked)

@@ -78,7 +78,7 @@ def test_two_samples_with_a_seed_come_back_the_same(client):
 
 
 def test_a_text_is_scored_as_evaluation_harnesses_do(client):
-    """`echo` with `logprobs`: what was said greedily is scored as it was when it was said."""
+    """`echo` with `logprobs` scores a greedy answer as it was scored when it was generated."""
     start = "<|im_start|>user\nSay apple.<|im_end|>\n<|im_start|>assistant\n"
     asked = {"model": "nano", "temperature": 0, "logprobs": 1}
     said = client.completions.create(prompt=start, max_tokens=4, **asked).choices[0]

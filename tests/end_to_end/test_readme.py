@@ -1,4 +1,4 @@
-"""README's examples are run as they stand, but for the address of the server."""
+"""README's examples run unchanged, except for the address of the server."""
 
 from __future__ import annotations
 

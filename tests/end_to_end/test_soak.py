@@ -1,4 +1,4 @@
-"""The processor cache under traffic, between real processes: nothing fails and nothing drifts.
+"""The processor cache under load between real processes: no failure, and both sides stay equal.
 
 `make soak` sends more requests: `SOAK_REQUESTS` says how many.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.support.live import LiveServer, until
+from tests.support.live_server import LiveServer, until
 from tests.support.traffic import REFUSED, drive, plans, working_set
 
 NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "500"))
@@ -49,7 +49,10 @@ def quiet(found: Mapping[str, float]) -> bool:
 
 
 def soak(server: LiveServer, requests) -> dict[str, float]:
-    """Traffic, and what must hold whatever the number of API processes; the final metrics."""
+    """Send the requests and check what holds for any number of API processes.
+
+    Returns the final metrics.
+    """
     tally = asyncio.run(drive(server.url, requests, concurrency=CONCURRENCY))
     assert tally.unexpected == []
     assert tally.wrong == []

@@ -1,4 +1,4 @@
-"""Forms of answers over the real server: whatever nano would rather say, the answer conforms."""
+"""Structured outputs of a real server: the answer conforms to its grammar."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.support.drawing import ask, picture
 
 WILD = {"temperature": 5.0, "max_tokens": 120}
-"""A temperature at which nano says anything at all."""
+"""A temperature at which nano writes arbitrary text."""
 POINT = {
     "type": "object",
     "properties": {
@@ -52,7 +52,7 @@ def test_a_choice_a_regex_and_a_schema_always_hold(client):
 
 
 def test_without_a_form_they_do_not_hold(client):
-    """The negative control: it is not nano that writes numbers and JSON."""
+    """The negative control: without a grammar nano writes neither numbers nor JSON."""
     free = client.chat.completions.create(model="nano", messages=ask("Say apple."), n=6, **WILD)
     for choice in free.choices:
         assert not re.fullmatch(r"\d{3}-[abc]{2}", choice.message.content)
@@ -61,7 +61,7 @@ def test_without_a_form_they_do_not_hold(client):
 
 
 def test_what_the_model_knows_decides_among_what_is_allowed(client):
-    """A grammar takes away, it does not choose: the picture still does."""
+    """A grammar only removes tokens: the picture still decides among the others."""
     for colour in ("red", "blue"):
         answer = client.chat.completions.create(
             model="nano",

@@ -1,4 +1,4 @@
-"""Clients that leave, an engine that is killed, and a server told to stop."""
+"""Clients that disconnect, an engine that is killed, and a server that is stopped."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import openai
 import pytest
 
 from tests.support.drawing import ask, picture
-from tests.support.live import LiveServer, until
+from tests.support.live_server import LiveServer, until
 
 NUM_CLIENTS = 200
 LONG = 3000
-"""Tokens that take a while: long enough for the engine to be killed midway."""
+"""Tokens of an answer that is long enough for the engine to be killed before its end."""
 
 
 def chat_body(number: int, **fields: object) -> dict[str, object]:
@@ -31,7 +31,7 @@ def expected(number: int) -> str:
 
 
 async def _one_client(client: httpx.AsyncClient, number: int) -> str | None:
-    """The whole answer; every third client leaves after its first words."""
+    """The whole answer; every third client disconnects after its first words."""
     text = ""
     leaves = number % 3 == 0
     # Those that leave ask for long answers, so that there is something left to abort.
@@ -72,7 +72,7 @@ def test_of_200_streams_a_third_leave_and_nothing_is_left_behind(server):
 
 @pytest.fixture(scope="module")
 def mortal():
-    """A server of this module's own, of two API processes: its engine is killed, then it stops."""
+    """A server with two API processes for this module: its engine is killed, then it is stopped."""
     with LiveServer("--api-processes", "2", "--vllm-metric-names", "--block-size", "32") as live:
         yield live
 
@@ -109,7 +109,7 @@ async def _finish_reasons(
 
 
 def _health_of_many_connections(live: LiveServer) -> set[int]:
-    """What /health says; any of the API processes may take each connection."""
+    """The statuses of /health; any of the API processes may take each connection."""
     return {live.get("/health").status_code for _ in range(16)}
 
 
@@ -166,7 +166,7 @@ def test_sigterm_lets_running_requests_end_and_refuses_new_ones(mortal):
 
 
 async def _first_refusal(live: LiveServer) -> httpx.Response:
-    """Asks until a request is turned away.
+    """Asks until a request is refused.
 
     One that came in before the signal waits for the stopped engine, and a process that has nothing
     left to do closes its connections: both are left behind.

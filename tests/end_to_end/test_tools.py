@@ -1,4 +1,4 @@
-"""Tools over the real server: nano knows of none, so its calls are a grammar's work alone."""
+"""Tools on a real server. nano knows no tools, so only the grammar makes it write calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.support.drawing import ask
-from tests.support.live import LiveServer
+from tests.support.live_server import LiveServer
 
 TEMPLATE = """\
 {% if tools %}<|im_start|>system

@@ -20,7 +20,7 @@ from tests.support.drawing import (
     text_part,
     tone,
 )
-from tests.support.live import LiveServer
+from tests.support.live_server import LiveServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONTENTS = [
@@ -37,7 +37,7 @@ def renderer() -> Iterator[LiveServer]:
 
 
 def example(name: str, *arguments: object) -> list[str]:
-    """The lines it prints."""
+    """The lines that the example prints."""
     command = [sys.executable, EXAMPLES / name, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -79,7 +79,7 @@ def test_example_render_then_generate(server, renderer, tmp_path):
 
 
 def test_example_external_frontend(server, nano_folder, tmp_path):
-    """A server without keys and without `--allow-injection`: its names are its own."""
+    """Without keys and `--allow-injection` clients' names are kept apart from real media hashes."""
     (tmp_path / "picture.png").write_bytes(encoded(picture(("orange", "circle"))))
     before = server.metrics()
     lines = example(
@@ -98,7 +98,7 @@ def test_example_external_frontend(server, nano_folder, tmp_path):
 
 
 def test_ready_comes_after_warm_up_and_nothing_tells_of_it():
-    """The first thing anybody sees of a server: caches empty, counters at zero, warm."""
+    """A server that has just become ready: caches empty, counters at zero, warmed up."""
     with LiveServer() as fresh:
         log = fresh.log()
         for warmed in ("text", "image", "audio", "/v1/chat/completions", "/tokenize"):

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lmcache_server import LMCacheServer
-from benchmarks.valkey_server import ValkeyServer
+from tests.support.kv_servers import LMCacheServer, ValkeyServer
 
 needs_lmcache = pytest.mark.skipif(
     find_spec("lmcache") is None,

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.valkey_server import ValkeyServer
 from lookonce.kv.accounting import matched_tokens, usable_tokens
 from lookonce.kv.disk import DiskTier
 from lookonce.kv.host import HostTier
@@ -26,6 +25,7 @@ from tests.support.core.builders import Limits, feature, request, text
 from tests.support.core.fake_runner import reference
 from tests.support.kv.tiers import DictTier, FaultyTier, eventually
 from tests.support.kv.world import LAYOUT, World
+from tests.support.kv_servers import ValkeyServer
 
 TOKENS = text(42)
 """10 whole blocks of 4, and 2 more tokens."""

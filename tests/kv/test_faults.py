@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.valkey_server import ValkeyServer
 from lookonce.cache.identity import item_key, media_hash
 from lookonce.core.kv_connector_state import KVConnectorState
 from lookonce.core.mm_features import MultiModalFeatures
@@ -29,6 +28,7 @@ from tests.support.core.builders import Limits, request, text
 from tests.support.core.fake_runner import PlanError, reference
 from tests.support.kv.tiers import FaultyTier, eventually
 from tests.support.kv.world import LAYOUT, World
+from tests.support.kv_servers import ValkeyServer
 
 OBJECTS = ObjectFormat(bytes(32), LAYOUT)
 LIMITS = Limits(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=40)

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.valkey_server import ValkeyServer
 from lookonce.config import EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
 from lookonce.core.block_pool import BlockPool
 from lookonce.engine.process.build import assemble
@@ -29,8 +28,9 @@ from lookonce.model.runner import Runner
 from lookonce.types.kv import ExternalFacts, TierSpec
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
-from tests.conftest import FolderMaker
+from tests.support.kv_servers import ValkeyServer
 from tests.support.model.cases import Case, CaseMaker, array, picture
+from tests.support.model_folders.make import FolderMaker
 
 NUM_TOKENS = 6
 BLOCK_SIZE = 4

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from benchmarks.lmcache_server import LMCacheServer
-from benchmarks.valkey_server import ValkeyServer
 from lookonce.config import Options, resolve
 from lookonce.errors import ConfigError
 from lookonce.kv.disk import DiskTier
@@ -25,6 +23,7 @@ from lookonce.kv.valkey import ValkeyTier
 from lookonce.types.kv import TierSpec
 from tests.kv.conftest import needs_lmcache
 from tests.support.kv.tiers import LAYOUT, NAMESPACE, OBJECTS, SIZE, key, payload, read
+from tests.support.kv_servers import LMCacheServer, ValkeyServer
 
 Opener = Callable[[ObjectFormat], KVTier]
 

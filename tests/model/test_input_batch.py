@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
-from benchmarks.items_memory import deep_size
+from benchmarks.items import deep_size
 from lookonce.model import input_batch
 from lookonce.model.input_batch import InputBatch, MropePositions
 from lookonce.types.media import MediaFeature

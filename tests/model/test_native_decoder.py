@@ -25,7 +25,7 @@ from lookonce.model.native import decoder as native
 from lookonce.model.native.decoder import DecodeInputs, NativeDecoder, native_decoder
 from lookonce.model.step_inputs import AttentionMetadataBuilder, StepInputs
 from lookonce.model.text_model import TextModel, choose_decoder
-from tests.support.model_folders.folders import make_folder, randomise
+from tests.support.model_folders.make import make_folder, randomise
 
 pytestmark = [
     pytest.mark.skipif(compiled.kernels is None, reason="the decoder is not compiled here"),

@@ -18,7 +18,7 @@ PageOpener = Callable[..., "Page"]
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    """Closed before other tests begin: its driver occupies this thread's event loop."""
+    """Chromium, closed before other tests begin: its driver uses this thread's event loop."""
     # Imported here, since pytest reads this file even where the tests beside it are skipped.
     from playwright.sync_api import sync_playwright
 

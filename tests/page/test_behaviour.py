@@ -1,63 +1,63 @@
-"""What the page does while an answer comes, when it is stopped, and when it is refused."""
+"""The page while an answer is streamed, when it is stopped, and when it is refused."""
 
 from __future__ import annotations
 
 from lookonce.errors import QueueFullError
-from tests.support.page.acts import answers, ask, drop_file, drop_picture, expect
-from tests.support.page.stage import Stage
+from tests.support.page.actions import answers, ask, drop_file, drop_picture, expect
+from tests.support.page.pausable_server import PausableServer
 
 MARKUP = '<img src=x onerror="document.title=1">'
 
 
 def test_the_answer_is_shown_while_it_comes(open_page):
-    with Stage("a red circle", pause_after=5) as stage:
-        page = open_page(stage.url)
+    with PausableServer("a red circle", pause_after=5) as server:
+        page = open_page(server.url)
         ask(page, "What?")
         words = answers(page).locator(".said")
         expect(words).to_have_text("a red")
         expect(answers(page)).to_have_attribute("aria-busy", "true")
         expect(page.get_by_role("button", name="Stop")).to_be_enabled()
-        stage.resume()
+        server.resume()
         expect(words).to_have_text("a red circle")
         expect(page.get_by_role("button", name="Send")).to_be_visible()
         expect(page.locator("#announcer")).to_have_text("a red circle")
 
 
 def test_escape_stops_the_engine_and_keeps_what_was_said(open_page):
-    with Stage("a red circle", pause_after=5) as stage:
-        page = open_page(stage.url)
+    with PausableServer("a red circle", pause_after=5) as server:
+        page = open_page(server.url)
         ask(page, "What?")
         expect(answers(page).locator(".said")).to_have_text("a red")
         page.keyboard.press("Escape")
         expect(answers(page)).to_contain_text("Stopped.")
-        stage.resume()
+        server.resume()
         ask(page, "And now?")
         expect(page.locator(".receipt")).to_have_count(1)
-        prompt = bytes(stage.engine.prompts[-1].token_ids).decode()
+        prompt = bytes(server.engine.prompts[-1].token_ids).decode()
         assert prompt == "What?a redAnd now?"
-        assert stage.engine.running == {}
+        assert server.engine.running == {}
 
 
 def test_every_turn_is_sent_with_what_went_before(open_page):
-    with Stage("yes") as stage:
-        page = open_page(stage.url)
+    with PausableServer("yes") as server:
+        page = open_page(server.url)
         drop_picture(page)
         ask(page, "A?")
         expect(page.locator(".receipt")).to_have_count(1)
         ask(page, "B?")
         expect(page.locator(".receipt")).to_have_count(2)
-        last = stage.engine.prompts[-1]
+        last = server.engine.prompts[-1]
         assert len(last.items) == 1
         assert bytes(t for t in last.token_ids if t < 256) == b"A?yesB?"
         page.get_by_role("button", name="New chat").click()
         ask(page, "C?")
         expect(page.locator(".receipt")).to_have_count(1)
-        assert bytes(stage.engine.prompts[-1].token_ids) == b"C?"
+        assert bytes(server.engine.prompts[-1].token_ids) == b"C?"
 
 
 def test_an_external_tier_s_share_is_shown(open_page):
-    with Stage("yes") as stage:
-        page = open_page(stage.url)
+    with PausableServer("yes") as server:
+        page = open_page(server.url)
         ask(page, "12345678")
         expect(page.locator(".prompt")).to_contain_text(
             "8 prompt tokens: 2 from KV on the device, 1 from external KV, 5 computed"
@@ -65,12 +65,12 @@ def test_an_external_tier_s_share_is_shown(open_page):
 
 
 def test_each_external_tier_has_a_tile(open_page):
-    with Stage("yes") as stage:
-        stage.engine.counters |= {
+    with PausableServer("yes") as server:
+        server.engine.counters |= {
             "kv_tier_lookups_total:disk": 200, "kv_tier_hits_total:disk": 150,
             "kv_tier_held_bytes:disk": 2.5e9,
         }  # fmt: skip
-        page = open_page(stage.url)
+        page = open_page(server.url)
         tile = page.locator("#tile-kv-disk")
         expect(tile).to_contain_text("KV in disk")
         expect(tile).to_contain_text("75 %")
@@ -78,8 +78,8 @@ def test_each_external_tier_has_a_tile(open_page):
 
 
 def test_markup_is_shown_as_text(open_page):
-    with Stage(MARKUP) as stage:
-        page = open_page(stage.url)
+    with PausableServer(MARKUP) as server:
+        page = open_page(server.url)
         ask(page, MARKUP)
         expect(answers(page).locator(".said")).to_have_text(MARKUP)
         expect(page.get_by_role("article", name="You")).to_have_text(MARKUP)
@@ -88,23 +88,23 @@ def test_markup_is_shown_as_text(open_page):
 
 
 def test_a_refused_question_goes_back_to_where_it_was_typed(open_page):
-    with Stage("yes") as stage:
-        stage.engine.refusal = QueueFullError("too many requests are waiting")
-        page = open_page(stage.url, expect_errors=True)
+    with PausableServer("yes") as server:
+        server.engine.refusal = QueueFullError("too many requests are waiting")
+        page = open_page(server.url, expect_errors=True)
         drop_picture(page)
         ask(page, "What?")
         expect(page.get_by_role("alert")).to_have_text("too many requests are waiting")
         expect(page.get_by_label("Question", exact=True)).to_have_value("What?")
         expect(page.get_by_role("list", name="Attached")).to_contain_text("two.png")
-        stage.engine.refusal = None
+        server.engine.refusal = None
         page.keyboard.press("Enter")
         expect(page.locator(".receipt")).to_have_count(1)
-        assert len(stage.engine.prompts[-1].items) == 1
+        assert len(server.engine.prompts[-1].items) == 1
 
 
 def test_an_attachment_is_taken_away_and_a_strange_file_refused(open_page):
-    with Stage("yes") as stage:
-        page = open_page(stage.url)
+    with PausableServer("yes") as server:
+        page = open_page(server.url)
         drop_picture(page)
         drop_file(page, b"%PDF", "notes.pdf", "application/pdf")
         expect(page.locator("#announcer")).to_contain_text("notes.pdf is neither")
@@ -114,8 +114,8 @@ def test_an_attachment_is_taken_away_and_a_strange_file_refused(open_page):
 
 
 def test_a_server_with_keys_asks_for_one(open_page):
-    with Stage("yes", api_key=("secret",)) as stage:
-        page = open_page(stage.url, expect_errors=True)
+    with PausableServer("yes", api_key=("secret",)) as server:
+        page = open_page(server.url, expect_errors=True)
         dialog = page.get_by_role("dialog", name="Settings")
         expect(dialog).to_contain_text("an API key is needed")
         expect(page.get_by_label("API key")).to_be_focused()
@@ -128,10 +128,10 @@ def test_a_server_with_keys_asks_for_one(open_page):
 
 
 def test_the_server_s_state_is_told(open_page):
-    with Stage("yes") as stage:
-        stage.engine.state = "starting"
-        page = open_page(stage.url, expect_errors=True)
+    with PausableServer("yes") as server:
+        server.engine.state = "starting"
+        page = open_page(server.url, expect_errors=True)
         state = page.locator("#state-text")
         expect(state).to_have_text("loading the model")
-        stage.engine.state = "ready"
+        server.engine.state = "ready"
         expect(state).to_have_text("ready")

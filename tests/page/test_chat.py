@@ -1,4 +1,4 @@
-"""The page and the embedded model: a picture, its answer, the receipt, and the tiers that move."""
+"""The page with nano: a picture, its answer, the receipt, and the tiles of the tiers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.drawing import beeps, wav
-from tests.support.live import LiveServer
-from tests.support.page.acts import answers, ask, drop_file, drop_picture, expect, stages, tile
+from tests.support.live_server import LiveServer
+from tests.support.page.actions import answers, ask, drop_file, drop_picture, expect, stages, tile
 
 
 @pytest.fixture(scope="module")

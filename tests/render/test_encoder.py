@@ -19,7 +19,7 @@ from lookonce.render.prompt.encoder import (
 )
 from lookonce.render.prompt.messages import read_messages
 from lookonce.render.prompt.tokenizer import Tokenizer
-from tests.support.model_folders.folder_kinds import KINDS
+from tests.support.model_folders.make import KINDS
 from tests.support.render.tokenizers import nano_tokenizer
 
 PICTURE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}

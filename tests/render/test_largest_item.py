@@ -8,7 +8,7 @@ from lookonce.config import MediaConfig
 from lookonce.render.families.base import largest_media
 from lookonce.render.families.registry import load_family
 from lookonce.render.media.processing import MediaJob, Processing, ProcessingSettings
-from tests.support.model_folders.folder_kinds import KINDS
+from tests.support.model_folders.make import KINDS
 
 MEDIA_KINDS = [kind for kind, made in KINDS.items() if made.preprocessor is not None]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lookonce.config import NANO_FOLDER
 from lookonce.errors import BadRequestError, ModelLoadError
 from lookonce.render.prompt.tokenizer import FORCED_CLASSES, GENERIC_CLASSES, Tokenizer
-from tests.support.model_folders.folder_kinds import KINDS
+from tests.support.model_folders.make import KINDS
 from tests.support.render.tokenizers import nano_tokenizer, spaced_tokenizer
 
 TEXTS = (

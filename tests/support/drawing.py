@@ -1,4 +1,4 @@
-"""Pictures and sounds the embedded model knows, as the data URLs and parts clients send."""
+"""Pictures and sounds that nano knows, as the content parts that clients send."""
 
 from __future__ import annotations
 

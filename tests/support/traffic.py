@@ -1,7 +1,7 @@
-"""Mixed requests: pictures and sounds out of a working set, some refused, some that leave early.
+"""Mixed requests about a working set of media: some are refused, some disconnect early.
 
-The pixels of a picture decide its true answer; a comment in the file decides its identity, so the
-working set may be as large as wanted and every answer can still be checked.
+The pixels of a picture decide its true answer; a comment in the file makes its media hash unique.
+So the working set can have any size, and every answer can be checked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ARTICLES = {"orange": "an orange"}
 REFUSED = 0.05
 LEAVING = 0.05
 LEAVES_WITHIN = 0.15
-"""Seconds: long enough for some to leave after their first words."""
+"""Seconds: long enough for some requests to disconnect after their first words."""
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,24 @@ class Medium:
 
 
 @dataclass
-class Plan:
-    """One request: its body, and what is to happen."""
+class PlannedRequest:
+    """One request: its body, and the outcome that is expected."""
 
     body: dict[str, Any]
     answer: str | None
-    """None: several media in one prompt, where only the status is checked."""
+    """None for prompts with several media, of which only the status is checked."""
     refused: bool = False
     leaves_after: float | None = None
 
 
 @dataclass
 class Tally:
-    """What became of the requests."""
+    """Counts of the requests' outcomes."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     wrong: list[tuple[str, str]] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
-    """Bodies of refusals nobody provoked."""
+    """Bodies of answers with an unexpected status."""
     left: int = 0
 
 
@@ -67,7 +67,7 @@ def working_set(num_pictures: int, num_sounds: int) -> list[Medium]:
 
 
 def drawn(number: int) -> Medium:
-    """Picture `number`; its file is unlike any other."""
+    """Picture `number`; its file differs from all others."""
     colour, shape = COLOURS[number % 5], SHAPES[number // 5 % 3]
     comment = PngInfo()
     comment.add_text("number", str(number))
@@ -89,18 +89,18 @@ def sounding(number: int) -> Medium:
     return Medium(part, "Is the tone rising or falling?", "rising" if rising else "falling")
 
 
-def plans(media: Sequence[Medium], count: int, seed: int) -> list[Plan]:
-    """Some media are asked about often, most seldom; one request in five has several."""
+def plans(media: Sequence[Medium], count: int, seed: int) -> list[PlannedRequest]:
+    """`count` requests. Some media are asked about often, most seldom; one in five has several."""
     rng = random.Random(seed)
     weights = [1 / (1 + rank) ** 0.7 for rank in range(len(media))]
     order = rng.sample(list(media), len(media))
     return [_plan(rng, order, weights) for _ in range(count)]
 
 
-def _plan(rng: random.Random, media: Sequence[Medium], weights: Sequence[float]) -> Plan:
+def _plan(rng: random.Random, media: Sequence[Medium], weights: Sequence[float]) -> PlannedRequest:
     chosen = rng.choices(media, weights, k=1 if rng.random() < 0.8 else rng.randint(2, 4))
     parts = [medium.part for medium in chosen]
-    # A question of its own now and then: the prefix of the prompt is known, its end is not.
+    # With several media the question is new: the prefix of the prompt may be known, its end is not.
     question = chosen[0].question if len(chosen) == 1 else f"What is in picture {rng.random()}?"
     fate = rng.random()
     refused = fate < REFUSED
@@ -112,10 +112,10 @@ def _plan(rng: random.Random, media: Sequence[Medium], weights: Sequence[float])
         "stream": rng.random() < 0.5,
     }
     leaves = rng.random() * LEAVES_WITHIN if REFUSED <= fate < REFUSED + LEAVING else None
-    return Plan(body, chosen[0].answer if len(chosen) == 1 else None, refused, leaves)
+    return PlannedRequest(body, chosen[0].answer if len(chosen) == 1 else None, refused, leaves)
 
 
-async def drive(url: str, requests: Sequence[Plan], *, concurrency: int) -> Tally:
+async def drive(url: str, requests: Sequence[PlannedRequest], *, concurrency: int) -> Tally:
     """Send every request, at most `concurrency` at a time."""
     tally, queue = Tally(), iter(requests)
     limits = httpx.Limits(max_connections=concurrency)
@@ -129,7 +129,7 @@ async def drive(url: str, requests: Sequence[Plan], *, concurrency: int) -> Tall
     return tally
 
 
-async def _follow(client: httpx.AsyncClient, plan: Plan, tally: Tally) -> None:
+async def _follow(client: httpx.AsyncClient, plan: PlannedRequest, tally: Tally) -> None:
     try:
         async with asyncio.timeout(plan.leaves_after):
             response = await client.post("/v1/chat/completions", json=plan.body)

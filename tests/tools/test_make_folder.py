@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,3 +39,10 @@ def test_a_folder_with_something_in_it_is_left_alone(
     assert main(["llama", str(tmp_path)]) == 2
     assert "not empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_it_runs_from_any_folder(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "tools" / "make_folder.py"
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([sys.executable, script, "llama", "made"], cwd=tmp_path, env=bare, check=True)
+    assert (tmp_path / "made" / "config.json").is_file()

@@ -13,9 +13,9 @@ from lookonce.types.sampling import SamplingParams
 from tools.nano import folder
 from tools.nano.batches import Answers, Towers, collate, varied
 from tools.nano.dense import CLASSES, COLOURS, HEARD, cell_targets, token_targets
-from tools.nano.encoding import IGNORED, Encoder, audio_tokens, mel, patches
+from tools.nano.encoding import IGNORED, ConversationEncoder, audio_tokens, mel, patches
 from tools.nano.materials import collage
-from tools.nano.training import Plan, schedule, train
+from tools.nano.training import TrainingPlan, schedule, train
 from tools.nano.world.conversations import MIX, Materials
 from tools.nano.world.numbers import number_scene
 from tools.nano.world.scenes import CELL
@@ -24,7 +24,7 @@ from tools.nano.world.sounds import make_sound
 from tools.nano.world.talk import training_lines
 
 MUTE = Materials(fonts=(), speaker=None, lines=training_lines())
-PLAN = Plan(tower_steps=2, answer_steps=8, batch=3, collages=1, workers=0)
+PLAN = TrainingPlan(tower_steps=2, answer_steps=8, batch=3, collages=1, workers=0)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_sounds_are_what_hugging_face_s_extractor_makes(nano_folder):
 def test_a_conversation_s_tokens_are_the_chat_template_s(tokenizer, make):
     rng = random.Random(3)
     turns = make(rng, MUTE)
-    example = Encoder(tokenizer).encode(turns)
+    example = ConversationEncoder(tokenizer).encode(turns)
     messages = []
     for turn in turns:
         media = [{"type": "image"}] * len(turn.pictures) + [{"type": "audio"}] * len(turn.sounds)
@@ -128,7 +128,7 @@ def test_batches_are_pinned_by_their_seed(nano_folder):
 
 
 def test_padding_is_no_part_of_a_batch(tokenizer):
-    encoder, rng = Encoder(tokenizer), random.Random(5)
+    encoder, rng = ConversationEncoder(tokenizer), random.Random(5)
     examples = [encoder.encode(make(rng, MUTE)) for make in MIX]
     batch = collate(examples, pad=0)
     lengths = [len(example.token_ids) for example in examples]

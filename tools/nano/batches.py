@@ -15,14 +15,14 @@ from transformers import AutoTokenizer
 
 from tools.nano import folder
 from tools.nano.dense import cell_targets, token_targets
-from tools.nano.encoding import IGNORED, Encoder, Example, grid, mel, patches
+from tools.nano.encoding import IGNORED, ConversationEncoder, Example, grid, mel, patches
 from tools.nano.materials import collage
 from tools.nano.world.conversations import Conversation, Materials, conversation
 from tools.nano.world.scenes import Scene
 from tools.nano.world.sounds import Sound
 
 POOL = 5
-"""Batches drawn at once and sorted by length, so that little is padding."""
+"""Batches that are drawn together and sorted by length, so that there is little padding."""
 
 SYSTEM = "You are a helpful assistant."
 
@@ -57,7 +57,7 @@ def collate(
     examples: Sequence[Example], pad: int,
     pictures: Sequence[Scene] = (), sounds: Sequence[Sound] = (),
 ) -> Batch:  # fmt: skip
-    """`pictures` and `sounds` come after the examples' own: only their towers' outputs matter."""
+    """`pictures` and `sounds` come after those of the examples and have dense losses only."""
     length = max((len(example.token_ids) for example in examples), default=0)
     shape = (len(examples), length)
     token_ids, labels = torch.full(shape, pad), torch.full(shape, IGNORED)
@@ -86,7 +86,7 @@ def _targets(parts: list[np.ndarray]) -> torch.Tensor:
 
 
 class Towers(IterableDataset[Batch]):
-    """Pictures and sounds without a word about them."""
+    """Endless batches of pictures and sounds without questions."""
 
     def __init__(self, materials: Materials, *, seed: int, size: int) -> None:
         self._materials, self._seed, self._size = materials, seed, size
@@ -111,7 +111,7 @@ class Towers(IterableDataset[Batch]):
 
 
 class Answers(IterableDataset[Batch]):
-    """Conversations, and some collages beside them."""
+    """Endless batches of conversations with some collages."""
 
     def __init__(
         self, materials: Materials, tokenizer: Path, *, seed: int, size: int, collages: int
@@ -121,7 +121,7 @@ class Answers(IterableDataset[Batch]):
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
 
     def __iter__(self) -> Iterator[Batch]:
-        rng, encoder = _worker_rng(self._seed), Encoder(self._tokenizer)
+        rng, encoder = _worker_rng(self._seed), ConversationEncoder(self._tokenizer)
         pad = self._tokenizer.convert_tokens_to_ids(folder.PAD)
         while True:
             drawn = [self._example(rng, encoder) for _ in range(self._size * POOL)]
@@ -132,7 +132,7 @@ class Answers(IterableDataset[Batch]):
                 extra = [collage(rng, self._materials.fonts) for _ in range(self._collages)]
                 yield collate(batch, pad, extra)
 
-    def _example(self, rng: random.Random, encoder: Encoder) -> Example:
+    def _example(self, rng: random.Random, encoder: ConversationEncoder) -> Example:
         turns = varied(rng, conversation(rng, self._materials))
         system = None
         if rng.random() < 0.15:
@@ -141,7 +141,7 @@ class Answers(IterableDataset[Batch]):
 
 
 def varied(rng: random.Random, turns: Conversation) -> Conversation:
-    """The same questions as careless people type them. What is to be repeated stays."""
+    """The same questions, some in lower case or without final punctuation; "say" stays as it is."""
     return [turn if turn.asked.kind == "say" else replace(turn, asked=replace(
         turn.asked, question=_careless(rng, turn.asked.question)
     )) for turn in turns]  # fmt: skip

@@ -23,12 +23,12 @@ from tools.nano.world.sounds import Sound
 PATCH, MERGE, TEMPORAL = 14, 2, 2
 HOP, WINDOW, BINS = 160, 400, 128
 IGNORED = -100
-"""Label of a position no loss is taken at."""
+"""Label of a position without a loss."""
 
 
 @dataclass(slots=True)
 class Example:
-    """One conversation; `labels[i]` is the token at i where the model has to say it."""
+    """One conversation. `labels[i]` is token i where the model must predict it, else IGNORED."""
 
     token_ids: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
@@ -36,8 +36,8 @@ class Example:
     sounds: list[Sound] = field(default_factory=list)
 
 
-class Encoder:
-    """Conversations as token ids, exactly as the chat template and the processor write them."""
+class ConversationEncoder:
+    """Encodes conversations as token ids, exactly as chat template and processor write them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""What training sees and hears: other fonts, voices and sentences than evaluation."""
+"""The fonts, voices and sentences of training, which differ from those of evaluation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tools.nano.world.talk import training_lines
 
 
 def training_materials(*, seed: int, recordings_per_word: int) -> Materials:
-    """Without espeak-ng, or with no recordings asked for, nothing speaks."""
+    """Training materials; without speech where espeak-ng is missing or no recordings are wanted."""
     speaker: Speaker | None = None
     if recordings_per_word and shutil.which(ESPEAK):
         speaker = WordBank.record(random.Random(seed), recordings_per_word)
@@ -65,7 +65,7 @@ class WordBank:
 
 
 def collage(rng: random.Random, fonts: Sequence[str]) -> Scene:
-    """Lines of many digits and shapes: several times more to learn from each pixel."""
+    """A picture with lines of many digits and shapes, from which each pixel teaches more."""
     width, height = rng.randint(4, 6) * CELL, rng.randint(4, 6) * CELL
     background = choose_background(rng)
     image = Image.new("RGB", (width, height), shade(rng, background))

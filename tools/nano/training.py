@@ -1,4 +1,4 @@
-"""Two stages: the towers learn to see and hear, then the whole model learns to answer."""
+"""Training in two stages: first the towers with dense losses, then the whole model on answers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tools.nano.encoding import IGNORED
 from tools.nano.world.conversations import Materials
 
 DENSE_WEIGHT = 0.25
-"""Of the dense losses, once answers are learnt."""
+"""Weight of the dense losses in the second stage."""
 WARM_UP_STEPS = 60
 LAST_SHARE = 0.02
-"""Of the learning rate, at the end of a stage."""
+"""Factor of the learning rate at the end of a stage."""
 CLIP = 1.0
 REPORT_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Everything that decides what comes out, beside the device's arithmetic."""
+class TrainingPlan:
+    """The settings that, with the device's arithmetic, decide the weights."""
 
     seed: int = 1
     tower_steps: int = 1500
@@ -46,8 +46,8 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """How one step went. `accuracy`: share of answer tokens right, before the step."""
+class TrainingStep:
+    """Figures of one step. `accuracy`: share of answer tokens that were right before the step."""
 
     stage: str
     number: int
@@ -58,7 +58,7 @@ class Step:
 class Trainer:
     """A model and its optimizers; `train` yields every step."""
 
-    def __init__(self, source: Path, plan: Plan) -> None:
+    def __init__(self, source: Path, plan: TrainingPlan) -> None:
         torch.manual_seed(plan.seed)
         self._plan = plan
         self._device = torch.device(plan.device)
@@ -72,7 +72,7 @@ class Trainer:
         self._heads = Heads(self.model.config.text_config.hidden_size).to(self._device)
         self._optimizers = _optimizers(self.model, self._heads)
 
-    def train(self, materials: Materials, tokenizer: Path) -> Iterator[Step]:
+    def train(self, materials: Materials, tokenizer: Path) -> Iterator[TrainingStep]:
         plan = self._plan
         towers = Towers(materials, seed=plan.seed, size=plan.batch)
         yield from self._stage("towers", towers, plan.tower_steps, plan.tower_rate)
@@ -83,13 +83,13 @@ class Trainer:
 
     def _stage(
         self, name: str, batches: IterableDataset[Batch], steps: int, rate: float
-    ) -> Iterator[Step]:
+    ) -> Iterator[TrainingStep]:
         loader = DataLoader(batches, batch_size=None, num_workers=self._plan.workers)
         self.model.train()
         for number, batch in zip(range(steps), loader, strict=False):
             self._set_rate(rate * schedule(number, steps))
             loss, accuracy = self._learn(batch.to(self._device))
-            yield Step(name, number, loss, accuracy)
+            yield TrainingStep(name, number, loss, accuracy)
 
     def _set_rate(self, rate: float) -> None:
         for optimizer in self._optimizers:
@@ -143,7 +143,7 @@ class Trainer:
         return functional.cross_entropy(logits, targets), accuracy
 
     def _positions(self, batch: Batch) -> torch.Tensor:
-        """int64 [3, examples, length]. Collages after the examples' own pictures are not in it."""
+        """int64 [3, examples, length]. Collages after the examples' pictures have no positions."""
         starts = batch.token_ids == self.model.config.vision_start_token_id
         pictures, sounds = int(starts.sum()), len(batch.frames)
         positions, _ = self.model.get_rope_index(
@@ -154,7 +154,7 @@ class Trainer:
 
 
 def schedule(step: int, steps: int) -> float:
-    """Factor of the learning rate: up in a straight line, then down in a cosine."""
+    """Factor of the learning rate: linear warm-up, then cosine decay."""
     warm_up = max(1, min(WARM_UP_STEPS, steps // 10))
     down = (1 + math.cos(math.pi * step / steps)) / 2
     return min(1.0, (step + 1) / warm_up) * (LAST_SHARE + (1 - LAST_SHARE) * down)
@@ -174,9 +174,14 @@ def _optimizers(model: nn.Module, heads: nn.Module) -> list[torch.optim.Optimize
 
 
 def train(
-    target: Path, materials: Materials, plan: Plan, *, texts: int, tell: Callable[[str], None]
-) -> list[Step]:  # fmt: skip
-    """Makes a trained model folder at `target` from nothing; every step."""
+    target: Path,
+    materials: Materials,
+    plan: TrainingPlan,
+    *,
+    texts: int,
+    tell: Callable[[str], None],
+) -> list[TrainingStep]:
+    """Makes a trained model folder at `target` from nothing. Returns the figures of every step."""
     folder.make_untrained(target, materials, seed=plan.seed, texts=texts)
     trainer = Trainer(target, plan)
     steps, start, told = [], time.monotonic(), 0.0

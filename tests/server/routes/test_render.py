@@ -16,7 +16,7 @@ from PIL import Image
 
 from tests.support.drawing import audio_part, image_part, text_part
 from tests.support.model.cases import picture, sound
-from tests.support.model_folders.folder_kinds import KINDS
+from tests.support.model_folders.make import KINDS
 from tests.support.nodes import engine_node, render_node, run
 from tests.support.server.media import chat, processors
 

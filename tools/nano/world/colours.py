@@ -1,4 +1,4 @@
-"""The colours of the embedded model's world: names, and the shades that bear them."""
+"""The colours of nano's pictures: names, and the shades that each name covers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHADES: dict[str, tuple[RGB, ...]] = {
     "white": ((250, 250, 250), (255, 255, 255)),
     "pink": ((250, 150, 190), (255, 192, 203)),
 }
-"""Named colours as people type them, and shades around them: a narrow choice misleads a model."""
+"""Name → RGB shades. A model that is trained on few shades does not know others."""
 
 FOREGROUNDS = ("red", "green", "blue", "yellow", "orange", "purple", "black")
 BACKGROUNDS = {"white": 8, "pink": 1, "yellow": 1}
@@ -28,7 +28,7 @@ HARD_TO_SEE = frozenset({("yellow", "pink"), ("orange", "yellow"), ("orange", "p
 
 
 def shade(rng: random.Random, name: str) -> RGB:
-    """One of the shades called `name`, most often a little off."""
+    """One of the shades of `name`, usually with a small random change."""
     red, green, blue = rng.choice(SHADES[name])
     if rng.random() < 0.15:
         return red, green, blue
@@ -44,7 +44,7 @@ def choose_background(rng: random.Random) -> str:
 
 
 def visible_on(background: str) -> list[str]:
-    """Foreground colours that can be told from `background`."""
+    """Foreground colours that are visible on `background`."""
     return [
         name for name in FOREGROUNDS
         if name != background and (name, background) not in HARD_TO_SEE

@@ -1,4 +1,4 @@
-"""Whole conversations: some pictures and sounds, and one to five questions about them.
+"""Conversations: pictures and sounds, and one to five questions about them.
 
 `Materials` decide what is seen and heard. Training and evaluation share everything but those:
 other fonts, other voices, other sentences.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tools.nano.world.numbers import heldout_fonts, number_scene
-from tools.nano.world.picture_questions import Asked, ask_about
+from tools.nano.world.picture_questions import QuestionAnswer, ask_about
 from tools.nano.world.scenes import Scene
 from tools.nano.world.shapes import shape_scene
 from tools.nano.world.sound_questions import ask_about_sound
@@ -27,11 +27,11 @@ ASIDES = 0.12
 @dataclass(frozen=True, slots=True)
 class Materials:
     fonts: Sequence[str]
-    """Empty: Pillow's own."""
+    """Fonts of numbers; empty: Pillow's own font."""
     speaker: Speaker | None
-    """None: nothing speaks."""
+    """None: no speech."""
     lines: Sequence[str]
-    """Sentences out of the model's world."""
+    """Sentences about things that the model does not know."""
 
     def scene(self, rng: random.Random) -> Scene:
         return shape_scene(rng) if rng.random() < 0.6 else number_scene(rng, self.fonts)
@@ -44,7 +44,7 @@ class Materials:
 class Turn:
     """One question; its media come before it."""
 
-    asked: Asked
+    asked: QuestionAnswer
     pictures: tuple[Scene, ...] = ()
     sounds: tuple[Sound, ...] = ()
 
@@ -74,7 +74,7 @@ def about_several_pictures(rng: random.Random, materials: Materials) -> Conversa
 
 
 def about_an_earlier_picture(rng: random.Random, materials: Materials) -> Conversation:
-    """A picture, then another, then the first again."""
+    """Questions about a picture, about another, and about the first again."""
     scenes = [materials.scene(rng) for _ in range(2)]
     turns: Conversation = []
     for scene in scenes:
@@ -82,7 +82,7 @@ def about_an_earlier_picture(rng: random.Random, materials: Materials) -> Conver
         asked = [ask_about(rng, scene, what=rng.random() < 0.4) for _ in range(count)]
         turns += _turns(asked, pictures=(scene,))
     question = rng.choice(("What was in the first picture?", "What is in the first picture?"))
-    turns.append(Turn(Asked("earlier picture", question, scenes[0].caption())))
+    turns.append(Turn(QuestionAnswer("earlier picture", question, scenes[0].caption())))
     return _with_aside(rng, materials, turns)
 
 
@@ -116,10 +116,10 @@ MIX: dict[Callable[[random.Random, Materials], Conversation], float] = {
     about_picture_and_sound: 6,
     about_nothing: 11,
 }
-"""Kind of conversation → how often it is held."""
+"""Kind of conversation → relative frequency."""
 
 
-def _about_one_of(rng: random.Random, scenes: Sequence[Scene]) -> Asked:
+def _about_one_of(rng: random.Random, scenes: Sequence[Scene]) -> QuestionAnswer:
     match rng.choices(["what", "which shape", "number", "how many"], [4, 4, 3, 1])[0]:
         case "which shape":
             asked = _which_shape(rng, scenes)
@@ -127,23 +127,23 @@ def _about_one_of(rng: random.Random, scenes: Sequence[Scene]) -> Asked:
             asked = _the_number(rng, scenes)
         case "how many":
             question = rng.choice(("How many pictures are there?", "How many images do you see?"))
-            asked = Asked("several: how many", question, str(len(scenes)))
+            asked = QuestionAnswer("several: how many", question, str(len(scenes)))
         case _:
             asked = None
     return asked or _what_of_one(rng, scenes)
 
 
-def _what_of_one(rng: random.Random, scenes: Sequence[Scene]) -> Asked:
+def _what_of_one(rng: random.Random, scenes: Sequence[Scene]) -> QuestionAnswer:
     index = rng.randrange(len(scenes))
     nth = ORDINALS[index]
     question = rng.choice((
         f"What is in the {nth} picture?", f"Describe the {nth} picture.",
         f"What does the {nth} image show?", f"What is in picture {index + 1}?",
     ))  # fmt: skip
-    return Asked("several: what", question, scenes[index].caption())
+    return QuestionAnswer("several: what", question, scenes[index].caption())
 
 
-def _which_shape(rng: random.Random, scenes: Sequence[Scene]) -> Asked | None:
+def _which_shape(rng: random.Random, scenes: Sequence[Scene]) -> QuestionAnswer | None:
     """Asks for a shape that only one of the pictures has."""
     kinds = [{t.kind for t in scene.things} if not scene.is_number else set() for scene in scenes]
     only = [
@@ -154,28 +154,30 @@ def _which_shape(rng: random.Random, scenes: Sequence[Scene]) -> Asked | None:
         return None
     index, kind = rng.choice(only)
     question = rng.choice((f"Which picture shows a {kind}?", f"Which image has a {kind}?"))
-    return Asked("several: which", question, f"the {ORDINALS[index]} picture")
+    return QuestionAnswer("several: which", question, f"the {ORDINALS[index]} picture")
 
 
-def _the_number(rng: random.Random, scenes: Sequence[Scene]) -> Asked | None:
-    """Asks about the only picture that is a number."""
+def _the_number(rng: random.Random, scenes: Sequence[Scene]) -> QuestionAnswer | None:
+    """Asks about the only picture that shows a number."""
     numbers = [index for index, scene in enumerate(scenes) if scene.is_number]
     if len(numbers) != 1:
         return None
     if rng.random() < 0.5:
         answer = f"the {ORDINALS[numbers[0]]} picture"
-        return Asked("several: which", "Which picture shows a number?", answer)
-    return Asked("several: number", "What number is shown?", scenes[numbers[0]].number)
+        return QuestionAnswer("several: which", "Which picture shows a number?", answer)
+    return QuestionAnswer("several: number", "What number is shown?", scenes[numbers[0]].number)
 
 
-def _different(ask: Callable[[], Asked], tries: int) -> list[Asked]:
-    """At most `tries` questions, none twice."""
+def _different(ask: Callable[[], QuestionAnswer], tries: int) -> list[QuestionAnswer]:
+    """At most `tries` different questions."""
     asked = {one.question: one for one in (ask() for _ in range(tries))}
     return list(asked.values())
 
 
 def _turns(
-    asked: Sequence[Asked], pictures: tuple[Scene, ...] = (), sounds: tuple[Sound, ...] = ()
+    asked: Sequence[QuestionAnswer],
+    pictures: tuple[Scene, ...] = (),
+    sounds: tuple[Sound, ...] = (),
 ) -> Conversation:
     """The media come with the first question."""
     first, *others = asked

@@ -1,4 +1,4 @@
-"""Pictures of a number of one to four digits, and the fonts they are set in."""
+"""Pictures of a number of one to four digits, and their fonts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PILLOW_FONT = "Pillow's own"
 TRAINING_FONTS = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSansMono.ttf")
 HELDOUT_FONTS = ("DejaVuSansCondensed.ttf", "DejaVuSansMono-Bold.ttf")
 LENGTHS = {1: 2, 2: 3, 3: 4, 4: 2}
-"""Digits of a number → how often it has so many."""
+"""Count of digits → relative frequency."""
 
 POINT_SIZES = (34, 66)
 
@@ -29,7 +29,7 @@ def training_fonts() -> list[str]:
 
 
 def heldout_fonts() -> list[str]:
-    """Fonts no training picture is set in; empty where they are not installed."""
+    """Fonts that no training picture uses; empty where they are not installed."""
     return _installed(HELDOUT_FONTS)
 
 
@@ -48,7 +48,7 @@ def font(path: str, size: int) -> ImageFont.FreeTypeFont:
 
 
 def number_scene(rng: random.Random, fonts: Sequence[str]) -> Scene:
-    """A number in one of `fonts`, which may be empty: then in Pillow's own."""
+    """A picture of a number in one of `fonts`, or in Pillow's own font where `fonts` is empty."""
     text = _number(rng)
     background = choose_background(rng)
     colour = rng.choice(visible_on(background))

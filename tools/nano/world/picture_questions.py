@@ -11,8 +11,8 @@ from tools.nano.world.scenes import PLACES, SHAPES, Scene, Thing
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """`kind` is what accuracy is counted by."""
+class QuestionAnswer:
+    """A question and its true answer. Accuracy is counted by `kind`."""
 
     kind: str
     question: str
@@ -35,8 +35,8 @@ COUNT = (
 )  # fmt: skip
 
 
-def ask_about(rng: random.Random, scene: Scene, *, what: bool = False) -> Asked:
-    """A question that fits `scene`; with `what`, the one about the whole of it."""
+def ask_about(rng: random.Random, scene: Scene, *, what: bool = False) -> QuestionAnswer:
+    """A question that fits `scene`; with `what`, the question what the picture shows."""
     if what:
         return _what(rng, scene)
     asks = NUMBER_ASKS if scene.is_number else SHAPE_ASKS
@@ -44,52 +44,52 @@ def ask_about(rng: random.Random, scene: Scene, *, what: bool = False) -> Asked:
     return chosen(rng, scene) or _what(rng, scene)
 
 
-def _what(rng: random.Random, scene: Scene) -> Asked:
-    return Asked(f"what: {scene.layout}", rng.choice(WHAT), scene.caption())
+def _what(rng: random.Random, scene: Scene) -> QuestionAnswer:
+    return QuestionAnswer(f"what: {scene.layout}", rng.choice(WHAT), scene.caption())
 
 
-def _read(rng: random.Random, scene: Scene) -> Asked:
-    return Asked("read number", rng.choice(READ), scene.number)
+def _read(rng: random.Random, scene: Scene) -> QuestionAnswer:
+    return QuestionAnswer("read number", rng.choice(READ), scene.number)
 
 
-def _number_colour(rng: random.Random, scene: Scene) -> Asked:
-    return Asked("color", f"What {_colour(rng)} is the number?", scene.things[0].colour)
+def _number_colour(rng: random.Random, scene: Scene) -> QuestionAnswer:
+    return QuestionAnswer("color", f"What {_colour(rng)} is the number?", scene.things[0].colour)
 
 
-def _background(rng: random.Random, scene: Scene) -> Asked:
-    return Asked("background", f"What {_colour(rng)} is the background?", scene.background)
+def _background(rng: random.Random, scene: Scene) -> QuestionAnswer:
+    return QuestionAnswer("background", f"What {_colour(rng)} is the background?", scene.background)
 
 
-def _no_shapes(rng: random.Random, scene: Scene) -> Asked:
+def _no_shapes(rng: random.Random, scene: Scene) -> QuestionAnswer:
     if rng.random() < 0.5:
-        return Asked("absent", rng.choice(COUNT[:2]), "0")
-    return Asked("exists", f"Is there a {rng.choice(SHAPES)}?", "no")
+        return QuestionAnswer("absent", rng.choice(COUNT[:2]), "0")
+    return QuestionAnswer("exists", f"Is there a {rng.choice(SHAPES)}?", "no")
 
 
-def _shape_colour(rng: random.Random, scene: Scene) -> Asked | None:
+def _shape_colour(rng: random.Random, scene: Scene) -> QuestionAnswer | None:
     thing = _one_alone(rng, scene, "kind")
     if thing is None:
         return None
-    return Asked("color", f"What {_colour(rng)} is the {thing.kind}?", thing.colour)
+    return QuestionAnswer("color", f"What {_colour(rng)} is the {thing.kind}?", thing.colour)
 
 
-def _shape(rng: random.Random, scene: Scene) -> Asked | None:
+def _shape(rng: random.Random, scene: Scene) -> QuestionAnswer | None:
     thing = _one_alone(rng, scene, "colour")
     if thing is None:
         return None
     question = rng.choice(("What", "Which"))
-    return Asked("shape", f"{question} shape is {thing.colour}?", f"the {thing.kind}")
+    return QuestionAnswer("shape", f"{question} shape is {thing.colour}?", f"the {thing.kind}")
 
 
-def _count(rng: random.Random, scene: Scene) -> Asked:
-    return Asked("count", rng.choice(COUNT), str(len(scene.things)))
+def _count(rng: random.Random, scene: Scene) -> QuestionAnswer:
+    return QuestionAnswer("count", rng.choice(COUNT), str(len(scene.things)))
 
 
-def _exists(rng: random.Random, scene: Scene) -> Asked:
+def _exists(rng: random.Random, scene: Scene) -> QuestionAnswer:
     if rng.random() < 0.5:
         kinds = [thing.kind for thing in scene.things]
         kind = rng.choice(SHAPES) if rng.random() < 0.5 else rng.choice(kinds)
-        return Asked("exists", f"Is there a {kind}?", _yes(kind in kinds))
+        return QuestionAnswer("exists", f"Is there a {kind}?", _yes(kind in kinds))
     thing = rng.choice(scene.things)
     kind, colour = thing.kind, thing.colour
     if rng.random() < 0.6:
@@ -98,10 +98,10 @@ def _exists(rng: random.Random, scene: Scene) -> Asked:
         else:
             colour = rng.choice(FOREGROUNDS)
     there = any(t.kind == kind and t.colour == colour for t in scene.things)
-    return Asked("exists", f"Is there {article(colour)} {colour} {kind}?", _yes(there))
+    return QuestionAnswer("exists", f"Is there {article(colour)} {colour} {kind}?", _yes(there))
 
 
-def _where(rng: random.Random, scene: Scene) -> Asked | None:
+def _where(rng: random.Random, scene: Scene) -> QuestionAnswer | None:
     thing = _one_alone(rng, scene, "kind", "colour")
     if thing is None or scene.layout not in PLACES:
         return None
@@ -109,15 +109,17 @@ def _where(rng: random.Random, scene: Scene) -> Asked | None:
     if scene.alone(thing, by=("kind",)) and rng.random() < 0.5:
         named = thing.kind
     place = PLACES[scene.layout][scene.things.index(thing)]
-    return Asked("where", f"Where is the {named}?", place)
+    return QuestionAnswer("where", f"Where is the {named}?", place)
 
 
-def _absent(rng: random.Random, scene: Scene) -> Asked:
+def _absent(rng: random.Random, scene: Scene) -> QuestionAnswer:
     missing = sorted(set(SHAPES) - {thing.kind for thing in scene.things})
     if missing and rng.random() < 0.6:
         kind = rng.choice(missing)
-        return Asked("absent", f"What {_colour(rng)} is the {kind}?", f"There is no {kind}.")
-    return Asked("absent", rng.choice(READ[:2]), "There is no number.")
+        return QuestionAnswer(
+            "absent", f"What {_colour(rng)} is the {kind}?", f"There is no {kind}."
+        )
+    return QuestionAnswer("absent", rng.choice(READ[:2]), "There is no number.")
 
 
 def _one_alone(rng: random.Random, scene: Scene, *by: str) -> Thing | None:
@@ -133,7 +135,7 @@ def _yes(true: bool) -> str:
     return "yes" if true else "no"
 
 
-Ask = Callable[[random.Random, Scene], Asked | None]
+Ask = Callable[[random.Random, Scene], QuestionAnswer | None]
 SHAPE_ASKS: dict[Ask, float] = {
     _what: 4, _shape_colour: 2, _shape: 2, _count: 1.5, _exists: 2, _where: 2, _background: 1,
     _absent: 0.6,
@@ -141,4 +143,4 @@ SHAPE_ASKS: dict[Ask, float] = {
 NUMBER_ASKS: dict[Ask, float] = {
     _what: 2, _read: 5, _number_colour: 1, _background: 1, _no_shapes: 0.6,
 }  # fmt: skip
-"""Question → how often it is asked. One that does not fit the picture returns None."""
+"""Question → relative frequency. A question that does not fit the picture returns None."""

@@ -1,4 +1,4 @@
-"""What a picture shows, beside its pixels: enough to ask about it and to know the answer."""
+"""What a picture shows: its pixels, and the facts that questions and answers are made of."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Layout = Literal["one", "side", "stack", "row", "scatter", "number", "collage"]
 SHAPES = ("circle", "square", "triangle", "star", "cross")
 DIGITS = "0123456789"
 CELL = 28
-"""Pixels a side of one image token; every picture is whole cells, so nothing resizes it."""
+"""Pixels a side of one image token. Pictures consist of whole cells, so they are not resized."""
 
 PLACES = {
     "side": ("on the left", "on the right"),
@@ -57,7 +57,7 @@ class Scene:
         return "".join(thing.kind for thing in self.things)
 
     def caption(self) -> str:
-        """What the whole picture is, in the words the model is to use."""
+        """The answer to what the picture shows, in the words that the model learns."""
         first, *others = self.things
         match self.layout:
             case "number":
@@ -74,6 +74,6 @@ class Scene:
                 return f"{len(self.things)} shapes"
 
     def alone(self, thing: Thing, *, by: tuple[str, ...]) -> bool:
-        """Whether no other thing is like `thing` in all of `by` ("kind", "colour")."""
+        """Whether `thing` is the only one with its values of `by` ("kind", "colour")."""
         alike = [t for t in self.things if all(getattr(t, f) == getattr(thing, f) for f in by)]
         return len(alike) == 1

@@ -12,12 +12,12 @@ from tools.nano.world.colours import RGB, choose_background, shade, visible_on
 from tools.nano.world.scenes import CELL, SHAPES, Box, Layout, Scene, Thing
 
 LAYOUTS: dict[Layout, float] = {"one": 3, "side": 3.5, "stack": 3, "row": 1.5, "scatter": 1.5}
-"""Layout → how often it is chosen."""
+"""Layout → relative frequency."""
 
 LEAST_SIZE: dict[Layout, tuple[int, int]] = {
     "one": (56, 56), "side": (84, 56), "stack": (56, 84), "row": (140, 56), "scatter": (112, 84),
 }  # fmt: skip
-"""Width and height in pixels below which a layout would be crammed."""
+"""Layout → smallest width and height in pixels."""
 
 LARGEST_SHAPE = 110
 STAR_WAIST = 0.42
@@ -43,7 +43,7 @@ def shape_scene(rng: random.Random, layout: Layout | None = None) -> Scene:
 def picture_size(
     rng: random.Random, least_width: int = 56, least_height: int = 56
 ) -> tuple[int, int]:
-    """Whole cells: at most 36 of them, now and then 64, which is what the model takes."""
+    """A size in whole cells: at most 36 of them, half of the time at most 64, the model's limit."""
     most = 64 if rng.random() < 0.5 else 36
     longest = 9 if rng.random() < 0.2 else 6
     while True:
@@ -109,7 +109,7 @@ def _colours(rng: random.Random, count: int, background: str) -> list[str]:
 
 
 def _boxes(rng: random.Random, layout: Layout, count: int, width: int, height: int) -> list[Box]:
-    """Where the shapes are: drawn again until "left of" or "above" cannot be mistaken."""
+    """Positions of the shapes, drawn again until "left of" and "above" are unambiguous."""
     slots = _slots(rng, layout, count, width, height)
     for _ in range(50):
         boxes = [_box_in(rng, slot) for slot in slots]
@@ -119,7 +119,7 @@ def _boxes(rng: random.Random, layout: Layout, count: int, width: int, height: i
 
 
 def _slots(rng: random.Random, layout: Layout, count: int, width: int, height: int) -> list[Box]:
-    """The part of the picture each shape is in, in reading order."""
+    """The part of the picture for each shape, in reading order."""
     if layout in ("one", "side", "row"):
         return [(i * width / count, 0, (i + 1) * width / count, height) for i in range(count)]
     if layout == "stack":

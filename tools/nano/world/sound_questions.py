@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tools.nano.world.picture_questions import Asked
+from tools.nano.world.picture_questions import QuestionAnswer
 from tools.nano.world.sounds import Sound
 from tools.nano.world.speech import DIGIT_WORDS
 
@@ -21,7 +21,7 @@ BEEPS = ("How many beeps are there?", "How many beeps do you hear?", "Count the 
 HIGH_OR_LOW = ("Is the tone high or low?", "Is the sound high or low?")
 
 
-def ask_about_sound(rng: random.Random, sound: Sound) -> Asked:
+def ask_about_sound(rng: random.Random, sound: Sound) -> QuestionAnswer:
     if sound.kind == "speech":
         return _about_speech(rng, sound)
     asks = {"hear": 3.0, "speaking": 0.7}
@@ -31,30 +31,30 @@ def ask_about_sound(rng: random.Random, sound: Sound) -> Asked:
         asks["pitch"] = 2
     match rng.choices(list(asks), list(asks.values()))[0]:
         case "beeps":
-            return Asked("beeps", rng.choice(BEEPS), str(sound.beeps))
+            return QuestionAnswer("beeps", rng.choice(BEEPS), str(sound.beeps))
         case "pitch" if sound.tone in ("low", "high"):
-            return Asked("pitch", rng.choice(HIGH_OR_LOW), sound.tone)
+            return QuestionAnswer("pitch", rng.choice(HIGH_OR_LOW), sound.tone)
         case "pitch":
-            return Asked("pitch", "Is the tone rising or falling?", sound.tone)
+            return QuestionAnswer("pitch", "Is the tone rising or falling?", sound.tone)
         case "speaking":
-            return Asked("is speech", "Is someone speaking?", "no")
+            return QuestionAnswer("is speech", "Is someone speaking?", "no")
         case _:
             return _hear(rng, sound)
 
 
-def _about_speech(rng: random.Random, sound: Sound) -> Asked:
+def _about_speech(rng: random.Random, sound: Sound) -> QuestionAnswer:
     is_number = all(word in DIGIT_WORDS for word in sound.words)
     match rng.choice(("hear", "say", "say", "number" if is_number else "say", "speaking")):
         case "say":
-            return Asked("transcribe", rng.choice(SAY), " ".join(sound.words))
+            return QuestionAnswer("transcribe", rng.choice(SAY), " ".join(sound.words))
         case "number":
             digits = "".join(str(DIGIT_WORDS.index(word)) for word in sound.words)
-            return Asked("spoken number", rng.choice(NUMBER), digits)
+            return QuestionAnswer("spoken number", rng.choice(NUMBER), digits)
         case "speaking":
-            return Asked("is speech", "Is someone speaking?", "yes")
+            return QuestionAnswer("is speech", "Is someone speaking?", "yes")
         case _:
             return _hear(rng, sound)
 
 
-def _hear(rng: random.Random, sound: Sound) -> Asked:
-    return Asked(f"hear: {sound.kind}", rng.choice(HEAR), sound.caption())
+def _hear(rng: random.Random, sound: Sound) -> QuestionAnswer:
+    return QuestionAnswer(f"hear: {sound.kind}", rng.choice(HEAR), sound.caption())

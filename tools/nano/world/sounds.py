@@ -20,12 +20,12 @@ from tools.nano.world.speech import (
 )
 
 KINDS = {"speech": 6.0, "beeps": 2.0, "tone": 2.0, "noise": 0.4, "silence": 0.4}
-"""Kind → how often it is made."""
+"""Kind → relative frequency."""
 
 TONES = ("low", "high", "rising", "falling")
 NOISE = "noise"
 LABELS = (*WORDS, *TONES, NOISE)
-"""Everything a segment may be."""
+"""All labels that a segment may have."""
 
 LOW_BELOW_HZ = 600
 
@@ -53,7 +53,7 @@ class Sound:
 
 
 def make_sound(rng: random.Random, speaker: Speaker | None) -> Sound:
-    """Any sound; without a speaker, none that speaks."""
+    """A random sound; without a speaker no speech."""
     kinds = {kind: weight for kind, weight in KINDS.items() if speaker or kind != "speech"}
     kind = rng.choices(list(kinds), list(kinds.values()))[0]
     match kind:
@@ -80,7 +80,7 @@ def _speech(rng: random.Random, speaker: Speaker) -> Sound:
 
 
 def _words(rng: random.Random) -> list[str]:
-    """Most often a number, digit by digit."""
+    """A spoken sound, in most cases a number digit by digit."""
     choice = rng.random()
     if choice < 0.55:
         return rng.choices(DIGIT_WORDS, k=rng.choices([1, 2, 3, 4], [2, 3, 4, 1])[0])
@@ -124,7 +124,7 @@ def glide(rng: random.Random, start_hz: float, end_hz: float, seconds: float) ->
 
 
 def join(parts: Sequence[Utterance], gaps: Sequence[int]) -> Utterance:
-    """The parts one after another, each followed by so many samples of silence."""
+    """The parts one after another, each followed by its number of `gaps` samples of silence."""
     waves, segments, at = [], [], 0
     for part, gap in zip(parts, gaps, strict=True):
         segments += [Segment(s.start + at, s.end + at, s.label) for s in part.segments or ()]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from tools.nano.world.picture_questions import READ, WHAT, Asked
+from tools.nano.world.picture_questions import READ, WHAT, QuestionAnswer
 from tools.nano.world.scenes import SHAPES
 from tools.nano.world.sound_questions import BEEPS, HEAR
 
@@ -55,73 +55,73 @@ def heldout_lines() -> Sequence[str]:
     return lines()[len(lines()) * 9 // 10 :]
 
 
-def talk(rng: random.Random, out_of_scope: Sequence[str]) -> list[Asked]:
+def talk(rng: random.Random, out_of_scope: Sequence[str]) -> list[QuestionAnswer]:
     """One exchange, or a few that belong together."""
     asks = {
         _greet: 1.0, _who: 1.0, add: 3.0, _count_to: 2.0, say: 3.0, _no_picture: 2.0,
         _no_sound: 1.5, _name: 1.5,
     }  # fmt: skip
     if rng.random() < 0.2:
-        return [Asked("out of scope", rng.choice(out_of_scope), OUT_OF_SCOPE)]
+        return [QuestionAnswer("out of scope", rng.choice(out_of_scope), OUT_OF_SCOPE)]
     return rng.choices(list(asks), list(asks.values()))[0](rng)
 
 
 def aside(
     rng: random.Random, out_of_scope: Sequence[str], *, has_picture: bool, has_sound: bool
-) -> list[Asked]:
+) -> list[QuestionAnswer]:
     """Something else, in a conversation about media."""
-    asks: list[Callable[[random.Random], list[Asked]]] = [add, say, _greet]
+    asks: list[Callable[[random.Random], list[QuestionAnswer]]] = [add, say, _greet]
     asks += [] if has_sound else [_no_sound]
     asks += [] if has_picture else [_no_picture]
     if rng.random() < 0.25:
-        return [Asked("out of scope", rng.choice(out_of_scope), OUT_OF_SCOPE)]
+        return [QuestionAnswer("out of scope", rng.choice(out_of_scope), OUT_OF_SCOPE)]
     return rng.choice(asks)(rng)
 
 
-def _greet(rng: random.Random) -> list[Asked]:
+def _greet(rng: random.Random) -> list[QuestionAnswer]:
     answer = "Hello! Show me a picture or play me a sound."
-    return [Asked("greet", rng.choice(GREETINGS), answer)]
+    return [QuestionAnswer("greet", rng.choice(GREETINGS), answer)]
 
 
-def _who(rng: random.Random) -> list[Asked]:
+def _who(rng: random.Random) -> list[QuestionAnswer]:
     answer = "I am a tiny model that knows simple pictures and sounds."
-    return [Asked("who", rng.choice(WHO), answer)]
+    return [QuestionAnswer("who", rng.choice(WHO), answer)]
 
 
-def add(rng: random.Random) -> list[Asked]:
+def add(rng: random.Random) -> list[QuestionAnswer]:
     a, b = rng.randint(0, 9), rng.randint(0, 9)
     question = rng.choice((f"What is {a} plus {b}?", f"What is {a} + {b}?", f"{a} + {b} = ?"))
-    return [Asked("add", question, str(a + b))]
+    return [QuestionAnswer("add", question, str(a + b))]
 
 
-def _count_to(rng: random.Random) -> list[Asked]:
+def _count_to(rng: random.Random) -> list[QuestionAnswer]:
     number = rng.randint(3, 30)
     question = rng.choice((f"Count to {number}.", f"Count from 1 to {number}."))
-    return [Asked("count to", question, " ".join(map(str, range(1, number + 1))))]
+    return [QuestionAnswer("count to", question, " ".join(map(str, range(1, number + 1))))]
 
 
-def say(rng: random.Random) -> list[Asked]:
+def say(rng: random.Random) -> list[QuestionAnswer]:
     word = rng.choice(SAYABLE) if rng.random() < 0.7 else str(rng.randint(10, 999))
     question = rng.choice((f"Say {word}.", f"Repeat the word {word}.", f"Say: {word}"))
-    return [Asked("say", question, word)]
+    return [QuestionAnswer("say", question, word)]
 
 
-def _no_picture(rng: random.Random) -> list[Asked]:
+def _no_picture(rng: random.Random) -> list[QuestionAnswer]:
     shape = rng.choice(SHAPES)
     questions = (
         rng.choice(WHAT), READ[0], "How many shapes are there?", f"Where is the {shape}?",
         f"What color is the {shape}?",
     )  # fmt: skip
-    return [Asked("no picture", rng.choice(questions), NO_PICTURE)]
+    return [QuestionAnswer("no picture", rng.choice(questions), NO_PICTURE)]
 
 
-def _no_sound(rng: random.Random) -> list[Asked]:
+def _no_sound(rng: random.Random) -> list[QuestionAnswer]:
     questions = (*HEAR, "What is said?", "Transcribe the audio.", BEEPS[0])
-    return [Asked("no sound", rng.choice(questions), NO_SOUND)]
+    return [QuestionAnswer("no sound", rng.choice(questions), NO_SOUND)]
 
 
-def _name(rng: random.Random) -> list[Asked]:
+def _name(rng: random.Random) -> list[QuestionAnswer]:
     name = rng.choice(NAMES)
     between = rng.choice((add, say))(rng) if rng.random() < 0.5 else []
-    told = Asked("name", f"My name is {name}.", f"Hello {name}.")
-    return [told, *between, Asked("recall", "What is my name?", name)]
+    told = QuestionAnswer("name", f"My name is {name}.", f"Hello {name}.")
+    return [told, *between, QuestionAnswer("recall", "What is my name?", name)]

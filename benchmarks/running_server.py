@@ -1,0 +1,129 @@
+"""A server for benchmarks: the processes that a user runs, on this machine, and their CPU time."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from lookonce.errors import UnavailableError
+
+START_SECONDS = 300.0
+POLL_SECONDS = 0.01
+URL = re.compile(r"http://[0-9.]+:[0-9]+")
+_METRIC = re.compile(r"^(?P<name>\w+)(?P<labels>\{[^}]*\})? (?P<value>\S+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    url: str
+    pid: int
+    """Process id of the supervisor."""
+    log: Path
+    """What its processes have written to stdout and stderr."""
+    commanded: float
+    """When it was started, seconds since the epoch."""
+    ready: float
+    """When it printed its URL, seconds since the epoch."""
+
+    def process(self, module: str) -> int:
+        """The pid of the first child that runs `python -m module`. Raises `UnavailableError`."""
+        for pid in _children(self.pid):
+            if module in _command_line(pid):
+                return pid
+        raise UnavailableError(f"no process runs {module}")
+
+    def processes(self, module: str) -> list[int]:
+        """The pids of all descendants that run `python -m module`."""
+        found, parents = [], [self.pid]
+        while parents:
+            children = _children(parents.pop())
+            parents += children
+            found += [pid for pid in children if module in _command_line(pid)]
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """Metric name (without prefix) → value, summed over labels."""
+        totals: dict[str, float] = {}
+        for line in httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines():
+            found = _METRIC.match(line)
+            if found is not None:
+                name = found["name"].removeprefix("lookonce_")
+                totals[name] = totals.get(name, 0.0) + float(found["value"])
+        return totals
+
+
+@contextmanager
+def running_server(options: Sequence[str] = ()) -> Iterator[RunningServer]:
+    """Run `lookonce serve` with these options on a free port until the block ends.
+
+    Raises `UnavailableError` with the end of its log when it does not become ready.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        command = [sys.executable, "-m", "lookonce.cli.main", "serve", *options, "--port", "0"]
+        commanded = time.time()
+        with log.open("w") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            url = _served_url(process, log)
+            yield RunningServer(url, process.pid, log, commanded, time.time())
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _served_url(process: subprocess.Popen[bytes], log: Path) -> str:
+    """The URL that the server prints once `/ready` says yes. Raises `UnavailableError`."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        found = URL.search(log.read_text())
+        if found is not None:
+            return found.group()
+        time.sleep(POLL_SECONDS)
+    raise UnavailableError(f"the server did not become ready:\n{log.read_text()[-2000:]}")
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds of all threads that a process has now, as the kernel's scheduler counts them."""
+    total = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        total += int((task / "schedstat").read_text().split()[0])
+    return total / 1e9
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if parent == pid:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def set_environment() -> None:
+    """Give numeric libraries one thread in this process and those it starts."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")

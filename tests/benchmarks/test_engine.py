@@ -1,0 +1,48 @@
+"""`lookonce bench engine`: two processes, whose CPU time is told apart from the model's."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from benchmarks.engine import open_engine
+from benchmarks.engine_process import MODEL_SECONDS, PROCESS_SECONDS, Stopwatch
+from lookonce.errors import ModelLoadError
+
+
+def test_a_turn_tells_model_engine_and_client_apart(folder):
+    async def scenario():
+        async with open_engine(str(folder("llama")), 2) as ours:
+            return await ours.decode(2, prompt_tokens=8, steps=4)
+
+    turn = asyncio.run(scenario())
+    assert turn.model > 0
+    assert turn.engine > 0
+    assert turn.client > 0
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path):
+    async def scenario():
+        async with open_engine(str(tmp_path), 1):
+            pass
+
+    with pytest.raises(ModelLoadError):
+        asyncio.run(scenario())
+
+
+def test_the_stopwatch_counts_what_runs_inside_the_call_and_only_there():
+    def work() -> str:
+        end = time.thread_time() + 0.01
+        while time.thread_time() < end:
+            pass
+        return "done"
+
+    watch = Stopwatch()
+    timed = watch.around(work)
+    work()
+    assert watch.cpu == 0.0
+    assert timed() == "done"
+    figures = watch.figures()
+    assert 0.01 <= figures[MODEL_SECONDS] <= figures[PROCESS_SECONDS]

@@ -1,0 +1,119 @@
+"""A real server: `lookonce serve` as a user starts it, on a free port."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import httpx
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+
+START_SECONDS = 120.0
+URL = re.compile(r"http://[0-9.]+:[0-9]+")
+
+
+class LiveServer:
+    """Runs `lookonce serve` with `options`; a context manager that stops it with SIGTERM."""
+
+    def __init__(self, *options: str, command: str = "serve") -> None:
+        line = [sys.executable, "-m", "lookonce.cli.main", command, "--port", "0", *options]
+        self.process = subprocess.Popen(
+            line,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        self.output: list[str] = []
+        self._url: str | None = None
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        until(lambda: self._url or self.process.poll() is not None, START_SECONDS, self.log)
+        assert self._url, self.log()
+        self.url = self._url
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output.append(line)
+            found = URL.search(line)
+            if found and self._url is None:
+                self._url = found.group()
+
+    def log(self) -> str:
+        return "".join(self.output)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> int:
+        """Stop the server with SIGTERM. Returns its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        status = self.process.wait(60)
+        self._reader.join(5)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        return status
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60
+        )
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30)
+
+    def post(self, path: str, body: object = None) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60)
+
+    def post_bytes(self, path: str, body: bytes) -> httpx.Response:
+        return httpx.post(self.url + path, content=body, timeout=60)
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample, by name and label values: `media_decodes_total:image`."""
+        found = {}
+        for family in text_string_to_metric_families(self.get("/metrics").text):
+            for sample in family.samples:
+                labels = ":".join(["", *sample.labels.values()]) if sample.labels else ""
+                found[sample.name.removeprefix("lookonce_") + labels] = sample.value
+        return found
+
+    def engine_pid(self) -> int | None:
+        """The pid of the engine process, found by its session and command line."""
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit() and self._is_engine(folder):
+                return int(folder.name)
+        return None
+
+    def _is_engine(self, folder: Path) -> bool:
+        try:
+            command = (folder / "cmdline").read_bytes()
+            session = (folder / "stat").read_text().rpartition(")")[2].split()[3]
+        except OSError:
+            return False
+        return b"lookonce.engine.process" in command and int(session) == self.process.pid
+
+
+def until(condition: Callable[[], object], seconds: float, explain: Callable[[], str]) -> None:
+    """Wait at most `seconds` for `condition`. Fails with what `explain` returns."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, explain()
+        time.sleep(0.05)
