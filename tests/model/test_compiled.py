@@ -177,7 +177,7 @@ FAILING_ALLOCATION = """
 import resource, torch
 from lookonce.model.attention.cpu import KernelBackend
 from lookonce.model.attention.reference import ReferenceBackend
-from tests.model.attention_world import Problem, build
+from tests.support.model.attention_world import Problem, build
 
 # What a thread needs for its queries and scores is 40 MB, and the answer 12 MB.
 scene = build(Problem([(96, 0)], group=1, head_dim=1 << 15, block_size=96, dtype=torch.bfloat16))

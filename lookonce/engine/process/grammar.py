@@ -49,7 +49,7 @@ NOTHING_CONFORMS = "NoExtensionBias"
 
 
 class LLGuidanceState:
-    """The state of one sequence in its grammar; implements `types.ports.GrammarState`."""
+    """The state of one sequence in its grammar; implements `types.sampling.GrammarState`."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -69,7 +69,7 @@ class LLGuidanceState:
 
 
 class LLGuidanceGrammar:
-    """A grammar that sequences can follow; implements `types.ports.CompiledGrammar`."""
+    """A grammar that sequences can follow; implements `types.sampling.CompiledGrammar`."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._fresh = matcher

@@ -83,7 +83,7 @@ class RendererDirectory(ItemDirectory, Protocol):
 
 
 class NameBindings(Protocol):
-    """Which content each uuid stands for; implemented by `cache.uuids.UuidBindings`."""
+    """Which content each uuid stands for; implemented by `cache.identity.UuidBindings`."""
 
     def bind(self, scope: bytes, uuid: str, digest: bytes, *, param: str | None = None) -> None: ...
 

@@ -1,7 +1,7 @@
 """A scheduler, a runner that checks every position, and real transfer workers between them.
 
 The fake runner's "K/V" are digests, so a block that was loaded wrongly, late, or into the wrong
-place changes every token after it; `Pages` copies them as `model.kv_copier` copies tensors.
+place changes every token after it; `Pages` copies them as `model.kv_pages` copies tensors.
 """
 
 from __future__ import annotations
