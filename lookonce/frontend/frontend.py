@@ -11,8 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from lookonce.config import Config, MediaConfig
-from lookonce.engine.client.engine_client import EngineClient
-from lookonce.engine.client.engine_health import EngineState
+from lookonce.engine.client.engine_client import EngineClient, EngineState
 from lookonce.engine.client.sender_cache import DISABLED, InjectionOutcome
 from lookonce.errors import NotReadyError
 from lookonce.frontend.metrics import Counts, Metrics

@@ -228,8 +228,3 @@ TEMPLATE_FIELDS = (
     "chat_template_kwargs",
     "mm_processor_kwargs",
 )
-
-
-def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """The renderer's options, which have the names of the request's fields."""
-    return {name: getattr(body, name) for name in TEMPLATE_FIELDS}

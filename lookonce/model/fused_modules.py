@@ -36,8 +36,7 @@ from torch.nn import functional
 
 from lookonce.model.attention.backend import AttentionCall, ForwardContext
 from lookonce.model.kv_pages import LayerPages
-from lookonce.model.native.rows import rms_norm, silu_gate
-from lookonce.model.native.windows import attend_windows, attends_windows
+from lookonce.model.native.layers import attend_windows, attends_windows, rms_norm, silu_gate
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference, relative to the largest result, that another order of additions may make."""

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
+from lookonce.cache.directory import ByteLRU
 from lookonce.cache.identity import UuidBindings
-from lookonce.cache.lru import ByteLRU
 from lookonce.config import MediaConfig
 from lookonce.render.families.base import LargestItem, largest_media
 from lookonce.render.media.loader import MediaLoader

@@ -19,8 +19,8 @@ from lookonce.core.encoder_scheduling import EncoderBudget, StepPass
 from lookonce.core.planning import Admission, Chunker, Fairness, Planner
 from lookonce.core.preemption import Preemption, SessionEviction
 from lookonce.core.request import Sequence, SequenceState, root_hash
+from lookonce.core.scheduler import UpdateFromOutput
 from lookonce.core.scheduler_state import RequestQueues, SchedulerState
-from lookonce.core.update_from_output import UpdateFromOutput
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, feature, model_info, request, text

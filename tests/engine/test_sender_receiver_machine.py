@@ -18,8 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from lookonce.cache.directory import Directory
-from lookonce.cache.lru import ByteLRU, Evicted
+from lookonce.cache.directory import ByteLRU, Directory, Evicted
 from lookonce.engine.client.sender_cache import SenderCache, _Change
 from lookonce.engine.process.receiver_cache import ReceiverCache
 from lookonce.ipc.messages import NO_OPS

@@ -14,19 +14,19 @@ from array import array
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import msgspec
 
 from lookonce.cache.directory import Directory
 from lookonce.config import ChannelConfig
 from lookonce.engine.client.delta_stream import DeltaStream, PendingRequest
-from lookonce.engine.client.engine_health import EngineHealth, EngineState
 from lookonce.engine.client.sender_cache import InjectionOutcome, Keyed, SenderCache, inject
 from lookonce.errors import (
     BadRequestError,
     EngineDeadError,
     LookOnceError,
+    NotReadyError,
     RequestFailedError,
     error_from_wire,
 )
@@ -58,12 +58,8 @@ from lookonce.types.request import GenerateRequest, RenderedItem, RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-
 MESSAGE_OVERHEAD = 4096
 """Bytes that a submission is counted with beside its prompt and its items."""
-
-
 STATS_TIMEOUT = 2.0
 """Seconds to wait for an answer, which a long step delays, before the last one is returned."""
 
@@ -473,3 +469,77 @@ def _drop_resent_items(request: PendingRequest, sent: Container[bytes]) -> None:
     for part in request.rendered.items:
         if part.recover is not None and part.key in sent:
             part.item = None
+
+
+EngineState = Literal["starting", "ready", "stuck", "dead"]
+
+
+class EngineHealth:
+    """The engine's state as one client sees it.
+
+    starting ── welcome ──▶ ready ◀── a step takes too long ──▶ stuck
+        ▲                     └───────── connection lost ─────────┴──▶ dead
+        └────────────────────────── connected again ─────────────────────┘
+    """
+
+    def __init__(self, stall_timeout: float, clock: Clock) -> None:
+        self.connected = False
+        self._stall_timeout = stall_timeout
+        self._clock = clock
+        self._was_connected = False
+        self._ready = asyncio.Event()
+        self._model: ModelInfo | None = None
+        self._last_beat = 0.0
+        self._stalled = 0.0
+
+    @property
+    def state(self) -> EngineState:
+        """ "dead" only after a connection was lost; "stuck" while a step takes too long."""
+        if not self.connected:
+            return "dead" if self._was_connected else "starting"
+        if not self._ready.is_set():
+            return "starting"
+        silent = self._clock() - self._last_beat
+        return "stuck" if self._stalled + silent > self._stall_timeout else "ready"
+
+    @property
+    def model(self) -> ModelInfo:
+        """The served model, also after the engine has died; `NotReadyError` before it was ready."""
+        if self._model is None:
+            raise NotReadyError("the model is still loading")
+        return self._model
+
+    async def wait_ready(self) -> None:
+        await self._ready.wait()
+
+    def require_ready(self) -> None:
+        """Raises `NotReadyError` or `EngineDeadError` unless the engine takes requests now."""
+        match self.state:
+            case "starting":
+                raise NotReadyError("the model is still loading")
+            case "dead":
+                raise EngineDeadError("the engine is not running; it is being restarted")
+            case "stuck":
+                raise EngineDeadError("the engine does not answer")
+
+    def connect(self) -> None:
+        self.connected = self._was_connected = True
+        self._last_beat = self._clock()
+
+    def welcome(self, model: ModelInfo, *, ready: bool) -> None:
+        self._model = model
+        self._last_beat = self._clock()
+        if ready:
+            self._ready.set()
+
+    def beat(self, message: Heartbeat, epoch: int) -> None:
+        """`epoch`: that of the engine that has sent its welcome."""
+        self._last_beat = self._clock()
+        self._stalled = message.stalled_seconds
+        if message.ready and message.epoch == epoch:
+            self._ready.set()
+
+    def disconnect(self) -> None:
+        self.connected = False
+        self._ready.clear()
+        self._stalled = 0.0

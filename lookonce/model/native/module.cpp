@@ -387,9 +387,9 @@ PyMethodDef methods[] = {
     {"run", as_method(guarded<run>), METH_FASTCALL,
      "One step from embedding to logits; see decoder.py."},
     {"argmax", as_method(guarded<argmax>), METH_FASTCALL, "Of each row; see logits_processors.py."},
-    {"norm_rows", as_method(guarded<norm_rows>), METH_FASTCALL, "See rows.py."},
-    {"gate_rows", as_method(guarded<gate_rows>), METH_FASTCALL, "See rows.py."},
-    {"attend_windows", as_method(guarded<attend_windows>), METH_FASTCALL, "See windows.py."},
+    {"norm_rows", as_method(guarded<norm_rows>), METH_FASTCALL, "See layers.py."},
+    {"gate_rows", as_method(guarded<gate_rows>), METH_FASTCALL, "See layers.py."},
+    {"attend_windows", as_method(guarded<attend_windows>), METH_FASTCALL, "See layers.py."},
     {nullptr, nullptr, 0, nullptr},
 };
 

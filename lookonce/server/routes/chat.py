@@ -13,7 +13,7 @@ from starlette.responses import Response
 from lookonce.errors import BadRequestError
 from lookonce.frontend.generation import Piece, Sample
 from lookonce.frontend.logprobs import chat_logprobs
-from lookonce.frontend.requests import ChatRequest, TokenizeRequest, template_options
+from lookonce.frontend.requests import TEMPLATE_FIELDS, ChatRequest, TokenizeRequest
 from lookonce.frontend.responses import (
     ChatChoice,
     ChatChunk,
@@ -204,3 +204,8 @@ def _delta(deltas: Sequence[AnswerDelta]) -> ChatDelta:
         reasoning_content=reasoning_of(deltas) or UNSET,
         tool_calls=call_deltas_of(deltas) or UNSET,
     )
+
+
+def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """The renderer's options, which have the names of the request's fields."""
+    return {name: getattr(body, name) for name in TEMPLATE_FIELDS}

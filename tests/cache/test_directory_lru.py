@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookonce.cache.lru import ByteLRU
+from lookonce.cache.directory import ByteLRU
 
 CAPACITY = 100
 KEYS = st.sampled_from([b"a", b"b", b"c", b"d", b"e", b"f"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from lookonce.model.native.windows import attend_windows, attends_windows
+from lookonce.model.native.layers import attend_windows, attends_windows
 
 pytestmark = [
     pytest.mark.skipif(

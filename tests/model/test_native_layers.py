@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lookonce.model.native import compiled
-from lookonce.model.native.rows import rms_norm, silu_gate
+from lookonce.model.native.layers import rms_norm, silu_gate
 
 pytestmark = pytest.mark.usefixtures("each_build")
 DTYPES = ((torch.float32, 1e-5), (torch.bfloat16, 8e-3))
