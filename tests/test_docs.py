@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from lookonce.render.families.pixtral import PixtralProcessing
 from lookonce.render.families.registry import FAMILIES
 from lookonce.types.model import SUPPORTED
+from tools.structure import documented_walk
 
 ROOT = Path(__file__).parents[1]
 QUOTES = re.findall(
@@ -69,6 +71,17 @@ def test_the_table_lists_the_options_of_each_type(kind: str, options: str) -> No
         assert options.startswith("Pixtral: ")
         expected = options_of(PixtralProcessing.model_types[0])
     assert tuple(re.findall(r"`(\w+)`", options)) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "function"), documented_walk((ROOT / "docs/architecture.md").read_text())
+)
+def test_functions_on_the_documented_way_exist(path: str, function: str) -> None:
+    scope: list[ast.stmt] = ast.parse((ROOT / path).read_text()).body
+    for name in function.split("."):
+        found = [node for node in scope if getattr(node, "name", None) == name]
+        assert len(found) == 1, f"{path} has no {function}"
+        scope = found[0].body  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])

@@ -40,6 +40,7 @@ MEAN_IMPORTS_GOAL = 3.4
 FAN_OUT_GOAL = 15
 DOUBLE_NAMES_GOAL = 3
 PARAMETERS_GOAL = 6
+WALK_HEADING = "## The way of one request"
 WALK_FILES_GOAL = 45
 
 QUIET_SECONDS = 3
@@ -361,6 +362,36 @@ def read_walk(root: Path, folder: Path) -> Walk:
     )
 
 
+def documented_walk(text: str) -> list[tuple[str, str]]:
+    """(file, function) of each function that docs/architecture.md names on the way of one request.
+
+    A file in backticks is followed by its functions in backticks.
+    """
+    section = text.partition(WALK_HEADING)[2].partition("\n## ")[0].partition("\n**")[2]
+    named, path = [], ""
+    for quoted in re.findall(r"`([\w./]+)`", section):
+        if quoted.endswith(".py"):
+            path = f"{PACKAGE}/{quoted}"
+        elif path:
+            named.append((path, quoted))
+    return named
+
+
+def misplaced(named: list[tuple[str, str]], steps: list[Step]) -> list[str]:
+    """What is wrong with the documented way: functions that did not run, or ran earlier."""
+    first = {(step.path, step.function): at for at, step in reversed(list(enumerate(steps)))}
+    faults, last = [], -1
+    for path, function in named:
+        at = first.get((path, function))
+        if at is None:
+            faults.append(f"{path}: {function} did not run")
+        elif at < last:
+            faults.append(f"{path}: {function} ran before the function named before it")
+        else:
+            last = at
+    return faults
+
+
 def _process_name(command: str) -> str:
     """`engine.process` for `-m lookonce.engine.process`."""
     found = re.search(rf"-m {PACKAGE}\.(\S+)", command)
@@ -401,12 +432,24 @@ def show_walk(way: Walk, *, verbose: bool) -> None:
         _list(f"{step.process} → {step.path}:{step.line} {step.function}" for step in way.steps)
 
 
+def check_documentation(root: Path, way: Walk) -> int:
+    """Compare the way with the one that docs/architecture.md describes; the exit status."""
+    page = root / "docs" / "architecture.md"
+    named = documented_walk(page.read_text()) if page.is_file() else []
+    faults = misplaced(named, way.steps)
+    print(
+        f"Functions that docs/architecture.md names on the way: {len(named)}, wrong: {len(faults)}"
+    )
+    _list(iter(faults))
+    return 1 if faults else 0
+
+
 def _list(lines: Iterator[str]) -> None:
     for line in lines:
         print(f"  {line}")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="How the package lookonce is built.")
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parents[1])
     parser.add_argument("--walk", action="store_true", help="follow one picture on a real server")
@@ -418,14 +461,16 @@ def main() -> None:
         parser.error(f"no {PACKAGE} in {root}")
     found = measure(root)
     show(found)
-    figures = asdict(found)
+    figures, status = asdict(found), 0
     if given.walk:
         way = walk(root)
         show_walk(way, verbose=given.verbose)
+        status = check_documentation(root, way)
         figures["walk"] = asdict(way)
     if given.json is not None:
         given.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools import structure
-from tools.structure import Size, measure
+from tools.structure import Size, Step, documented_walk, measure, misplaced
 
 SCRIPT = Path(structure.__file__)
 
@@ -200,3 +200,23 @@ def test_the_hook_records_functions_of_the_package_while_it_is_told_to(checkout,
         ("a", 3, "inner"),
     ]
     assert way.size == Size(1, 10)
+
+
+def test_the_documented_way_is_compared_with_what_ran() -> None:
+    page = (
+        "## The way of one request\n`other.py`: `left_out`\n**Part**\n"
+        "1. `a/b.py`: `One.first`, `second`; `a/c.py`: `third` tells.\n\n"
+        "## Next\n`a/d.py`: `fourth`"
+    )
+    named = documented_walk(page)
+    assert named == [
+        ("lookonce/a/b.py", "One.first"),
+        ("lookonce/a/b.py", "second"),
+        ("lookonce/a/c.py", "third"),
+    ]
+    ran = [Step("p", path, 1, function) for path, function in named]
+    assert misplaced(named, [*ran, ran[0]]) == []
+    assert misplaced(named, [ran[0], ran[2]]) == ["lookonce/a/b.py: second did not run"]
+    assert misplaced(named, [ran[2], *ran[:2]]) == [
+        "lookonce/a/c.py: third ran before the function named before it"
+    ]
