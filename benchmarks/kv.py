@@ -262,8 +262,8 @@ def _first_token(engine: BenchEngine, seed: int, *, forget: bool) -> tuple[float
         engine.forget_device()
     prompt = prompt_with_pictures(str(time.time_ns()), PROMPT_TOKENS, PICTURES, seed=seed)
     seconds, deltas = engine.run([prompt])
-    facts = deltas[0].facts
-    return seconds, 0 if facts is None else facts.external_cached_tokens
+    reuse_stats = deltas[0].reuse_stats
+    return seconds, 0 if reuse_stats is None else reuse_stats.external_cached_tokens
 
 
 # --- Throughput while stores go on ---------------------------------------------------------------

@@ -17,7 +17,7 @@ from enum import Enum
 from lookonce.core.request import Request, Sequence
 from lookonce.core.scheduler_state import SchedulerState
 from lookonce.errors import UnavailableError
-from lookonce.types.kv import ExternalFacts, LoadReport
+from lookonce.types.kv import ExternalCacheStats, LoadReport
 from lookonce.types.ports import ExternalPrefixCache
 
 
@@ -100,7 +100,7 @@ class KVConnectorState:
         self._state.begin_loading(sequence)
         return LoadDecision.LOADING
 
-    def note_admission(self, request: Request, cached: list[int]) -> ExternalFacts:
+    def note_admission(self, request: Request, cached: list[int]) -> ExternalCacheStats:
         """At a request's first admission with `cached` blocks. Returns what the tiers loaded."""
         num_cached = len(cached) * self._pool.block_size
         return self._cache.on_admitted(request.request_id, num_cached, frozenset(cached))

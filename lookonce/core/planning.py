@@ -26,7 +26,7 @@ from lookonce.core.mm_features import MultiModalFeatures
 from lookonce.core.preemption import Preemption, SessionEviction
 from lookonce.core.request import Request, Sequence, SequenceState
 from lookonce.core.scheduler_state import SchedulerState
-from lookonce.types.kv import ExternalFacts
+from lookonce.types.kv import ExternalCacheStats
 from lookonce.types.media import Modality
 from lookonce.types.model import ModelInfo
 from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan
@@ -377,7 +377,11 @@ class Admission:
         return self._kv_connector if asked else None
 
     def _admit(
-        self, sequence: Sequence, blocks: list[int], num_cached: int, external: ExternalFacts | None
+        self,
+        sequence: Sequence,
+        blocks: list[int],
+        num_cached: int,
+        external: ExternalCacheStats | None,
     ) -> None:
         """Counts a request once, at its first admission, so that totals equal its statistics."""
         request, counters = sequence.request, self._state.counters

@@ -36,13 +36,13 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from lookonce.core.mm_features import MultiModalFeatures
-from lookonce.types.kv import ExternalFacts
+from lookonce.types.kv import ExternalCacheStats
 from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.request import (
     MAX_LISTED_ITEMS,
     EncoderOutcome,
     GenerateRequest,
-    PrefillFacts,
+    PrefillStats,
     PromptLogprob,
 )
 from lookonce.types.sampling import CompiledGrammar
@@ -414,7 +414,7 @@ class ReuseStats:
         listed = min(num_features, MAX_LISTED_ITEMS)
         self.prefix_cached_tokens: int | None = None
         """Tokens found on the device at the first admission; None before it."""
-        self._external: ExternalFacts | None = None
+        self._external: ExternalCacheStats | None = None
         self._outcomes: list[EncoderOutcome] = ["skipped"] * listed
         self._encode_ms = [0.0] * listed
 
@@ -422,7 +422,7 @@ class ReuseStats:
     def admitted(self) -> bool:
         return self.prefix_cached_tokens is not None
 
-    def note_admission(self, num_cached: int, external: ExternalFacts | None = None) -> None:
+    def note_admission(self, num_cached: int, external: ExternalCacheStats | None = None) -> None:
         """Count the first admission only: after preemption the request finds its own blocks.
 
         Of the `num_cached` tokens, external tiers loaded `external.loaded`.
@@ -445,8 +445,8 @@ class ReuseStats:
         if index < len(self._encode_ms):
             self._encode_ms[index] += 1000.0 * seconds
 
-    def freeze(self) -> PrefillFacts:
-        return PrefillFacts(
+    def freeze(self) -> PrefillStats:
+        return PrefillStats(
             prefix_cached_tokens=self.prefix_cached_tokens or 0,
             external_cached_tokens=0 if self._external is None else self._external.loaded,
             encoder=tuple(self._outcomes),

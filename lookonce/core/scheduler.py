@@ -388,7 +388,7 @@ class UpdateFromOutput:
         """Add to `delta`, of the first token, what is reported once about a prompt."""
         request = sequence.request
         if sequence.index == 0 and sequence.num_generated == 1:
-            delta.facts = request.reuse_stats.freeze()
+            delta.reuse_stats = request.reuse_stats.freeze()
             delta.prompt_logprobs = request.take_prompt_logprobs()
         if not request.prefilled:
             self._state.release_siblings(sequence)

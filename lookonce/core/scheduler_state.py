@@ -19,7 +19,7 @@ from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.request import HASHED_AHEAD, Request, Sequence, SequenceState
 from lookonce.errors import LookOnceError, error_to_wire
-from lookonce.types.kv import ExternalFacts
+from lookonce.types.kv import ExternalCacheStats
 from lookonce.types.ports import Clock
 from lookonce.types.request import FinishReason, TokenDelta
 from lookonce.types.step import Extension
@@ -58,7 +58,7 @@ class SchedulerState:
         sequence: Sequence,
         blocks: list[int],
         num_cached_blocks: int,
-        external: ExternalFacts | None = None,
+        external: ExternalCacheStats | None = None,
     ) -> None:
         """WAITING → PREFILLING with `blocks`, of which the first `num_cached_blocks` are computed.
 

@@ -19,7 +19,7 @@ from lookonce.frontend.frontend import Frontend
 from lookonce.frontend.responses import StopReason
 from lookonce.render.prompt.detokenizer import Detokenizer
 from lookonce.types.request import (
-    PrefillFacts,
+    PrefillStats,
     PromptLogprob,
     RenderedPrompt,
     TokenDelta,
@@ -60,7 +60,7 @@ class PromptGeneration:
     ) -> None:
         self.rendered = rendered
         self.sampling = sampling
-        self.facts: PrefillFacts | None = None
+        self.reuse_stats: PrefillStats | None = None
         self.prompt_logprobs: list[PromptLogprob | None] | None = None
         """One per token of the prompt, where they were asked for; set with the first delta."""
         self.completion_tokens = 0
@@ -154,8 +154,8 @@ class PromptGeneration:
             metrics.inter_token_latency.observe(now - self._last_delta[delta.index])
         self._last_delta[delta.index] = now
         metrics.generation_tokens.inc(len(delta.token_ids))
-        if delta.facts is not None:
-            self.facts = delta.facts
+        if delta.reuse_stats is not None:
+            self.reuse_stats = delta.reuse_stats
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = _per_token(self.rendered, delta.prompt_logprobs)
 

@@ -14,8 +14,8 @@ from lookonce.frontend.responses import (
     ReuseReceipt,
     Usage,
 )
-from lookonce.types.kv import ExternalFacts, ExternalStatus
-from lookonce.types.request import MAX_LISTED_ITEMS, PrefillFacts
+from lookonce.types.kv import ExternalCacheStats, ExternalStatus
+from lookonce.types.request import MAX_LISTED_ITEMS, PrefillStats
 
 
 def usage(generations: Sequence[PromptGeneration]) -> Usage:
@@ -28,7 +28,7 @@ def usage(generations: Sequence[PromptGeneration]) -> Usage:
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(
-            cached_tokens=sum(_cached(generation.facts) for generation in generations),
+            cached_tokens=sum(_cached(generation.reuse_stats) for generation in generations),
             image_tokens=sum(prompt.modality_tokens("image") for prompt in prompts),
             audio_tokens=sum(prompt.modality_tokens("audio") for prompt in prompts),
         ),
@@ -37,36 +37,38 @@ def usage(generations: Sequence[PromptGeneration]) -> Usage:
 
 def reuse_receipt(generations: Sequence[PromptGeneration]) -> ReuseReceipt:
     """Which results were reused. At most `MAX_LISTED_ITEMS` items are listed; totals cover all."""
-    facts = [generation.facts for generation in generations if generation.facts is not None]
+    reuse_stats = [
+        generation.reuse_stats for generation in generations if generation.reuse_stats is not None
+    ]
     items = [item for generation in generations for item in _items(generation)]
     return ReuseReceipt(
         prompt_tokens=sum(len(generation.rendered.token_ids) for generation in generations),
-        prefix_cached_tokens=sum(fact.prefix_cached_tokens for fact in facts),
-        external_cached_tokens=sum(fact.external_cached_tokens for fact in facts),
+        prefix_cached_tokens=sum(fact.prefix_cached_tokens for fact in reuse_stats),
+        external_cached_tokens=sum(fact.external_cached_tokens for fact in reuse_stats),
         items=items[:MAX_LISTED_ITEMS],
     )
 
 
 def kv_transfer_params(generations: Sequence[PromptGeneration]) -> KVTransferParams:
     """Sums over all prompts of one response."""
-    facts = [_external(generation.facts) for generation in generations]
+    reuse_stats = [_external(generation.reuse_stats) for generation in generations]
     by_tier: Counter[str] = Counter()
-    for fact in facts:
+    for fact in reuse_stats:
         by_tier.update(dict(fact.by_tier))
     return KVTransferParams(
-        num_lmcache_extra_cached_tokens=sum(fact.matched for fact in facts),
-        num_external_cached_tokens=sum(fact.loaded for fact in facts),
+        num_lmcache_extra_cached_tokens=sum(fact.matched for fact in reuse_stats),
+        num_external_cached_tokens=sum(fact.loaded for fact in reuse_stats),
         external_cache=ExternalCache(
-            status=_status([fact.status for fact in facts]), by_tier=dict(by_tier)
+            status=_status([fact.status for fact in reuse_stats]), by_tier=dict(by_tier)
         ),
     )
 
 
-def _external(facts: PrefillFacts | None) -> ExternalFacts:
-    """A prompt without facts was aborted before its first token."""
-    if facts is None:
-        return ExternalFacts(status="aborted")
-    return facts.external or ExternalFacts()
+def _external(reuse_stats: PrefillStats | None) -> ExternalCacheStats:
+    """A prompt without reuse_stats was aborted before its first token."""
+    if reuse_stats is None:
+        return ExternalCacheStats(status="aborted")
+    return reuse_stats.external or ExternalCacheStats()
 
 
 def _status(statuses: Sequence[ExternalStatus]) -> ExternalStatus:
@@ -79,18 +81,20 @@ def _status(statuses: Sequence[ExternalStatus]) -> ExternalStatus:
     return next((status for status in worst if status in statuses), "none")
 
 
-def _cached(facts: PrefillFacts | None) -> int:
-    return 0 if facts is None else facts.prefix_cached_tokens + facts.external_cached_tokens
+def _cached(reuse_stats: PrefillStats | None) -> int:
+    return (
+        0
+        if reuse_stats is None
+        else reuse_stats.prefix_cached_tokens + reuse_stats.external_cached_tokens
+    )
 
 
 def _items(generation: PromptGeneration) -> list[ReceiptItem]:
-    if generation.facts is None:
+    rendered, stats = generation.rendered, generation.reuse_stats
+    if stats is None:
         return []
-    rendered = generation.rendered
-    listed = zip(  # the engine reports on at most MAX_LISTED_ITEMS, so the shortest ends it
-        rendered.items, rendered.features, generation.facts.encoder, generation.facts.encode_ms,
-        strict=False,
-    )  # fmt: skip
+    # The engine reports on at most MAX_LISTED_ITEMS items, so the shortest list ends it.
+    listed = zip(rendered.items, rendered.features, stats.encoder, stats.encode_ms, strict=False)
     return [
         ReceiptItem(
             modality=item.modality,

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from lookonce.types.kv import ExternalFacts, ExternalStatus
+from lookonce.types.kv import ExternalCacheStats, ExternalStatus
 
 
 def usable_tokens(num_held: int, num_prompt_tokens: int, block_size: int) -> int:
@@ -34,10 +34,10 @@ class ExternalAccount:
     __slots__ = (
         "_attempted",
         "_block_size",
-        "_facts",
         "_failed",
         "_held",
         "_matched",
+        "_stats",
         "num_prompt_tokens",
     )
 
@@ -48,12 +48,12 @@ class ExternalAccount:
         self._matched = 0
         self._attempted = False
         self._failed = False
-        self._facts: ExternalFacts | None = None
+        self._stats: ExternalCacheStats | None = None
 
     @property
-    def facts(self) -> ExternalFacts | None:
+    def reuse_stats(self) -> ExternalCacheStats | None:
         """None until the request is admitted or has ended."""
-        return self._facts
+        return self._stats
 
     def answered(self, num_held: int | None) -> None:
         """The lookup found `num_held` leading tokens (E); None: it failed."""
@@ -73,25 +73,25 @@ class ExternalAccount:
     def end_load(self, *, failed: bool) -> None:
         self._failed |= failed
 
-    def freeze(self, tiers: Sequence[str], num_local: int) -> ExternalFacts:
+    def freeze(self, tiers: Sequence[str], num_local: int) -> ExternalCacheStats:
         """Admitted with one loaded block in use from each of `tiers`, and `num_local` tokens
         (L) that were on the device. Only the first call counts."""
-        if self._facts is None:
+        if self._stats is None:
             loaded = len(tiers) * self._block_size
             by_tier = Counter(tiers)
-            self._facts = ExternalFacts(
+            self._stats = ExternalCacheStats(
                 matched=self._matched,
                 loaded=loaded,
                 status=self._status(loaded, num_local),
                 by_tier=tuple((name, n * self._block_size) for name, n in by_tier.items()),
             )
-        return self._facts
+        return self._stats
 
-    def abort(self) -> ExternalFacts:
+    def abort(self) -> ExternalCacheStats:
         """The request ended; before its admission nothing was used."""
-        if self._facts is None:
-            self._facts = ExternalFacts(status="aborted")
-        return self._facts
+        if self._stats is None:
+            self._stats = ExternalCacheStats(status="aborted")
+        return self._stats
 
     def _status(self, loaded: int, num_local: int) -> ExternalStatus:
         if loaded:

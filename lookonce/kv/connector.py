@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lookonce.kv.accounting import ExternalAccount
 from lookonce.kv.chain import TierChain
 from lookonce.kv.transfer import Acknowledged, Answered, Event, Loaded, Measured, Transfers
-from lookonce.types.kv import ExternalFacts, KVLoadPolicy, LoadReport, Lookup, TransferReport
+from lookonce.types.kv import ExternalCacheStats, KVLoadPolicy, LoadReport, Lookup, TransferReport
 from lookonce.types.ports import KVPageCopier
 
 MISS = Lookup("miss")
@@ -102,20 +102,22 @@ class KVConnector:
         self._workers.submit_load(ticket, keys[:end], sources[:end], block_ids, num_local)
         return ticket
 
-    def on_admitted(self, request_id: str, num_cached: int, used: Container[int]) -> ExternalFacts:
+    def on_admitted(
+        self, request_id: str, num_cached: int, used: Container[int]
+    ) -> ExternalCacheStats:
         prompt = self._prompts.get(request_id)
         if prompt is None:
-            return ExternalFacts()
+            return ExternalCacheStats()
         self._release(prompt)
-        if prompt.record.facts is not None:
-            return prompt.record.facts
+        if prompt.record.reuse_stats is not None:
+            return prompt.record.reuse_stats
         names = [self._chain.tiers[tier].name for block, tier in prompt.loaded if block in used]
         local = num_cached - len(names) * self._block_size
-        facts = prompt.record.freeze(names, local)
+        reuse_stats = prompt.record.freeze(names, local)
         self._queries += prompt.record.num_prompt_tokens - local
-        self._matched += facts.matched
-        self._hits += facts.loaded
-        return facts
+        self._matched += reuse_stats.matched
+        self._hits += reuse_stats.loaded
+        return reuse_stats
 
     def on_request_finished(self, request_id: str) -> None:
         prompt = self._prompts.pop(request_id, None)

@@ -249,8 +249,8 @@ class ValkeyTier:
     def write(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> int:
         """Only what the server lacks is sent."""
         held = self.lease(keys)
-        absent = [pair for pair, there in zip(zip(keys, payloads, strict=True), held, strict=True)
-                  if not there]  # fmt: skip
+        pairs = zip(keys, payloads, held, strict=True)
+        absent = [(key, payload) for key, payload, there in pairs if not there]
 
         def put(connection: RespConnection, deadline: float) -> None:
             parts: list[Part] = []

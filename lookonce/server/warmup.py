@@ -27,7 +27,7 @@ from lookonce.render.readonly import ReadOnlyRenderer
 from lookonce.server.http.app import build_app
 from lookonce.server.services import Drain, KeyRing, RunningRequests, Services
 from lookonce.types.model import ModelInfo
-from lookonce.types.request import EncoderOutcome, PrefillFacts, RenderedPrompt, TokenDelta
+from lookonce.types.request import EncoderOutcome, PrefillStats, RenderedPrompt, TokenDelta
 from lookonce.types.sampling import SamplingParams
 
 logger = logging.getLogger("lookonce.server")
@@ -153,6 +153,6 @@ class WarmupEngine(RenderOnlyEngine):
     ) -> AsyncGenerator[TokenDelta, None]:
         skipped: EncoderOutcome = "skipped"
         count = len(rendered.features)
-        facts = PrefillFacts(0, encoder=(skipped,) * count, encode_ms=(0.0,) * count)
+        reuse_stats = PrefillStats(0, encoder=(skipped,) * count, encode_ms=(0.0,) * count)
         tokens = rendered.token_ids[-1:]
-        yield TokenDelta(request_id, 0, tokens, finish_reason="length", facts=facts)
+        yield TokenDelta(request_id, 0, tokens, finish_reason="length", reuse_stats=reuse_stats)

@@ -48,7 +48,7 @@ class KVLayout:
         return struct.pack("<4I16s", *sizes, self.dtype.encode())
 
 
-class ExternalFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class ExternalCacheStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What external tiers did for one prompt, frozen at its first admission; tokens."""
 
     matched: int = 0

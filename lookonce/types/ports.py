@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
-from lookonce.types.kv import ExternalFacts, KVLayout, Lookup, TransferReport
+from lookonce.types.kv import ExternalCacheStats, KVLayout, Lookup, TransferReport
 from lookonce.types.media import Expansion
 from lookonce.types.request import ProcessorOutcome
 from lookonce.types.step import StepPlan, StepResult
@@ -91,7 +91,9 @@ class ExternalPrefixCache(Protocol):
         """Load the prompt's leading blocks, from block `num_local` on, into `block_ids` (which
         begin with the local ones); the ticket that will be acknowledged."""
 
-    def on_admitted(self, request_id: str, num_cached: int, used: Container[int]) -> ExternalFacts:
+    def on_admitted(
+        self, request_id: str, num_cached: int, used: Container[int]
+    ) -> ExternalCacheStats:
         """The request is admitted with `num_cached` cached blocks; `used`: their ids. Frozen."""
 
     def on_request_finished(self, request_id: str) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from lookonce.types.kv import ExternalFacts
+from lookonce.types.kv import ExternalCacheStats
 from lookonce.types.media import Array, Expansion, MediaFeature, Modality, ProcessedItem
 from lookonce.types.sampling import SamplingParams
 
@@ -54,7 +54,7 @@ class PromptLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class PrefillFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class PrefillStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What was reused for a prompt, frozen at its first admission; sent with its first token."""
 
     prefix_cached_tokens: int
@@ -63,7 +63,7 @@ class PrefillFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One per feature, at most `MAX_LISTED_ITEMS`."""
     encode_ms: tuple[float, ...] = ()
     """One per listed feature; 0.0 where nothing was encoded."""
-    external: ExternalFacts | None = None
+    external: ExternalCacheStats | None = None
     """None where no external tier is configured; `external.loaded` is `external_cached_tokens`."""
 
 
@@ -78,7 +78,7 @@ class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     stop_token_id: int | None = None
     """The entry of `stop_token_ids` that ended it, if one did."""
     logprobs: list[TokenLogprob] | None = None
-    facts: PrefillFacts | None = None
+    reuse_stats: PrefillStats | None = None
     """With the first delta of sample 0."""
     prompt_logprobs: list[PromptLogprob] | None = None
     """Of the prompt's tokens from the second on, where asked for; with the first delta of sample 0.

@@ -82,8 +82,8 @@ def test_a_cached_prefix_needs_the_input_all_the_same() -> None:
     one = transcription("b", SOUND, num_tokens=21)
     engine.add(one)
     engine.run()
-    assert engine.facts["b"].prefix_cached_tokens == 20
-    assert engine.facts["b"].encoder == ("miss",)
+    assert engine.reuse_stats["b"].prefix_cached_tokens == 20
+    assert engine.reuse_stats["b"].encoder == ("miss",)
     assert engine.tokens["b", 0] == expected(one)
 
 

@@ -81,9 +81,9 @@ def test_a_prefetched_item_is_a_miss_of_the_one_it_was_encoded_for_and_a_hit_of_
     assert engine.step().encode
     engine.run()
     stats = engine.scheduler.stats()
-    outcomes = [engine.facts[str(i)].encoder for i in range(2)]
+    outcomes = [engine.reuse_stats[str(i)].encoder for i in range(2)]
     assert outcomes == [("miss", "miss"), ("hit", "hit")]
-    assert engine.facts["0"].encode_ms == (4.0, 4.0)
+    assert engine.reuse_stats["0"].encode_ms == (4.0, 4.0)
     assert (stats["encoder_cache_queries_total"], stats["encoder_cache_hits_total"]) == (4, 2)
     assert (stats["encoder_runs_total"], stats["encoder_prefetches_total"]) == (2, 1)
 
@@ -119,7 +119,7 @@ def test_an_item_that_a_cached_prefix_covers_is_not_encoded_ahead() -> None:
     engine.add(request("b", text(30), [LATE], arrival=1.0))
     engine.run()
     assert engine.runner.encoded == [LATE.key]
-    assert engine.facts["b"].encoder == ("skipped",)
+    assert engine.reuse_stats["b"].encoder == ("skipped",)
 
 
 def test_a_prefix_that_becomes_cached_while_one_waits_is_noticed() -> None:
@@ -129,7 +129,7 @@ def test_a_prefix_that_becomes_cached_while_one_waits_is_noticed() -> None:
         engine.add(request(str(i), text(40), [feature("x", 2, 8), feature("y", 20, 8)], arrival=i))
     engine.run()
     assert len(engine.runner.encoded) == 2
-    assert engine.facts["1"].encoder == ("skipped", "skipped")
+    assert engine.reuse_stats["1"].encoder == ("skipped", "skipped")
 
 
 def test_a_prefetched_output_of_an_ended_request_is_evicted_next() -> None:
@@ -152,7 +152,7 @@ def test_a_failed_prefetch_harms_nobody_and_the_chunk_tries_again() -> None:
     engine.runner.failing_items = set()
     engine.run()
     assert engine.tokens["a", 0] == reference(one, 8)
-    assert engine.facts["a"].encoder == ("miss", "miss")
+    assert engine.reuse_stats["a"].encoder == ("miss", "miss")
 
 
 @pytest.mark.parametrize("host_rows", [0, 16])

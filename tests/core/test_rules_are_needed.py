@@ -64,7 +64,7 @@ def two_pictures_at_the_same_place() -> None:
 def two_tenants_with_the_same_prompt() -> None:
     prompts = [request(name, text(30), scope=name.encode() * 32) for name in "ab"]
     engine = serve(Limits(), prompts, one_by_one=True)
-    assert engine.facts["b"].prefix_cached_tokens == 0
+    assert engine.reuse_stats["b"].prefix_cached_tokens == 0
 
 
 def the_same_prompt_twice() -> None:
@@ -146,7 +146,7 @@ def a_prompt_scored_whose_beginning_is_cached() -> None:
     one = request("b", text(40), arrival=1.0, sampling=asking)
     engine = serve(Limits(), [request("a", text(40)), one], one_by_one=True)
     assert engine.scored["b"] == prompt_scores(one)
-    assert engine.facts["b"].prefix_cached_tokens == 0
+    assert engine.reuse_stats["b"].prefix_cached_tokens == 0
     counted = engine.scheduler.stats()
     assert counted["prefix_cache_queries_total"] == 40, "nothing was looked up for the second"
     assert counted["prompt_tokens_total"] == 80

@@ -216,14 +216,14 @@ class TestPrefixCaching:
         assert engine.plans[-1].scheduled[0].start == 20
         engine.run()
         assert engine.tokens["b", 0] == engine.tokens["a", 0]
-        assert engine.facts["b"].prefix_cached_tokens == 20
+        assert engine.reuse_stats["b"].prefix_cached_tokens == 20
 
     def test_at_least_one_token_is_computed_however_much_is_cached(self) -> None:
         engine = Engine()
         for name in "ab":
             engine.add(request(name, text(24)))
             engine.run()
-        assert engine.facts["b"].prefix_cached_tokens == 20
+        assert engine.reuse_stats["b"].prefix_cached_tokens == 20
         assert engine.tokens["b", 0] == engine.tokens["a", 0]
 
     def test_generated_tokens_are_cached_for_the_next_turn(self) -> None:
@@ -232,21 +232,21 @@ class TestPrefixCaching:
         engine.run()
         engine.add(request("b", text(22) + engine.tokens["a", 0] + text(9, seed=3)))
         engine.run()
-        assert engine.facts["b"].prefix_cached_tokens == 28
+        assert engine.reuse_stats["b"].prefix_cached_tokens == 28
 
     def test_scopes_share_nothing(self) -> None:
         engine = Engine()
         for name, scope in (("a", b"1" * 32), ("b", b"2" * 32)):
             engine.add(request(name, text(22), scope=scope))
             engine.run()
-        assert engine.facts["b"].prefix_cached_tokens == 0
+        assert engine.reuse_stats["b"].prefix_cached_tokens == 0
 
     def test_off_means_that_nothing_is_reused(self) -> None:
         engine = Engine(Limits(prefix_caching=False))
         for name in "ab":
             engine.add(request(name, text(22)))
             engine.run()
-        assert engine.facts["b"].prefix_cached_tokens == 0
+        assert engine.reuse_stats["b"].prefix_cached_tokens == 0
         assert engine.scheduler.stats()["prefix_cache_queries_total"] == 0
 
     def test_reset_forgets_prefixes_and_leaves_running_requests_alone(self) -> None:
@@ -259,7 +259,7 @@ class TestPrefixCaching:
         assert engine.tokens["a", 0] == reference(one, 8)
         engine.add(request("b", text(22) + engine.tokens["a", 0]))
         engine.run()
-        assert engine.facts["b"].prefix_cached_tokens == 0
+        assert engine.reuse_stats["b"].prefix_cached_tokens == 0
 
     def test_queries_and_hits_count_prompt_tokens_once_per_request(self) -> None:
         engine = Engine()
@@ -347,7 +347,7 @@ class TestPreemption:
             one = request(name, text(12), arrival=i, sampling=sampling(max_tokens=20))
             engine.add(one)
         engine.run()
-        hits = sum(facts.prefix_cached_tokens for facts in engine.facts.values())
+        hits = sum(reuse_stats.prefix_cached_tokens for reuse_stats in engine.reuse_stats.values())
         assert engine.scheduler.stats()["prefix_cache_hits_total"] == hits
 
 

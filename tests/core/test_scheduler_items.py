@@ -22,7 +22,9 @@ class TestEncoding:
         stats = engine.scheduler.stats()
         assert engine.runner.encoded == [X.key]
         assert (stats["encoder_cache_queries_total"], stats["encoder_cache_hits_total"]) == (4, 3)
-        assert [engine.facts[str(i)].encoder for i in range(4)] == [("miss",)] + [("hit",)] * 3
+        assert [engine.reuse_stats[str(i)].encoder for i in range(4)] == [("miss",)] + [
+            ("hit",)
+        ] * 3
 
     def test_the_same_item_several_times_in_a_prompt_is_encoded_once(self) -> None:
         engine = Engine()
@@ -31,7 +33,7 @@ class TestEncoding:
         engine.add(one)
         engine.run()
         assert engine.runner.encoded == [X.key]
-        assert engine.facts["a"].encoder == ("miss", "hit")
+        assert engine.reuse_stats["a"].encoder == ("miss", "hit")
         assert engine.tokens["a", 0] == reference(one, 8)
 
     def test_an_output_stays_cached_after_its_request_ended(self) -> None:
@@ -46,10 +48,10 @@ class TestEncoding:
         engine = Engine()
         engine.add(request("a", text(30), [X, Y]))
         engine.run()
-        assert engine.facts["a"].encode_ms == (8.0, 8.0)
+        assert engine.reuse_stats["a"].encode_ms == (8.0, 8.0)
         engine.add(request("b", text(30, seed=1), [X, Y]))
         engine.run()
-        assert engine.facts["b"].encode_ms == (0.0, 0.0)
+        assert engine.reuse_stats["b"].encode_ms == (0.0, 0.0)
 
     def test_encoder_rows_stay_within_the_budget_of_a_step(self) -> None:
         engine = Engine(Limits(max_encoder_tokens=8))
@@ -122,7 +124,7 @@ class TestPrefixHits:
         engine.add(request("b", text(30), [X]))
         engine.run()
         assert engine.runner.encoded == [X.key]
-        assert engine.facts["b"].encoder == ("skipped",)
+        assert engine.reuse_stats["b"].encoder == ("skipped",)
         assert engine.tokens["a", 0] == engine.tokens["b", 0]
 
     def test_another_item_at_the_same_place_is_another_prefix(self) -> None:
@@ -132,7 +134,7 @@ class TestPrefixHits:
             engine.add(one)
             engine.run()
             assert engine.tokens[name, 0] == reference(one, 8)
-        assert engine.facts["y"].prefix_cached_tokens == 4
+        assert engine.reuse_stats["y"].prefix_cached_tokens == 4
 
     def test_an_item_partly_covered_is_still_encoded_once(self) -> None:
         engine = Engine()
@@ -144,8 +146,8 @@ class TestPrefixHits:
         one = request("b", text(18) + tail, [at])
         engine.add(one)
         engine.run()
-        assert engine.facts["b"].prefix_cached_tokens == 16
-        assert engine.facts["b"].encoder == ("miss",)
+        assert engine.reuse_stats["b"].prefix_cached_tokens == 16
+        assert engine.reuse_stats["b"].encoder == ("miss",)
         assert engine.runner.encoded == [at.key, at.key]
         assert engine.tokens["b", 0] == reference(one, 8)
 

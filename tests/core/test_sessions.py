@@ -153,7 +153,7 @@ def test_the_first_token_carries_the_reuse_stats_even_when_extended_before_it() 
     live = Live(engine)
     live.give("x")
     engine.run()
-    assert live.name in engine.facts
+    assert live.name in engine.reuse_stats
 
 
 def test_an_item_is_dropped_as_soon_as_its_kv_is_computed() -> None:

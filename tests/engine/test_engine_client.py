@@ -47,7 +47,7 @@ def test_a_prompt_gets_its_tokens_one_delta_a_step(world):
         deltas = await all_of(client.generate(prompt, GREEDY, "r"))
         assert tokens_of(deltas) == expected(prompt, 8)
         assert [d.finish_reason for d in deltas] == [None] * 7 + ["length"]
-        assert deltas[0].facts.prefix_cached_tokens == 0
+        assert deltas[0].reuse_stats.prefix_cached_tokens == 0
         assert client.num_requests == 0
 
     world.run(scenario)
@@ -308,7 +308,7 @@ def test_an_item_that_the_prefix_covers_is_accepted_without_being_sent(world):
         again = rendered(text(40), part("cat", held=True, recoverable=False), offsets=(3,))
         deltas = await all_of(client.generate(again, GREEDY, "b"))
         assert tokens_of(deltas) == expected(again, 8)
-        assert deltas[0].facts.prefix_cached_tokens > 0
+        assert deltas[0].reuse_stats.prefix_cached_tokens > 0
 
     world.run(scenario)
 

@@ -18,7 +18,7 @@ from lookonce.kv.host import HostTier
 from lookonce.kv.objects import ObjectFormat
 from lookonce.kv.tier import KVTier, Reason
 from lookonce.kv.valkey import ValkeyTier
-from lookonce.types.kv import ExternalFacts, TierSpec
+from lookonce.types.kv import ExternalCacheStats, TierSpec
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, feature, request, text
@@ -31,17 +31,19 @@ TOKENS = text(42)
 """10 whole blocks of 4, and 2 more tokens."""
 
 
-def check(world: World, one: GenerateRequest) -> ExternalFacts:
+def check(world: World, one: GenerateRequest) -> ExternalCacheStats:
     """Right tokens whatever happened, and figures that add up; what was told."""
     for index in range(one.sampling.n):
         tokens = world.tokens[one.request_id, index]
         assert tokens == reference(one, one.sampling.max_tokens or 0, index)
-    facts = world.facts[one.request_id]
-    external = facts.external
+    reuse_stats = world.reuse_stats[one.request_id]
+    external = reuse_stats.external
     assert external is not None
     assert 0 <= external.loaded <= external.matched
-    assert facts.external_cached_tokens == external.loaded == sum(n for _, n in external.by_tier)
-    assert facts.prefix_cached_tokens + external.loaded < one.prompt.shape[0]
+    assert (
+        reuse_stats.external_cached_tokens == external.loaded == sum(n for _, n in external.by_tier)
+    )
+    assert reuse_stats.prefix_cached_tokens + external.loaded < one.prompt.shape[0]
     return external
 
 
@@ -88,7 +90,7 @@ def test_nothing_held(tier: FaultyTier) -> None:
     with World(tier) as world:
         one = request("a", TOKENS)
         world.serve(one)
-        assert check(world, one) == ExternalFacts(0, 0, "none")
+        assert check(world, one) == ExternalCacheStats(0, 0, "none")
 
 
 def test_the_whole_prompt_held(tier: FaultyTier) -> None:
@@ -97,7 +99,7 @@ def test_the_whole_prompt_held(tier: FaultyTier) -> None:
     with World(tier) as world:
         one = request("a", text(40))
         world.serve(one)
-        assert check(world, one) == ExternalFacts(36, 36, "loaded", (("near", 36),))
+        assert check(world, one) == ExternalCacheStats(36, 36, "loaded", (("near", 36),))
 
 
 def test_local_at_least_as_long_as_external(tier: FaultyTier) -> None:
@@ -105,8 +107,8 @@ def test_local_at_least_as_long_as_external(tier: FaultyTier) -> None:
         first, again = request("a", TOKENS), request("b", TOKENS)
         world.serve(first)
         world.serve(again)
-        assert check(world, again) == ExternalFacts(0, 0, "shadowed")
-        assert world.facts["b"].prefix_cached_tokens == 40
+        assert check(world, again) == ExternalCacheStats(0, 0, "shadowed")
+        assert world.reuse_stats["b"].prefix_cached_tokens == 40
         eventually(lambda: tier.num_leases == 0)
 
 
@@ -127,8 +129,8 @@ def test_local_ends_within_external(tier: FaultyTier) -> None:
         world.serve(request("local", [*TOKENS[:13], 7, 7]))
         one = request("a", TOKENS)
         world.serve(one)
-        assert world.facts["a"].prefix_cached_tokens == 12
-        assert check(world, one) == ExternalFacts(28, 28, "loaded", (("near", 28),))
+        assert world.reuse_stats["a"].prefix_cached_tokens == 12
+        assert check(world, one) == ExternalCacheStats(28, 28, "loaded", (("near", 28),))
 
 
 @pytest.mark.parametrize("reason", ["missing", "corrupt", "timeout", "connection", "io"])
@@ -139,9 +141,9 @@ def test_a_load_that_fails_at_block_k(tier: FaultyTier, reason: Reason, good: in
     with World(tier) as world:
         one = request("a", TOKENS)
         world.serve(one)
-        facts = check(world, one)
-    assert (facts.matched, facts.loaded) == (40, 4 * good)
-    assert facts.status == ("partial" if good else "failed")
+        reuse_stats = check(world, one)
+    assert (reuse_stats.matched, reuse_stats.loaded) == (40, 4 * good)
+    assert reuse_stats.status == ("partial" if good else "failed")
     assert tier.num_leases == 0
 
 
@@ -162,7 +164,7 @@ def test_a_lookup_that_fails_is_computed(tier: FaultyTier) -> None:
     with World(tier) as world:
         one = request("a", TOKENS)
         world.serve(one)
-        assert check(world, one) == ExternalFacts(0, 0, "failed")
+        assert check(world, one) == ExternalCacheStats(0, 0, "failed")
 
 
 def test_a_lookup_that_hangs_costs_its_deadline_and_no_more(tier: FaultyTier) -> None:
@@ -255,7 +257,7 @@ def test_several_samples_count_once_per_prompt(tier: FaultyTier) -> None:
     with World(tier) as world:
         one = request("a", TOKENS, sampling=three)
         world.serve(one)
-        assert check(world, one) == ExternalFacts(40, 40, "loaded", (("near", 40),))
+        assert check(world, one) == ExternalCacheStats(40, 40, "loaded", (("near", 40),))
         stats = world.connector.stats()
         assert stats["external_prefix_cache_hits_total"] == 40
         assert stats["external_prefix_cache_queries_total"] == 42
@@ -295,7 +297,7 @@ def test_scopes_share_nothing(tier: FaultyTier) -> None:
         world.serve(request("a", TOKENS, scope=b"a" * 32))
         other = request("b", TOKENS, scope=b"b" * 32)
         world.serve(other)
-        assert check(world, other) == ExternalFacts(0, 0, "none")
+        assert check(world, other) == ExternalCacheStats(0, 0, "none")
 
 
 def test_found_far_is_kept_near(tier: FaultyTier) -> None:
@@ -379,7 +381,7 @@ def test_auto_loads_what_is_cheaper_and_computes_the_rest(tier: FaultyTier) -> N
         world.connector._cost.observe_load(0, 10, 1.0)
         one = request("a", TOKENS)
         world.serve(one)
-        assert check(world, one) == ExternalFacts(40, 0, "none")
+        assert check(world, one) == ExternalCacheStats(40, 0, "none")
         eventually(lambda: tier.num_leases == 0)
         world.forget_device()
         world.connector.observe_prefill(4000, 10_000.0)

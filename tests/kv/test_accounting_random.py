@@ -8,7 +8,7 @@ from collections import Counter
 
 from lookonce.core.request import Request, SequenceState
 from lookonce.kv.tier import Reason
-from lookonce.types.kv import ExternalFacts
+from lookonce.types.kv import ExternalCacheStats
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, feature, request, text
@@ -26,14 +26,14 @@ class RecordingWorld(World):
     def __init__(self, *tiers: FaultyTier) -> None:
         limits = Limits(num_blocks=40, max_num_seqs=5, max_num_batched_tokens=24)
         super().__init__(*tiers, limits=limits, lookup_seconds=0.02, load_seconds=0.02)
-        self.frozen: dict[str, ExternalFacts] = {}
+        self.frozen: dict[str, ExternalCacheStats] = {}
         on_admitted = self.connector.on_admitted
 
-        def recorded(request_id: str, num_cached: int, used: frozenset[int]) -> ExternalFacts:
-            facts = on_admitted(request_id, num_cached, used)
+        def recorded(request_id: str, num_cached: int, used: frozenset[int]) -> ExternalCacheStats:
+            reuse_stats = on_admitted(request_id, num_cached, used)
             assert request_id not in self.frozen, "admitted for the first time once"
-            self.frozen[request_id] = facts
-            return facts
+            self.frozen[request_id] = reuse_stats
+            return reuse_stats
 
         self.connector.on_admitted = recorded  # type: ignore[method-assign,assignment]
 
@@ -107,7 +107,7 @@ def test_everything_adds_up() -> None:
         SequenceState.WAITING_FOR_SIBLING,
     }
     assert waiting <= aborted_in.keys(), "aborts came in every state"
-    statuses = Counter(facts.status for facts in world.frozen.values())
+    statuses = Counter(reuse_stats.status for reuse_stats in world.frozen.values())
     assert statuses.keys() == {"loaded", "partial", "failed", "shadowed", "none"}
     assert time.monotonic() - started < 120.0
     assert all(not any(tier.leased.values()) for tier in tiers)
@@ -120,16 +120,16 @@ def check_each(world: RecordingWorld, requests: dict[str, GenerateRequest]) -> N
             assert got == reference(one, len(got), index)
             if world.reason(name, index) == "length":
                 assert len(got) == one.sampling.max_tokens
-        facts = world.facts.get(name)
-        if facts is None:
+        reuse_stats = world.reuse_stats.get(name)
+        if reuse_stats is None:
             continue
-        external = facts.external
+        external = reuse_stats.external
         assert external == world.frozen[name]
         assert external is not None
         assert 0 <= external.loaded <= external.matched < one.prompt.shape[0]
-        assert facts.external_cached_tokens == external.loaded
+        assert reuse_stats.external_cached_tokens == external.loaded
         assert sum(tokens for _, tokens in external.by_tier) == external.loaded
-        assert 0 <= facts.prefix_cached_tokens + external.loaded < one.prompt.shape[0]
+        assert 0 <= reuse_stats.prefix_cached_tokens + external.loaded < one.prompt.shape[0]
 
 
 def check_sums(world: RecordingWorld, requests: dict[str, GenerateRequest]) -> None:
@@ -141,7 +141,11 @@ def check_sums(world: RecordingWorld, requests: dict[str, GenerateRequest]) -> N
     assert stats["external_prefix_cache_matched_total"] == sum(f.matched for f in frozen.values())
     local = stats["prefix_cache_hits_total"]
     assert stats["external_prefix_cache_queries_total"] == prompts - local
-    told = [facts for facts in world.facts.values() if facts.external is not None]
-    assert sum(facts.prefix_cached_tokens for facts in told) <= local
+    told = [
+        reuse_stats
+        for reuse_stats in world.reuse_stats.values()
+        if reuse_stats.external is not None
+    ]
+    assert sum(reuse_stats.prefix_cached_tokens for reuse_stats in told) <= local
     assert stats["kv_transfer_blocks_held"] == 0
     assert stats["kv_transfer_blocks_quarantined"] == 0

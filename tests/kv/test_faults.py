@@ -45,9 +45,9 @@ def work(
         one = request(f"{id(between)}-{number}", text(30, seed=number % 4))
         world.serve(one)
         assert world.tokens[one.request_id, 0] == reference(one, 8)
-        facts = world.facts[one.request_id].external
-        assert facts is not None
-        statuses.append(facts.status)
+        reuse_stats = world.reuse_stats[one.request_id].external
+        assert reuse_stats is not None
+        statuses.append(reuse_stats.status)
     return statuses
 
 

@@ -25,7 +25,7 @@ from lookonce.model.attention.select import select_backend
 from lookonce.model.kv_pages import KVPages, PageCopier, kv_layout
 from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.runner import Runner
-from lookonce.types.kv import ExternalFacts, TierSpec
+from lookonce.types.kv import ExternalCacheStats, TierSpec
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.support.kv_servers import ValkeyServer
@@ -71,14 +71,14 @@ class Served:
     def __exit__(self, *_: object) -> None:
         self.core.close()
 
-    def answer(self, *cases: Case) -> list[tuple[list[int], ExternalFacts | None]]:
+    def answer(self, *cases: Case) -> list[tuple[list[int], ExternalCacheStats | None]]:
         """All at once: greedy tokens, and what external tiers did."""
         first = self._count
         for case in cases:
             self.core.add(_request(str(self._count), case), case.items)
             self._count += 1
         tokens: dict[str, list[int]] = {str(i): [] for i in range(first, self._count)}
-        external: dict[str, ExternalFacts | None] = {}
+        external: dict[str, ExternalCacheStats | None] = {}
         ended = 0
         while ended < len(cases):
             output = self.core.step()
@@ -88,8 +88,8 @@ class Served:
             for delta in output.deltas:
                 assert delta.error is None, delta.error
                 tokens[delta.request_id] += delta.token_ids
-                if delta.facts is not None:
-                    external[delta.request_id] = delta.facts.external
+                if delta.reuse_stats is not None:
+                    external[delta.request_id] = delta.reuse_stats.external
                 ended += delta.finish_reason is not None
         self.settle()
         self.core.check_integrity()
@@ -148,12 +148,16 @@ def check(subject: Subject, served: Served, *, warm: bool) -> None:
     """One after the other, so that nothing is shared but through the tiers."""
     for case, expected in zip(subject.cases, subject.expected, strict=True):
         served.forget_device()
-        ((tokens, facts),) = served.answer(case)
+        ((tokens, reuse_stats),) = served.answer(case)
         assert tokens == expected
-        assert facts is not None
+        assert reuse_stats is not None
         usable = (len(case.token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
         if warm:
-            assert (facts.status, facts.matched, facts.loaded) == ("loaded", usable, usable)
+            assert (reuse_stats.status, reuse_stats.matched, reuse_stats.loaded) == (
+                "loaded",
+                usable,
+                usable,
+            )
 
 
 HOST = TierSpec("host", capacity_bytes=32 << 20)
@@ -191,9 +195,9 @@ def test_one_pixel_apart_share_only_what_comes_before(subject: Subject) -> None:
     with Served(subject.loaded, HOST) as served:
         served.answer(one)
         served.forget_device()
-        ((_, facts),) = served.answer(other)
-        assert facts is not None
-        assert facts.matched == before
+        ((_, reuse_stats),) = served.answer(other)
+        assert reuse_stats is not None
+        assert reuse_stats.matched == before
 
 
 def test_two_folders_share_nothing(folder: FolderMaker, tmp_path: Path) -> None:
@@ -203,8 +207,8 @@ def test_two_folders_share_nothing(folder: FolderMaker, tmp_path: Path) -> None:
         loaded = load_model(ModelConfig(folder=str(folder("llama", seed=seed)), served_name="x"))
         case = Case(np.arange(20, dtype=np.int32) + 5, (), {}, {})
         with Served(loaded, tier) as served:
-            ((_, facts),) = served.answer(case)
-            assert facts == ExternalFacts(0, 0, "none")
+            ((_, reuse_stats),) = served.answer(case)
+            assert reuse_stats == ExternalCacheStats(0, 0, "none")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

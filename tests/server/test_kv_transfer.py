@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lookonce.types.kv import ExternalFacts
-from lookonce.types.request import PrefillFacts
+from lookonce.types.kv import ExternalCacheStats
+from lookonce.types.request import PrefillStats
 from tests.support.server.site import events
 
 ASK = {"num_lmcache_extra_cached_tokens": None}
@@ -16,14 +16,14 @@ ANSWER = {
 }
 
 
-def give_facts(site) -> None:
-    external = ExternalFacts(48, 32, "partial", (("host", 16), ("disk", 16)))
-    site.engine._facts = lambda rendered: PrefillFacts(2, 32, external=external)
+def give_reuse_stats(site) -> None:
+    external = ExternalCacheStats(48, 32, "partial", (("host", 16), ("disk", 16)))
+    site.engine._reuse_stats = lambda rendered: PrefillStats(2, 32, external=external)
 
 
 def test_the_key_with_any_value_brings_the_figures(on_site):
     async def scenario(site):
-        give_facts(site)
+        give_reuse_stats(site)
         for value in (None, 0, -5, "x", [], True):
             asked = {"num_lmcache_extra_cached_tokens": value, "do_remote_prefill": False}
             body = (await site.chat("hello", kv_transfer_params=asked)).json()
@@ -35,7 +35,7 @@ def test_the_key_with_any_value_brings_the_figures(on_site):
 
 def test_without_the_key_nothing_is_added_and_the_answer_is_the_same(on_site):
     async def scenario(site):
-        give_facts(site)
+        give_reuse_stats(site)
         for asked in (None, {}, {"other": 1}):
             body = (await site.chat("hello", kv_transfer_params=asked)).json()
             assert "kv_transfer_params" not in body
@@ -47,7 +47,7 @@ def test_without_the_key_nothing_is_added_and_the_answer_is_the_same(on_site):
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
 def test_a_stream_carries_them_in_its_last_chunk_alone(on_site, options):
     async def scenario(site):
-        give_facts(site)
+        give_reuse_stats(site)
         response = await site.chat("hello", stream=True, kv_transfer_params=ASK, **options)
         *others, last = events(response.text)
         assert last["kv_transfer_params"] == ANSWER
@@ -58,7 +58,7 @@ def test_a_stream_carries_them_in_its_last_chunk_alone(on_site, options):
 
 def test_completions_sum_over_their_prompts(on_site):
     async def scenario(site):
-        give_facts(site)
+        give_reuse_stats(site)
         body = {"prompt": ["one", "two"], "kv_transfer_params": ASK}
         whole = (await site.client.post("/v1/completions", json=body)).json()
         assert whole["kv_transfer_params"] == {
@@ -75,7 +75,7 @@ def test_completions_sum_over_their_prompts(on_site):
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
 def test_generate_answers_them_whole_and_in_the_last_chunk_alone(on_site, options):
     async def scenario(site):
-        give_facts(site)
+        give_reuse_stats(site)
         url, body = "/inference/v1/generate", {"token_ids": [97, 98], "kv_transfer_params": ASK}
         whole = (await site.client.post(url, json=body)).json()
         assert whole["kv_transfer_params"] == ANSWER

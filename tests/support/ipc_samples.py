@@ -31,7 +31,7 @@ from lookonce.ipc.messages import (
 )
 from lookonce.types.media import ITEM_SIZE, Array, Expansion, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
-from lookonce.types.request import GenerateRequest, PrefillFacts, TokenDelta, TokenLogprob
+from lookonce.types.request import GenerateRequest, PrefillStats, TokenDelta, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
 MODEL = ModelInfo("m", "fake", 100, 64, (2,), ("image",), "bfloat16", 16)
@@ -123,7 +123,7 @@ engine_messages: tuple[EngineMessage, ...] = (
     Deltas(
         [
             TokenDelta("r", 0, [1], logprobs=[TokenLogprob(-0.5, ((1, -0.5),))]),
-            TokenDelta("r", 1, [2], "stop", 2, facts=PrefillFacts(16, 0, ("hit",), (1.5,))),
+            TokenDelta("r", 1, [2], "stop", 2, reuse_stats=PrefillStats(16, 0, ("hit",), (1.5,))),
             TokenDelta("q", 0, [], "error", error=("RequestFailedError", "broke", None)),
         ]
     ),

@@ -139,9 +139,9 @@ def make_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
 
 
 def texts_of(materials: Materials, seed: int, conversations: int) -> Iterator[str]:
-    rng, unheard = random.Random(seed), replace(materials, speaker=_Mouth())
+    rng, textless = random.Random(seed), replace(materials, speaker=_Mouth())
     for _ in range(conversations):
-        for turn in conversation(rng, unheard):
+        for turn in conversation(rng, textless):
             yield turn.asked.question
             yield turn.asked.answer
     yield from (line.lower() for line in materials.lines[::4])

@@ -280,7 +280,7 @@ class InputThread:
         except LookOnceError:
             raise
         except Exception as error:
-            logger.exception("request %s could not be judged", request.request_id)
+            logger.exception("request %s could not be validated", request.request_id)
             raise RequestFailedError("the engine does not understand this request") from error
 
     def _grammar_compiled(self, compiled: CompiledRequest) -> None:

@@ -62,8 +62,8 @@ def load_engine(
         num_blocks,
         block_size,
     )
-    rehearsal, _ = assemble(loaded.info, runner, settings, scratch)
-    warm_up(rehearsal, items.take(loaded.info))
+    warm_up_engine, _ = assemble(loaded.info, runner, settings, scratch)
+    warm_up(warm_up_engine, items.take(loaded.info))
     gc.collect()
     gc.freeze()  # the model's objects stay: later collections need not walk them
     gc.enable()  # `__main__` has disabled it

@@ -169,7 +169,7 @@ class GenerateResponseBuilder:
         body = self._envelope([self._choice(i, sample) for i, sample in enumerate(samples)])
         body.usage = self._context.usage()
         body.prompt_logprobs = self._context.prompt_entries(0, self._sampling.prompt_logprobs)
-        return self._with_facts(body)
+        return self._with_reuse(body)
 
     def _choice(self, index: int, sample: Sample) -> GenerateChoice:
         return GenerateChoice(
@@ -191,14 +191,14 @@ class GenerateResponseBuilder:
         if piece.token_ids or piece.finish_reason is not None:
             chunk = self._envelope([choice])
             last = self._context.finished and piece.finish_reason is not None
-            yield self._with_facts(chunk) if last and not self._context.include_usage else chunk
+            yield self._with_reuse(chunk) if last and not self._context.include_usage else chunk
 
     def usage_chunk(self) -> GenerateResponse:
         chunk = self._envelope([])
         chunk.usage = self._context.usage()
-        return self._with_facts(chunk)
+        return self._with_reuse(chunk)
 
-    def _with_facts(self, body: GenerateResponse) -> GenerateResponse:
+    def _with_reuse(self, body: GenerateResponse) -> GenerateResponse:
         body.reuse_receipt = self._context.receipt()
         body.kv_transfer_params = self._context.kv_transfer()
         return body

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from lookonce.core.scheduler_state import SchedulerOutput
-from lookonce.types.request import GenerateRequest, PrefillFacts, PromptLogprob, TokenDelta
+from lookonce.types.request import GenerateRequest, PrefillStats, PromptLogprob, TokenDelta
 from lookonce.types.step import StepPlan
 from tests.support.core.builders import ROW_BYTES, Limits, items_for, make_scheduler
 from tests.support.core.fake_runner import FakeRunner
@@ -25,7 +25,7 @@ class Engine:
         self.runner = FakeRunner(limits)
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.ended: dict[tuple[str, int], TokenDelta] = {}
-        self.facts: dict[str, PrefillFacts] = {}
+        self.reuse_stats: dict[str, PrefillStats] = {}
         self.scored: dict[str, list[PromptLogprob]] = {}
         """Log-probabilities of prompts."""
         self.accepted: list[str] = []
@@ -70,12 +70,12 @@ class Engine:
             if delta.token_ids:
                 assert delta.request_id in self.accepted, "accepted comes before the first token"
             self.tokens[name] += delta.token_ids
-            if delta.facts is not None:
-                assert delta.request_id not in self.facts
-                self.facts[delta.request_id] = delta.facts
+            if delta.reuse_stats is not None:
+                assert delta.request_id not in self.reuse_stats
+                self.reuse_stats[delta.request_id] = delta.reuse_stats
             if delta.prompt_logprobs is not None:
                 assert delta.request_id not in self.scored
-                assert delta.facts is not None, "both come with the prompt's first token"
+                assert delta.reuse_stats is not None, "both come with the prompt's first token"
                 self.scored[delta.request_id] = delta.prompt_logprobs
             if delta.finish_reason is not None:
                 self.ended[name] = delta

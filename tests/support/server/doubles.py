@@ -12,7 +12,7 @@ from lookonce.errors import BadRequestError, LookOnceError, error_to_wire
 from lookonce.types.media import Expansion, feature_at
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import (
-    PrefillFacts,
+    PrefillStats,
     PromptLogprob,
     RenderedItem,
     RenderedPrompt,
@@ -200,7 +200,7 @@ class RecitingEngine:
                 if sampling.logprobs is not None:
                     delta.logprobs = [TokenLogprob(-0.5, ((token, -0.5), (END_TOKEN, -2.0)))]
                 if position == 0 and index == 0:
-                    delta.facts = self._facts(rendered)
+                    delta.reuse_stats = self._reuse_stats(rendered)
                     delta.prompt_logprobs = self._scores(rendered, sampling.prompt_logprobs)
                 if self.failure is not None and position == self.fail_after:
                     delta.error, delta.finish_reason = error_to_wire(self.failure), "error"
@@ -217,9 +217,9 @@ class RecitingEngine:
         return [PromptLogprob(-1.5, 2, likeliest(token)) for token in rendered.token_ids[1:]]
 
     @staticmethod
-    def _facts(rendered: RenderedPrompt) -> PrefillFacts:
+    def _reuse_stats(rendered: RenderedPrompt) -> PrefillStats:
         count = len(rendered.features)
-        return PrefillFacts(2, 1, encoder=("miss",) * count, encode_ms=(1.5,) * count)
+        return PrefillStats(2, 1, encoder=("miss",) * count, encode_ms=(1.5,) * count)
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
         self.running[request_id] -= {index}

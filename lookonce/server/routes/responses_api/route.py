@@ -105,7 +105,7 @@ class ResponsesApiBuilder:
         self._keep = () if tools is None else tools.markers
         self._reader = LogprobsReader(
             reader_of(tools),
-            unheard=context.services.renderer.skipped(sampling, self._keep),
+            textless=context.services.renderer.skipped(sampling, self._keep),
             scored=sampling.logprobs is not None,
         )
         self._writer = ResponseWriter(self._response())
@@ -237,12 +237,12 @@ class LogprobsReader:
     """
 
     def __init__(
-        self, reader: CallReader | PlainTextReader, *, unheard: Collection[int], scored: bool
+        self, reader: CallReader | PlainTextReader, *, textless: Collection[int], scored: bool
     ) -> None:
-        """`unheard`: token ids that add no text; `scored`: there are log-probabilities."""
+        """`textless`: token ids that add no text; `scored`: there are log-probabilities."""
         self._reader = reader
         self._scored = scored
-        self._pending = PendingEntries(TextCursor(unheard))
+        self._pending = PendingEntries(TextCursor(textless))
         self._num_read = self._num_decided = 0
 
     def note(self, token_ids: Sequence[int], entries: Sequence[TokenEntry]) -> None:

@@ -168,7 +168,7 @@ TEMPLATES = {
     "mistral": "tools [TOOL_CALLS]",
     "harmony": "tools " + TEMPLATE,
 }
-UNHEARD = 7
+TEXTLESS = 7
 
 
 def reader(kind):
@@ -180,7 +180,7 @@ def reader(kind):
 
 
 def scored_reader(kind):
-    return LogprobsReader(reader(kind), unheard={UNHEARD}, scored=True)
+    return LogprobsReader(reader(kind), textless={TEXTLESS}, scored=True)
 
 
 def entry(token):
@@ -193,7 +193,7 @@ def read(kind, tokens, pieces):
     for number, (count, text) in enumerate(pieces, 1):
         given = tokens[start : start + count]
         start += count
-        ids = [UNHEARD if token == b"<unheard>" else 0 for token in given]
+        ids = [TEXTLESS if token == b"<textless>" else 0 for token in given]
         scored.note(ids, [entry(token) for token in given])
         told += scored.push(text, last=number == len(pieces))
     said = [(each.text, entries) for each, entries in told if isinstance(each, ContentText)]
@@ -219,7 +219,7 @@ def test_it_never_matters_how_tokens_and_text_come(kind, fragments, data):
     places = st.integers(0, len(raw))
     ends = sorted({*data.draw(st.sets(places, max_size=20)), len(raw)})
     tokens = [raw[a:b] for a, b in zip([0, *ends], ends, strict=False)]
-    tokens += [b"<unheard>"] * data.draw(st.integers(0, 1))
+    tokens += [b"<textless>"] * data.draw(st.integers(0, 1))
     whole = read(kind, tokens, [(len(tokens), text)])
     pieces, count, said = [], 0, 0
     while count < len(tokens):
