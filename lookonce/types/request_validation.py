@@ -30,7 +30,7 @@ def check_fits(num_prompt_tokens: int, sampling: SamplingParams, model: ModelInf
         raise BadRequestError("the prompt is empty", param="prompt")
     if num_prompt_tokens + (sampling.max_tokens or 1) > limit:
         param = "max_tokens" if num_prompt_tokens < limit else "prompt"
-        raise _no_room(num_prompt_tokens, sampling.max_tokens or "at least 1", limit, param)
+        raise _no_room(num_prompt_tokens, sampling.max_tokens, limit, param)
     if sampling.stop_token_ids or sampling.logit_bias:
         _check_named_tokens("stop_token_ids", sampling.stop_token_ids, model.vocab_size)
         _check_named_tokens("logit_bias", sampling.logit_bias or (), model.vocab_size)
@@ -57,7 +57,7 @@ def check_prompt_length(num_tokens: int, max_model_len: int | None, param: str) 
     if num_tokens == 0:
         raise BadRequestError("the prompt is empty", param=param)
     if max_model_len is not None and num_tokens >= max_model_len:
-        raise _no_room(num_tokens, "at least 1", max_model_len, param)
+        raise _no_room(num_tokens, None, max_model_len, param)
 
 
 def check_text_length(
@@ -143,9 +143,10 @@ def _check_named_tokens(name: str, token_ids: Collection[int], vocab_size: int) 
             )
 
 
-def _no_room(num_tokens: int, wanted: int | str, limit: int, param: str) -> BadRequestError:
+def _no_room(num_tokens: int, wanted: int | None, limit: int, param: str) -> BadRequestError:
+    to_generate = "at least one is" if wanted is None else f"{wanted} are"
     return BadRequestError(
-        f"the prompt has {num_tokens} tokens and {wanted} are to be generated, but the model's "
+        f"the prompt has {num_tokens} tokens and {to_generate} to be generated, but the model's "
         f"context is {limit} tokens",
         param=param,
         code=CONTEXT_EXCEEDED,

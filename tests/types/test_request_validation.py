@@ -27,7 +27,7 @@ CODE = "context_length_exceeded"
     [
         (0, {}, "the prompt is empty", "prompt", "bad_request"),
         (9, {"max_tokens": 2}, "9 tokens and 2 are to be generated", "max_tokens", CODE),
-        (10, {}, "10 tokens and at least 1 are to be generated", "prompt", CODE),
+        (10, {}, "10 tokens and at least one is to be generated", "prompt", CODE),
         (1, {"stop_token_ids": (1000,)}, "0 to 999, got 1000", "stop_token_ids", "bad_request"),
         (1, {"logit_bias": {-1: 1.0}}, "0 to 999, got -1", "logit_bias", "bad_request"),
     ],

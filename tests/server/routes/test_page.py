@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
 
 import pytest
 
-from lookonce.server.routes.page import FOLDER
+from lookonce.server.routes.page import FOLDER, PageFiles
 
 KEYS = {"api_key": ("secret",)}
 NAMED = re.compile(r"(?:href|src)=\"page/([^\"]+)\"|from \"\./([^\"]+)\"")
@@ -61,6 +63,20 @@ def test_a_browser_that_has_a_file_is_told_so(on_site):
         assert other.status_code == 200
 
     on_site(scenario)
+
+
+def test_a_file_that_changed_is_sent_though_its_time_and_size_are_the_same(tmp_path):
+    async def etag(text: str) -> str:
+        file = tmp_path / text / "app.js"
+        file.parent.mkdir()
+        file.write_text(text)
+        os.utime(file, (1, 1))
+        scope = {"type": "http", "method": "GET", "headers": []}
+        return (await PageFiles(directory=file.parent).get_response("app.js", scope)).headers[
+            "etag"
+        ]
+
+    assert asyncio.run(etag("one")) != asyncio.run(etag("two"))
 
 
 @pytest.mark.parametrize("name", ["nothing.js", "page.py", "..%2Fpage.py", "%2e%2e/page.py"])
