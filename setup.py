@@ -23,8 +23,8 @@ X86_64 = {
     "avx512": ["-march=x86-64-v4", "-mtune=icelake-server"],
     "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mtune=sapphirerapids"],
 }
-"""Each runs on every CPU of its level and is tuned for one that servers have: without, AVX2 is up to
-a tenth slower."""
+"""Each runs on every CPU of its level and is tuned for one that servers have: otherwise AVX2 is up
+to a tenth slower there."""
 # GCC 12 warns of its own AVX-512 headers.
 COMMON = ["-fvisibility=hidden", "-Wno-maybe-uninitialized", "-Wno-psabi"]
 AARCH64 = {"aarch64": ["-march=armv8-a"]}
