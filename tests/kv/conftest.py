@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.support.kv_servers import LMCacheServer, ValkeyServer
-
-needs_lmcache = pytest.mark.skipif(
-    find_spec("lmcache") is None,
-    reason="LMCache is not installed; `make test-lmcache` installs it apart and runs this",
-)
 
 
 @pytest.fixture

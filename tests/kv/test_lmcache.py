@@ -15,15 +15,14 @@ from lookonce.kv.lmcache import LMCacheTier
 from lookonce.kv.objects import ObjectFormat
 from lookonce.kv.tier import TierError
 from lookonce.types.kv import TierSpec
-from tests.kv.conftest import needs_lmcache
-from tests.kv.test_real_engines import HOST, Served, Subject, check
 from tests.support.core.builders import Limits, request, text
 from tests.support.core.fake_runner import reference
+from tests.support.kv.real_engines import HOST, Served, Subject, check
 from tests.support.kv.tiers import LAYOUT as SMALL
 from tests.support.kv.tiers import OBJECTS, eventually, key, payload, read
 from tests.support.kv.world import LAYOUT, World
 from tests.support.kv_answers import by_tier, look, status, stored
-from tests.support.kv_servers import LMCacheServer
+from tests.support.kv_servers import LMCacheServer, needs_lmcache
 from tests.support.live_server import LiveServer
 from tests.support.model_folders.make import FolderMaker
 

@@ -21,9 +21,8 @@ from lookonce.kv.objects import HEADER_BYTES, ObjectFormat
 from lookonce.kv.tier import KVTier, TierError
 from lookonce.kv.valkey import ValkeyTier
 from lookonce.types.kv import TierSpec
-from tests.kv.conftest import needs_lmcache
 from tests.support.kv.tiers import LAYOUT, NAMESPACE, OBJECTS, SIZE, key, payload, read
-from tests.support.kv_servers import LMCacheServer, ValkeyServer
+from tests.support.kv_servers import LMCacheServer, ValkeyServer, needs_lmcache
 
 Opener = Callable[[ObjectFormat], KVTier]
 

@@ -7,15 +7,9 @@ import json
 import pytest
 
 from lookonce.types.model import SUPPORTED
+from tests.support.model.cases import KINDS, MAX_LOGIT_ERROR
 from tests.support.model.serving import NUM_TOKENS, Subject, compare, serve
 
-KINDS = (
-    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss"),
-    *("llava", "pixtral", "mistral3", "gemma3", "idefics3", "smolvlm"),
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "nano"),
-    *("qwen2_audio", "voxtral"),
-)
-MAX_LOGIT_ERROR = 1e-4
 BLOCK = 4
 
 

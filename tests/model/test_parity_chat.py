@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model.test_parity import KINDS, MAX_LOGIT_ERROR
-from tests.support.model.cases import picture, sound
+from tests.support.model.cases import KINDS, MAX_LOGIT_ERROR, picture, sound
 from tests.support.model.chats import chat_case
 from tests.support.model.serving import compare, expected_answers, serve
 

@@ -15,8 +15,11 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from lookonce.errors import ConfigError
 from lookonce.kv.lmcache_client import SHARED_MEMORY, library
@@ -181,3 +184,9 @@ class LMCacheServer:
 def _free_ports() -> tuple[int, int]:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("", 0)) as two:
         return one.getsockname()[1], two.getsockname()[1]
+
+
+needs_lmcache = pytest.mark.skipif(
+    find_spec("lmcache") is None,
+    reason="LMCache is not installed; `make test-lmcache` installs it apart and runs this",
+)

@@ -323,3 +323,12 @@ def _tensors(item: ProcessedItem) -> Tensors:
         name: torch.frombuffer(bytearray(a.data), dtype=getattr(torch, a.dtype)).view(a.shape)
         for name, a in item.arrays.items()
     }
+
+
+KINDS = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss"),
+    *("llava", "pixtral", "mistral3", "gemma3", "idefics3", "smolvlm"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "nano"),
+    *("qwen2_audio", "voxtral"),
+)
+MAX_LOGIT_ERROR = 1e-4

@@ -1,0 +1,147 @@
+"""Engines with a real model and real KV tiers, in this process.
+
+Each `Served` is one engine with its own pages; two that share a disk folder or a Valkey are two
+servers, or one before and after a restart.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from lookonce.config import EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
+from lookonce.core.block_pool import BlockPool
+from lookonce.engine.process.build import assemble
+from lookonce.engine.process.kv_tiers import open_external, rope_of
+from lookonce.engine.process_io import EngineSettings
+from lookonce.model.attention.select import select_backend
+from lookonce.model.loader import LoadedModel, load_model
+from lookonce.model.runner import Runner
+from lookonce.types.kv import ExternalCacheStats, TierSpec
+from lookonce.types.request import GenerateRequest
+from lookonce.types.sampling import SamplingParams
+from tests.support.model.cases import Case, CaseMaker, array, picture
+
+BLOCK_SIZE = 4
+
+
+class Served:
+    """One engine in this process; a context manager."""
+
+    def __init__(self, loaded: LoadedModel, *tiers: TierSpec) -> None:
+        kv = KVConfig(block_size=BLOCK_SIZE, tiers=tiers, load_policy="always")
+        self.settings = EngineSettings(
+            model=ModelConfig(folder="", served_name="test"),
+            scheduler=SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8),
+            kv=kv,
+            encoder=EncoderConfig(),
+            address="",
+        )
+        family = loaded.family
+        runner = Runner(
+            loaded,
+            kv_pages=loaded.kv_pages(NUM_BLOCKS, BLOCK_SIZE),
+            backend=select_backend("cpu", family.attention_features(loaded.dtype)),
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+        )
+        self.external = None
+        if tiers:
+            rope = rope_of(family.text_config)
+            self.external = open_external(kv, loaded.info, rope, runner.page_copier())
+        pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        self.core, _ = assemble(loaded.info, runner, self.settings, pool, self.external)
+        self._count = 0
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.core.close()
+
+    def answer(self, *cases: Case) -> list[tuple[list[int], ExternalCacheStats | None]]:
+        """All at once: greedy tokens, and what external tiers did."""
+        first = self._count
+        for case in cases:
+            self.core.add(_request(str(self._count), case), case.items)
+            self._count += 1
+        tokens: dict[str, list[int]] = {str(i): [] for i in range(first, self._count)}
+        external: dict[str, ExternalCacheStats | None] = {}
+        ended = 0
+        while ended < len(cases):
+            output = self.core.step()
+            if output is None:
+                time.sleep(0.001)
+                continue
+            for delta in output.deltas:
+                assert delta.error is None, delta.error
+                tokens[delta.request_id] += delta.token_ids
+                if delta.reuse_stats is not None:
+                    external[delta.request_id] = delta.reuse_stats.external
+                ended += delta.finish_reason is not None
+        self.settle()
+        self.core.check_integrity()
+        return [(tokens[name], external.get(name)) for name in tokens]
+
+    def settle(self) -> None:
+        end = time.monotonic() + 10.0
+        while self.external is not None:
+            self.core.step()
+            stats = self.core.stats()
+            waiting = [v for k, v in stats.items() if "queue_bytes" in k or "blocks_held" in k]
+            if not any(waiting):
+                return
+            assert time.monotonic() < end, "stores do not come to an end"
+            time.sleep(0.001)
+
+    def forget_device(self) -> None:
+        self.core.reset_prefix_cache()
+        self.core.reset_encoder_cache()
+
+
+def _request(name: str, case: Case) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name,
+        scope=bytes(32),
+        prompt=array(case.token_ids),
+        features=case.features,
+        sampling=SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
+        arrival=0.0,
+    )
+
+
+class Subject:
+    """A loaded model, prompts with pictures in their prefixes, and what it says to them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.loaded = load_model(ModelConfig(folder=str(folder), served_name="test"))
+        self.maker = CaseMaker(folder, self.loaded.family.config)
+        one, two = picture(1), picture(2, 90, 140)
+        self.cases = [
+            self.maker.case("See: ", one, " what is it? Tell me about this please"),
+            self.maker.case("A", two, " and B ", one, " which is the one that you like?"),
+            self.maker.case("No picture at all in this one, only words and more words"),
+        ]
+        with Served(self.loaded) as plain:
+            self.expected = [plain.answer(case)[0][0] for case in self.cases]
+
+
+def check(subject: Subject, served: Served, *, warm: bool) -> None:
+    """One after the other, so that nothing is shared but through the tiers."""
+    for case, expected in zip(subject.cases, subject.expected, strict=True):
+        served.forget_device()
+        ((tokens, reuse_stats),) = served.answer(case)
+        assert tokens == expected
+        assert reuse_stats is not None
+        usable = (len(case.token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        if warm:
+            assert (reuse_stats.status, reuse_stats.matched, reuse_stats.loaded) == (
+                "loaded",
+                usable,
+                usable,
+            )
+
+
+HOST = TierSpec("host", capacity_bytes=32 << 20)
+NUM_TOKENS = 6
+NUM_BLOCKS = 256
