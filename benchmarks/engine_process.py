@@ -61,11 +61,11 @@ def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, Req
     pool = BlockPool(NUM_BLOCKS, block_size)
     runner = make_runner(loaded, settings, backend, pool)
     runner.logits = watch.around(runner.logits)  # type: ignore[method-assign]
-    core, judge = assemble(loaded.info, runner, settings, pool)
+    core, preprocessor = assemble(loaded.info, runner, settings, pool)
     core.add_figures = watch.figures
     gc.collect()
     gc.freeze()
-    return core, judge
+    return core, preprocessor
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ from lookonce.render.prompt.encoder import (
     ChatOptions,
     PromptEncoder,
     chat_options,
-    template_sources,
+    load_encoder,
 )
 from lookonce.render.prompt.messages import has_many_values, in_thread_if, read_messages
 from lookonce.render.prompt.placeholders import match_placeholders, place_media
@@ -114,7 +113,7 @@ class Renderer:
         modalities = [source.modality for source in chat.sources]
         positions = match_placeholders(encoded.token_ids, modalities, placeholder_ids)
         check_prompt_length(len(encoded.token_ids), self.max_model_len, "messages")
-        scope = _scope(tenant, cache_salt)
+        scope = scope_digest(tenant, cache_salt)
         if not chat.sources or self._resolver is None:
             return RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text)
         items = await self._resolver.resolve(chat.sources, scope, kwargs)
@@ -136,7 +135,7 @@ class Renderer:
         add_special_tokens: bool = True,
     ) -> RenderedPrompt:
         """Render a plain prompt: token ids, or a text, in which media tokens are ordinary text."""
-        scope = _scope(tenant, cache_salt)
+        scope = scope_digest(tenant, cache_salt)
         if isinstance(prompt, str):
             encoded = await self._encoder.encode_text(
                 prompt, add_special_tokens=add_special_tokens, max_tokens=self.max_model_len
@@ -165,7 +164,7 @@ class Renderer:
         the part at fault. After an error or a cancellation no pin is left.
         """
         check_prompt_length(len(token_ids), self.max_model_len, "token_ids")
-        scope = _scope(tenant, cache_salt)
+        scope = scope_digest(tenant, cache_salt)
         placed = sorted(media, key=lambda each: each.offset)
         items = await self._external_items(placed, scope, mm_processor_kwargs, trusted=trusted)
         try:
@@ -195,7 +194,7 @@ class Renderer:
             raise BadRequestError("the model takes no media")
         digest = storage_digest(name, modality, trusted=trusted)
         item = item_from_arrays(self._family, modality, arrays)
-        return item_key(_scope(tenant, cache_salt), digest), item
+        return item_key(scope_digest(tenant, cache_salt), digest), item
 
     @property
     def tools_template(self) -> str | None:
@@ -322,7 +321,7 @@ async def open_renderer(
     `chat_template` is a file's path. Raises `ModelLoadError` or `ConfigError`.
     """
     family = load_family(Path(model.folder), model.dtype)
-    tokenizer, encoder = await asyncio.to_thread(_load_encoder, model.folder, chat_template, family)
+    tokenizer, encoder = await asyncio.to_thread(load_encoder, model.folder, chat_template, family)
     async with AsyncExitStack() as stack:
         resolver = None
         if family is not None:
@@ -336,21 +335,3 @@ async def open_renderer(
             limits=media.limit_per_prompt,
             max_model_len=max_model_len,
         )
-
-
-def _load_encoder(
-    folder: str, chat_template: str | None, family: ProcessorFamily | None
-) -> tuple[Tokenizer, PromptEncoder]:
-    tokenizer = Tokenizer.load(folder)
-    sources = template_sources(folder, tokenizer, chat_template)
-    return tokenizer, PromptEncoder(tokenizer, sources, family)
-
-
-def _scope(tenant: str, cache_salt: str | None) -> bytes:
-    """`scope_digest` of a request. Without a salt it is cached by tenant: tenants are few."""
-    return _tenant_scope(tenant) if cache_salt is None else scope_digest(tenant, cache_salt)
-
-
-@lru_cache(maxsize=1024)
-def _tenant_scope(tenant: str) -> bytes:
-    return scope_digest(tenant, None)

@@ -63,7 +63,7 @@ async def serve(start: ApiStart) -> None:
     async with open_services(start.config, index=start.index) as services:
         logger.info("the renderer is ready")
         app = build_app(services)
-        server = ApiServer(uvicorn_config(services.config, app))
+        server = ApiServer(uvicorn_config(app))
         drainer = DrainOnSignal(server, services.drain, start.config.server.drain_timeout)
         with socket.socket(fileno=start.listen_fd) as listener, drainer:
             async with warming_up(services, app, settle_memory):
@@ -77,7 +77,7 @@ def settle_memory() -> None:
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
-def uvicorn_config(config: Config, app: object) -> uvicorn.Config:
+def uvicorn_config(app: object) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
         interface="asgi3",

@@ -61,7 +61,7 @@ async def serve_render(
     """
     async with open_render_services(config) as services:
         app = build_app(services, RENDER_ROUTES)
-        server = ApiServer(uvicorn_config(config, app))
+        server = ApiServer(uvicorn_config(app))
         drainer = DrainOnSignal(
             server, services.drain, config.server.drain_timeout, has_parent=False
         )

@@ -178,3 +178,9 @@ def test_an_unknown_benchmark_names_those_there_are(capsys):
     with pytest.raises(ConfigError, match="there is no benchmark 'fast'"):
         run_benchmark("fast", [])
     assert run_benchmark("list", []) == 0
+
+
+def test_byte_and_pixel_limits_are_whole_numbers_however_python_gave_them():
+    media = resolve(Options(max_media_bytes=1e6, max_image_pixels=5e7)).media  # type: ignore[arg-type]
+    assert (media.max_bytes, media.max_image_pixels) == (1_000_000, 50_000_000)
+    assert type(media.max_bytes) is type(media.max_image_pixels) is int

@@ -111,7 +111,7 @@ def decode_inputs(subject: Subject, context_lens: list[int], seed: int = 0) -> D
     return DecodeInputs(ids, None, positions, None, decode_metadata(context_lens))
 
 
-def lean_logits(subject: Subject, inputs: DecodeInputs) -> torch.Tensor:
+def fused_logits(subject: Subject, inputs: DecodeInputs) -> torch.Tensor:
     embeds = inputs.embeds
     if embeds is None:
         embeds = subject.family.embed_tokens(inputs.token_ids)
@@ -124,7 +124,7 @@ def lean_logits(subject: Subject, inputs: DecodeInputs) -> torch.Tensor:
 
 def agree(subject: Subject, inputs: DecodeInputs, tolerance: float = 1e-5) -> None:
     found = subject.native.logits(inputs)
-    expected = lean_logits(subject, inputs)
+    expected = fused_logits(subject, inputs)
     assert found is not None
     assert found.shape == expected.shape
     assert (found - expected).abs().max() <= tolerance * expected.abs().max()
@@ -145,7 +145,7 @@ def test_sizes_that_no_vector_divides(make: Callable[[], ModelFamily]) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, BLOCK), min_size=1, max_size=BLOCKS), st.integers(0, 2**16))
-def test_any_batch_agrees_with_the_lean_decoder(context_lens: list[int], seed: int) -> None:
+def test_any_batch_agrees_with_the_fused_decoder(context_lens: list[int], seed: int) -> None:
     with torch.inference_mode():
         subject = subject_of(tied_qwen3())
         agree(subject, decode_inputs(subject, context_lens, seed))

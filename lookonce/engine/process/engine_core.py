@@ -1,4 +1,4 @@
-"""The engine's step: plan, execute, apply.
+"""The engine's step: plan, execute, update.
 
     add, supply, abort ──▶ scheduler ──plan──▶ runner ──result──▶ scheduler ──▶ SchedulerOutput
 

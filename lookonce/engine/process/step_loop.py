@@ -199,7 +199,7 @@ class StepLoop:
         while True:
             seconds = core.seconds_to_next_eviction if idle else None
             for command in channel.take_commands(wait=idle, seconds=seconds):
-                self._obey(command)
+                self._execute_command(command)
             if self._stopped:
                 self._core.close()
                 return
@@ -217,7 +217,7 @@ class StepLoop:
         if output.accepted or output.needs or output.released:
             self._channel.report(output)
 
-    def _obey(self, command: Command) -> None:
+    def _execute_command(self, command: Command) -> None:
         match command:
             case AddCommand():
                 self._add(command)

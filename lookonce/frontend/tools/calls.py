@@ -146,9 +146,10 @@ def _functions(tools: Sequence[Tool]) -> tuple[Function, ...]:
 def _function(tool: Tool, param: str) -> Function:
     if tool.type != "function":
         raise BadRequestError(
-            f"{param}.type: only functions are served", param=f"{param}.type",
+            f"{param}.type: only functions are served",
+            param=f"{param}.type",
             code="unsupported_parameter",
-        )  # fmt: skip
+        )
     if tool.function is None:
         raise BadRequestError(f"{param}.function is missing", param=f"{param}.function")
     if not 0 < len(tool.function.name) <= LONGEST_NAME:
@@ -160,9 +161,10 @@ def _function(tool: Tool, param: str) -> Function:
 def _named(functions: tuple[Function, ...], choice: NamedChoice) -> tuple[Function, ...]:
     if choice.type != "function" or choice.function is None:
         raise BadRequestError(
-            "tool_choice: only a function can be named", param="tool_choice",
+            "tool_choice: only a function can be named",
+            param="tool_choice",
             code="unsupported_parameter",
-        )  # fmt: skip
+        )
     name = choice.function.name
     found = tuple(function for function in functions if function.name == name)
     if not found:

@@ -383,3 +383,15 @@ def _checked_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
             )
     refuse_reserved(variables, "chat_template_kwargs")
     return dict(variables)
+
+
+def load_encoder(
+    folder: str, chat_template: str | None, family: ProcessorFamily | None
+) -> tuple[Tokenizer, PromptEncoder]:
+    """The tokenizer and the encoder of a folder; `chat_template` is a file's path.
+
+    Raises `ModelLoadError` or `ConfigError`.
+    """
+    tokenizer = Tokenizer.load(folder)
+    sources = template_sources(folder, tokenizer, chat_template)
+    return tokenizer, PromptEncoder(tokenizer, sources, family)
