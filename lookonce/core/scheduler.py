@@ -54,16 +54,17 @@ class Scheduler:
         self._state = state
         self._max_queue = config.max_queue
         self._next_seq_id = 0
-        self._validator = RequestValidator(
+        self.validator = RequestValidator(
             state.block_pool, state.encoder_cache, model, config.max_num_batched_tokens
         )
+        """Reads only limits that never change: the input thread uses it, too."""
         self._kv_connector = (
             None
             if external is None
             else KVConnectorState(external, state, fail_on_loss=fail_on_loss)
         )
         preemption = Preemption(state)
-        self._sessions = Sessions(state, self._validator, preemption)
+        self._sessions = Sessions(state, self.validator, preemption)
         self._planner = Planner(state, model, config, preemption, self._kv_connector)
         self._update = UpdateFromOutput(state, self._kv_connector)
 
@@ -108,7 +109,7 @@ class Scheduler:
         present = dict(items)
         for key in missing:
             present.pop(key, None)
-        self.take_in(self._validator.build_request(request, present), live=live)
+        self.take_in(self.validator.build_request(request, present), live=live)
 
     def take_in(self, built: Request, *, live: bool = False) -> None:
         """Queue a request that a `RequestValidator` with the same limits has built.
@@ -122,7 +123,7 @@ class Scheduler:
             raise QueueFullError(f"{self._max_queue} requests are waiting already")
         if live:
             self._sessions.open(built)
-        token_limit = self._validator.token_limit(built)
+        token_limit = self.validator.token_limit(built)
         for index in range(built.sampling.n):
             built.sequences.append(Sequence(self._next_seq_id, built, index, token_limit))
             self._next_seq_id += 1

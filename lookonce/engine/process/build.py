@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.request_validation import RequestValidator
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerState
 from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
@@ -57,10 +56,7 @@ def assemble(
         fail_on_loss=settings.kv.load_failure_policy == "fail",
     )
     grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
-    validator = RequestValidator(
-        pool, encoder_cache, info, settings.scheduler.max_num_batched_tokens
-    )
-    preprocessor = RequestPreprocessor(info, validator, grammars.compile)
+    preprocessor = RequestPreprocessor(info, scheduler.validator, grammars.compile)
     return EngineCore(scheduler, runner, external), preprocessor
 
 
