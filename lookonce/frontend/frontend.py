@@ -61,7 +61,8 @@ async def open_frontend(config: Config, client: EngineClient) -> AsyncIterator[F
         limits_learned(client, renderer),
     ):
         metrics = Metrics(config.model.served_name, config.server.vllm_metric_names)
-        metrics.sources += [renderer.counts, lambda: _cache_counts(client)]
+        metrics.sources += [renderer.counts, renderer.token_cache.counters]
+        metrics.sources.append(lambda: _cache_counts(client))
         yield Frontend(
             config=config,
             renderer=renderer,

@@ -246,6 +246,9 @@ COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
     "encoder_cache_restores_total": MetricInfo("Encoder outputs brought back from host memory"),
     "encoder_prefetches_total": MetricInfo("Media items encoded before a chunk needed them"),
     "encoder_runs_total": MetricInfo("Media items the encoder was run on"),
+    "token_cache_queries_total": MetricInfo("Prompt tokens whose text the token cache looked up"),
+    "token_cache_hits_total": MetricInfo("Of those, tokens that were not tokenized again"),
+    "token_cache_bytes": MetricInfo("Bytes of the token caches of the API processes"),
     "prefix_cache_queries_total": MetricInfo(
         "Prompt tokens looked up in the prefix cache", vllm="prefix_cache_queries_total"
     ),

@@ -29,6 +29,7 @@ MAX_BINDINGS = 4_096
 ITEM_BYTES = 64 << 20
 """Bytes of processed items kept, for responses that contain tensors."""
 FETCH_BYTES = 32 << 20
+TOKEN_BYTES = 8 << 20
 
 
 class Peekable(Protocol):
@@ -119,6 +120,7 @@ class ReadOnlyRenderer(Renderer):
             limits=main._limits,
             max_model_len=main.max_model_len,
             vocab_size=main.vocab_size,
+            token_cache_bytes=TOKEN_BYTES,
         )
         self._memory = memory
         self._media = media
@@ -154,6 +156,7 @@ class ReadOnlyRenderer(Renderer):
     def forget(self) -> None:
         """Empty the memory and set the counts to zero."""
         self._memory.clear()
+        self.token_cache.clear()
         if self._resolver is not None:
             self._resolver.stats.clear()
 

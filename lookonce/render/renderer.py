@@ -48,6 +48,7 @@ from lookonce.render.prompt.encoder import (
 )
 from lookonce.render.prompt.messages import has_many_values, in_thread_if, read_messages
 from lookonce.render.prompt.placeholders import match_placeholders, place_media
+from lookonce.render.prompt.token_cache import TOKEN_CACHE_BYTES, TokenCache
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
@@ -73,6 +74,7 @@ class Renderer:
         limits: Mapping[str, int] | None = None,
         max_model_len: int | None = None,
         vocab_size: int | None = None,
+        token_cache_bytes: int = TOKEN_CACHE_BYTES,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
@@ -84,6 +86,7 @@ class Renderer:
             None if family is None or resolver is None else ExternalItemResolver(family, resolver)
         )
         self._limits = dict(limits or {})
+        self.token_cache = TokenCache(token_cache_bytes)
 
     # --- prompts ------------------------------------------------------------------------------
 
@@ -107,19 +110,24 @@ class Renderer:
         chat = await in_thread_if(
             large, read_messages, messages, placeholder_ids, self._limits, self.max_model_len
         )
+        scope = scope_digest(tenant, cache_salt)
         encoded = await self._encoder.encode_chat(
-            chat.conversation, chosen, self.max_model_len, large=large
+            chat.conversation,
+            chosen,
+            self.max_model_len,
+            large=large,
+            cache=self.token_cache,
+            scope=scope,
         )
         modalities = [source.modality for source in chat.sources]
-        positions = match_placeholders(encoded.token_ids, modalities, placeholder_ids)
-        check_prompt_length(len(encoded.token_ids), self.max_model_len, "messages")
-        scope = scope_digest(tenant, cache_salt)
+        positions = match_placeholders(encoded.ids, modalities, placeholder_ids)
+        check_prompt_length(len(encoded.ids), self.max_model_len, "messages")
         if not chat.sources or self._resolver is None:
-            return RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text)
+            return RenderedPrompt(encoded.ids, scope=scope, text=encoded.text)
         items = await self._resolver.resolve(chat.sources, scope, kwargs)
         try:
-            rendered = place_media(encoded.token_ids, items, positions)
-            check_prompt_length(len(rendered.token_ids), self.max_model_len, "messages")
+            rendered = place_media(encoded.ids, items, positions)
+            check_prompt_length(rendered.num_tokens, self.max_model_len, "messages")
         except BaseException:
             self._resolver.release(items)
             raise
@@ -138,14 +146,18 @@ class Renderer:
         scope = scope_digest(tenant, cache_salt)
         if isinstance(prompt, str):
             encoded = await self._encoder.encode_text(
-                prompt, add_special_tokens=add_special_tokens, max_tokens=self.max_model_len
+                prompt,
+                add_special_tokens=add_special_tokens,
+                max_tokens=self.max_model_len,
+                cache=self.token_cache,
+                scope=scope,
             )
-            rendered = RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text)
+            rendered = RenderedPrompt(encoded.ids, scope=scope, text=encoded.text)
         else:
             check_prompt_length(len(prompt), self.max_model_len, "prompt")
             self._check_token_ids(prompt)
-            rendered = RenderedPrompt(list(prompt), scope=scope)
-        check_prompt_length(len(rendered.token_ids), self.max_model_len, "prompt")
+            rendered = RenderedPrompt(prompt, scope=scope)
+        check_prompt_length(rendered.num_tokens, self.max_model_len, "prompt")
         return rendered
 
     async def render_tokens(
@@ -174,7 +186,7 @@ class Renderer:
         except BaseException:
             self.release(RenderedPrompt([], items=items))
             raise
-        return RenderedPrompt(list(token_ids), features, items, scope)
+        return RenderedPrompt(token_ids, features, items, scope)
 
     def injected(
         self,

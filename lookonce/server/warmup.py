@@ -154,5 +154,5 @@ class WarmupEngine(RenderOnlyEngine):
         skipped: EncoderOutcome = "skipped"
         count = len(rendered.features)
         reuse_stats = PrefillStats(0, encoder=(skipped,) * count, encode_ms=(0.0,) * count)
-        tokens = rendered.token_ids[-1:]
+        tokens: list[int] = rendered.ids[-1:].tolist()
         yield TokenDelta(request_id, 0, tokens, finish_reason="length", reuse_stats=reuse_stats)

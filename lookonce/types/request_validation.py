@@ -100,6 +100,37 @@ def check_token_ids(
 
     Ids inside `spans`, the half-open ranges of the prompt's media, are not looked at.
     """
+    if not _all_are_tokens(token_ids, vocab_size, placeholders, spans):
+        _refuse_first(token_ids, vocab_size, placeholders, spans, param)
+
+
+def _all_are_tokens(
+    token_ids: Sequence[int],
+    vocab_size: int,
+    placeholders: Collection[int],
+    spans: Sequence[tuple[int, int]],
+) -> bool:
+    """The check of all ids at once: a loop over 100,000 of them takes 10 ms."""
+    if set(map(type, token_ids)) != {int}:
+        return False
+    try:
+        ids = np.array(token_ids, np.int64)
+    except OverflowError:
+        return False
+    refused = (ids < 0) | (ids >= vocab_size) | np.isin(ids, list(placeholders))
+    for begin, end in spans:
+        refused[begin:end] = False
+    return not refused.any()
+
+
+def _refuse_first(
+    token_ids: Sequence[int],
+    vocab_size: int,
+    placeholders: Collection[int],
+    spans: Sequence[tuple[int, int]],
+    param: str,
+) -> None:
+    """Name the first id that is refused, if any is."""
     start = 0
     for begin, end in [*spans, (len(token_ids), len(token_ids))]:
         for number in range(start, begin):

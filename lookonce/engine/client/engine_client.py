@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 import uuid
-from array import array
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from types import TracebackType
@@ -149,7 +148,7 @@ class EngineClient:
         wire = GenerateRequest(
             request_id=request_id,
             scope=rendered.scope,
-            prompt=_int32(rendered.token_ids),
+            prompt=Array("int32", rendered.ids.shape, rendered.ids.data),
             features=rendered.features,
             sampling=sampling,
             arrival=time.monotonic() if arrival is None else arrival,
@@ -340,15 +339,6 @@ class EngineClient:
         """Send if the engine is connected."""
         if self._health.connected:
             self._send(message)
-
-
-def _int32(token_ids: list[int]) -> Array:
-    """Raises `BadRequestError` for ids that no vocabulary has."""
-    try:
-        ids = array("i", token_ids)
-    except OverflowError:
-        raise BadRequestError("a token id is out of range", param="prompt") from None
-    return Array("int32", (len(ids),), memoryview(ids))
 
 
 def _check_encodable(request: GenerateRequest) -> None:

@@ -129,7 +129,7 @@ def _body(
 ) -> RenderedBody:
     limit = services.max_model_len()
     if limit is not None and not names_limit(body):
-        sampling = shorten_max_tokens(sampling, len(rendered.token_ids), limit)
+        sampling = shorten_max_tokens(sampling, rendered.num_tokens, limit)
     return RenderedBody(
         request_id=request_id,
         model=services.require_model(body.model),

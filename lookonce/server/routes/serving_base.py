@@ -174,7 +174,7 @@ class ServingContext:
         """Raises `BadRequestError` for more than `MAX_SCORED`; every sample repeats a prompt's."""
         if sampling.prompt_logprobs is None:
             return
-        each = len(rendered.token_ids) * (sampling.prompt_logprobs + 1)
+        each = rendered.num_tokens * (sampling.prompt_logprobs + 1)
         self.num_scored += each * sampling.n
         if self.num_scored > MAX_SCORED:
             raise BadRequestError(
