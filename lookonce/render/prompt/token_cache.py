@@ -25,7 +25,8 @@ the one normalizer that is allowed here, composes nothing across an ASCII charac
 follows.
 
 The first chunks of two texts that begin alike are equal, since a cut depends on the text before it
-alone. So a message that grows is tokenized from its last common chunk on.
+and on a few hundred characters after it. So a message that grows is tokenized from its last common
+chunk on.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ MIN_TEXT = 1024
 """Characters of the shortest text that is cut: a shorter one is tokenized in 0.3 ms."""
 MIN_CHUNK = 32
 """Characters of the shortest chunk before an added token, so that many short messages share one."""
+LONG_PART = 256
+"""Characters without an added token from which on a part begins a chunk however short the one
+before it is."""
 MAX_CHUNK = 1024
 """Characters from which on a chunk ends before the next space, where that is a cut."""
 ENTRY_BYTES = 320
@@ -227,12 +231,19 @@ class TextSplitter:
             start = end
 
     def _next_cut(self, text: str, start: int) -> int:
-        found = self._token.search(text, start + MIN_CHUNK, start + MAX_CHUNK)
-        if found is None and self.at_spaces:
-            found = SPACE_CUT.search(text, start + MAX_CHUNK)
-        elif found is None:
-            found = self._token.search(text, start + MIN_CHUNK)
-        return len(text) if found is None else found.start()
+        """The end of the chunk that begins at `start`.
+
+        A long part begins a chunk, so that it is found again behind another text; short ones share
+        a chunk with others.
+        """
+        end = start + MAX_CHUNK if self.at_spaces else len(text)
+        at = start + 1
+        while (token := self._token.search(text, at, end)) is not None:
+            at = token.start() + 1
+            if at > start + MIN_CHUNK or self._token.search(text, at, at + LONG_PART) is None:
+                return token.start()
+        space = SPACE_CUT.search(text, end)
+        return len(text) if space is None else space.start()
 
 
 def cut_tokens(added: Iterable[AddedToken]) -> Iterator[str]:
