@@ -32,6 +32,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "attention": ("benchmarks.attention", "our attention kernel beside what torch offers"),
     "engine": ("benchmarks.engine", "a decode step beside the bare model and transformers"),
     "items": ("benchmarks.items", "what 128,000 media items in one request cost per step"),
+    "known": ("benchmarks.known", "the first token of known prompts and pictures, by its parts"),
     "kv": ("benchmarks.kv", "a long prompt's KV: computed, on the device, from each tier"),
     "look": ("benchmarks.look", "what a picture costs when known, when new, uncached"),
     "prefetch": ("benchmarks.prefetch", "first tokens when pictures come late in the prompt"),
