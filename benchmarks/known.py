@@ -198,7 +198,8 @@ class Asker:
 
     def _first_token(self, body: bytes) -> tuple[float, dict[str, Any]]:
         """Seconds to the first token, and the usage."""
-        started, first, usage = time.perf_counter(), 0.0, {}
+        started, first = time.perf_counter(), 0.0
+        usage: dict[str, Any] = {}
         self._http.request("POST", "/v1/chat/completions", body)
         response = self._http.getresponse()
         while line := response.readline():

@@ -114,7 +114,7 @@ def run_api(parts: str) -> None:
             submitted.clear()
         received(self, message)
 
-    SenderCache.submit = submitting  # type: ignore[method-assign]
+    SenderCache.submit = submitting  # type: ignore[method-assign,assignment]
     EngineClient.received = receiving  # type: ignore[method-assign]
     main()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import contextmanager
+from functools import lru_cache
 
 import pytest
 from hypothesis import example, given, settings
@@ -11,8 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+from lookonce.config import NANO_FOLDER
 from lookonce.errors import BadRequestError
+from lookonce.render.families.registry import load_family
 from lookonce.render.prompt import token_cache
+from lookonce.render.prompt.encoder import ChatOptions, PromptEncoder, template_sources
 from lookonce.render.prompt.token_cache import (
     ENTRY_BYTES,
     CachingTokenizer,
@@ -350,3 +355,46 @@ def test_short_texts_and_texts_without_a_cache_are_tokenized_whole():
 def test_a_lone_surrogate_is_the_client_s_mistake_in_long_texts_too():
     with pytest.raises(BadRequestError, match="surrogate"):
         encode(CachingTokenizer(nano_tokenizer()), TokenCache(), "long " * 1000 + "\ud800")
+
+
+# --- whole chats ---------------------------------------------------------------------------------
+
+MARKERS = st.sampled_from(
+    [
+        "<|IMAGE|>",
+        "<|vision_bos|>",
+        "<|im_start|>",
+        "<|im_end|>\n",
+        "<|im_start|>system\n",
+        "\ue000",
+    ]
+)
+WRITTEN = st.lists(MARKERS | PIECES, max_size=12).map("".join)
+CONTENTS = WRITTEN | st.lists(
+    st.just({"type": "image"}) | WRITTEN.map(lambda said: {"type": "text", "text": said}),
+    max_size=4,
+)
+CHATS = st.lists(
+    st.tuples(st.sampled_from(["system", "user", "assistant"]), CONTENTS), min_size=1, max_size=5
+).map(lambda said: [{"role": role, "content": content} for role, content in said])
+
+
+@lru_cache
+def nano_encoder() -> PromptEncoder:
+    family = load_family(NANO_FOLDER, "float32")
+    return PromptEncoder(nano_tokenizer(), template_sources(NANO_FOLDER, nano_tokenizer()), family)
+
+
+@settings(max_examples=80, deadline=None)
+@given(CHATS)
+def test_a_chat_has_the_ids_that_it_has_without_a_cache(conversation):
+    encoder, cache, options = nano_encoder(), TokenCache(), ChatOptions()
+    plain = asyncio.run(encoder.encode_chat(conversation, options))
+    with short_chunks():
+        for _ in range(2):
+            cached = asyncio.run(
+                encoder.encode_chat(conversation, options, cache=cache, scope=SCOPE)
+            )
+            assert cached.token_ids == plain.token_ids
+            assert cached.text == plain.text
+    assert cache.hits >= len(plain.token_ids)
