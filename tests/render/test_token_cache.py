@@ -266,8 +266,17 @@ def test_a_cut_before_a_token_that_strips_would_change_the_ids():
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "nano"])
-def test_every_shipped_kind_of_tokenizer_can_be_cut(kind, folder):
-    assert CachingTokenizer(Tokenizer.load(folder(kind))).cuts_texts
+def test_every_shipped_kind_of_tokenizer_is_cut_and_keeps_its_ids(kind, folder):
+    tokenizer, cache = Tokenizer.load(folder(kind)), TokenCache()
+    caching = CachingTokenizer(tokenizer)
+    assert caching.cuts_texts
+    specials = " ".join(tokenizer.added_tokens.values())
+    text = f"{specials}\n" + "Grüße, 你好 🙂  12,345 words.\n\n" * 60 + specials + CORPUS * 30
+    for special in (False, True, False, True):
+        ids = caching.encode(text, cache, SCOPE, add_special_tokens=special)
+        assert ids.tolist() == tokenizer.encode(text, add_special_tokens=special)
+    assert cache.hits
+    assert len(cache) > 3
 
 
 def test_a_token_that_another_one_reaches_into_begins_no_chunk():
