@@ -83,6 +83,16 @@ def chat(
     run_chat(question, options_from(model, given))
 
 
+@app.command()
+def models(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False,
+) -> None:
+    """List the types of model that are served, and how."""
+    from lookonce.cli.models import print_models
+
+    print_models(as_json=as_json)
+
+
 @app.command(
     add_help_option=False,  # the benchmark shows its own
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},

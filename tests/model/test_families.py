@@ -124,7 +124,7 @@ def test_a_text_model_takes_no_pictures(folder):
 
 def test_an_unknown_type_is_refused_with_all_that_are_known():
     with pytest.raises(ModelLoadError) as caught:
-        family_for("bert")
+        family_for({"model_type": "clairvoyant"})
     assert all(model_type in caught.value.message for model_type in SUPPORTED)
 
 
