@@ -112,7 +112,6 @@ GENERAL_TEXT: tuple[str, ...] = (
     "jetmoe",
     "kolibri1",
     "laguna",
-    "lfm2",
     "llama4_text",
     "mellum",
     "minicpm3",
@@ -199,6 +198,7 @@ UNSERVABLE: dict[str, tuple[str, ...]] = {
     "some of its layers keep another state than keys and values": (
         "bart",
         "blenderbot-small",
+        "lfm2",
         "marian",
         "mbart",
         "pegasus",
@@ -222,8 +222,8 @@ UNSERVABLE: dict[str, tuple[str, ...]] = {
     ),
     "its layers have keys of different shapes": ("gemma4_unified_text",),
 }
-"""Why → types of text-only models of transformers that loading would refuse: they are refused before
-anything loads. `make test-models` compares this with what loading finds."""
+"""Why → types of text-only models of transformers that loading would refuse. They are refused
+before anything is loaded. `make test-models` compares this with what loading finds."""
 
 MEDIA_CONFIG = re.compile(
     r"(vision|visual|vit|image|video|audio|speech|sound|acoustic|codec|encoder|qformer|perceiver"

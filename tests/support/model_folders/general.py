@@ -14,6 +14,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "moe_topk": 2},
+    "lfm2": {"full_attn_idxs": [1, 3]},
     "ministral": {"head_dim": 16},
 }
 """Sizes that some types need beside those that all have."""
