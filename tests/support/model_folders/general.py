@@ -14,7 +14,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "moe_topk": 2},
-    "lfm2": {"full_attn_idxs": [1, 3]},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "ministral": {"head_dim": 16},
 }
 """Sizes that some types need beside those that all have."""
@@ -54,7 +54,7 @@ def _small_config(model_type: str, scale: Scale, ids: Mapping[str, int]) -> Conf
     chosen = {name: value for name, value in _sizes(scale, ids, default).items() if name in known}
     chosen |= OWN_SIZES.get(model_type, {})
     layered = [name for name in PER_LAYER if default.get(name)]
-    given = {name: default[name][: scale.layers] for name in layered}
+    given = {name: chosen.pop(name, default[name][: scale.layers]) for name in layered}
     try:
         return config_class(**chosen, **given)
     except Exception:  # noqa: BLE001  some configs want to make their lists by layer themselves
