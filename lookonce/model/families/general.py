@@ -111,10 +111,10 @@ class GeneralTextFamily(ModelFamily):
         layers = recorder.layers
         if not layers:
             raise self.unservable("its attention does not use transformers' attention interface")
+        if len(layers) < int(self.text_config.num_hidden_layers):
+            raise self.unservable("some of its layers keep another state than keys and values")
         if sorted(recorder.calls.elements()) != list(range(len(layers))):
             raise self.unservable("its attention layers are not called once each")
-        if len(layers) != int(self.text_config.num_hidden_layers):
-            raise self.unservable("some of its layers keep another state than keys and values")
         if len({(layer.num_kv_heads, layer.head_dim) for layer in layers.values()}) > 1:
             raise self.unservable("its layers have keys of different shapes")
         return [layers[index] for index in range(len(layers))]
