@@ -251,12 +251,12 @@ def check_served(config: Mapping[str, object]) -> None:
 
 
 def unsupported(model_type: str, reason: str = "") -> ModelLoadError:
-    """What to raise for a type that is not served: why, and those that are, nearest first."""
+    """What to raise for a type that is not served: why, and the types that have a similar name."""
     known = sorted({*SUPPORTED, *GENERAL_TEXT})
     near = difflib.get_close_matches(model_type, known, n=3)
     nearest = f" (did you mean {' or '.join(near)}?)" if near else ""
     because = f": {reason}" if reason else ""
     return ModelLoadError(
-        f"models of type {model_type[:40]!r} are not supported{because}{nearest}; supported types: "
-        + ", ".join(known)
+        f"models of type {model_type[:40]!r} are not supported{because}{nearest}; "
+        "`lookonce models` lists the types that are"
     )
