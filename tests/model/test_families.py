@@ -123,7 +123,7 @@ def test_a_text_model_takes_no_pictures(folder):
 
 
 def test_an_unknown_type_is_refused_with_the_reason_and_the_nearest_ones():
-    with pytest.raises(ModelLoadError, match="knows no text model.*did you mean llama"):
+    with pytest.raises(ModelLoadError, match=r"knows no text model.*did you mean llama"):
         family_for({"model_type": "llamma"})
 
 
