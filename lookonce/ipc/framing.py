@@ -75,13 +75,10 @@ def message_pieces(frames: Sequence[Buffer], num_fds: int = 0) -> list[Buffer]:
         if size < JOIN_BYTES:
             joined.append(view.tobytes())
             continue
-        if joined:
-            pieces.append(b"".join(joined))
-            joined = []
-        pieces.append(view.cast("B"))
-    if joined:
-        pieces.append(b"".join(joined))
-    return pieces
+        pieces += (b"".join(joined), view.cast("B"))
+        joined = []
+    pieces.append(b"".join(joined))
+    return [piece for piece in pieces if piece]  # an empty one would never be written
 
 
 class SendQueue:
@@ -286,12 +283,13 @@ class FrameReader:
             raise ProtocolError("a header without its mark")
         if size > MAX_FRAME_BYTES or others > MAX_FRAMES:
             raise ProtocolError(f"a message of {others} frames beside one of {size} bytes")
-        if self._fds_lost:
+        if num_fds and self._fds_lost:
             close_fds(self._fds)
-            self._fds, self._fds_lost = [], False
-        elif num_fds != len(self._fds):
+            self._fds, self._fds_lost, num_fds = [], False, 0
+        if num_fds > len(self._fds):
             raise ProtocolError(f"{num_fds} descriptors declared, {len(self._fds)} have come")
-        self._message_fds, self._fds = tuple(self._fds), []
+        # Descriptors may have come together with the end of what was sent before their message.
+        self._message_fds, self._fds = tuple(self._fds[:num_fds]), self._fds[num_fds:]
         self._frames = []
         if others:
             self._table = (size, others)
