@@ -22,7 +22,7 @@ from lookonce.errors import (
     UnprocessableMediaError,
 )
 from lookonce.server.http.app import build_app
-from lookonce.server.http.responses import HeadBufferingTransport
+from lookonce.server.http.connections import HeadBufferingTransport
 
 HELLO = [{"role": "user", "content": "hello"}]
 MALFORMED = [
