@@ -284,7 +284,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(RefusedRequestError(408, "body_timeout", message))
         else:
             if what != "idle":
-                self._table.count_refused(f"{what}_timeout")
+                reason = "no_request" if what == "headers" else f"{what}_timeout"
+                self._table.count_refused(reason)
             self._abort()
 
 
