@@ -528,17 +528,17 @@ def _without_doubles(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
 
 # --- the HTTP server ----------------------------------------------------------------------------
 
-_HOST_PATTERN = re.compile(r"\*|(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?|\[?[0-9a-f:.]+\]?")
+_HOST_PATTERN = re.compile(r"\*|(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s*]+")
 
 
 def _host_pattern(text: str) -> str:
-    host = text.lower().rstrip(".")
+    host = text.lower()
     if not _HOST_PATTERN.fullmatch(host):
         raise ConfigError(
             f"--allowed-hosts: {text!r} is not a host name without port, *.example.org or *"
         )
-    return host.strip("[]")
+    return host
 
 
 def _origin(text: str) -> str:

@@ -305,7 +305,7 @@ def socket_folders(guarded: Guarded) -> list[Path]:
 def test_keys_come_from_file_and_environment(guarded):
     for key in ("filed-key", "environment-key", "second-key"):
         assert guarded.statuses(key) == {200}
-    for key in ("old-key", "acme:filed-key", "x", ""):
+    for key in ("old-key", "acme:filed-key", "x"):
         assert guarded.status(key) == 401
 
 
@@ -345,7 +345,7 @@ LONG = {
     "stream": True,
     "temperature": 0,
     "ignore_eos": True,
-    "max_tokens": 800,
+    "max_tokens": 2000,
 }
 
 

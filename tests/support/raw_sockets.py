@@ -6,7 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -41,7 +41,7 @@ def connect(url: str, source: str | None = None) -> socket.socket:
 def send_raw(
     url: str, *pieces: bytes, wait: float = 10.0, pause: float = 0.0, source: str | None = None
 ) -> Answer:
-    """Send the pieces, `pause` seconds apart, and read until the server closes or `wait` is over."""
+    """Send the pieces, `pause` seconds apart, and read until the server closes, or `wait` s."""
     with connect(url, source) as client:
         started = time.monotonic()
         try:
@@ -84,10 +84,8 @@ def held(url: str, sources: Sequence[str], each: int, first: bytes = b"") -> Ite
             for _ in range(each):
                 client = connect(url, source)
                 clients.append(client)
-                try:
+                with suppress(ConnectionError):
                     client.sendall(first)
-                except ConnectionError:
-                    pass
         yield clients
     finally:
         for client in clients:

@@ -15,6 +15,7 @@ Origin   Every request of a page of another origin, except plain GETs without ef
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Sequence
 
@@ -31,6 +32,7 @@ PROBES = frozenset({"/health", "/ready"})
 """Paths that any name reaches: probes use whatever they know; the answers are one word."""
 FORM_TYPES = frozenset({"text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
 """Types of bodies that a page may send anywhere without asking first."""
+HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]/@\s]+))(?::[0-9]*)?")
 MAX_REMEMBERED = 1024
 PREFLIGHT_SECONDS = b"600"
 EXPOSED = b"x-request-id, retry-after"
@@ -174,11 +176,14 @@ def _is_own(origin: str, headers: dict[bytes, bytes]) -> bool:
 
 
 def _name_of(host: str) -> str:
-    """Without port, brackets and the dot at the end."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    name, _, port = host.rpartition(":")
-    return (name if name and port.isdigit() else host.removesuffix(":")).rstrip(".")
+    """Without port, brackets and the dot at the end; empty for what is no host."""
+    found = HOST.fullmatch(host)
+    if found is None:
+        return ""
+    address, name = found.groups()
+    if address is not None:
+        return address if _is_address(address) else ""
+    return name.removesuffix(".")
 
 
 def _is_address(name: str) -> bool:
