@@ -82,7 +82,7 @@ def test_a_file_that_would_let_everybody_or_one_key_twice_in_is_refused(file, te
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(ConfigError, match="--api-key-file: .* cannot be read"):
+        with pytest.raises(ConfigError, match=r"--api-key-file: .* cannot be read"):
             keys_of(file=str(path))
 
 

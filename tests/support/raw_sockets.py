@@ -53,21 +53,27 @@ def send_raw(
         return read_answer(client, wait, started)
 
 
-def read_answer(client: socket.socket, wait: float, started: float | None = None) -> Answer:
-    started = time.monotonic() if started is None else started
-    received, closed = b"", False
+def read_all(client: socket.socket, wait: float) -> tuple[bytes, bool]:
+    """What comes until the server closes, or for `wait` seconds; whether it has closed."""
+    received = b""
     deadline = time.monotonic() + wait
-    while not closed and (left := deadline - time.monotonic()) > 0:
+    while (left := deadline - time.monotonic()) > 0:
         client.settimeout(left)
         try:
             data = client.recv(1 << 16)
         except TimeoutError:
             break
         except ConnectionError:
-            closed = True
-            break
-        closed = not data
+            return received, True
+        if not data:
+            return received, True
         received += data
+    return received, False
+
+
+def read_answer(client: socket.socket, wait: float, started: float | None = None) -> Answer:
+    started = time.monotonic() if started is None else started
+    received, closed = read_all(client, wait)
     seconds = time.monotonic() - started
     head, _, body = received.partition(b"\r\n\r\n")
     status, *lines = head.decode("latin-1").split("\r\n")

@@ -100,11 +100,11 @@ class HttpProtocol(HttpToolsProtocol):
         self._overhead = 0
         self._unread_since = math.inf
         """When the client stopped reading its answer."""
-        self._handshake: asyncio.Task[None] | None = None
+        self._handshake: asyncio.Task[Any] | None = None
 
     # --- the connection ---
 
-    def accept(self, handshake: asyncio.Task[None]) -> None:
+    def accept(self, handshake: asyncio.Task[Any]) -> None:
         """`handshake` is the task that makes a connection of an accepted socket."""
         self._handshake = handshake
 
@@ -404,7 +404,7 @@ class Acceptor:
         self._connections = connections
         self._protocol = protocol
         self._tls = tls
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._accepting = False
         self._closed = False
         connections.on_room = self.resume
@@ -432,10 +432,12 @@ class Acceptor:
             await asyncio.wait(self._tasks)
 
     def _accept_some(self) -> None:
-        for _ in range(ACCEPTS_PER_TURN):
+        """Called when at least one connection waits to be accepted."""
+        for number in range(ACCEPTS_PER_TURN):
             if self._connections.total >= self._connections.most:
-                self.pause()  # the end of a connection resumes, or the next look at the deadlines
-                self._connections.evict_one()
+                if number == 0:  # the end of a connection resumes, or the next sweep
+                    self.pause()
+                    self._connections.evict_one()
                 return
             try:
                 accepted, peer = self._listener.accept()
@@ -459,24 +461,26 @@ class Acceptor:
             return
         protocol = self._protocol(address)
         self._connections.add(protocol)
-        task = self._loop.create_task(self._shake_hands(accepted, protocol))
-        protocol.accept(task)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _shake_hands(self, accepted: socket.socket, protocol: HttpProtocol) -> None:
-        """A client that leaves, is no TLS client, or takes too long is forgotten."""
         timeout = self._connections.limits.header_timeout if self._tls else None
-        try:
-            await self._loop.connect_accepted_socket(
+        task = self._loop.create_task(
+            self._loop.connect_accepted_socket(
                 lambda: protocol, accepted, ssl=self._tls, ssl_handshake_timeout=timeout
             )
-        except (OSError, asyncio.CancelledError, RuntimeError):
+        )
+        protocol.accept(task)
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._accepted(done, accepted, protocol))
+
+    def _accepted(
+        self, done: asyncio.Task[Any], accepted: socket.socket, protocol: HttpProtocol
+    ) -> None:
+        """A client that left, is no TLS client, or took too long is forgotten."""
+        self._tasks.discard(done)
+        if done.cancelled() or done.exception() is not None:
             self._connections.count_refused("handshake")
-        finally:
-            if protocol.phase == "handshake":
-                accepted.close()
-                self._connections.remove(protocol)
+        if protocol.phase == "handshake":
+            accepted.close()
+            self._connections.remove(protocol)
 
 
 def _client_address(peer: object) -> str | None:
