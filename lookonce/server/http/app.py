@@ -105,6 +105,7 @@ class RequestMiddleware:
 
     def __init__(self, services: Services, routes: Sequence[Route], router: ASGIApp) -> None:
         self._services = services
+        self._guard = services.guard
         self._router = router
         self._endpoints: dict[tuple[str, str], Callable[[Request], Awaitable[Response]]] = {}
         for route in routes:
@@ -135,9 +136,9 @@ class RequestMiddleware:
     async def _serve(self, scope: Scope, receive: Receive, send: _ResponseSender) -> None:
         """Raises what the guard and the route raise, `DrainingError` and `UnauthorizedError`."""
         path = scope["path"]
-        if cors := self._services.guard.admit(scope):
+        if cors := self._guard.admit(scope):
             send.headers = cors
-            asked = self._services.guard.preflight(scope)
+            asked = self._guard.preflight(scope)
             if asked is not None:
                 send.headers = [*cors, *asked]
                 await Response(status_code=204)(scope, receive, send)

@@ -43,6 +43,7 @@ from lookonce.server.http.responses import RETRY_AFTER_SECONDS, encode, error_ty
 logger = logging.getLogger("lookonce.server")
 
 Phase = Literal["handshake", "headers", "body", "serving", "idle", "refused"]
+SWEEP_SECONDS = 1.0
 LINGER_SECONDS = 2.0
 """How long the rest of a refused request is read: a close before would take the refusal with it."""
 DISCARD_SECONDS = 10.0
@@ -96,7 +97,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.num_requests = 0
         self._table = connections if connections is not None else Connections(ConnectionConfig())
         self._limits = self._table.limits
-        self._deadline = self.loop.time() + self._limits.header_timeout
+        self._deadline = self._table.now + self._limits.header_timeout
         self._overhead = 0
         self._unread_since = math.inf
         """When the client stopped reading its answer."""
@@ -125,6 +126,7 @@ class HttpProtocol(HttpToolsProtocol):
         return True
 
     def _abort(self) -> None:
+        self._deadline = self._unread_since = math.inf
         if self.phase != "handshake":
             self.transport.abort()
         elif self._handshake is not None:
@@ -132,7 +134,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _enter(self, phase: Phase, seconds: float) -> None:
         self.phase = phase
-        self._deadline = self.loop.time() + seconds
+        self._deadline = self._table.now + seconds
 
     def _serving(self) -> bool:
         """A request was received of which the answer is not complete."""
@@ -158,7 +160,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Raises `RefusedRequestError`, which ends the parsing."""
-        self._check_header_size()
+        limits = self._limits
+        if len(self.headers) > limits.max_headers or self._overhead > limits.max_header_bytes:
+            self._check_header_size()
         upgrade = self.parser.should_upgrade()
         if upgrade and self.ws_protocol_class is None and self._get_upgrade() == b"websocket":
             raise RefusedRequestError(
@@ -174,7 +178,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if upgrade:
             self.cycle.keep_alive = False  # the parser takes what follows for another protocol
-        self._enter("body", self._limits.body_timeout)
+        self.phase = "body"
+        self._deadline = self._table.now + limits.body_timeout
 
     def _check_header_size(self) -> None:
         limits = self._limits
@@ -203,10 +208,12 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
-        self._overhead = max(0, self._overhead - len(body))
+        overhead = self._overhead - len(body)
+        self._overhead = overhead if overhead > 0 else 0
         if not self.cycle.response_complete:
             earned = self._deadline + len(body) / self._limits.min_body_rate
-            self._deadline = min(earned, self.loop.time() + self._limits.body_timeout)
+            latest = self._table.now + self._limits.body_timeout
+            self._deadline = earned if earned < latest else latest
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -214,7 +221,8 @@ class HttpProtocol(HttpToolsProtocol):
         if self.cycle.response_complete:
             self._enter("idle", self._limits.keep_alive_timeout)
         else:
-            self._enter("serving", math.inf)
+            self.phase = "serving"
+            self._deadline = math.inf
 
     def on_response_complete(self) -> None:
         """As uvicorn's, whose timer for idle connections `Connections.sweep` replaces."""
@@ -228,7 +236,7 @@ class HttpProtocol(HttpToolsProtocol):
         elif self.phase == "serving":
             self._enter("idle", self._limits.keep_alive_timeout)
         elif self.phase == "body":
-            self._deadline = self.loop.time() + DISCARD_SECONDS
+            self._deadline = self._table.now + DISCARD_SECONDS
 
     # --- refusals and deadlines ---
 
@@ -254,7 +262,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._enter("refused", LINGER_SECONDS)
 
     def pause_writing(self) -> None:
-        self._unread_since = self.loop.time()
+        self._unread_since = self._table.now
         super().pause_writing()
 
     def resume_writing(self) -> None:
@@ -308,6 +316,9 @@ class Connections:
     def __init__(self, limits: ConnectionConfig) -> None:
         self.limits = limits
         self.most = limits.max_connections
+        self.now = asyncio.get_running_loop().time() + SWEEP_SECONDS
+        """A second or less ahead of the clock: it is set at each sweep, so that no request has to
+        ask for the time, and no deadline comes early."""
         self.total = 0
         self.on_room: Callable[[], None] = lambda: None
         """Called when a connection has ended."""
@@ -347,9 +358,15 @@ class Connections:
         return False
 
     def sweep(self, now: float) -> None:
-        """End what has passed its deadline."""
+        """End what has passed its deadline, once a second.
+
+        After a pause no deadline counts: this process was busy, and what came is not read yet.
+        """
+        late = now - self.now > SWEEP_SECONDS
+        self.now = now + SWEEP_SECONDS
         for connection in self._all():
-            connection.check_deadline(now)
+            if not late:
+                connection.check_deadline(now)
         self.on_room()  # a connection may be closed for a new one now that could not be before
 
     def close_handshakes(self) -> None:

@@ -33,6 +33,7 @@ PROBES = frozenset({"/health", "/ready"})
 FORM_TYPES = frozenset({"text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
 """Types of bodies that a page may send anywhere without asking first."""
 HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]/@\s]+))(?::[0-9]*)?")
+NO_HEADERS: Headers = []
 MAX_REMEMBERED = 1024
 PREFLIGHT_SECONDS = b"600"
 EXPOSED = b"x-request-id, retry-after"
@@ -60,8 +61,8 @@ class RequestGuard:
         self._suffixes = tuple(host[1:] for host in hosts if host.startswith("*."))
         self._any_origin = "*" in origins
         self._origins = frozenset(origins)
-        self._known: dict[bytes, bool] = {}
-        """Host header → whether it is allowed."""
+        self._known: set[bytes | None] = set()
+        """Host headers that were allowed."""
 
     @classmethod
     def of(cls, config: ServerConfig) -> RequestGuard:
@@ -82,11 +83,13 @@ class RequestGuard:
         """
         sent: Headers = scope["headers"]
         headers = dict(sent)
-        if self._check_hosts and scope["path"] not in PROBES:
-            self._check_host(headers.get(b"host"), sent, scope)
+        if self._check_hosts:
+            host = headers.get(b"host")
+            if len(headers) != len(sent) or host not in self._known:
+                self._check_host(host, scope)
         origin = headers.get(b"origin")
-        cors = self._check_origin(origin, headers) if origin is not None else []
-        if scope["method"] == "POST":
+        cors = NO_HEADERS if origin is None else self._check_origin(origin, headers)
+        if scope["method"] == "POST" and headers.get(b"content-type") != b"application/json":
             _check_type(headers.get(b"content-type", b""))
         return cors
 
@@ -109,28 +112,24 @@ class RequestGuard:
 
     # --- names ---
 
-    def _check_host(self, host: bytes | None, sent: Headers, scope: Scope) -> None:
+    def _check_host(self, host: bytes | None, scope: Scope) -> None:
+        if scope["path"] in PROBES:
+            return
         if host is None:
             if scope.get("http_version") != "1.1":
                 return  # no browser
             raise BadRequestError("the Host header is missing", code="host_missing")
-        if sum(name == b"host" for name, _ in sent) > 1:
+        if sum(name == b"host" for name, _ in scope["headers"]) > 1:
             raise BadRequestError("there is more than one Host header", code="host_repeated")
-        if not self._is_known(host):
+        if not self._allows(_name_of(host.decode("latin-1").lower())):
             shown = host.decode("latin-1")[:100]
             raise ForbiddenError(
                 f"this server does not answer to the name {shown!r} (Host): start it with "
                 "--allowed-hosts NAME, or with API keys",
                 code="host_not_allowed",
             )
-
-    def _is_known(self, host: bytes) -> bool:
-        known = self._known.get(host)
-        if known is None:
-            known = self._allows(_name_of(host.decode("latin-1").lower()))
-            if len(self._known) < MAX_REMEMBERED:
-                self._known[host] = known
-        return known
+        if len(self._known) < MAX_REMEMBERED:
+            self._known.add(host)
 
     def _allows(self, name: str) -> bool:
         return bool(name) and (
