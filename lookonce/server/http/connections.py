@@ -158,10 +158,24 @@ class HttpProtocol(HttpToolsProtocol):
         if self._overhead > self._limits.max_header_bytes:
             self._refuse(self._header_too_large())
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """As uvicorn's, with a limit, for trailers too. Raises `RefusedRequestError`."""
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
+        if len(self.headers) > self._limits.max_headers:
+            raise RefusedRequestError(
+                431,
+                "headers_too_large",
+                f"the request has more than {self._limits.max_headers} header fields, which is "
+                "the limit",
+            )
+
     def on_headers_complete(self) -> None:
         """Raises `RefusedRequestError`, which ends the parsing."""
         limits = self._limits
-        if len(self.headers) > limits.max_headers or self._overhead > limits.max_header_bytes:
+        if self._overhead > limits.max_header_bytes:
             self._check_header_size()
         upgrade = self.parser.should_upgrade()
         if upgrade and self.ws_protocol_class is None and self._get_upgrade() == b"websocket":
@@ -182,18 +196,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._deadline = self._table.now + limits.body_timeout
 
     def _check_header_size(self) -> None:
-        limits = self._limits
-        if len(self.headers) > limits.max_headers:
-            raise RefusedRequestError(
-                431,
-                "headers_too_large",
-                f"the request has {len(self.headers)} header fields, {limits.max_headers} are "
-                "allowed",
-            )
-        if self._overhead > limits.max_header_bytes:  # or it came together with its body
-            size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-            if size > limits.max_header_bytes:
-                raise self._header_too_large()
+        """The header may have come together with its body."""
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self._limits.max_header_bytes:
+            raise self._header_too_large()
 
     def _header_too_large(self) -> RefusedRequestError:
         return RefusedRequestError(
@@ -246,6 +252,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._table.count_refused(refused.code)
+        self.headers, self.url = [], b""  # nothing is kept while the rest is read and dropped
         if self._serving():
             own = self.phase == "body" and not self.cycle.response_started and not self.pipeline
             self.cycle.disconnected = True
