@@ -240,7 +240,11 @@ def test_an_address_has_so_many_connections_and_no_more(small):
         control(small.url)
 
 
-@pytest.mark.parametrize("first", [b"", b"GET /half", VERSION], ids=["silent", "half", "idle"])
+SENDING = b"POST /tokenize" + HEAD + b"Content-Length: 9\r\n\r\n{"
+HELD = {"silent": b"", "half": b"GET /half", "idle": VERSION, "sending": SENDING}
+
+
+@pytest.mark.parametrize("first", HELD.values(), ids=HELD)
 def test_connections_that_are_held_lock_nobody_out(small, first):
     """More are held than the process has descriptors; new and known clients are answered."""
     with httpx.Client(base_url=small.url) as known:

@@ -119,8 +119,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._table.remove(self)
 
     def evict(self) -> bool:
-        """Close the connection, if no request of it is being received or served."""
-        if self.phase in ("body", "serving"):
+        """Close the connection, if no whole request of it is being served."""
+        if self.phase == "serving" or (self.phase == "body" and self.pipeline):
             return False
         self._abort()
         return True
@@ -352,13 +352,16 @@ class Connections:
             self.on_room()
 
     def evict_one(self) -> bool:
-        """Close the oldest connection that waits for a request, of the address that has most.
+        """Close the oldest connection that waits for its client, of the address that has most.
 
-        Among one address's those come first that never sent a request.
+        Among one address's those come first that never sent a request, those that are sending one
+        last.
         """
         for address in sorted(self._by_address, key=lambda a: -len(self._by_address[a])):
             held = list(self._by_address[address])
-            for connection in sorted(held, key=lambda each: each.num_requests > 0):
+            for connection in sorted(
+                held, key=lambda each: (each.phase == "body", each.num_requests > 0)
+            ):
                 if connection.evict():
                     self._evicted += 1
                     return True
