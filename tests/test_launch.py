@@ -173,6 +173,39 @@ def test_told_twice_it_ends_at_once():
     launched(scenario)
 
 
+def test_sighup_gives_all_api_processes_the_keys_of_now_and_ends_nothing(tmp_path, caplog):
+    file = tmp_path / "keys"
+    file.write_text("one\n")
+    given = resolve(Options(model="serve", port=0, api_processes=2, api_key_file=str(file)))
+
+    async def scenario(server):
+        async with httpx.AsyncClient(headers={"Connection": "close"}) as client:
+            url = await server.url()
+
+            async def told():
+                answers = [client.get(url + "/keys") for _ in range(8)]
+                return {answer.text for answer in await asyncio.gather(*answers)}
+
+            pids = {await server.pid() for _ in range(20)}
+            assert await told() == {"1"}
+            file.write_text("one\ntwo\n")
+            os.kill(os.getpid(), signal.SIGHUP)
+            while await told() != {"2"}:
+                pass
+            file.write_text("nonsense:::\n")
+            os.kill(os.getpid(), signal.SIGHUP)
+            await until(lambda: "the keys stay what they were" in caplog.text)
+            assert await told() == {"2"}
+            assert await server.pid() in pids
+            os.kill(await server.pid(), signal.SIGKILL)
+            while {await server.pid() for _ in range(8)} <= pids:
+                pass
+            assert await told() == {"2"}  # the one that was started again has them, too
+
+    with caplog.at_level(logging.INFO):
+        launched(scenario, given)
+
+
 def test_an_engine_that_hangs_is_killed_and_restarted(caplog):
     """This one says it serves, and that its step takes ever longer."""
     hanging = (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from lookonce.config import Config, MediaConfig
 from lookonce.engine.client.engine_client import EngineClient, EngineState
 from lookonce.engine.client.sender_cache import DISABLED, InjectionOutcome
-from lookonce.errors import NotReadyError
+from lookonce.errors import LookOnceError, NotReadyError
 from lookonce.frontend.metrics import Counts, Metrics
 from lookonce.frontend.sampling_params import SamplingDefaults, read_defaults
 from lookonce.frontend.tools.formats import ToolDialect, choose_dialect
@@ -148,6 +148,12 @@ class RenderOnlyEngine:
         return {}
 
     async def reset_cache(self, tier: str) -> None:
+        return
+
+    def expect_no_restart(self) -> None:
+        return
+
+    def cut_off(self, error: LookOnceError) -> None:
         return
 
 

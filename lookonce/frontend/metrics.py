@@ -218,6 +218,13 @@ class MetricInfo:
 
 
 COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
+    "http_connections": MetricInfo("Connections of clients that are open"),
+    "http_connections_evicted_total": MetricInfo(
+        "Connections without a request that were closed to take new ones"
+    ),
+    "http_refused_total": MetricInfo(
+        "Connections and requests refused before they reached a route", label="reason"
+    ),
     "mm_cache_queries_total": MetricInfo(
         "Media parts looked up in the processor cache", vllm="mm_cache_queries_total"
     ),

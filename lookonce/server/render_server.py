@@ -17,7 +17,8 @@ from lookonce.frontend.sampling_params import read_defaults
 from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
 from lookonce.render.renderer import open_renderer
 from lookonce.server.http.app import RENDER_ROUTES, build_app
-from lookonce.server.process import ApiServer, DrainOnSignal, uvicorn_config
+from lookonce.server.http.request_guard import RequestGuard
+from lookonce.server.process import DrainOnSignal, api_server
 from lookonce.server.services import KeyRing, Services, readonly_counts
 from lookonce.server.warmup import warming_up
 
@@ -46,6 +47,7 @@ async def open_render_services(config: Config) -> AsyncIterator[Services]:
             engine=RenderOnlyEngine(),
             metrics=metrics,
             keys=KeyRing.of(config.server),
+            guard=RequestGuard.of(config.server),
             defaults=read_defaults(config.model.folder),
             warmup_renderer=warmup_renderer,
             tool_dialect=dialect_of(config, renderer),
@@ -61,10 +63,8 @@ async def serve_render(
     """
     async with open_render_services(config) as services:
         app = build_app(services, RENDER_ROUTES)
-        server = ApiServer(uvicorn_config(app))
-        drainer = DrainOnSignal(
-            server, services.drain, config.server.drain_timeout, has_parent=False
-        )
+        server = api_server(app, services)
+        drainer = DrainOnSignal(server, services, has_parent=False)
         with drainer:
             async with warming_up(services, app, on_ready):
                 await server.serve(sockets=[listener])

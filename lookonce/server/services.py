@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from typing import Self
 from prometheus_client.core import Metric
 from starlette.types import Scope
 
-from lookonce.config import ApiKey, Config, ServerConfig
+from lookonce.config import ApiKey, Config, ServerConfig, key_digest
 from lookonce.errors import (
     DrainingError,
     EngineDeadError,
@@ -27,6 +27,7 @@ from lookonce.frontend.frontend import Frontend, engine_client, limits_learned, 
 from lookonce.frontend.metrics import Counts
 from lookonce.render.readonly import ReadOnlyRenderer, open_readonly
 from lookonce.server.api_process_peers import AbortPeers, MetricsPeers
+from lookonce.server.http.request_guard import RequestGuard
 
 Abort = Callable[[], Awaitable[None]]
 """Ends one request of this process."""
@@ -48,13 +49,25 @@ class Principal:
 class KeyRing:
     """The API keys a server accepts. Without keys every client is the same tenant and an admin."""
 
-    def __init__(self, keys: tuple[ApiKey, ...], *, allow_injection: bool = False) -> None:
-        self._keys = [(_digest(key.key), _principal(key)) for key in keys]
+    def __init__(
+        self,
+        keys: tuple[ApiKey, ...],
+        *,
+        allow_injection: bool = False,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """`now` is the Unix time, for keys that expire."""
         self._anyone = Principal(inject=allow_injection, admin=True)
+        self._now = now
+        self.replace(keys)
 
     @classmethod
     def of(cls, config: ServerConfig) -> KeyRing:
         return cls(config.api_keys, allow_injection=config.allow_injection)
+
+    def replace(self, keys: tuple[ApiKey, ...]) -> None:
+        """Accept these keys from now on. Requests that are running are not disturbed."""
+        self._keys = [(bytes.fromhex(key.digest), key, _principal(key)) for key in keys]
 
     def principal(self, scope: Scope) -> Principal:
         """Of the request's key. Raises `UnauthorizedError`."""
@@ -67,17 +80,16 @@ class KeyRing:
 
     def _find(self, key: str) -> Principal:
         """Compares with every key in constant time: the time taken tells no client about a key."""
-        asked, found = _digest(key), None
-        for digest, principal in self._keys:
+        asked, found = bytes.fromhex(key_digest(key)), None
+        for digest, known, principal in self._keys:
             if hmac.compare_digest(asked, digest):
-                found = principal
+                found = known, principal
         if found is None:
             raise UnauthorizedError("this API key is not known here")
-        return found
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        known, principal = found
+        if known.expires is not None and self._now() >= known.expires:
+            raise UnauthorizedError("this API key has expired")
+        return principal
 
 
 def _principal(key: ApiKey) -> Principal:
@@ -156,6 +168,7 @@ class Services(Frontend):
     readonly: ReadOnlyRenderer
     """Renders for routes that answer with tokens; it changes no cache, directory or counter."""
     keys: KeyRing
+    guard: RequestGuard = field(default_factory=RequestGuard)
     drain: Drain = field(default_factory=Drain)
     running: RunningRequests = field(default_factory=RunningRequests)
     peers: MetricsPeers | None = None
@@ -244,6 +257,7 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
                 tool_dialect=frontend.tool_dialect,
                 readonly=readonly,
                 keys=KeyRing.of(config.server),
+                guard=RequestGuard.of(config.server),
                 running=running,
                 peers=peers,
                 abort_peers=abort_peers,

@@ -25,6 +25,7 @@ from lookonce.frontend.metrics import Metrics
 from lookonce.render.families.base import LargestItem
 from lookonce.render.readonly import ReadOnlyRenderer
 from lookonce.server.http.app import build_app
+from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.services import Drain, KeyRing, RunningRequests, Services
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import EncoderOutcome, PrefillStats, RenderedPrompt, TokenDelta
@@ -127,6 +128,7 @@ def _warmup_services(services: Services, renderer: ReadOnlyRenderer) -> Services
         engine=WarmupEngine(),
         metrics=Metrics(services.config.model.served_name),
         keys=KeyRing(()),
+        guard=RequestGuard(),
         drain=Drain(),
         running=RunningRequests(),
         peers=None,

@@ -212,6 +212,15 @@ class EngineClient:
         self._send(ResetCache(self.sender.epoch, tier))
         await self._ask_stats()  # answered after the reset: all messages keep their order
 
+    def expect_no_restart(self) -> None:
+        """The supervisor is gone: an engine that ends now is not started again."""
+        self._health.outlook = "the server shuts down"
+
+    def cut_off(self, error: LookOnceError) -> None:
+        """End all requests of this client with `error`."""
+        for request in list(self._requests.values()):
+            self._give_up(request, error)
+
     # --- called by the channel ----------------------------------------------------------------
 
     def connected(self) -> None:
@@ -219,7 +228,7 @@ class EngineClient:
         self._send(self.sender.hello())
 
     def disconnected(self) -> None:
-        self._lose_engine("the engine ended unexpectedly; it is being restarted")
+        self._lose_engine(f"the engine ended unexpectedly; {self._health.outlook}")
 
     def received(self, message: EngineMessage) -> None:
         match message:
@@ -474,6 +483,8 @@ class EngineHealth:
 
     def __init__(self, stall_timeout: float, clock: Clock) -> None:
         self.connected = False
+        self.outlook = "it is being restarted"
+        """What becomes of an engine that has ended."""
         self._stall_timeout = stall_timeout
         self._clock = clock
         self._was_connected = False
@@ -508,7 +519,7 @@ class EngineHealth:
             case "starting":
                 raise NotReadyError("the model is still loading")
             case "dead":
-                raise EngineDeadError("the engine is not running; it is being restarted")
+                raise EngineDeadError(f"the engine is not running; {self.outlook}")
             case "stuck":
                 raise EngineDeadError("the engine does not answer")
 

@@ -94,6 +94,12 @@ class ChildProcess:
         """Its exit status; negative: the signal that ended it."""
         return await self._process.wait()
 
+    def tell(self, line: bytes) -> None:
+        """Write another line to its stdin."""
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(line + b"\n")
+
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             self._process.kill()
@@ -156,6 +162,11 @@ class SupervisedProcess:
         if number is None:
             raise EngineDeadError(f"{ended}; it was restarted {self._restarts.limit} times already")
         logger.error("%s; restart %d of %d", ended, number, self._restarts.limit)
+
+    def tell(self, line: bytes) -> None:
+        """Write a line to its stdin, if it runs."""
+        if self.child is not None:
+            self.child.tell(line)
 
     def kill(self) -> None:
         self._stopping = True

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -106,14 +103,3 @@ class EngineSupervisor:
     def _end_hanging(self, child: ChildProcess) -> None:
         logger.error("the engine has not answered for %.0f s: it is killed", self._hang_limit)
         child.kill()
-
-
-@contextmanager
-def socket_folder(address: str) -> Iterator[Path]:
-    """The folder of the socket `address`: created for this user alone, removed at the end."""
-    folder = Path(address).parent
-    folder.mkdir(mode=0o700)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -18,7 +18,7 @@ from starlette.requests import Request
 
 from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, RequestError, TooLargeError
-from lookonce.frontend.requests import NOTHING, RefusesUnsupported, raw_bytes
+from lookonce.frontend.requests import NOTHING, Raw, RefusesUnsupported, raw_bytes
 from lookonce.server.http.responses import ClientLeftError
 from lookonce.server.services import Services, header
 
@@ -37,6 +37,8 @@ SLICE_BYTES = 1 << 20
 
 HARMLESS_VALUES = (b"", b"null", b"false", b"[]", b"{}", b'""')
 """Values of an unsupported field that ask for nothing."""
+NOTHING_ASKED: tuple[object, ...] = (None, False, [], {}, "")
+"""The same, decoded."""
 
 
 async def receive(request: Request, kind: type[T]) -> T:
@@ -115,9 +117,13 @@ def refuse_unsupported(request: RefusesUnsupported) -> None:
     for name in type(request).unsupported_fields():
         value = getattr(request, name)
         if value is not NOTHING and raw_bytes(value) not in HARMLESS_VALUES:
-            raise BadRequestError(
-                f"{name} is not supported; leave it out", param=name, code="unsupported_parameter"
-            )
+            raise _unsupported(name)
+
+
+def _unsupported(name: str) -> BadRequestError:
+    return BadRequestError(
+        f"{name} is not supported; leave it out", param=name, code="unsupported_parameter"
+    )
 
 
 def renamed_error(error: RequestError, param: str) -> RequestError:
@@ -138,6 +144,10 @@ def _explain(body: bytes, kind: type, error: Exception) -> BadRequestError:
         return BadRequestError("the body is nested too deeply", code="invalid_json")
     except ValueError as broken:
         return BadRequestError(f"the body is not valid JSON: {broken}", code="invalid_json")
+    if isinstance(value, dict) and issubclass(kind, RefusesUnsupported):
+        for name in kind.unsupported_fields():
+            if value.get(name) not in NOTHING_ASKED:
+                return _unsupported(name)
     path, message = _locate(value, kind, "", _strip_path(str(error)))
     where = f"{path}: " if path else ""
     missing = MISSING_FIELD.search(message)
@@ -155,6 +165,8 @@ def _strip_path(message: str) -> str:
 def _locate(value: Any, kind: Any, path: str, message: str) -> tuple[str, str]:
     """`(path, message)` of the deepest part of `value` that does not fit its declared type."""
     for name, part, part_kind in _parts(value, _member(value, kind)):
+        if part_kind == Raw:
+            continue  # any JSON fits
         problem = _problem(part, part_kind)
         if problem is not None:
             inner = f"{path}{name}" if name.startswith("[") or not path else f"{path}.{name}"

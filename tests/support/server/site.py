@@ -14,6 +14,7 @@ import pytest
 from lookonce.config import Options, resolve
 from lookonce.frontend.metrics import Metrics
 from lookonce.server.http.app import build_app
+from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.services import KeyRing, Services
 from tests.support.server.doubles import ByteRenderer, RecitingEngine
 
@@ -61,6 +62,7 @@ async def site(**options: object) -> AsyncIterator[Site]:
         engine=engine,  # type: ignore[arg-type]
         metrics=Metrics("recital", vllm_names=config.server.vllm_metric_names),
         keys=KeyRing.of(config.server),
+        guard=RequestGuard.of(config.server),
     )
     transport = httpx.ASGITransport(app=build_app(services))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
