@@ -34,6 +34,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sampling: SamplingParams
     arrival: float
     """`time.monotonic()` when the server received it (one clock for all processes of a machine)."""
+    tenant: str = ""
+    """Whose request it is: tenants take turns where something is short."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -122,6 +124,7 @@ class RenderedPrompt:
     """One per feature, in the order of `features`."""
     scope: bytes = b""
     text: str | None = None
+    tenant: str = ""
 
     def modality_tokens(self, modality: Modality) -> int:
         """Embed tokens of one modality, for usage."""
