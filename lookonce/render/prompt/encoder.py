@@ -12,6 +12,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 
 from lookonce.errors import BadRequestError, ConfigError
 from lookonce.render.families.base import ProcessorFamily
+from lookonce.render.prompt.long_texts import LongTextThreads, TokenCountBound
 from lookonce.render.prompt.messages import Json, in_thread_if
 from lookonce.render.prompt.placeholders import (
     PlaceholderEscaping,
@@ -30,10 +32,10 @@ from lookonce.render.prompt.placeholders import (
 )
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.media import Modality
-from lookonce.types.request_validation import check_text_length
+from lookonce.types.request_validation import check_text_length, check_token_count
 
-OFF_LOOP_CHARACTERS = 64 * 1024
-"""A text above this is tokenized in a thread (tokenizing does 1 to 5 MB/s)."""
+OFF_LOOP_CHARACTERS = 16 * 1024
+"""A text above this is tokenized in a thread, in turn (tokenizing does 1 to 5 MB/s)."""
 ContentForm = Literal["text", "parts", "either"]
 """What a template takes as a message's content: a text, a list of parts, or either."""
 RESERVED_VARIABLES = frozenset(
@@ -85,6 +87,8 @@ class PromptEncoder:
         ids = self.placeholder_ids.values()
         self._escaping = escaping_of(tokenizer, ids)
         self._tokenizer = escaped_tokenizer(tokenizer, self._escaping, ids)
+        self._token_count = TokenCountBound(self._tokenizer)
+        self._long_texts = LongTextThreads()
         self._placeholder_texts = _placeholder_texts(self._tokenizer, family)
         # Hugging Face's processors add the bos token a template left out; its tokenizers do not.
         self._completes_bos = family is not None
@@ -115,6 +119,7 @@ class PromptEncoder:
         max_tokens: int | None = None,
         *,
         large: bool = False,
+        tenant: str = "",
     ) -> EncodedPrompt:
         """`conversation` is from `messages.read_messages`; a `large` one is rendered in a thread.
 
@@ -122,8 +127,10 @@ class PromptEncoder:
         """
         text = await in_thread_if(large, self._text_of, conversation, options)
         adds_bos = self._completes_bos and not (self._bos and text.startswith(self._bos))
-        self._check_length(text, max_tokens, "messages")
-        token_ids = await self._encode(text, add_special_tokens=adds_bos, param="messages")
+        await self._check_length(text, max_tokens, "messages")
+        token_ids = await self._encode(
+            text, add_special_tokens=adds_bos, param="messages", tenant=tenant
+        )
         return EncodedPrompt(token_ids, self._escaping.unescape(text))
 
     def _text_of(self, conversation: Sequence[Json], options: ChatOptions) -> str:
@@ -141,28 +148,38 @@ class PromptEncoder:
         return text
 
     async def encode_text(
-        self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        max_tokens: int | None = None,
+        tenant: str = "",
     ) -> EncodedPrompt:
         """A plain prompt. Special tokens in it are encoded as such, except those of media.
 
         Raises `BadRequestError`, also for a text that certainly has more than `max_tokens`.
         """
-        self._check_length(text, max_tokens, "prompt")
+        await self._check_length(text, max_tokens, "prompt")
         refuse_reserved(text, "prompt")
-        token_ids = await self._encode(text, add_special_tokens=add_special_tokens, param="prompt")
+        token_ids = await self._encode(
+            text, add_special_tokens=add_special_tokens, param="prompt", tenant=tenant
+        )
         return EncodedPrompt(token_ids, text)
 
-    def _check_length(self, text: str, max_tokens: int | None, param: str) -> None:
+    async def _check_length(self, text: str, max_tokens: int | None, param: str) -> None:
         if max_tokens is not None and len(text) > OFF_LOOP_CHARACTERS:
             check_text_length(len(text), self._tokenizer.longest_token, max_tokens, param)
+            least = await asyncio.to_thread(self._token_count.at_least, text, max_tokens)
+            check_token_count(least, max_tokens, param)
 
-    async def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+    async def _encode(
+        self, text: str, *, add_special_tokens: bool, param: str, tenant: str
+    ) -> list[int]:
         try:
             if len(text) <= OFF_LOOP_CHARACTERS:
                 return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            return await asyncio.to_thread(
-                self._tokenizer.encode, text, add_special_tokens=add_special_tokens
-            )
+            encode = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+            return await self._long_texts.run(encode, tenant, len(text))
         except BadRequestError as error:
             raise BadRequestError(f"{param}: {error.message}", param=param) from None
 

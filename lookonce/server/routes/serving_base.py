@@ -155,6 +155,7 @@ class ServingContext:
         is the field that asked for the prompt's log-probabilities. Raises `BadRequestError` for a
         prompt that the model cannot take."""
         self._prompts.append(rendered)
+        rendered.tenant = self.principal.tenant
         generation = prepare(
             self.services,
             rendered,
