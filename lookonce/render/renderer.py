@@ -115,7 +115,7 @@ class Renderer:
         check_prompt_length(len(encoded.token_ids), self.max_model_len, "messages")
         scope = scope_digest(tenant, cache_salt)
         if not chat.sources or self._resolver is None:
-            return RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text, tenant=tenant)
+            return RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text)
         items = await self._resolver.resolve(chat.sources, scope, kwargs)
         try:
             rendered = place_media(encoded.token_ids, items, positions)
@@ -123,7 +123,7 @@ class Renderer:
         except BaseException:
             self._resolver.release(items)
             raise
-        rendered.scope, rendered.text, rendered.tenant = scope, encoded.text, tenant
+        rendered.scope, rendered.text = scope, encoded.text
         return rendered
 
     async def render_completion(
@@ -140,13 +140,11 @@ class Renderer:
             encoded = await self._encoder.encode_text(
                 prompt, add_special_tokens=add_special_tokens, max_tokens=self.max_model_len
             )
-            rendered = RenderedPrompt(
-                encoded.token_ids, scope=scope, text=encoded.text, tenant=tenant
-            )
+            rendered = RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text)
         else:
             check_prompt_length(len(prompt), self.max_model_len, "prompt")
             self._check_token_ids(prompt)
-            rendered = RenderedPrompt(list(prompt), scope=scope, tenant=tenant)
+            rendered = RenderedPrompt(list(prompt), scope=scope)
         check_prompt_length(len(rendered.token_ids), self.max_model_len, "prompt")
         return rendered
 
@@ -176,7 +174,7 @@ class Renderer:
         except BaseException:
             self.release(RenderedPrompt([], items=items))
             raise
-        return RenderedPrompt(list(token_ids), features, items, scope, tenant=tenant)
+        return RenderedPrompt(list(token_ids), features, items, scope)
 
     def injected(
         self,
