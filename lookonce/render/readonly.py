@@ -112,7 +112,6 @@ class ReadOnlyRenderer(Renderer):
         media: MediaConfig,
     ) -> None:
         super().__init__(
-            tokenizer=main.tokenizer,
             encoder=main._encoder,
             family=main._family,
             resolver=resolver,

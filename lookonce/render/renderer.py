@@ -48,7 +48,6 @@ from lookonce.render.prompt.encoder import (
 )
 from lookonce.render.prompt.messages import has_many_values, in_thread_if, read_messages
 from lookonce.render.prompt.placeholders import match_placeholders, place_media
-from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
 from lookonce.types.request_validation import check_prompt_length, check_token_ids
@@ -66,7 +65,6 @@ class Renderer:
     def __init__(
         self,
         *,
-        tokenizer: Tokenizer,
         encoder: PromptEncoder,
         family: ProcessorFamily | None = None,
         resolver: MediaResolver | None = None,
@@ -74,7 +72,7 @@ class Renderer:
         max_model_len: int | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer = encoder.tokenizer
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self._encoder = encoder
@@ -321,14 +319,13 @@ async def open_renderer(
     `chat_template` is a file's path. Raises `ModelLoadError` or `ConfigError`.
     """
     family = load_family(Path(model.folder), model.dtype)
-    tokenizer, encoder = await asyncio.to_thread(load_encoder, model.folder, chat_template, family)
+    encoder = await asyncio.to_thread(load_encoder, model.folder, chat_template, family)
     async with AsyncExitStack() as stack:
         resolver = None
         if family is not None:
             opened = open_resolver(model, media, family, directory=directory, uuids=uuids)
             resolver = await stack.enter_async_context(opened)
         yield Renderer(
-            tokenizer=tokenizer,
             encoder=encoder,
             family=family,
             resolver=resolver,

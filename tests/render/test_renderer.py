@@ -68,7 +68,6 @@ class RenderingSetup:
             max_bytes=1 << 24,
         )
         self.renderer = Renderer(
-            tokenizer=tokenizer,
             encoder=PromptEncoder(tokenizer, sources, family),
             family=family,
             resolver=resolver,

@@ -185,7 +185,6 @@ async def _renderer(
         max_bytes=config.media.max_bytes,
     )
     renderer = Renderer(
-        tokenizer=tokenizer,
         encoder=PromptEncoder(tokenizer, template_sources(folder, tokenizer), pool.family),
         family=pool.family,
         resolver=resolver,

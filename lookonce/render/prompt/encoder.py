@@ -81,6 +81,7 @@ class PromptEncoder:
         template_sources: Mapping[str, str],
         family: ProcessorFamily | None = None,
     ) -> None:
+        self.tokenizer = tokenizer
         self.placeholder_ids: dict[Modality, int] = (
             {} if family is None else {m: family.placeholder_token_id(m) for m in family.modalities}
         )
@@ -404,11 +405,11 @@ def _checked_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 def load_encoder(
     folder: str, chat_template: str | None, family: ProcessorFamily | None
-) -> tuple[Tokenizer, PromptEncoder]:
-    """The tokenizer and the encoder of a folder; `chat_template` is a file's path.
+) -> PromptEncoder:
+    """The encoder of a model folder; `chat_template` is a file's path.
 
     Raises `ModelLoadError` or `ConfigError`.
     """
     tokenizer = Tokenizer.load(folder)
     sources = template_sources(folder, tokenizer, chat_template)
-    return tokenizer, PromptEncoder(tokenizer, sources, family)
+    return PromptEncoder(tokenizer, sources, family)

@@ -17,10 +17,16 @@ from starlette.responses import Response
 
 from lookonce.errors import BadRequestError
 from lookonce.frontend.generation import Piece, PromptGeneration, Sample, merged, prepare
-from lookonce.frontend.logprobs import prompt_entries
+from lookonce.frontend.logprobs import chat_logprobs, prompt_entries
 from lookonce.frontend.receipt import kv_transfer_params, reuse_receipt, usage
 from lookonce.frontend.requests import StreamOptions
-from lookonce.frontend.responses import KVTransferParams, PromptEntries, ReuseReceipt, Usage
+from lookonce.frontend.responses import (
+    ChatLogprobs,
+    KVTransferParams,
+    PromptEntries,
+    ReuseReceipt,
+    Usage,
+)
 from lookonce.frontend.sampling_params import names_limit
 from lookonce.server.http.responses import (
     UNNAMED_EVENTS,
@@ -183,6 +189,15 @@ class ServingContext:
                 "prompts, counted for every sample; send fewer prompts at a time",
                 param=scored_by,
             )
+
+    def chat_logprobs(
+        self, sampling: SamplingParams, generated: Piece | Sample
+    ) -> ChatLogprobs | None:
+        """The log-probabilities of generated tokens; None where they were not asked for."""
+        if sampling.logprobs is None or not generated.logprobs:
+            return None
+        token_bytes = self.services.renderer.token_bytes
+        return chat_logprobs(generated.token_ids, generated.logprobs, token_bytes)
 
     async def abort(self) -> None:
         """End every sample, also those that have not begun, with the finish reason "abort"."""
