@@ -106,7 +106,7 @@ class Renderer:
             large, read_messages, messages, placeholder_ids, self._limits, self.max_model_len
         )
         encoded = await self._encoder.encode_chat(
-            chat.conversation, chosen, self.max_model_len, large=large
+            chat.conversation, chosen, self.max_model_len, large=large, tenant=tenant
         )
         modalities = [source.modality for source in chat.sources]
         positions = match_placeholders(encoded.token_ids, modalities, placeholder_ids)
@@ -136,7 +136,10 @@ class Renderer:
         scope = scope_digest(tenant, cache_salt)
         if isinstance(prompt, str):
             encoded = await self._encoder.encode_text(
-                prompt, add_special_tokens=add_special_tokens, max_tokens=self.max_model_len
+                prompt,
+                add_special_tokens=add_special_tokens,
+                max_tokens=self.max_model_len,
+                tenant=tenant,
             )
             rendered = RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text)
         else:

@@ -61,21 +61,21 @@ class TokenCountBound:
         data = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
         count = 1 if len(data) else 0
         for start in range(0, len(data), SLICE_BYTES):
-            part = data[start : start + SLICE_BYTES + 2]
-            count += self._num_ends(part, whole=start + SLICE_BYTES + 2 >= len(data))
+            count += self._num_ends(data[start : start + SLICE_BYTES + 2])
             if count >= enough:
                 break
         return count
 
-    def _num_ends(self, part: NDArray[np.uint8], *, whole: bool) -> int:
-        """Ends of tokens after the first `SLICE_BYTES` bytes of a part with two more bytes."""
+    def _num_ends(self, part: NDArray[np.uint8]) -> int:
+        """Ends of tokens after the first `SLICE_BYTES` bytes of a part with two more bytes, or
+        fewer at the end of the text."""
         pairs = (part[:-1].astype(np.uint16) << 8) | part[1:]
         ends = self._ends[pairs]
         if self._normalizes:  # a character may combine with what comes after it
             alone = np.ones(len(ends), bool)
             alone[:-1] = part[2:] < ASCII
             ends &= alone & (part[:-1] < ASCII) & (part[1:] < ASCII)
-        return int(np.count_nonzero(ends if whole else ends[:SLICE_BYTES]))
+        return int(np.count_nonzero(ends[:SLICE_BYTES]))
 
     @cached_property
     def is_known(self) -> bool:
@@ -83,7 +83,7 @@ class TokenCountBound:
         backend = self._tokenizer.backend
         model = backend.model
         affixes = ("continuing_subword_prefix", "end_of_word_suffix")
-        return (
+        return bool(
             type(model).__name__ in ("BPE", "Unigram")
             and not any(getattr(model, name, None) for name in affixes)
             and all(map(_keeps_characters, _stages(backend.normalizer)))
@@ -113,7 +113,8 @@ class TokenCountBound:
         self._note_stripped(inside)
         if not byte_level:
             alone[ASCII:] = False  # unknown characters may become one token together
-        return (alone[:, None] & alone[None, :] & ~inside).reshape(-1)
+        ends: NDArray[np.bool_] = alone[:, None] & alone[None, :] & ~inside
+        return ends.reshape(-1)
 
     def _note_stripped(self, inside: NDArray[np.bool_]) -> None:
         """Added tokens may take in the white space beside them."""
@@ -144,7 +145,8 @@ def _flat(stage: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _keeps_characters(normalizer: dict[str, Any]) -> bool:
     if normalizer["type"] == "Replace":
-        return normalizer["pattern"] == {"String": " "} and normalizer["content"] == "▁"
+        written = (normalizer["pattern"], normalizer["content"])
+        return written == ({"String": " "}, "▁")
     return normalizer["type"] in KEEPING_NORMALIZERS
 
 
