@@ -27,6 +27,7 @@ from lookonce.frontend.frontend import Frontend, engine_client, limits_learned, 
 from lookonce.frontend.metrics import Counts
 from lookonce.render.readonly import ReadOnlyRenderer, open_readonly
 from lookonce.server.api_process_peers import AbortPeers, MetricsPeers
+from lookonce.server.http.unknown_fields import UnknownFields
 
 Abort = Callable[[], Awaitable[None]]
 """Ends one request of this process."""
@@ -158,6 +159,7 @@ class Services(Frontend):
     keys: KeyRing
     drain: Drain = field(default_factory=Drain)
     running: RunningRequests = field(default_factory=RunningRequests)
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     peers: MetricsPeers | None = None
     """The other API processes of this server, where there are any."""
     abort_peers: AbortPeers | None = None
@@ -245,6 +247,7 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
                 readonly=readonly,
                 keys=KeyRing.of(config.server),
                 running=running,
+                unknown_fields=UnknownFields(strict=config.server.strict_requests),
                 peers=peers,
                 abort_peers=abort_peers,
                 warmup_renderer=warmup_renderer,

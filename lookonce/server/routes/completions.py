@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -165,7 +164,7 @@ class CompletionResponseBuilder:
             model=context.model,
             request_id=context.request_id,
             choices=choices,
-            usage=None if context.include_usage else UNSET,
+            usage=self._context.chunk_usage(),
         )
 
     def _logprobs(
