@@ -8,7 +8,7 @@ from tests.support.attacked_server import AttackedServer, key_options
 from tests.support.live_server import LiveServer
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[AttackedServer]:
     """nano, served to two tenants."""
     with LiveServer(*key_options()) as live:

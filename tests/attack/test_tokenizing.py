@@ -11,8 +11,8 @@ import pytest
 from tests.support.attacked_server import ATTACKER, OTHER, AttackedServer
 
 HOPELESS = "A " * 55_000
-"""Some 110,000 tokens: a check of the characters alone would let them through on nano, whose context
-is 4,096 tokens and whose longest token has 14 characters."""
+"""Some 110,000 tokens: a check of the characters alone would let them through on nano, whose
+context is 4,096 tokens and whose longest token has 14 characters."""
 NUM_TEXTS = 20
 
 
