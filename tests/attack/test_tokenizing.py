@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.attacked_server import ATTACKER, OTHER, AttackedServer
 
-HOPELESS = "A " * 55_000
-"""Some 110,000 tokens: a check of the characters alone would let them through on nano, whose
+HOPELESS = "A " * 50_000
+"""Some 100,000 tokens: a check of the characters alone would let them through on nano, whose
 context is 4,096 tokens and whose longest token has 14 characters."""
 NUM_TEXTS = 20
 
@@ -28,8 +28,8 @@ def slowest_health(server: AttackedServer, running: list[Future[httpx.Response]]
 
 
 def test_hopeless_texts_are_refused_at_once(server: AttackedServer):
-    """Before they were refused after they had been tokenized, with `/health` and every stream
-    waiting meanwhile."""
+    """They were refused after they had been tokenized, which counts their tokens exactly, and
+    `/health` and every stream waited meanwhile."""
     with server.canaries() as canaries, ThreadPoolExecutor(NUM_TEXTS) as attackers:
         asked = [
             attackers.submit(server.complete, ATTACKER, prompt=HOPELESS + str(number))
@@ -41,6 +41,7 @@ def test_hopeless_texts_are_refused_at_once(server: AttackedServer):
             assert response.status_code == 400
             assert response.json()["error"]["code"] == "context_length_exceeded"
             assert response.json()["error"]["param"] == "prompt"
+            assert "the prompt has at least" in response.json()["error"]["message"]
     canaries.check()
     assert slowest < 5
     assert canaries.slowest < 10
@@ -53,12 +54,13 @@ def test_they_are_refused_on_every_route(server: AttackedServer, route):
         response = client.post(route, json=messages)
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert "the prompt has at least" in response.json()["error"]["message"]
 
 
 @pytest.mark.attack
 def test_texts_that_only_tokenizing_can_judge_delay_nobody(server: AttackedServer):
     """White space alone: its tokens may be long, so nothing can be said before."""
-    texts = [" " * (110_000 - number) for number in range(NUM_TEXTS)]
+    texts = [" " * (100_000 - number) for number in range(NUM_TEXTS)]
     with server.canaries() as canaries, ThreadPoolExecutor(NUM_TEXTS) as attackers:
         asked = [attackers.submit(server.complete, ATTACKER, prompt=text) for text in texts]
         slowest = slowest_health(server, asked)
