@@ -16,6 +16,8 @@ JSON_SPACES = r" |\r?\n[ \t]{0,64}"
 MAX_GRAMMAR_BYTES = 256 << 10
 """Most bytes of any grammar: a schema as JSON, choices as a JSON list, a regex, Lark or GBNF, and
 what tools make (their schemas together)."""
+MAX_PARAM = 200
+"""Characters of the name of a grammar's field."""
 Kind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 
 
@@ -38,8 +40,13 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
             raise BadRequestError(f"there is no grammar of kind {self.kind!r:.40}", param="grammar")
         if type(self.source) is not str or type(self.param) is not str:
             raise BadRequestError("a grammar's source and param must be strings", param="grammar")
-        if self.nbytes > MAX_GRAMMAR_BYTES:
-            raise too_large_grammar(self.nbytes, self.param)
+        if len(self.param) > MAX_PARAM:
+            raise BadRequestError("a grammar's param is too long", param="grammar")
+        if any(part.parts for part in self.parts):
+            raise BadRequestError("the parts of a grammar have no parts", param="grammar")
+        for nbytes in (self.nbytes, sum(part.nbytes for part in self.parts)):
+            if nbytes > MAX_GRAMMAR_BYTES:
+                raise too_large_grammar(nbytes, self.param)
 
     @property
     def nbytes(self) -> int:

@@ -158,7 +158,7 @@ class GrammarCompiler:
         self._eos_token_ids = list(eos_token_ids)
         self._limits = limits or GrammarLimits()
         self._lock = threading.Lock()
-        self._loading: _LoadedTokenizer | None = None
+        self._loaded: _LoadedTokenizer | LookOnceError | None = None
         self._thread = threading.local()
         self._workers: set[GrammarWorker] = set()
         self._closed = False
@@ -235,10 +235,21 @@ class GrammarCompiler:
     def _tokenizer(self) -> _LoadedTokenizer:
         """Loaded once; another thread that needs it meanwhile waits."""
         with self._lock:
-            if self._loading is None:
-                text = Tokenizer.load(self._folder).backend.to_str()
-                self._loading = _LoadedTokenizer(text, self._vocab_size, self._eos_token_ids)
-            return self._loading
+            if self._loaded is None:
+                self._loaded = self._load()
+            if isinstance(self._loaded, LookOnceError):
+                raise self._loaded
+            return self._loaded
+
+    def _load(self) -> _LoadedTokenizer | LookOnceError:
+        try:
+            text = Tokenizer.load(self._folder).backend.to_str()
+            return _LoadedTokenizer(text, self._vocab_size, self._eos_token_ids)
+        except LookOnceError as error:
+            return error
+        except Exception:
+            logger.exception("grammars cannot be used: llguidance does not read the tokenizer")
+            return RequestFailedError("grammars cannot be used with this model's tokenizer")
 
 
 class _LoadedTokenizer:

@@ -65,7 +65,6 @@ def load_engine(
     )
     info = loaded.info
     grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
-    grammars.load_soon()
     warm_up_engine, _ = assemble(loaded.info, runner, settings, scratch)
     warm_up(warm_up_engine, items.take(loaded.info))
     gc.collect()
@@ -76,6 +75,7 @@ def load_engine(
         rope = rope_of(loaded.family.text_config)
         external = open_external(settings.kv, loaded.info, rope, runner.page_copier())
     pool = BlockPool(num_blocks, block_size)
+    grammars.load_soon()
     return assemble(loaded.info, runner, settings, pool, external, grammars)
 
 
