@@ -14,6 +14,7 @@ import pytest
 from lookonce.config import NANO_FOLDER
 from lookonce.engine.process.grammar import (
     ENTRY_BYTES,
+    MAX_WAITING,
     AbandonedError,
     GrammarCache,
     GrammarCompiler,
@@ -21,7 +22,7 @@ from lookonce.engine.process.grammar import (
     grammar_key,
 )
 from lookonce.engine.process.grammar_worker import GrammarLimits
-from lookonce.errors import BadRequestError, UnavailableError
+from lookonce.errors import BadRequestError, QueueFullError, UnavailableError
 from lookonce.types.sampling import Grammar
 from tests.support.engine.grammars import EOS, VOCAB
 from tests.support.engine.living import PATIENCE
@@ -132,6 +133,21 @@ def test_requests_with_one_grammar_wait_for_one_job_and_later_ones_for_none():
         assert isinstance(pool.take()[0].error, BadRequestError)
         assert compiler.begun == ["slow", "bad"]
         assert len(pool) == 0
+
+
+def test_a_tenant_may_have_so_many_grammars_waiting_and_no_more():
+    with pooled() as (pool, compiler):
+        compiler.close_gates(*(str(number) for number in range(MAX_WAITING)))
+        for number in range(MAX_WAITING):
+            begin(pool, compiler, f"r{number}", str(number), "greedy")
+        begin(pool, compiler, "one more", "one more", "greedy")
+        begin(pool, compiler, "the same", "0", "greedy")  # it needs no work of its own
+        assert isinstance(finished(pool, "one more")["one more"], QueueFullError)
+        begin(pool, compiler, "other", "other", "other")
+        assert finished(pool, "other") == {"other": None}
+        compiler.open_all()
+        errors = finished(pool, "the same", *(f"r{number}" for number in range(MAX_WAITING)))
+        assert set(errors.values()) == {None}
 
 
 def test_each_tenant_has_its_own_compiled_grammars():

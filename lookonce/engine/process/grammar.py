@@ -58,6 +58,7 @@ from lookonce.engine.process.grammar_worker import (
 from lookonce.errors import (
     BadRequestError,
     LookOnceError,
+    QueueFullError,
     RequestFailedError,
     UnavailableError,
     error_from_wire,
@@ -71,6 +72,8 @@ logger = logging.getLogger(__name__)
 WORKERS = 3
 """Threads, each with a process, started when they are needed. One tenant has at most two of them:
 a grammar that takes long leaves one to the tenant's others, and one to the other tenants."""
+MAX_WAITING = 64
+"""Different grammars of one tenant that may wait or be compiled; more are refused with 429."""
 CACHE_BYTES = 128 << 20
 """Compiled grammars kept for later requests."""
 ENTRY_BYTES = 1024
@@ -523,6 +526,12 @@ class GrammarCompilerPool:
                 self._settle(request, complete, known)
                 return
             job = self._jobs.get(key)
+            if job is None and self._num_jobs(tenant) >= MAX_WAITING:
+                error = QueueFullError(
+                    f"{MAX_WAITING} grammars are waiting to be compiled, the most that may"
+                )
+                self._settle(request, complete, error)
+                return
             if job is None:
                 job = self._jobs[key] = _Job(key, grammar, compile)
                 self._queue.push(tenant, job, BASE_COST + grammar.nbytes)
@@ -562,6 +571,9 @@ class GrammarCompilerPool:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def _num_jobs(self, tenant: str) -> int:
+        return sum(owner == tenant for owner, _ in self._jobs)
 
     def _start_thread_if_needed(self) -> None:
         if self._num_idle < len(self._queue) and len(self._threads) < self._num_workers:

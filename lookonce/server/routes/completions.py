@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -86,7 +87,9 @@ class CompletionResponseBuilder:
     async def render(self) -> None:
         context = self._context
         scored_by = "logprobs" if self._body.prompt_logprobs is None else "prompt_logprobs"
-        for name, prompt in named_prompts(self._body.prompt).items():
+        for number, (name, prompt) in enumerate(named_prompts(self._body.prompt).items()):
+            if number:
+                await asyncio.sleep(0)  # each may take milliseconds: others have turns between
             with context.services.metrics.render.time(), _naming(name):
                 rendered = await context.services.renderer.render_completion(
                     prompt,
