@@ -332,9 +332,11 @@ class GrammarWorker:
                     if now > begun + MIN_SECONDS and abandoned():
                         raise AbandonedError from None
                     if now > begun + self._limits.wall_seconds:
-                        raise UnavailableError(
-                            f"{grammar.param}: the server had no time to compile the grammar"
-                        ) from None
+                        raise
+        except TimeoutError:
+            raise UnavailableError(
+                f"{grammar.param}: the server had no time to compile the grammar"
+            ) from None
         except (OSError, LinkClosedError, msgspec.MsgspecError):
             raise self._why_it_ended(grammar) from None
 
@@ -348,7 +350,7 @@ class GrammarWorker:
             case code if code == -signal.SIGABRT:
                 megabytes = self._limits.memory_bytes >> 20
                 why = f"too complex: it takes more than {megabytes} MiB of memory to compile"
-            case code if code == -signal.SIGKILL:
+            case None | -9:  # killed by somebody else, or cut off
                 return _no_worker()
             case _:
                 why = "it cannot be compiled: the compiler crashed"
