@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup serve wheel test test-lmcache test-page test-openapi test-clients check structure format attack soak clean
+.PHONY: setup serve wheel test test-models test-lmcache test-page test-openapi test-clients check structure format attack soak clean
 
 # Tests run side by side, so numeric libraries get one thread each in them; a server uses all cores.
 check test test-lmcache test-page test-openapi test-clients attack soak: export OMP_NUM_THREADS ?= 1
@@ -47,6 +47,10 @@ $(LMCACHE_VENV)/.installed: pyproject.toml setup.py
 
 test-lmcache: $(LMCACHE_VENV)/.installed
 	@$(LMCACHE_VENV)/bin/python -m pytest tests/kv/test_lmcache.py tests/kv/test_tiers.py
+
+# Every text-only type that transformers knows: served as listed, or refused.
+test-models: $(STAMP)
+	@ALL_MODELS=1 $(BIN)/python -m pytest --numprocesses 2 --timeout 3600 tests/model/test_general_text.py
 
 # The web page in a real browser. Skipped by name where Chromium cannot be installed.
 test-page: $(STAMP)

@@ -125,6 +125,8 @@ class TextModel:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Last hidden states [S, H] → logits [S, V]."""
         logits: Tensor = self._family.lm_head(hidden).float()
+        if self._family.logit_scale != 1.0:
+            logits = logits * self._family.logit_scale
         softcap = self._family.final_softcap
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap

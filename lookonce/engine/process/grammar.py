@@ -350,7 +350,7 @@ class GrammarWorker:
             case code if code == -signal.SIGABRT:
                 megabytes = self._limits.memory_bytes >> 20
                 why = f"too complex: it takes more than {megabytes} MiB of memory to compile"
-            case None | -9:  # killed by somebody else, or cut off
+            case None | -9:  # SIGKILL: by somebody else
                 return _no_worker()
             case _:
                 why = "it cannot be compiled: the compiler crashed"
