@@ -205,6 +205,8 @@ class ServerConfig:
     """A file's path."""
     tool_call_parser: str = "auto"
     vllm_metric_names: bool = False
+    strict_requests: bool = False
+    """Unknown fields of a request are refused."""
     drain_timeout: float = 30.0
 
 
@@ -282,6 +284,7 @@ class Options:
     max_audio_seconds: float = 600.0
     engine_stall_timeout: float = 120.0
     vllm_metric_names: bool = False
+    strict_requests: bool = False
 
 
 def resolve(options: Options) -> Config:
@@ -335,6 +338,7 @@ def resolve(options: Options) -> Config:
                 "--tool-call-parser", options.tool_call_parser, TOOL_CALL_PARSERS
             ),
             vllm_metric_names=options.vllm_metric_names,
+            strict_requests=options.strict_requests,
         ),
         channel=ChannelConfig(address=_socket_path(), stall_timeout=options.engine_stall_timeout),
     )

@@ -71,6 +71,7 @@ HELP: dict[str, str] = {
     "max_audio_seconds": "Longest sound, seconds.",
     "engine_stall_timeout": "Seconds a step may take before the engine counts as stuck.",
     "vllm_metric_names": "Export metrics under vLLM's names too.",
+    "strict_requests": "Refuse requests with unknown fields, which are ignored otherwise.",
 }
 """One line per field of `Options`."""
 
@@ -115,6 +116,7 @@ RENDER_OPTIONS = (
     "max_image_pixels",
     "max_audio_seconds",
     "vllm_metric_names",
+    "strict_requests",
 )
 """The options of `lookonce render`: those of the API, and all that a rendered prompt depends on."""
 

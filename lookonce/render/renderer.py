@@ -116,6 +116,7 @@ class Renderer:
             large=large,
             cache=self.token_cache,
             scope=scope,
+            tenant=tenant,
         )
         modalities = [source.modality for source in chat.sources]
         positions = match_placeholders(encoded.ids, modalities, placeholder_ids)
@@ -149,6 +150,7 @@ class Renderer:
                 max_tokens=self.max_model_len,
                 cache=self.token_cache,
                 scope=scope,
+                tenant=tenant,
             )
             rendered = RenderedPrompt(encoded.ids, scope=scope, text=encoded.text)
         else:

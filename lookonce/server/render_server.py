@@ -18,6 +18,7 @@ from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_r
 from lookonce.render.renderer import open_renderer
 from lookonce.server.http.app import RENDER_ROUTES, build_app
 from lookonce.server.http.request_guard import RequestGuard
+from lookonce.server.http.unknown_fields import UnknownFields
 from lookonce.server.process import DrainOnSignal, api_server
 from lookonce.server.services import KeyRing, Services, readonly_counts
 from lookonce.server.warmup import warming_up
@@ -51,6 +52,7 @@ async def open_render_services(config: Config) -> AsyncIterator[Services]:
             defaults=read_defaults(config.model.folder),
             warmup_renderer=warmup_renderer,
             tool_dialect=dialect_of(config, renderer),
+            unknown_fields=UnknownFields(strict=config.server.strict_requests),
         )
 
 

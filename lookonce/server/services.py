@@ -28,6 +28,7 @@ from lookonce.frontend.metrics import Counts
 from lookonce.render.readonly import ReadOnlyRenderer, open_readonly
 from lookonce.server.api_process_peers import AbortPeers, MetricsPeers
 from lookonce.server.http.request_guard import RequestGuard
+from lookonce.server.http.unknown_fields import UnknownFields
 
 Abort = Callable[[], Awaitable[None]]
 """Ends one request of this process."""
@@ -171,6 +172,7 @@ class Services(Frontend):
     guard: RequestGuard = field(default_factory=RequestGuard)
     drain: Drain = field(default_factory=Drain)
     running: RunningRequests = field(default_factory=RunningRequests)
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     peers: MetricsPeers | None = None
     """The other API processes of this server, where there are any."""
     abort_peers: AbortPeers | None = None
@@ -259,6 +261,7 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
                 keys=KeyRing.of(config.server),
                 guard=RequestGuard.of(config.server),
                 running=running,
+                unknown_fields=UnknownFields(strict=config.server.strict_requests),
                 peers=peers,
                 abort_peers=abort_peers,
                 warmup_renderer=warmup_renderer,

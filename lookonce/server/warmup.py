@@ -76,13 +76,14 @@ async def _send_warmup_requests(
 ) -> None:
     media = await asyncio.to_thread(_largest_media, renderer, services.config)
     content = [*(_part(each, data) for each, data in media), {"type": "text", "text": TEXT}]
-    chat = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    messages = {"messages": [{"role": "user", "content": content}]}
+    chat = {**messages, "max_tokens": 1}
     names = ", ".join(each.modality for each, _ in media) or "text"
     salted = ({**chat, "cache_salt": str(number)} for number in range(1, NUM_WORKERS))
     renders: list[Body] = [chat, *salted]  # each salt is a scope of its own, so all are processed
     requests: dict[str, list[Body]] = {
         "/v1/chat/completions/render": renders if media else [chat],
-        "/tokenize": [chat],
+        "/tokenize": [messages],
         "/v1/chat/completions": [chat, {**chat, "stream": True}],
     }
     served = {route.path for route in routes if isinstance(route, Route)}

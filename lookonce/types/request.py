@@ -38,6 +38,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sampling: SamplingParams
     arrival: float
     """`time.monotonic()` when the server received it (one clock for all processes of a machine)."""
+    tenant: str = ""
+    """Whose request it is: tenants take turns where something is short."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -136,7 +138,7 @@ class RenderedPrompt:
     integers takes milliseconds to make, and again to turn back.
     """
 
-    __slots__ = ("features", "ids", "items", "scope", "text")
+    __slots__ = ("features", "ids", "items", "scope", "tenant", "text")
 
     def __init__(
         self,
@@ -145,6 +147,7 @@ class RenderedPrompt:
         items: Iterable[RenderedItem] = (),
         scope: bytes = b"",
         text: str | None = None,
+        tenant: str = "",
     ) -> None:
         """Raises `BadRequestError` for ids that no vocabulary has."""
         self.ids = as_ids(token_ids)
@@ -154,6 +157,7 @@ class RenderedPrompt:
         """One per feature, in the order of `features`."""
         self.scope = scope
         self.text = text
+        self.tenant = tenant
 
     @property
     def num_tokens(self) -> int:

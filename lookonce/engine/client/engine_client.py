@@ -152,6 +152,7 @@ class EngineClient:
             features=rendered.features,
             sampling=sampling,
             arrival=time.monotonic() if arrival is None else arrival,
+            tenant=rendered.tenant,
         )
 
         async def submit(pending: PendingRequest) -> None:

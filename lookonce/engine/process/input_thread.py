@@ -134,6 +134,7 @@ class InputThread:
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + HEARTBEAT_SECONDS
                 self._beat(on_beat)
+        self._grammar_pool.close()
         self._channel.close()
 
     def _beat(self, on_beat: Callable[[float], None]) -> None:
@@ -251,7 +252,8 @@ class InputThread:
             self._add(request, complete=not held.missing)
         else:
             compile_grammar = self._preprocessor.compile_grammar
-            self._grammar_pool.begin(request, grammar, compile_grammar, complete=not held.missing)
+            complete, tenant = not held.missing, message.request.tenant
+            self._grammar_pool.begin(request, grammar, compile_grammar, complete, tenant)
 
     def _hold_items(self, sender: str, message: Submit) -> Held:
         """The items that the request holds now. Raises, with nothing held, why it holds none."""

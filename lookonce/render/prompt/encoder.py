@@ -8,6 +8,7 @@ media tokens are escaped (see `placeholders`), so that only the template can wri
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 
 from lookonce.errors import BadRequestError, ConfigError
 from lookonce.render.families.base import ProcessorFamily
+from lookonce.render.prompt.long_texts import LongTextThreads, TokenCountBound
 from lookonce.render.prompt.messages import Json, in_thread_if
 from lookonce.render.prompt.placeholders import (
     PlaceholderEscaping,
@@ -33,10 +35,10 @@ from lookonce.render.prompt.placeholders import (
 from lookonce.render.prompt.token_cache import CachingTokenizer, TokenCache
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.media import Modality
-from lookonce.types.request_validation import check_text_length
+from lookonce.types.request_validation import check_text_length, check_token_count
 
-OFF_LOOP_CHARACTERS = 64 * 1024
-"""A text above this is tokenized in a thread (tokenizing does 1 to 5 MB/s)."""
+OFF_LOOP_CHARACTERS = 16 * 1024
+"""A text above this is tokenized in a thread, in turn (tokenizing does 1 to 5 MB/s)."""
 ContentForm = Literal["text", "parts", "either"]
 """What a template takes as a message's content: a text, a list of parts, or either."""
 RESERVED_VARIABLES = frozenset(
@@ -97,6 +99,8 @@ class PromptEncoder:
         self._escaping = escaping_of(tokenizer, ids)
         self._tokenizer = escaped_tokenizer(tokenizer, self._escaping, ids)
         self._caching_tokenizer = CachingTokenizer(self._tokenizer)
+        self._token_count = TokenCountBound(self._tokenizer)
+        self._long_texts = LongTextThreads()
         self._placeholder_texts = _placeholder_texts(self._tokenizer, family)
         # Hugging Face's processors add the bos token a template left out; its tokenizers do not.
         self._completes_bos = family is not None
@@ -129,6 +133,7 @@ class PromptEncoder:
         large: bool = False,
         cache: TokenCache | None = None,
         scope: bytes = b"",
+        tenant: str = "",
     ) -> EncodedPrompt:
         """`conversation` is from `messages.read_messages`; a `large` one is rendered in a thread.
 
@@ -137,8 +142,10 @@ class PromptEncoder:
         """
         text = await in_thread_if(large, self._text_of, conversation, options)
         adds_bos = self._completes_bos and not (self._bos and text.startswith(self._bos))
-        self._check_length(text, max_tokens, "messages")
-        ids = await self._encode(text, "messages", cache, scope, add_special_tokens=adds_bos)
+        await self._check_length(text, max_tokens, "messages")
+        ids = await self._encode(
+            text, "messages", cache, scope, tenant, add_special_tokens=adds_bos
+        )
         return EncodedPrompt(ids, self._escaping.unescape(text))
 
     def _text_of(self, conversation: Sequence[Json], options: ChatOptions) -> str:
@@ -163,22 +170,25 @@ class PromptEncoder:
         max_tokens: int | None = None,
         cache: TokenCache | None = None,
         scope: bytes = b"",
+        tenant: str = "",
     ) -> EncodedPrompt:
         """A plain prompt. Special tokens in it are encoded as such, except those of media.
 
         `cache` and `scope` as in `encode_chat`. Raises `BadRequestError`, also for a text that
         certainly has more than `max_tokens`.
         """
-        self._check_length(text, max_tokens, "prompt")
+        await self._check_length(text, max_tokens, "prompt")
         refuse_reserved(text, "prompt")
         ids = await self._encode(
-            text, "prompt", cache, scope, add_special_tokens=add_special_tokens
+            text, "prompt", cache, scope, tenant, add_special_tokens=add_special_tokens
         )
         return EncodedPrompt(ids, text)
 
-    def _check_length(self, text: str, max_tokens: int | None, param: str) -> None:
+    async def _check_length(self, text: str, max_tokens: int | None, param: str) -> None:
         if max_tokens is not None and len(text) > OFF_LOOP_CHARACTERS:
             check_text_length(len(text), self._tokenizer.longest_token, max_tokens, param)
+            least = await asyncio.to_thread(self._token_count.at_least, text, max_tokens)
+            check_token_count(least, max_tokens, param)
 
     async def _encode(
         self,
@@ -186,6 +196,7 @@ class PromptEncoder:
         param: str,
         cache: TokenCache | None,
         scope: bytes,
+        tenant: str,
         *,
         add_special_tokens: bool,
     ) -> NDArray[np.int32]:
@@ -197,7 +208,9 @@ class PromptEncoder:
             add_special_tokens=add_special_tokens,
         )
         try:
-            return await in_thread_if(len(text) > OFF_LOOP_CHARACTERS, encode)
+            if len(text) <= OFF_LOOP_CHARACTERS:
+                return encode()
+            return await self._long_texts.run(encode, tenant, len(text))
         except BadRequestError as error:
             raise BadRequestError(f"{param}: {error.message}", param=param) from None
 

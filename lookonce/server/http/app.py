@@ -76,6 +76,8 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.j
 
 HEADER_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 CLIENT_LEFT_STATUS = 499
+WARNING_HEADER = b"x-lookonce-warning"
+"""Names the fields of the request that were ignored."""
 
 
 def build_app(services: Services, routes: Sequence[Route] = ROUTES) -> Application:
@@ -181,6 +183,8 @@ class _ResponseSender:
             self._begun = True
             request_id = (b"x-request-id", self._state["request_id"].encode("ascii"))
             message["headers"] = [*message.get("headers", ()), request_id, *self.headers]
+            if (warning := self._state.get("warning")) is not None:
+                message["headers"].append((WARNING_HEADER, warning.encode("ascii")))
             if self._drain.draining:
                 message["headers"].append((b"connection", b"close"))
         return self._send(message)

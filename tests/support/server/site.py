@@ -15,6 +15,7 @@ from lookonce.config import Options, resolve
 from lookonce.frontend.metrics import Metrics
 from lookonce.server.http.app import build_app
 from lookonce.server.http.request_guard import RequestGuard
+from lookonce.server.http.unknown_fields import UnknownFields
 from lookonce.server.services import KeyRing, Services
 from tests.support.server.doubles import ByteRenderer, RecitingEngine
 
@@ -61,6 +62,7 @@ async def site(**options: object) -> AsyncIterator[Site]:
         readonly=renderer,
         engine=engine,  # type: ignore[arg-type]
         metrics=Metrics("recital", vllm_names=config.server.vllm_metric_names),
+        unknown_fields=UnknownFields(strict=config.server.strict_requests),
         keys=KeyRing.of(config.server),
         guard=RequestGuard.of(config.server),
     )
