@@ -267,12 +267,28 @@ class FusedDecoder:
     ) -> Tensor:
         if extras:
             raise ValueError("a plain decoder takes nothing beside embeddings")
+        hidden = embeds
+        for hidden in self.residuals(embeds, position_ids, step):  # noqa: B007
+            pass
+        return self.norm(hidden)
+
+    def residuals(
+        self, embeds: Tensor, position_ids: Tensor, step: ForwardContext
+    ) -> Iterator[Tensor]:
+        """The residual stream [T, H] after each layer, before the last norm."""
         cos, signed = self.rotation(embeds, position_ids)
-        cos, signed = cos.unsqueeze(1), signed.unsqueeze(1)
         hidden = embeds
         for layer, pages in zip(self.layers, step.kv_pages.layers, strict=True):
-            hidden = layer(hidden, cos, signed, pages, step)
-        return self.norm(hidden)
+            hidden = layer(hidden, cos.unsqueeze(1), signed.unsqueeze(1), pages, step)
+            yield hidden
+
+    def layer_output(
+        self, index: int, hidden: Tensor, position_ids: Tensor, step: ForwardContext
+    ) -> Tensor:
+        """The residual stream [T, H] after one layer that is given `hidden` [T, H]."""
+        cos, signed = self.rotation(hidden, position_ids)
+        pages = step.kv_pages.layers[index]
+        return self.layers[index](hidden, cos.unsqueeze(1), signed.unsqueeze(1), pages, step)
 
     def rotation(self, like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [T, D] of the positions, in the dtype of `like`.
