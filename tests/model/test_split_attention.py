@@ -1,4 +1,4 @@
-"""Keys of short chunks are split between tasks, and their partial results merged, without a trace."""
+"""Keys of short chunks are split between tasks, and what each task computes of them is merged."""
 
 from __future__ import annotations
 
