@@ -278,7 +278,7 @@ def measure_product(
     """Median CPU ms of a product in float32, in bf16 as chosen here, and in torch's own bf16."""
     x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
     halves = x.bfloat16(), weight.bfloat16()
-    ways = (
+    ways: tuple[Callable[[], Tensor], ...] = (
         lambda: functional.linear(x, weight),
         lambda: linear(*halves),
         lambda: functional.linear(*halves),
