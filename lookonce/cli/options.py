@@ -43,7 +43,8 @@ HELP: dict[str, str] = {
     "qwen3_coder or harmony (gpt-oss); auto reads it off the chat template.",
     "chat_template": "A Jinja file to use instead of the model's own chat template.",
     "device": "cpu, cuda or cuda:N.",
-    "dtype": "float32, bfloat16 or float16; float32 on CPU and bfloat16 on CUDA by default.",
+    "dtype": "float32, bfloat16, float16, or auto: bfloat16 where the hardware multiplies it, else "
+    "float32. By default float32 on CPU and bfloat16 on CUDA.",
     "max_model_len": "Prompt plus generated tokens of one sequence; the model's own by default.",
     "max_num_seqs": "Sequences computed side by side.",
     "max_num_batched_tokens": "Tokens computed in one step, prompts and answers together.",
