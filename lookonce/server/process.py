@@ -1,8 +1,8 @@
 """The API process: `python -m lookonce.server.process`, started and watched by `launch`.
 
-It reads one `ApiStart` as a line of JSON from its standard input and serves on the socket it has
-inherited. On SIGTERM, or when its standard input ends because its parent is gone, it drains: new
-requests get 503, running ones end, then it exits.
+It reads one `ApiStart` as a line of JSON from its standard input, serves on the socket it has
+inherited, and says so on its standard output (`Serving`). On SIGTERM, or when its standard input
+ends because its parent is gone, it drains: new requests get 503, running ones end, then it exits.
 
 If it cannot start because of the configuration or the model, it writes one `StartFailed` to its
 standard output and exits with status 2.
@@ -18,14 +18,15 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import msgspec
 import uvicorn
 import uvloop
 
 from lookonce.config import Config
-from lookonce.engine.process_io import ProgressPipe, StartFailed
+from lookonce.engine.process_io import ProgressPipe, Serving, StartFailed
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.errors import ConfigError, ModelLoadError, error_to_wire
 from lookonce.server.http.app import build_app
@@ -51,19 +52,32 @@ class ApiStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ApiServer(uvicorn.Server):
-    """uvicorn's server, which leaves signals to `DrainOnSignal`."""
+    """uvicorn's server, which leaves signals to `DrainOnSignal`; `on_serving` is called once."""
+
+    def __init__(
+        self, config: uvicorn.Config, on_serving: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(config)
+        self._on_serving = on_serving
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_serving()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-async def serve(start: ApiStart) -> None:
+async def serve(start: ApiStart, progress: ProgressPipe) -> None:
     """Serve until SIGTERM, then drain."""
+    began = time.monotonic()
     async with open_services(start.config, index=start.index) as services:
         logger.info("the renderer is ready")
         app = build_app(services)
-        server = ApiServer(uvicorn_config(app))
+        server = ApiServer(
+            uvicorn_config(app), lambda: progress.tell(Serving(time.monotonic() - began))
+        )
         drainer = DrainOnSignal(server, services.drain, start.config.server.drain_timeout)
         with socket.socket(fileno=start.listen_fd) as listener, drainer:
             async with warming_up(services, app, settle_memory):
@@ -155,10 +169,11 @@ def main() -> None:
     for library in ("uvicorn", "httpx"):
         logging.getLogger(library).setLevel(logging.WARNING)
     logger.info("opening %s", start.config.model.folder)
+    progress = ProgressPipe(sys.stdout.fileno())
     try:
-        uvloop.run(serve(start))
+        uvloop.run(serve(start, progress))
     except (ConfigError, ModelLoadError) as error:
-        ProgressPipe(sys.stdout.fileno()).tell(StartFailed(error_to_wire(error)))
+        progress.tell(StartFailed(error_to_wire(error)))
         sys.exit(EXIT_REFUSED)
 
 
