@@ -49,6 +49,7 @@ from lookonce.render.prompt.encoder import (
 from lookonce.render.prompt.messages import has_many_values, in_thread_if, read_messages
 from lookonce.render.prompt.placeholders import match_placeholders, place_media
 from lookonce.render.prompt.tokenizer import Tokenizer
+from lookonce.types.counts import Counts
 from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
 from lookonce.types.request_validation import check_prompt_length, check_token_ids
@@ -252,17 +253,9 @@ class Renderer:
     def counts(self) -> dict[str, float]:
         """Counts of `RenderStats`, as `name:modality` → value."""
         stats = RenderStats() if self._resolver is None else self._resolver.stats
-        counted: dict[str, Counter[Any]] = {
-            "media_fetches_total": stats.fetched,
-            "media_queued_total": stats.queued,
-            "media_decodes_total": stats.decoded,
-            "media_processed_total": stats.processed,
-            "mm_cache_overtaking_hits_total": stats.overtaking,
-            "mm_cache_waiting_hits_total": stats.waiting,
-        }
         return {
             f"{name}:{modality}": float(by_modality[modality])
-            for name, by_modality in counted.items()
+            for name, by_modality in stats.by_name().items()
             for modality in self._encoder.placeholder_ids
         }
 
@@ -315,18 +308,23 @@ async def open_renderer(
     uuids: NameBindings,
     chat_template: str | None = None,
     max_model_len: int | None = None,
+    counts: Counts | None = None,
 ) -> AsyncIterator[Renderer]:
     """Load the tokenizer and, for a model with media, start the worker pool.
 
-    `chat_template` is a file's path. Raises `ModelLoadError` or `ConfigError`.
+    `chat_template` is a file's path; `counts` gets what is counted. Raises `ModelLoadError` or
+    `ConfigError`.
     """
     family = load_family(Path(model.folder), model.dtype)
     tokenizer, encoder = await asyncio.to_thread(load_encoder, model.folder, chat_template, family)
     async with AsyncExitStack() as stack:
         resolver = None
         if family is not None:
-            opened = open_resolver(model, media, family, directory=directory, uuids=uuids)
+            opened = open_resolver(
+                model, media, family, directory=directory, uuids=uuids, counts=counts
+            )
             resolver = await stack.enter_async_context(opened)
+            resolver.stats.show(encoder.placeholder_ids)
         yield Renderer(
             tokenizer=tokenizer,
             encoder=encoder,

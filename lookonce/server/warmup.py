@@ -129,7 +129,7 @@ def _warmup_services(services: Services, renderer: ReadOnlyRenderer) -> Services
         keys=KeyRing(()),
         drain=Drain(),
         running=RunningRequests(),
-        peers=None,
+        shared_counts=None,
         abort_peers=None,
     )
 

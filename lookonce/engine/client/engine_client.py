@@ -51,6 +51,7 @@ from lookonce.ipc.messages import (
     Welcome,
 )
 from lookonce.ipc.zmq_client_link import ZmqClientLink
+from lookonce.types.counts import Counts
 from lookonce.types.media import Array, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import Clock
@@ -78,9 +79,10 @@ class EngineClient:
         processor_cache_bytes: int,
         connect: Callable[[str], ClientLink] | None = None,
         clock: Clock = time.monotonic,
+        counts: Counts | None = None,
     ) -> None:
         sender_id = uuid.uuid4().hex
-        self.sender = SenderCache(sender_id, capacity_bytes=processor_cache_bytes)
+        self.sender = SenderCache(sender_id, capacity_bytes=processor_cache_bytes, counts=counts)
         self._channel = ClientChannel(
             connect(sender_id) if connect else ZmqClientLink(config.address, sender_id),
             max_bytes_in_flight=config.max_bytes_in_flight,

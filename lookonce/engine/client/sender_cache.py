@@ -37,6 +37,7 @@ from lookonce.ipc.messages import (
     UpdateCache,
     Welcome,
 )
+from lookonce.types.counts import Counts
 from lookonce.types.media import ProcessedItem
 from lookonce.types.request import GenerateRequest, RenderedItem, RenderedPrompt
 
@@ -55,21 +56,35 @@ class SenderCache:
     """
 
     def __init__(
-        self, sender_id: str, *, capacity_bytes: int, uuids: UuidBindings | None = None
+        self,
+        sender_id: str,
+        *,
+        capacity_bytes: int,
+        uuids: UuidBindings | None = None,
+        counts: Counts | None = None,
     ) -> None:
+        counts = Counts() if counts is None else counts
         self.sender_id = sender_id
         self.epoch = 0
         """The engine's; 0 until the first welcome."""
-        self.directory = Directory(capacity_bytes)
+        self.directory = Directory(capacity_bytes, counts=counts)
         self.uuids = uuids if uuids is not None else UuidBindings()
-        self.resends = 0
-        """Items the engine asked for although it should have held them: it restarted, was reset,
-        or a hint was stale. They are not counted as queries or hits, nor shown in receipts."""
-        self.asks = 0
-        """Items the engine asked for whose references were sent without them on purpose."""
+        self._resends = counts.count("mm_cache_resends_total")
+        self._asks = counts.count("mm_cache_asks_total")
         self._capacity_bytes = capacity_bytes
         self._num_senders = 1
         self._seq = 0
+
+    @property
+    def resends(self) -> int:
+        """Items the engine asked for although it should have held them: it restarted, was reset,
+        or a hint was stale. They are not counted as queries or hits, nor shown in receipts."""
+        return int(self._resends.value)
+
+    @property
+    def asks(self) -> int:
+        """Items the engine asked for whose references were sent without them on purpose."""
+        return int(self._asks.value)
 
     def hello(self) -> Hello:
         return Hello(self.sender_id, self.epoch)
@@ -125,9 +140,9 @@ class SenderCache:
         expected = {part.key for part in rendered.items if part.outcome != "not_needed"}
         for key in keys:
             if key in expected:
-                self.resends += 1
+                self._resends.add()
             else:
-                self.asks += 1
+                self._asks.add()
 
     def to_recover(
         self, rendered: RenderedPrompt, keys: Iterable[bytes]

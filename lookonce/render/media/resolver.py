@@ -39,6 +39,7 @@ from lookonce.render.media.loader import OFF_LOOP_BYTES, MediaLoader, MediaSourc
 from lookonce.render.media.pool import MediaPool
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
 from lookonce.render.media.single_flight import SingleFlight
+from lookonce.types.counts import Counts
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 from lookonce.types.ports import ItemDirectory
 from lookonce.types.request import ProcessorOutcome, RenderedItem
@@ -90,25 +91,50 @@ class NameBindings(Protocol):
     def resolve(self, scope: bytes, uuid: str) -> bytes | None: ...
 
 
-@dataclass(slots=True)
 class RenderStats:
-    """Counts by modality since the start; metrics read them."""
+    """Counts by modality since the start, which are in `counts` under the names of metrics.
 
-    fetched: Counter[str] = field(default_factory=Counter)
-    queued: Counter[Modality] = field(default_factory=Counter)
-    """Jobs accepted by the pool's queue, finished or not."""
-    decoded: Counter[Modality] = field(default_factory=Counter)
-    processed: Counter[Modality] = field(default_factory=Counter)
-    overtaking: Counter[Modality] = field(default_factory=Counter)
-    """Directory hits that were answered while other parts waited for the pool."""
-    waiting: Counter[Modality] = field(default_factory=Counter)
-    """Hits that waited for the pool, because another part's job for the same key was running."""
+    `prefix` begins the names. `fetched` is what the loader counts.
+    """
+
+    def __init__(
+        self,
+        fetched: Counter[str] | None = None,
+        counts: Counts | None = None,
+        prefix: str = "",
+    ) -> None:
+        counts = Counts() if counts is None else counts
+        self.fetched: Counter[str] = Counter() if fetched is None else fetched
+        self.queued = counts.by_label(f"{prefix}media_queued_total")
+        """Jobs accepted by the pool's queue, finished or not."""
+        self.decoded = counts.by_label(f"{prefix}media_decodes_total")
+        self.processed = counts.by_label(f"{prefix}media_processed_total")
+        self.overtaking = counts.by_label(f"{prefix}mm_cache_overtaking_hits_total")
+        """Directory hits that were answered while other parts waited for the pool."""
+        self.waiting = counts.by_label(f"{prefix}mm_cache_waiting_hits_total")
+        """Hits that waited for the pool, because another part's job for the same key was
+        running."""
+
+    def by_name(self) -> dict[str, Counter[str]]:
+        """The counters by the names of their metrics, without prefix."""
+        return {
+            "media_fetches_total": self.fetched,
+            "media_queued_total": self.queued,
+            "media_decodes_total": self.decoded,
+            "media_processed_total": self.processed,
+            "mm_cache_overtaking_hits_total": self.overtaking,
+            "mm_cache_waiting_hits_total": self.waiting,
+        }
+
+    def show(self, modalities: Iterable[str]) -> None:
+        """Let the counts of these modalities appear before anything is counted."""
+        for counter in self.by_name().values():
+            for modality in modalities:
+                counter[modality] += 0
 
     def clear(self) -> None:
-        for counter in (self.fetched, self.queued, self.decoded, self.processed):
+        for counter in self.by_name().values():
             counter.clear()
-        self.overtaking.clear()
-        self.waiting.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +177,10 @@ class MediaResolver:
         pool: Pool,
         max_bytes: int,
         algorithm: HashAlgorithm = "blake3",
+        stats: RenderStats | None = None,
     ) -> None:
         """`max_bytes` limits the encoded bytes of inline media."""
-        self.stats = RenderStats(fetched=loader.fetched)
+        self.stats = RenderStats(loader.fetched) if stats is None else stats
         self._family = family
         self._fingerprint = family.fingerprint()
         self.directory = directory
@@ -170,7 +197,12 @@ class MediaResolver:
         """Key → a rendered item that holds its arrays, of a prompt that may not be sent yet."""
 
     def with_memory(
-        self, *, directory: RendererDirectory, uuids: NameBindings, loader: Loader
+        self,
+        *,
+        directory: RendererDirectory,
+        uuids: NameBindings,
+        loader: Loader,
+        stats: RenderStats | None = None,
     ) -> MediaResolver:
         """A resolver that shares the family and the pool, but has its own directory and counts."""
         return MediaResolver(
@@ -181,6 +213,7 @@ class MediaResolver:
             pool=self._pool,
             max_bytes=self._max_bytes,
             algorithm=self._algorithm,
+            stats=stats,
         )
 
     async def resolve(
@@ -202,8 +235,9 @@ class MediaResolver:
             if not item.uncounted:
                 self.directory.count(item.outcome)
         if self.directory.capacity_bytes:
-            self.stats.overtaking.update(prompt.overtaking)
-            self.stats.waiting.update(prompt.waiting)
+            for modality in modalities:
+                self.stats.overtaking[modality] += prompt.overtaking[modality]
+                self.stats.waiting[modality] += prompt.waiting[modality]
         return items
 
     def release(self, items: Iterable[RenderedItem]) -> None:
@@ -410,6 +444,7 @@ async def open_resolver(
     *,
     directory: RendererDirectory,
     uuids: NameBindings,
+    counts: Counts | None = None,
 ) -> AsyncIterator[MediaResolver]:
     """A resolver with a loader and a started worker pool. Raises `ModelLoadError`."""
     settings = ProcessingSettings(
@@ -419,7 +454,8 @@ async def open_resolver(
         max_audio_seconds=media.max_audio_seconds,
     )
     async with AsyncExitStack() as stack:
-        loader = MediaLoader(media)
+        counts = Counts() if counts is None else counts
+        loader = MediaLoader(media, fetched=counts.by_label("media_fetches_total"))
         stack.push_async_callback(loader.aclose)
         pool = MediaPool(settings)
         stack.push_async_callback(pool.aclose)
@@ -432,6 +468,7 @@ async def open_resolver(
             pool=pool,
             max_bytes=media.max_bytes,
             algorithm=media.hash_algorithm,
+            stats=RenderStats(loader.fetched, counts),
         )
 
 
