@@ -34,6 +34,7 @@ Sums = Mapping[str, Values]
 LATENCY_BUCKETS = (
     .001, .0025, .005, .01, .02, .04, .06, .08, .1, .15, .25, .5, .75, 1, 2.5, 5, 10, 20, 40, 80,
 )  # fmt: skip
+_GENERATED = "lookonce_generation_tokens"
 _SUM = len(LATENCY_BUCKETS) + 1
 """Where `Durations.values` of those buckets has its sum."""
 
@@ -62,7 +63,7 @@ class Metrics:
         self.prompt_tokens = Total(
             counts, "lookonce_prompt_tokens", "Prompt tokens of accepted requests"
         )
-        self.generation_tokens = Total(counts, "lookonce_generation_tokens", "Tokens generated")
+        self.generation_tokens = Total(counts, _GENERATED, "Tokens generated")
         self._own: tuple[Counted, ...] = (
             self.time_to_first_token,
             self.inter_token_latency,
@@ -78,18 +79,23 @@ class Metrics:
         self._vllm_names = vllm_names
 
     def delivered(self, seconds: float, num_tokens: int) -> None:
-        """Count one delivery of tokens `seconds` after the one before. It is called for every
-        token, so it calls nothing itself."""
+        """Count one delivery of tokens `seconds` after the one before.
+
+        This runs for every token, so it calls nothing and changes as few numbers as it can: nearly
+        all deliveries have one token, and those are counted by `inter_token_latency` alone.
+        """
         values = self._between
         values[bisect_left(LATENCY_BUCKETS, seconds)] += 1.0
         values[_SUM] += seconds
-        self._generated[0] += num_tokens
+        if num_tokens != 1:
+            self._generated[0] += num_tokens - 1
 
     def families(self, sums: Sums | None = None) -> list[Metric]:
         """What API processes have counted: `sums`, or what is in `counts`."""
         sums = self.counts.read() if sums is None else sums
         elsewhere = {name: values.numbers[0] for name, values in sums.items()}
-        return [*(counted.family(sums) for counted in self._own), *_families(elsewhere)]
+        own = {**sums, _GENERATED: _with_deliveries(sums)}
+        return [*(counted.family(own) for counted in self._own), *_families(elsewhere)]
 
     def exposition(self, local: Iterable[Metric], engine: Figures) -> bytes:
         """The text of `/metrics`: `local` families (of all API processes) and the engine's."""
@@ -109,6 +115,12 @@ class Metrics:
                 labels = {"model_name": self._served_name, **sample.labels}
                 alias.add_sample(alias.name + suffix, labels, sample.value)
             yield alias
+
+
+def _with_deliveries(sums: Sums) -> Values:
+    """All generated tokens: see `Metrics.delivered`."""
+    deliveries = sum(sums["lookonce_inter_token_latency_seconds"].numbers[:_SUM])
+    return Values((sums[_GENERATED].numbers[0] + deliveries,))
 
 
 @dataclass(frozen=True, slots=True)
