@@ -11,7 +11,7 @@ engine's input thread uses it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -54,6 +54,12 @@ class Store:
     def get(self, key: bytes) -> ProcessedItem | None:
         entry = self._entries.get(key)
         return None if entry is None else entry.item
+
+    def items(self) -> Iterator[tuple[bytes, ProcessedItem]]:
+        """Every item in memory, those that came first first."""
+        for key, entry in self._entries.items():
+            if entry.item is not None:
+                yield key, entry.item
 
     # --- shares -------------------------------------------------------------------------------
 

@@ -62,6 +62,7 @@ async def open_frontend(
             uuids=client.sender.uuids,
             chat_template=config.server.chat_template,
             counts=counts,
+            claims=client.claims,
         ) as renderer,
         limits_learned(client, renderer),
     ):

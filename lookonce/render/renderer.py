@@ -51,6 +51,7 @@ from lookonce.render.prompt.placeholders import match_placeholders, place_media
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.counts import Counts
 from lookonce.types.media import Array, Modality, ProcessedItem
+from lookonce.types.ports import ItemClaims
 from lookonce.types.request import RenderedItem, RenderedPrompt
 from lookonce.types.request_validation import check_prompt_length, check_token_ids
 from lookonce.types.sampling import SamplingParams
@@ -309,11 +310,12 @@ async def open_renderer(
     chat_template: str | None = None,
     max_model_len: int | None = None,
     counts: Counts | None = None,
+    claims: ItemClaims | None = None,
 ) -> AsyncIterator[Renderer]:
     """Load the tokenizer and, for a model with media, start the worker pool.
 
-    `chat_template` is a file's path; `counts` gets what is counted. Raises `ModelLoadError` or
-    `ConfigError`.
+    `chat_template` is a file's path; `counts` gets what is counted; `claims` are asked before an
+    item is made. Raises `ModelLoadError` or `ConfigError`.
     """
     family = load_family(Path(model.folder), model.dtype)
     tokenizer, encoder = await asyncio.to_thread(load_encoder, model.folder, chat_template, family)
@@ -321,7 +323,13 @@ async def open_renderer(
         resolver = None
         if family is not None:
             opened = open_resolver(
-                model, media, family, directory=directory, uuids=uuids, counts=counts
+                model,
+                media,
+                family,
+                directory=directory,
+                uuids=uuids,
+                counts=counts,
+                claims=claims,
             )
             resolver = await stack.enter_async_context(opened)
             resolver.stats.show(encoder.placeholder_ids)

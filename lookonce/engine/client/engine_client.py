@@ -21,6 +21,7 @@ import msgspec
 from lookonce.cache.directory import Directory
 from lookonce.config import ChannelConfig
 from lookonce.engine.client.delta_stream import DeltaStream, PendingRequest
+from lookonce.engine.client.item_claims import ItemClaims
 from lookonce.engine.client.sender_cache import InjectionOutcome, Keyed, SenderCache, inject
 from lookonce.errors import (
     BadRequestError,
@@ -90,7 +91,8 @@ class EngineClient:
         self._health = EngineHealth(config.stall_timeout, clock)
         self._stats_requests = StatsRequests()
         self._requests: dict[str, PendingRequest] = {}
-        self._resender = Resender(self.sender, self._channel.room, self._commit, self._give_up)
+        self.claims = ItemClaims(self.sender, self._room, self._commit, self._send_if_connected)
+        self._resender = Resender(self.sender, self._room, self._commit, self._give_up)
 
     async def __aenter__(self) -> Self:
         self._channel.open(self)
@@ -251,6 +253,7 @@ class EngineClient:
                 self._send_if_connected(self.sender.clear(message))
             case Hints():
                 self.sender.hint(message)
+                self.claims.answered(message)
             case Stats():
                 self._stats_requests.answer(message)
 
@@ -272,10 +275,17 @@ class EngineClient:
     ) -> AbstractAsyncContextManager[None]:
         """Room on the channel for a request that brings items. One that brings none is small and
         does not wait: a known picture never waits for new ones."""
-        items = [part.item for part in request.rendered.items if part.item is not None]
+        items = [
+            part.item
+            for part in request.rendered.items
+            if part.item is not None and not self.directory.lists_for_certain(part.key)
+        ]
         if not items:
             return nullcontext()
         nbytes = MESSAGE_OVERHEAD + wire.prompt.nbytes + sum(item.nbytes for item in items)
+        return self._channel.room(nbytes)
+
+    def _room(self, nbytes: int) -> AbstractAsyncContextManager[None]:
         return self._channel.room(nbytes)
 
     def _leave(self, request: PendingRequest) -> None:
@@ -301,13 +311,16 @@ class EngineClient:
 
     def _welcome(self, message: Welcome) -> None:
         logger.info("connected to the engine, epoch %d", message.epoch)
+        if message.epoch != self.sender.epoch:
+            self.claims.forget_all()
         self.sender.welcome(message)
         self._health.welcome(message.model, ready=message.ready)
 
     def _lose_engine(self, why: str) -> None:
         """End all requests at once; the directory starts empty with the next welcome."""
         self._health.disconnect()
-        self.sender.epoch = 0
+        self.sender.disconnect()
+        self.claims.forget_all()
         requests, self._requests = self._requests, {}
         if requests:
             logger.error("%s (%d requests fail)", why, len(requests))

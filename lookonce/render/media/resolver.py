@@ -6,7 +6,8 @@
                 │ held: pinned, nothing is decoded
                 │ at hand in a prompt that is not sent yet: shared
                 │ only its expansion known: the item is referenced by its key
-                └ miss: make it, in the worker pool, once per key at a time
+                └ miss: make it, in the worker pool, once per key at a time: in this process by
+                  single flight, among the API processes of the server by a claim at the engine
 
 Parts whose bytes are in the request are identified and looked up at once, on the event loop, before
 anything waits; so no hit waits for a miss. Every pin taken here belongs to a `RenderedItem`, or is
@@ -41,12 +42,15 @@ from lookonce.render.media.processing import MediaJob, Processed, ProcessingSett
 from lookonce.render.media.single_flight import SingleFlight
 from lookonce.types.counts import Counts
 from lookonce.types.media import Expansion, Modality, ProcessedItem
-from lookonce.types.ports import ItemDirectory
+from lookonce.types.ports import ItemClaims, ItemDirectory, Publish
 from lookonce.types.request import ProcessorOutcome, RenderedItem
 
 MAX_SIDE_BY_SIDE = 32
 """Parts of one prompt that are fetched or processed at a time: a prompt with more must neither be
 refused by the pool's bounded queue nor fill it alone."""
+
+MAX_CLAIMS_OF_ONE_PART = 3
+"""How often to look for what another API process has made before it is made here, too."""
 
 T = TypeVar("T")
 
@@ -164,6 +168,20 @@ class _Prompt:
     waiting: Counter[Modality] = field(default_factory=Counter)
 
 
+Make = Callable[[ResolvedPart], Coroutine[Any, Any, Processed | None]]
+
+
+class Unclaimed:
+    """The `ItemClaims` of a process that is alone."""
+
+    @asynccontextmanager
+    async def claimed(self, key: bytes) -> AsyncIterator[Publish | None]:
+        async def keep(item: ProcessedItem) -> None:
+            """It goes with its request."""
+
+        yield keep
+
+
 class MediaResolver:
     """One per API process; all methods run on its event loop."""
 
@@ -178,8 +196,10 @@ class MediaResolver:
         max_bytes: int,
         algorithm: HashAlgorithm = "blake3",
         stats: RenderStats | None = None,
+        claims: ItemClaims | None = None,
     ) -> None:
-        """`max_bytes` limits the encoded bytes of inline media."""
+        """`max_bytes` limits the encoded bytes of inline media; without `claims` nobody else makes
+        items."""
         self.stats = RenderStats(loader.fetched) if stats is None else stats
         self._family = family
         self._fingerprint = family.fingerprint()
@@ -189,7 +209,9 @@ class MediaResolver:
         self._pool = pool
         self._max_bytes = max_bytes
         self._algorithm: HashAlgorithm = algorithm
-        self._running: SingleFlight[bytes, Processed] = SingleFlight()
+        self._claims = Unclaimed() if claims is None else claims
+        self._running: SingleFlight[bytes, Processed | None] = SingleFlight()
+        """What is being made, by key; None: another API process has made it."""
         self._num_in_pool = 0
         self._unsent: weakref.WeakValueDictionary[bytes, RenderedItem] = (
             weakref.WeakValueDictionary()
@@ -322,8 +344,11 @@ class MediaResolver:
 
     # --- look up ------------------------------------------------------------------------------
 
-    def _lookup(self, part: ResolvedPart, prompt: _Prompt) -> RenderedItem | None:
-        """The item, if nothing must be decoded for it now; None if it must be made.
+    def _lookup(
+        self, part: ResolvedPart, prompt: _Prompt, *, waited: bool = False
+    ) -> RenderedItem | None:
+        """The item, if nothing must be decoded for it now; None if it must be made. `waited`:
+        another API process has made it meanwhile.
 
         Raises `MediaNotCachedError` if the part has no bytes and nothing is known of its content.
         """
@@ -333,7 +358,8 @@ class MediaResolver:
             item = self._item(part, expansion, outcome)
             item.pinned = True
             prompt.pinned.append(item)  # before `_bind`, which may raise
-            prompt.overtaking[item.modality] += self._num_in_pool > 0
+            prompt.overtaking[item.modality] += self._num_in_pool > 0 and not waited
+            prompt.waiting[item.modality] += waited
             return self._bind(part, item)
         unsent = self._unsent.get(part.key)
         if unsent is not None and unsent.item is not None:
@@ -380,22 +406,51 @@ class MediaResolver:
     # --- make ---------------------------------------------------------------------------------
 
     async def _make(self, part: ResolvedPart, prompt: _Prompt) -> RenderedItem:
-        """Decode and process the part, or wait for the job of the same key that is running."""
-        joined = part.key in self._running
-        made = await self._process(part)
+        """Decode and process the part, or wait for whoever does so for the same key: another part,
+        or another API process."""
+        for _ in range(MAX_CLAIMS_OF_ONE_PART):
+            joined = part.key in self._running
+            made = await self._process(part, self._make_claimed)
+            if made is not None:
+                break
+            held = self._lookup(part, prompt, waited=True)
+            if held is not None:
+                return held
+        else:  # what others made was gone each time before it could be used here
+            joined = part.key in self._running
+            made = await self._make_unclaimed(part)
         prompt.waiting[part.source.modality] += joined
         item = self._item(part, made.item.expansion, self._outcome(made, joined=joined), made.item)
         if not joined:
             item.decode_ms, item.process_ms = made.decode_ms, made.process_ms
+        if self.directory.lookup(part.key) is not None:  # it is published: keep it until it is used
+            item.pinned = True
+            prompt.pinned.append(item)
         return self._bind(part, item)
 
-    async def _process(self, part: ResolvedPart) -> Processed:
+    async def _process(self, part: ResolvedPart, make: Make) -> Processed | None:
         try:
-            return await self._running.run(part.key, lambda: self._run(part.job))
+            return await self._running.run(part.key, lambda: make(part))
         except RequestError as error:
             raise for_part(error, part.source.param) from None
 
-    async def _run(self, job: MediaJob) -> Processed:
+    async def _make_unclaimed(self, part: ResolvedPart) -> Processed:
+        made = None
+        while made is None:  # it may join others that wait for another API process
+            made = await self._process(part, self._run)
+        return made
+
+    async def _make_claimed(self, part: ResolvedPart) -> Processed | None:
+        """None if another API process has made it."""
+        async with self._claims.claimed(part.key) as publish:
+            if publish is None:
+                return None
+            made = await self._run(part)
+            await publish(made.item)
+            return made
+
+    async def _run(self, part: ResolvedPart) -> Processed:
+        job = part.job
         working = self._pool.run(job)
         self.stats.queued[job.modality] += 1
         self._num_in_pool += 1
@@ -423,7 +478,7 @@ class MediaResolver:
             made, joined = Processed(unsent.item, 0.0, 0.0), True
         else:
             joined = part.key in self._running
-            made = await self._process(part)
+            made = await self._make_unclaimed(part)
         rendered = item()
         if rendered is not None:
             rendered.item = made.item
@@ -445,6 +500,7 @@ async def open_resolver(
     directory: RendererDirectory,
     uuids: NameBindings,
     counts: Counts | None = None,
+    claims: ItemClaims | None = None,
 ) -> AsyncIterator[MediaResolver]:
     """A resolver with a loader and a started worker pool. Raises `ModelLoadError`."""
     settings = ProcessingSettings(
@@ -469,6 +525,7 @@ async def open_resolver(
             max_bytes=media.max_bytes,
             algorithm=media.hash_algorithm,
             stats=RenderStats(loader.fetched, counts),
+            claims=claims,
         )
 
 
