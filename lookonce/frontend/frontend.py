@@ -17,7 +17,7 @@ from lookonce.errors import NotReadyError
 from lookonce.frontend.metrics import Metrics
 from lookonce.frontend.sampling_params import SamplingDefaults, read_defaults
 from lookonce.frontend.tools.formats import ToolDialect, choose_dialect
-from lookonce.render.media.pool import MAX_QUEUE
+from lookonce.render.media.pool import MAX_QUEUE, share_of_workers
 from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE
 from lookonce.render.renderer import Renderer, open_renderer
 from lookonce.types.counts import Counts
@@ -63,6 +63,7 @@ async def open_frontend(
             chat_template=config.server.chat_template,
             counts=counts,
             claims=client.claims,
+            num_workers=share_of_workers(config.server.api_processes),
         ) as renderer,
         limits_learned(client, renderer),
     ):

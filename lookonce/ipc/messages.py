@@ -78,6 +78,9 @@ class UpdateCache(msgspec.Struct, frozen=True, tag="update", array_like=True):
     cleared: int = 0
     """Not 0: the sender's share is emptied before `ops`. The number of the `ClearCache` that this
     answers; -1: the sender starts over unasked (one of its messages could not be sent)."""
+    open_claims: tuple[int, ...] = ()
+    """Where `cleared`: the sender's claims that are still open. Others have ended, by a message
+    that may not have been read."""
 
 
 class Claim(msgspec.Struct, frozen=True, tag="claim", array_like=True):

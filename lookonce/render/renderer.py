@@ -311,11 +311,13 @@ async def open_renderer(
     max_model_len: int | None = None,
     counts: Counts | None = None,
     claims: ItemClaims | None = None,
+    num_workers: int | None = None,
 ) -> AsyncIterator[Renderer]:
     """Load the tokenizer and, for a model with media, start the worker pool.
 
     `chat_template` is a file's path; `counts` gets what is counted; `claims` are asked before an
-    item is made. Raises `ModelLoadError` or `ConfigError`.
+    item is made; `num_workers` decode media (default: by cores). Raises `ModelLoadError` or
+    `ConfigError`.
     """
     family = load_family(Path(model.folder), model.dtype)
     tokenizer, encoder = await asyncio.to_thread(load_encoder, model.folder, chat_template, family)
@@ -330,6 +332,7 @@ async def open_renderer(
                 uuids=uuids,
                 counts=counts,
                 claims=claims,
+                num_workers=num_workers,
             )
             resolver = await stack.enter_async_context(opened)
             resolver.stats.show(encoder.placeholder_ids)

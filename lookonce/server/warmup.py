@@ -23,6 +23,7 @@ from lookonce.config import Config
 from lookonce.frontend.frontend import RenderOnlyEngine
 from lookonce.frontend.metrics import Metrics
 from lookonce.render.families.base import LargestItem
+from lookonce.render.media.pool import share_of_workers
 from lookonce.render.readonly import ReadOnlyRenderer
 from lookonce.server.http.app import build_app
 from lookonce.server.services import Drain, KeyRing, RunningRequests, Services
@@ -32,8 +33,6 @@ from lookonce.types.sampling import SamplingParams
 
 logger = logging.getLogger("lookonce.server")
 
-NUM_WORKERS = 4
-"""Prompts rendered side by side: the media pool starts at most so many workers."""
 TEXT = "What is this?"
 Body = Mapping[str, object]
 
@@ -77,7 +76,8 @@ async def _send_warmup_requests(
     content = [*(_part(each, data) for each, data in media), {"type": "text", "text": TEXT}]
     chat = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
     names = ", ".join(each.modality for each, _ in media) or "text"
-    salted = ({**chat, "cache_salt": str(number)} for number in range(1, NUM_WORKERS))
+    num_workers = share_of_workers(services.config.server.api_processes)
+    salted = ({**chat, "cache_salt": str(number)} for number in range(1, num_workers))
     renders: list[Body] = [chat, *salted]  # each salt is a scope of its own, so all are processed
     requests: dict[str, list[Body]] = {
         "/v1/chat/completions/render": renders if media else [chat],

@@ -31,7 +31,7 @@ from lookonce.errors import (
     http_status,
 )
 from lookonce.render.media import pool as pool_module
-from lookonce.render.media.pool import MediaPool
+from lookonce.render.media.pool import MediaPool, share_of_workers
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
 from lookonce.render.media.worker import map_memory, new_memory
 from tests.support.render.doubles import until
@@ -502,3 +502,12 @@ class TestRealWorkers:
         maps = Path(f"/proc/{worker._process.pid}/maps").read_text()
         assert "libtorch" not in maps
         assert "numpy" in maps
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "workers"),
+    [(2, 1, 2), (16, 1, 4), (16, 2, 2), (16, 3, 1), (2, 4, 1), (1, 1, 1)],
+)
+def test_workers_are_shared_by_all_api_processes(monkeypatch, cores, processes, workers):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert share_of_workers(processes) == workers

@@ -213,13 +213,11 @@ class SenderCache:
 
     def clear(self, message: ClearCache) -> UpdateCache:
         """Commit a reset: everything listed here is forgotten on both sides, pins stay."""
-        self.directory.reset()
-        return self._update(NO_OPS, cleared=message.number)
+        return self._start_over(message.number)
 
     def resync(self) -> UpdateCache:
         """Start over after a message of ours could not be sent although it was committed."""
-        self.directory.reset()
-        return self._update(NO_OPS, cleared=STARTED_OVER)
+        return self._start_over(STARTED_OVER)
 
     # --- claims -------------------------------------------------------------------------------
 
@@ -277,8 +275,18 @@ class SenderCache:
                 part.outcome = "hit" if part.outcome == "not_needed" else part.outcome
                 self.directory.count(part.outcome)
 
-    def _update(self, ops: CacheOps, cleared: int = 0) -> UpdateCache:
-        return UpdateCache(epoch=self.epoch, seq=self._next_seq(), ops=ops, cleared=cleared)
+    def _start_over(self, cleared: int) -> UpdateCache:
+        self.directory.reset()
+        return UpdateCache(
+            epoch=self.epoch,
+            seq=self._next_seq(),
+            ops=NO_OPS,
+            cleared=cleared,
+            open_claims=tuple(self._claims),
+        )
+
+    def _update(self, ops: CacheOps) -> UpdateCache:
+        return UpdateCache(epoch=self.epoch, seq=self._next_seq(), ops=ops)
 
     def _require_epoch(self) -> None:
         if self.epoch == 0:

@@ -153,6 +153,8 @@ class ReceiverCache:
         """
         if message.cleared and message.epoch == self.epoch:
             self._open(sender)
+            for number in self._senders[sender].claims.keys() - set(message.open_claims):
+                self._end_claim(sender, number)
         if not self._accepts(sender, message.epoch):
             return False
         self._apply(sender, message.ops)
@@ -172,7 +174,7 @@ class ReceiverCache:
             if self._claims[key][0] == (sender, number):
                 claimant.granted.append(number)
             return True
-        item = self.store.get(key)
+        item = self.store.get_listed(key)
         if item is not None:
             claimant.hint(key, item)
             claimant.held.append(number)
@@ -206,6 +208,12 @@ class ReceiverCache:
             news.clear()
         return told if told != Hints() else None
 
+    def claims(self) -> dict[tuple[str, int], int]:
+        """(sender, number) of every open claim → its place in its queue, 0 for the granted one."""
+        return {
+            claim: place for queue in self._claims.values() for place, claim in enumerate(queue)
+        }
+
     def counters(self) -> dict[str, float]:
         store = self.store
         return {
@@ -223,7 +231,7 @@ class ReceiverCache:
         """Let the sender have an empty share. One that is new is told of what others have."""
         if sender not in self._senders:
             self._senders[sender] = newcomer = _Sender(bindings=dict(self._uuids.items()))
-            for key, item in self.store.items():
+            for key, item in self.store.listed():
                 newcomer.hint(key, item)
         self.store.open_share(sender)
         self.store.empty_share(sender)

@@ -47,6 +47,8 @@ from lookonce.render.media.worker import (
 )
 from lookonce.types.media import Modality
 
+MAX_WORKERS = 4
+"""Of all API processes of a server together, but at least one in each."""
 MAX_QUEUE = 256
 """Media items that may wait for a worker; more are refused with 429."""
 START_TIMEOUT = 120.0
@@ -65,6 +67,13 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+def share_of_workers(num_processes: int = 1) -> int:
+    """Workers of each of so many API processes: one for each core that they may use, `MAX_WORKERS`
+    at most, for all of them together."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(MAX_WORKERS, cores or 1) // num_processes)
+
+
 class MediaPool:
     """`await run(job)` from one event loop. Call `start` before, `aclose` after."""
 
@@ -81,7 +90,7 @@ class MediaPool:
         `job_timeout` is in seconds; `command` starts a worker (the descriptor of its socket is
         appended).
         """
-        self.num_workers = num_workers or min(4, os.cpu_count() or 1)
+        self.num_workers = num_workers or share_of_workers()
         self.completed: Counter[str] = Counter()
         """Jobs that succeeded, by modality."""
         self._max_pending = max_queue + self.num_workers

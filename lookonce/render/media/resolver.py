@@ -501,6 +501,7 @@ async def open_resolver(
     uuids: NameBindings,
     counts: Counts | None = None,
     claims: ItemClaims | None = None,
+    num_workers: int | None = None,
 ) -> AsyncIterator[MediaResolver]:
     """A resolver with a loader and a started worker pool. Raises `ModelLoadError`."""
     settings = ProcessingSettings(
@@ -513,7 +514,7 @@ async def open_resolver(
         counts = Counts() if counts is None else counts
         loader = MediaLoader(media, fetched=counts.by_label("media_fetches_total"))
         stack.push_async_callback(loader.aclose)
-        pool = MediaPool(settings)
+        pool = MediaPool(settings, num_workers=num_workers)
         stack.push_async_callback(pool.aclose)
         await pool.start()
         yield MediaResolver(
