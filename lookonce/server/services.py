@@ -213,7 +213,7 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
 
     `index` is this process's number among the server's API processes.
     """
-    folder = Path(config.channel.address.removeprefix("ipc://")).parent
+    folder = Path(config.channel.address).parent
     running = RunningRequests()
     with SharedCounts(folder, index) as shared:
         counts = shared.counts
