@@ -13,6 +13,7 @@ a second one      everything is killed
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import signal
 import socket
@@ -128,8 +129,10 @@ class Supervisor:
     def _api_process(self, index: int, listener: socket.socket) -> SupervisedProcess:
         name = f"API process {index}"
         start = {"config": self._config, "listen_fd": listener.fileno(), "index": index}
+        starts = itertools.count()
 
         async def spawn() -> ChildProcess:
+            start["restarted"] = next(starts) > 0
             return await ChildProcess.start(
                 name,
                 self._api_command,

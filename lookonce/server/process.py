@@ -31,11 +31,14 @@ from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.errors import ConfigError, ModelLoadError, error_to_wire
 from lookonce.server.http.app import build_app
 from lookonce.server.http.responses import HttpProtocol
-from lookonce.server.services import Drain, open_services
+from lookonce.server.services import Drain, Services, open_services
 from lookonce.server.warmup import warming_up
 
 logger = logging.getLogger("lookonce.server")
 
+ENGINE_SECONDS = 10.0
+"""How long a process that was restarted waits for the engine before it takes requests, which it
+would have to refuse; the other API processes take them meanwhile."""
 YOUNG_OBJECTS = 5000
 """Allocations between collections of the youngest objects. With Python's 700 the objects of a dozen
 streams would be searched again and again for cycles that are not there."""
@@ -47,6 +50,8 @@ class ApiStart(msgspec.Struct, frozen=True, kw_only=True):
     config: Config
     listen_fd: int
     """A bound socket the process inherits and listens on."""
+    restarted: bool = False
+    """An earlier process of this number has ended: clients are served by others meanwhile."""
     index: int = 0
     """0-based number of this API process among `config.server.api_processes`."""
 
@@ -80,8 +85,16 @@ async def serve(start: ApiStart, progress: ProgressPipe) -> None:
         )
         drainer = DrainOnSignal(server, services.drain, start.config.server.drain_timeout)
         with socket.socket(fileno=start.listen_fd) as listener, drainer:
-            async with warming_up(services, app, settle_memory):
+            if start.restarted:
+                await _wait_for_engine(services)
+            async with warming_up(services, app, settle_memory, hold_ready=not start.restarted):
                 await server.serve(sockets=[listener])
+
+
+async def _wait_for_engine(services: Services) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ENGINE_SECONDS):
+            await services.engine.wait_ready()
 
 
 def settle_memory() -> None:

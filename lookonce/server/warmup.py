@@ -39,13 +39,17 @@ Body = Mapping[str, object]
 
 @asynccontextmanager
 async def warming_up(
-    services: Services, app: Starlette, on_done: Callable[[], None] = lambda: None
+    services: Services,
+    app: Starlette,
+    on_done: Callable[[], None] = lambda: None,
+    *,
+    hold_ready: bool = True,
 ) -> AsyncIterator[None]:
-    """Warms up beside the block. Until it has ended `/ready` says no.
+    """Warms up beside the block. Until it has ended `/ready` says no, if `hold_ready`.
 
     Requests are sent to the routes that `app` has. `on_done` is called at the end.
     """
-    services.warming = services.warmup_renderer is not None
+    services.warming = hold_ready and services.warmup_renderer is not None
     task = asyncio.create_task(warm_up(services, app))
     task.add_done_callback(lambda done: None if done.cancelled() else on_done())
     try:
