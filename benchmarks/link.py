@@ -1,7 +1,8 @@
 """`lookonce bench link`: what the link between API process and engine process costs.
 
-late p99 ms   how late the API process's event loop is (99th percentile; max beside it) while ten
-              items of 100 MB go to the engine; idle p99 ms: while nothing passes
+late p99 ms   how late the API process's event loop is (99th percentile) while ten items of 100 MB
+              go to the engine; idle p99 ms: while nothing passes
+late CPU ms   the API process's CPU time in that: without what other processes take
 item ms       from the first item's sending until the engine has received the last one, per item
 item CPU ms   of it, CPU time of the API process
 send us       CPU time of the engine's step thread in sending one step's tokens of 8 streams
@@ -32,7 +33,8 @@ PROBE = Path(__file__).with_name("link_probe.py")
 FIGURES = {
     "idle_p99_ms": "idle p99 ms",
     "late_p99_ms": "late p99 ms",
-    "late_max_ms": "late max ms",
+    "late_cpu_p99_ms": "late CPU p99 ms",
+    "late_cpu_max_ms": "late CPU max ms",
     "item_ms": "item ms",
     "item_cpu_ms": "item CPU ms",
     "send_us": "send us",

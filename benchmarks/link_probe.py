@@ -2,6 +2,7 @@
 
     python link_probe.py api               one JSON object of figures on stdout
     python link_probe.py engine ADDRESS    the other process, which the first one starts
+    python link_probe.py ask DESCRIPTOR    asks the first one's event loop for an answer
 
 It is run as a file, with the `lookonce` of any checkout on PYTHONPATH, so it uses only what earlier
 versions have too.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -49,6 +51,9 @@ ITEM_BYTES = 100_000_000
 IN_FLIGHT_BYTES = 256 * 1024 * 1024
 PROBE_SECONDS = 0.0007
 IDLE_SECONDS = 1.0
+ASKED = struct.Struct("<dd")
+CPUCLOCK_SCHED = 2
+"""Linux: the clock number of a process's CPU time is its inverted id, shifted, and this."""
 MODEL = ModelInfo("m", "fake", 100, 64, (2,), ("image",), "float32", 16)
 
 
@@ -148,7 +153,7 @@ async def run_api(address: str) -> dict[str, float]:
         figures = await stream(channel, listener, STEPS)
         async with lateness() as idle:
             await asyncio.sleep(IDLE_SECONDS)
-        figures["idle_p99_ms"] = percentile(idle, 99)
+        figures["idle_p99_ms"] = percentile([wall for wall, _ in idle], 99)
         return figures | await send_items(channel)
     finally:
         channel.close()
@@ -172,28 +177,46 @@ async def stream(channel: ClientChannel, listener: Listener, steps: int) -> dict
 
 
 @asynccontextmanager
-async def lateness() -> AsyncIterator[list[float]]:
-    """Milliseconds from another thread's asking the loop for a call to the call, again and again
-    while the block runs."""
+async def lateness() -> AsyncIterator[list[tuple[float, float]]]:
+    """How late the loop reads what another process writes, again and again while the block runs.
+
+    Milliseconds from writing to reading, and the CPU time that this process used meanwhile: what
+    the loop would be late on a machine that has nothing else to do. A thread of this process would
+    hold its GIL now and then, and so make the loop late itself.
+    """
     loop = asyncio.get_running_loop()
-    late: list[float] = []
-    done = threading.Event()
+    late: list[tuple[float, float]] = []
+    begun = asyncio.Event()
+    out, into = os.pipe()
+    os.set_blocking(out, False)
 
-    def called(since: float) -> None:
-        late.append((time.perf_counter() - since) * 1e3)
+    def read() -> None:
+        now, cpu = time.monotonic(), time.process_time()
+        for asked, used in ASKED.iter_unpack(os.read(out, 100 * ASKED.size)):
+            late.append(((now - asked) * 1e3, (cpu - used) * 1e3))
+        begun.set()
 
-    def ask() -> None:
-        while not done.is_set():
-            loop.call_soon_threadsafe(called, time.perf_counter())
-            time.sleep(PROBE_SECONDS)
+    loop.add_reader(out, read)
+    command = [sys.executable, __file__, "ask", str(into)]
+    with subprocess.Popen(command, pass_fds=[into]) as asking:  # noqa: ASYNC220
+        await begun.wait()
+        late.clear()
+        try:
+            yield late
+        finally:
+            asking.kill()
+    loop.remove_reader(out)
+    os.close(out)
+    os.close(into)
 
-    asking = threading.Thread(target=ask)
-    asking.start()
-    try:
-        yield late
-    finally:
-        done.set()
-        asking.join()
+
+def ask(fd: int) -> None:
+    """Write the time, and the parent's CPU time, until killed."""
+    parents_cpu = (~os.getppid() << 3) | CPUCLOCK_SCHED
+    while True:
+        asked = time.monotonic(), time.clock_gettime(parents_cpu)
+        os.write(fd, ASKED.pack(*asked))
+        time.sleep(PROBE_SECONDS)
 
 
 async def send_items(channel: ClientChannel) -> dict[str, float]:
@@ -209,8 +232,9 @@ async def send_items(channel: ClientChannel) -> dict[str, float]:
             await asyncio.sleep(0.005)
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
     return {
-        "late_p99_ms": percentile(late, 99),
-        "late_max_ms": max(late),
+        "late_p99_ms": percentile([wall for wall, _ in late], 99),
+        "late_cpu_p99_ms": percentile([cpu for _, cpu in late], 99),
+        "late_cpu_max_ms": max(cpu for _, cpu in late),
         "item_ms": seconds / ITEMS * 1e3,
         "item_cpu_ms": cpu / ITEMS * 1e3,
     }
@@ -230,6 +254,8 @@ def large_item() -> ProcessedItem:
 def main() -> None:
     if sys.argv[1] == "engine":
         run_engine(sys.argv[2])
+    if sys.argv[1] == "ask":
+        ask(int(sys.argv[2]))
     with tempfile.TemporaryDirectory(prefix="lookonce-bench-") as scratch:
         address = f"{scratch}/engine"
         command = [sys.executable, __file__, "engine", address]

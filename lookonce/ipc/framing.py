@@ -53,6 +53,7 @@ MARK = 0x4F4C
 """At the end of every header: a reader that has lost its place does not take data for lengths."""
 GREETING = struct.Struct("<8sHH")
 HEADER = struct.Struct("<QIHH")
+_ONE_FRAME = [0, 0, MARK]
 
 
 def greeting(name: str = "") -> bytes:
@@ -165,7 +166,7 @@ class FrameReader:
         """Where to receive the next bytes; never empty."""
         if self._own is not None:
             return self._own[self._filled : self._filled + limit]
-        return self._view[self._end :]
+        return self._view[self._end :] if self._end else self._view
 
     @property
     def in_place(self) -> bool:
@@ -182,7 +183,12 @@ class FrameReader:
         if count == 0:
             raise ConnectionResetError("the peer has closed the connection")
         if self._own is None:
-            self._end += count
+            self._end = end = self._end + count
+            if self._frames is None and self.peer is not None and end >= HEADER.size:
+                size, *rest = HEADER.unpack_from(self._scratch)
+                if size + HEADER.size == end and rest == _ONE_FRAME and not self._fds:
+                    self._end = 0  # one small message, as a step's tokens are
+                    return [([self._view[HEADER.size : end].tobytes()], ())]
         else:
             self._filled += count
             if self._filled == self._own.nbytes:
