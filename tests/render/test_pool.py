@@ -157,6 +157,21 @@ def test_a_crash_fails_its_job_alone_and_the_worker_is_replaced() -> None:
     asyncio.run(scenario())
 
 
+def test_a_job_that_a_killed_worker_has_not_read_goes_to_another_one() -> None:
+    """It is stopped, so that the job waits in its socket, and then killed."""
+
+    async def scenario() -> None:
+        async with fake_pool() as pool:
+            worker = worker_of(await pool.run(job()))
+            os.kill(worker, signal.SIGSTOP)
+            running = asyncio.create_task(pool.run(job()))
+            await asyncio.sleep(0.1)
+            os.kill(worker, signal.SIGKILL)
+            assert worker_of(await running) != worker
+
+    asyncio.run(scenario())
+
+
 def test_a_worker_that_died_idle_harms_no_job() -> None:
     async def scenario() -> None:
         async with fake_pool() as pool:

@@ -211,7 +211,7 @@ class Chaos:
             self.seen.append(await ask(host, int(port), next(plans)))
 
     async def _kill(self, kind: str, rng: random.Random) -> None:
-        while not (candidates := of_kind(self.server, kind)):
+        while not (candidates := of_kind(self.server, kind)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         pid = rng.choice(candidates)
         try:

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -40,6 +41,7 @@ from lookonce.render.media.worker import (
     JobFailed,
     JobRequest,
     LinkClosedError,
+    MessageLostError,
     receive,
     reply_decoder,
     send,
@@ -54,6 +56,8 @@ START_TIMEOUT = 120.0
 JOB_TIMEOUT = 60.0
 """Seconds after which a worker counts as hung. The limits on media keep normal jobs far below."""
 STOP_TIMEOUT = 2.0
+STARTS_PER_JOB = 2
+"""Workers that are tried for a job when they are killed before they have read it."""
 WORKER_COMMAND = (sys.executable, "-m", "lookonce.render.media.worker")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -174,6 +178,18 @@ class _Workers:
             self.ensure_worker()
 
     def work(self, job: MediaJob) -> Processed:
+        """A job that a worker has not read, because it was killed, goes to another one."""
+        for _ in range(STARTS_PER_JOB - 1):
+            try:
+                return self._work_once(job)
+            except MessageLostError:
+                logger.warning("a media worker has ended")
+        try:
+            return self._work_once(job)
+        except MessageLostError:
+            raise _out_of_resources() from None
+
+    def _work_once(self, job: MediaJob) -> Processed:
         worker = self._ready()
         try:
             return worker.call(job)
@@ -183,6 +199,8 @@ class _Workers:
             self._discard(worker)
             if self.is_closed():
                 raise _draining() from None
+            if isinstance(error, MessageLostError):
+                raise
             raise _lost_worker(job, hung=isinstance(error, TimeoutError)) from None
         except OSError as error:
             self._discard(worker)
@@ -225,15 +243,20 @@ class _Workers:
             return worker
         if worker is not None:
             self._discard(worker)
-        worker = self._start_worker()
-        try:
-            self._register(worker)
-            worker.configure()
-        except BaseException:
-            self._discard(worker)
-            raise
-        self._thread.worker = worker
-        return worker
+        for _ in range(STARTS_PER_JOB):
+            worker = self._start_worker()
+            try:
+                self._register(worker)
+                worker.configure()
+            except MessageLostError:
+                self._discard(worker)
+            except BaseException:
+                self._discard(worker)
+                raise
+            else:
+                self._thread.worker = worker
+                return worker
+        raise _did_not_start()
 
     def _register(self, worker: _WorkerProcess) -> None:
         """Let `close` kill the worker, even while it starts."""
@@ -266,16 +289,24 @@ class _WorkerProcess:
         self._link = MessageSocket(link)
 
     def configure(self) -> None:
-        """Blocks for a second or two. Raises `ModelLoadError` when it cannot serve the model."""
+        """Blocks for a second or two. Raises `ModelLoadError` when it cannot serve the model, and
+        `MessageLostError` when it was killed meanwhile."""
         self._link.settimeout(START_TIMEOUT)
         try:
             send(self._link, ConfigureWorker(self._settings))
             reply, _ = receive(self._link, self._replies)
         except (LinkClosedError, OSError):
-            raise ModelLoadError("a media worker process did not start") from None
+            if self._was_killed():
+                raise MessageLostError from None
+            raise _did_not_start() from None
         if isinstance(reply, JobFailed):
             raise error_from_wire(*reply.error)
         self._link.settimeout(self._job_timeout)
+
+    def _was_killed(self) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(STOP_TIMEOUT) == -signal.SIGKILL
+        return False
 
     @property
     def alive(self) -> bool:
@@ -328,6 +359,10 @@ def _start(command: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[byte
 def _lost_worker(job: MediaJob, *, hung: bool) -> UnprocessableMediaError:
     what = "takes too long to decode" if hung else "cannot be decoded: its decoder crashed"
     return UnprocessableMediaError(f"the {job.modality} {what}")
+
+
+def _did_not_start() -> ModelLoadError:
+    return ModelLoadError("a media worker process did not start")
 
 
 def _out_of_resources() -> UnavailableError:
