@@ -10,21 +10,15 @@ A server of each size is started in turn; every figure is also given as a ratio 
 from __future__ import annotations
 
 import argparse
-import base64
-import json
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import httpx
 
 from benchmarks.load_generator import Arrivals, run_load
 from benchmarks.pictures import data_url, encoded_picture, variant
 from benchmarks.report import Report, publish
 from benchmarks.running_server import RunningServer, cpu_seconds, running_server, set_environment
-from benchmarks.workloads import RequestShape, Workload, known, new, text
+from benchmarks.workloads import RequestShape, Workload, new, same, text
 from lookonce.errors import UnavailableError
 
 NUM_PROCESSES = (1, 2, 4)
@@ -34,6 +28,9 @@ KINDS = {
     "engine": "lookonce.engine.process",
 }
 GIB = 1 << 30
+BATCH = 16
+FULL = 0.97
+"""Share of the cache's bytes that counts as full: items do not fit it exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +62,7 @@ def _cpu(server: RunningServer) -> dict[str, float]:
 
 def rates(server: RunningServer, work: Workload, clients: int) -> Rates:
     arrivals = Arrivals(concurrency=clients)
-    warm_up = [*work.warm_up, *work.bodies[:clients]] if work.name == "text" else work.warm_up
-    run_load(server.url, warm_up, [], arrivals)
+    run_load(server.url, work.warm_up, [], arrivals)
     before = _cpu(server)
     result = run_load(server.url, [], work.bodies, arrivals)
     after = _cpu(server)
@@ -75,34 +71,33 @@ def rates(server: RunningServer, work: Workload, clients: int) -> Rates:
     return Rates(len(work.bodies) / result.seconds, cpu)
 
 
-def workloads(count: int, pictures: int, size: str) -> list[Workload]:
-    shape = RequestShape("", output_tokens=4, image_size=size)
-    return [text(shape, count, 0), known(shape, count, 0), new(shape, pictures, 0)]
+def workloads(count: int, num_pictures: int, size: str) -> list[Workload]:
+    body: dict[str, object] = {"model": None}
+    shape = RequestShape("", output_tokens=4, picture=f"{size} JPEG", body=body)
+    return [
+        text(shape, count, BATCH),
+        same(shape, count, BATCH),
+        new(shape, num_pictures, BATCH),
+    ]
 
 
-def fill(server: RunningServer, nbytes: int, size: str) -> float:
-    """Ask about new pictures until the processor cache is full, or takes no more; its bytes then.
-
-    The pictures are rendered for an engine that has no room for their prompts: one token each.
-    """
+def fill(server: RunningServer, nbytes: int, size: str, clients: int) -> float:
+    """Ask about new pictures until the processor cache is full, or takes no more; its bytes."""
     encoded = encoded_picture(size, "JPEG")
-    held, unchanged, number = 0.0, 0, 1_000_000
-    with httpx.Client(base_url=server.url, timeout=300) as client:
-        while held < 0.97 * nbytes and unchanged < 3:
-            for _ in range(16):
-                number += 1
-                client.post("/v1/chat/completions", json=_question(variant(encoded, number)))
-            before, held = held, server.metrics()["mm_cache_bytes"]
-            unchanged = unchanged + 1 if held <= before else 0
+    shape = RequestShape("", output_tokens=1, body={"model": None})
+    held, unchanged, number = 0.0, 0, 0
+    while held < FULL * nbytes and unchanged < 3:
+        bodies = [_about(shape, variant(encoded, number + each)) for each in range(4 * BATCH)]
+        number += len(bodies)
+        run_load(server.url, [], bodies, Arrivals(concurrency=clients))
+        before, held = held, server.metrics()["mm_cache_bytes"]
+        unchanged = unchanged + 1 if held <= before else 0
     return held
 
 
-def _question(picture: bytes) -> dict[str, object]:
-    content = [
-        {"type": "image_url", "image_url": {"url": data_url(picture)}},
-        {"type": "text", "text": "What?"},
-    ]
-    return {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+def _about(shape: RequestShape, picture: bytes) -> bytes:
+    image = {"type": "image_url", "image_url": {"url": data_url(picture)}}
+    return shape.request([image, {"type": "text", "text": "What?"}])
 
 
 def reports(given: argparse.Namespace) -> list[Report]:
@@ -123,7 +118,7 @@ def reports(given: argparse.Namespace) -> list[Report]:
                 base = first.setdefault(work.name, found.requests_per_second)
                 ratio = found.requests_per_second / base
                 rate.add(count, work.name, found.requests_per_second, ratio, *found.cpu.values())
-            cached = fill(server, int(given.cache_gb * GIB), given.size)
+            cached = fill(server, int(given.cache_gb * GIB), given.size, given.clients)
             by_kind = memory(server)
             total = sum(by_kind.values())
             base = first.setdefault("memory", total)
