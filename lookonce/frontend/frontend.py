@@ -48,7 +48,11 @@ def engine_client(config: Config, counts: Counts | None = None) -> EngineClient:
 
 @asynccontextmanager
 async def open_frontend(
-    config: Config, client: EngineClient, counts: Counts | None = None
+    config: Config,
+    client: EngineClient,
+    counts: Counts | None = None,
+    *,
+    wait_for_worker: bool = True,
 ) -> AsyncIterator[Frontend]:
     """A frontend of an entered client, whose engine may still be loading.
 
@@ -64,6 +68,7 @@ async def open_frontend(
             counts=counts,
             claims=client.claims,
             num_workers=share_of_workers(config.server.api_processes),
+            wait_for_worker=wait_for_worker,
         ) as renderer,
         limits_learned(client, renderer),
     ):

@@ -312,6 +312,7 @@ async def open_renderer(
     counts: Counts | None = None,
     claims: ItemClaims | None = None,
     num_workers: int | None = None,
+    wait_for_worker: bool = True,
 ) -> AsyncIterator[Renderer]:
     """Load the tokenizer and, for a model with media, start the worker pool.
 
@@ -333,6 +334,7 @@ async def open_renderer(
                 counts=counts,
                 claims=claims,
                 num_workers=num_workers,
+                wait_for_worker=wait_for_worker,
             )
             resolver = await stack.enter_async_context(opened)
             resolver.stats.show(encoder.placeholder_ids)

@@ -77,7 +77,9 @@ class ApiServer(uvicorn.Server):
 async def serve(start: ApiStart, progress: ProgressPipe) -> None:
     """Serve until SIGTERM, then drain."""
     began = time.monotonic()
-    async with open_services(start.config, index=start.index) as services:
+    async with open_services(
+        start.config, index=start.index, restarted=start.restarted
+    ) as services:
         logger.info("the renderer is ready")
         app = build_app(services)
         server = ApiServer(

@@ -208,10 +208,13 @@ class Services(Frontend):
 
 
 @asynccontextmanager
-async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Services]:
+async def open_services(
+    config: Config, *, index: int = 0, restarted: bool = False
+) -> AsyncIterator[Services]:
     """Connected to the engine, which may still be loading. Raises `ModelLoadError`.
 
-    `index` is this process's number among the server's API processes.
+    `index` is this process's number among the server's API processes. One that is `restarted` does
+    not wait for its first media worker, which takes as long as all else together.
     """
     folder = Path(config.channel.address).parent
     running = RunningRequests()
@@ -220,7 +223,7 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
         client = engine_client(config, counts)
         async with (
             client,
-            open_frontend(config, client, counts) as frontend,
+            open_frontend(config, client, counts, wait_for_worker=not restarted) as frontend,
             open_readonly(
                 frontend.renderer,
                 config.media,

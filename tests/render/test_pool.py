@@ -157,6 +157,18 @@ def test_a_crash_fails_its_job_alone_and_the_worker_is_replaced() -> None:
     asyncio.run(scenario())
 
 
+def test_a_pool_that_does_not_wait_for_its_worker_takes_jobs_at_once() -> None:
+    async def scenario() -> None:
+        pool = MediaPool(settings(), num_workers=1, command=FAKE)
+        pool.start_beside()
+        try:
+            assert isinstance(await pool.run(job()), Processed)
+        finally:
+            await pool.aclose()
+
+    asyncio.run(scenario())
+
+
 def test_a_job_that_a_killed_worker_has_not_read_goes_to_another_one() -> None:
     """It is stopped, so that the job waits in its socket, and then killed."""
 

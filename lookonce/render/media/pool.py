@@ -78,7 +78,8 @@ def share_of_workers(num_processes: int = 1) -> int:
 
 
 class MediaPool:
-    """`await run(job)` from one event loop. Call `start` before, `aclose` after."""
+    """`await run(job)` from one event loop. Call `start` or `start_beside` before, `aclose`
+    after."""
 
     def __init__(
         self,
@@ -113,6 +114,10 @@ class MediaPool:
     async def start(self) -> None:
         """Start and warm one worker; others start when jobs wait. Raises `ModelLoadError`."""
         await self._outcome(self._threads.submit(self._workers.ensure_worker))
+
+    def start_beside(self) -> None:
+        """Begin to start one worker; a failure is reported by the jobs that need it."""
+        self._threads.submit(lambda: None)  # each thread starts its worker first
 
     def run(self, job: MediaJob) -> Coroutine[Any, Any, Processed]:
         """Put the job into the queue now; await the result for the processed item.

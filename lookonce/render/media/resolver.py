@@ -502,8 +502,10 @@ async def open_resolver(
     counts: Counts | None = None,
     claims: ItemClaims | None = None,
     num_workers: int | None = None,
+    wait_for_worker: bool = True,
 ) -> AsyncIterator[MediaResolver]:
-    """A resolver with a loader and a started worker pool. Raises `ModelLoadError`."""
+    """A resolver with a loader and a started worker pool. Raises `ModelLoadError`, unless it does
+    not wait for the first worker."""
     settings = ProcessingSettings(
         folder=model.folder,
         dtype=model.dtype,
@@ -516,7 +518,10 @@ async def open_resolver(
         stack.push_async_callback(loader.aclose)
         pool = MediaPool(settings, num_workers=num_workers)
         stack.push_async_callback(pool.aclose)
-        await pool.start()
+        if wait_for_worker:
+            await pool.start()
+        else:
+            pool.start_beside()
         yield MediaResolver(
             family=family,
             directory=directory,
