@@ -84,7 +84,8 @@ def test_nobody_notices_whose_processes_live(crowd):
     chaos = Chaos(crowd, list(with_new_pictures(plans(media, 1000, seed=5))))
     chaos.run(NUM_KILLS, PATIENCE)
     assert {ENGINE, API, WORKER} <= set(chaos.kills)
-    assert [(seen.status, seen.body[:300]) for seen in chaos.failed_bystanders()] == []
+    failed = [f"{seen.status} {seen.body[:300]}" for seen in chaos.failed_bystanders()]
+    assert not failed, "\n".join(failed)
 
     until(lambda: len(of_kind(crowd, API)) == 3, PATIENCE, crowd.log)
     found = settled(crowd)

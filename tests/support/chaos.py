@@ -21,7 +21,9 @@ from tests.support.traffic import PlannedRequest
 
 ENGINE, API, WORKER = "lookonce.engine.process", "lookonce.server.process", "lookonce.render.media"
 KINDS = (ENGINE, API, WORKER)
-CRASHED = "its decoder crashed"
+OF_A_WORKER = ("its decoder crashed", "media cannot be processed now")
+"""What a request is told whose media worker was killed: while it worked, or again and again before
+it could."""
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -251,7 +253,7 @@ class Chaos:
             at <= seen.ended for at in self._lost_ports.get(seen.port, ()) if at >= seen.began
         )
         out = any(seen.began < end and begin < seen.ended for begin, end in self._outages)
-        crashed = seen.status == 422 and CRASHED in seen.body
+        crashed = any(told in seen.body for told in OF_A_WORKER)
         hit = any(seen.port in ports and at < seen.ended for ports, at in self._crashed)
         return lost or out or (crashed and hit)
 

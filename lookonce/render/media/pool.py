@@ -56,7 +56,7 @@ START_TIMEOUT = 120.0
 JOB_TIMEOUT = 60.0
 """Seconds after which a worker counts as hung. The limits on media keep normal jobs far below."""
 STOP_TIMEOUT = 2.0
-STARTS_PER_JOB = 2
+STARTS_PER_JOB = 3
 """Workers that are tried for a job when they are killed before they have read it."""
 WORKER_COMMAND = (sys.executable, "-m", "lookonce.render.media.worker")
 ENVIRONMENT = {
