@@ -37,7 +37,11 @@ COUNTERS = ("request_success_total:stop", "media_decodes_total:image", "mm_cache
 
 @pytest.fixture(scope="module")
 def crowd():
-    with LiveServer("--api-processes", "3", "--mm-processor-cache-gb", "0.05") as live:
+    with LiveServer(
+        "--api-processes", "3",
+        "--mm-processor-cache-gb", "0.05",
+        "--limit-mm-per-prompt", "image=4,audio=4",
+    ) as live:  # fmt: skip
         until(lambda: len(of_kind(live, WORKER)) >= 3, 60, live.log)
         yield live
 
