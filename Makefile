@@ -80,6 +80,7 @@ attack: $(STAMP)
 
 soak: $(STAMP)
 	@SOAK_REQUESTS=10000 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_soak.py
+	@CHAOS_KILLS=200 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_chaos.py
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .

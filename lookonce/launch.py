@@ -4,6 +4,8 @@ supervisor (this process: neither torch nor transformers)
   ├── engine process          restarted when it dies
   └── API process × N         share one listening socket, bound here; restarted when they die
 
+A process is given up, and with it the server, only when its starts fail again and again.
+
 SIGTERM, SIGINT   API processes finish what runs, up to the drain timeout; then the engine ends
 a second one      everything is killed
 SIGHUP            API keys and the TLS certificate are read again; nothing else changes
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 import signal
 import socket
@@ -25,7 +28,7 @@ from pathlib import Path
 import msgspec
 
 from lookonce.config import Config, ReloadedSettings, ServerConfig, reloaded_api_keys
-from lookonce.engine.process_io import StartFailed, engine_settings, parse_progress
+from lookonce.engine.process_io import Serving, StartFailed, engine_settings, parse_progress
 from lookonce.engine.supervisor.child_process import ChildProcess, SupervisedProcess
 from lookonce.engine.supervisor.engine_supervisor import (
     ENGINE_COMMAND,
@@ -142,9 +145,15 @@ class Supervisor:
 
     def _api_process(self, index: int, listener: socket.socket) -> SupervisedProcess:
         name = f"API process {index}"
+        starts = itertools.count()
 
         async def spawn() -> ChildProcess:
-            start = {"config": self._config, "listen_fd": listener.fileno(), "index": index}
+            start = {
+                "config": self._config,
+                "listen_fd": listener.fileno(),
+                "index": index,
+                "restarted": next(starts) > 0,
+            }
             return await ChildProcess.start(
                 name,
                 self._api_command,
@@ -153,7 +162,11 @@ class Supervisor:
                 read_output=True,
             )
 
-        return SupervisedProcess(name, spawn, _raise_refusal)
+        async def follow(child: ChildProcess) -> None:
+            await _follow_api(child, process.serving)
+
+        process = SupervisedProcess(name, spawn, follow)
+        return process
 
     async def _announce(self, listener: socket.socket) -> None:
         """Call `on_ready` when a request to /ready is answered with 200."""
@@ -166,10 +179,12 @@ class Supervisor:
         self._on_ready(url_of(listener, tls=tls))
 
 
-async def _raise_refusal(api: ChildProcess) -> None:
+async def _follow_api(api: ChildProcess, serving: Callable[[], None]) -> None:
     """Until the process ends. Raises the `ConfigError` or `ModelLoadError` it ends with."""
     while line := await api.read_line():
         match parse_progress(line):
+            case Serving():
+                serving()
             case StartFailed(error):
                 await api.wait()
                 raise error_from_wire(*error)

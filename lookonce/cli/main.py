@@ -37,6 +37,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "link": ("benchmarks.link", "the link between API process and engine: lateness, CPU"),
     "look": ("benchmarks.look", "what a picture costs when known, when new, uncached"),
     "prefetch": ("benchmarks.prefetch", "first tokens when pictures come late in the prompt"),
+    "processes": ("benchmarks.processes", "several API processes: rates, CPU, memory together"),
     "nano": ("benchmarks.nano", "how often nano answers right about what it never saw"),
     "render": ("benchmarks.render", "what /render and /tokenize cost beside the picture's work"),
     "serve": ("benchmarks.serve", "a server under load: rates, percentiles, caches; a peer"),

@@ -148,13 +148,15 @@ class PromptGeneration:
 
     def _observe(self, delta: TokenDelta) -> None:
         metrics, now = self._frontend.metrics, time.monotonic()
-        if not self._last_delta:
-            metrics.time_to_first_token.observe(now - self._arrival)
-            metrics.prompt_tokens.inc(self.rendered.num_tokens)
-        elif delta.index in self._last_delta:
-            metrics.inter_token_latency.observe(now - self._last_delta[delta.index])
+        before = self._last_delta.get(delta.index)
+        if before is not None:
+            metrics.delivered(now - before, len(delta.token_ids))
+        else:
+            if not self._last_delta:
+                metrics.time_to_first_token.observe(now - self._arrival)
+                metrics.prompt_tokens.inc(self.rendered.num_tokens)
+            metrics.generation_tokens.inc(len(delta.token_ids))
         self._last_delta[delta.index] = now
-        metrics.generation_tokens.inc(len(delta.token_ids))
         if delta.reuse_stats is not None:
             self.reuse_stats = delta.reuse_stats
         if delta.prompt_logprobs is not None:

@@ -48,8 +48,10 @@ from lookonce.render.prompt.encoder import (
 )
 from lookonce.render.prompt.messages import has_many_values, in_thread_if, read_messages
 from lookonce.render.prompt.placeholders import match_placeholders, place_media
-from lookonce.render.prompt.token_cache import TOKEN_CACHE_BYTES, TokenCache
+from lookonce.render.prompt.token_cache import TokenCache
+from lookonce.types.counts import Counts
 from lookonce.types.media import Array, Modality, ProcessedItem
+from lookonce.types.ports import ItemClaims
 from lookonce.types.request import RenderedItem, RenderedPrompt
 from lookonce.types.request_validation import check_prompt_length, check_token_ids
 from lookonce.types.sampling import SamplingParams
@@ -72,7 +74,7 @@ class Renderer:
         limits: Mapping[str, int] | None = None,
         max_model_len: int | None = None,
         vocab_size: int | None = None,
-        token_cache_bytes: int = TOKEN_CACHE_BYTES,
+        token_cache: TokenCache | None = None,
     ) -> None:
         self.tokenizer = encoder.tokenizer
         self.max_model_len = max_model_len
@@ -84,7 +86,7 @@ class Renderer:
             None if family is None or resolver is None else ExternalItemResolver(family, resolver)
         )
         self._limits = dict(limits or {})
-        self.token_cache = TokenCache(token_cache_bytes)
+        self.token_cache = TokenCache() if token_cache is None else token_cache
 
     # --- prompts ------------------------------------------------------------------------------
 
@@ -264,17 +266,9 @@ class Renderer:
     def counts(self) -> dict[str, float]:
         """Counts of `RenderStats`, as `name:modality` → value."""
         stats = RenderStats() if self._resolver is None else self._resolver.stats
-        counted: dict[str, Counter[Any]] = {
-            "media_fetches_total": stats.fetched,
-            "media_queued_total": stats.queued,
-            "media_decodes_total": stats.decoded,
-            "media_processed_total": stats.processed,
-            "mm_cache_overtaking_hits_total": stats.overtaking,
-            "mm_cache_waiting_hits_total": stats.waiting,
-        }
         return {
             f"{name}:{modality}": float(by_modality[modality])
-            for name, by_modality in counted.items()
+            for name, by_modality in stats.by_name().items()
             for modality in self._encoder.placeholder_ids
         }
 
@@ -327,22 +321,40 @@ async def open_renderer(
     uuids: NameBindings,
     chat_template: str | None = None,
     max_model_len: int | None = None,
+    counts: Counts | None = None,
+    claims: ItemClaims | None = None,
+    num_workers: int | None = None,
+    wait_for_worker: bool = True,
 ) -> AsyncIterator[Renderer]:
     """Load the tokenizer and, for a model with media, start the worker pool.
 
-    `chat_template` is a file's path. Raises `ModelLoadError` or `ConfigError`.
+    `chat_template` is a file's path; `counts` gets what is counted; `claims` are asked before an
+    item is made; `num_workers` decode media (default: by cores). Raises `ModelLoadError` or
+    `ConfigError`.
     """
     family = load_family(Path(model.folder), model.dtype)
     encoder = await asyncio.to_thread(load_encoder, model.folder, chat_template, family)
     async with AsyncExitStack() as stack:
         resolver = None
         if family is not None:
-            opened = open_resolver(model, media, family, directory=directory, uuids=uuids)
+            opened = open_resolver(
+                model,
+                media,
+                family,
+                directory=directory,
+                uuids=uuids,
+                counts=counts,
+                claims=claims,
+                num_workers=num_workers,
+                wait_for_worker=wait_for_worker,
+            )
             resolver = await stack.enter_async_context(opened)
+            resolver.stats.show(encoder.placeholder_ids)
         yield Renderer(
             encoder=encoder,
             family=family,
             resolver=resolver,
             limits=media.limit_per_prompt,
             max_model_len=max_model_len,
+            token_cache=TokenCache(counts=counts),
         )

@@ -1,7 +1,8 @@
 """The API process: `python -m lookonce.server.process`, started and watched by `launch`.
 
-It reads one `ApiStart` as a line of JSON from its standard input and serves on the socket it has
-inherited. Each line that follows is a `ReloadedSettings`. On SIGTERM, or when its standard input
+It reads one `ApiStart` as a line of JSON from its standard input, serves on the socket it has
+inherited, and says so on its standard output (`Serving`). Each line that follows on its standard
+input is a `ReloadedSettings`. On SIGTERM, or when its standard input
 ends because its parent is gone, it drains: new requests get 503, running ones end, then it exits.
 
 If it cannot start because of the configuration or the model, it writes one `StartFailed` to its
@@ -19,7 +20,8 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import msgspec
 import uvicorn
@@ -35,7 +37,7 @@ from lookonce.config import (
     reloaded_api_keys,
     tls_context,
 )
-from lookonce.engine.process_io import ProgressPipe, StartFailed
+from lookonce.engine.process_io import ProgressPipe, Serving, StartFailed
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.engine.supervisor.socket_folder import joined_socket_folder
 from lookonce.errors import ConfigError, DrainingError, ModelLoadError, error_to_wire
@@ -56,6 +58,9 @@ TICKS_PER_SWEEP = 10
 """uvicorn ticks ten times a second."""
 CUT_OFF_SECONDS = 2.0
 """For requests that are cut off to tell their clients."""
+ENGINE_SECONDS = 10.0
+"""How long a process that was restarted waits for the engine before it takes requests, which it
+would have to refuse; the other API processes take them meanwhile."""
 YOUNG_OBJECTS = 5000
 """Allocations between collections of the youngest objects. With Python's 700 the objects of a dozen
 streams would be searched again and again for cycles that are not there."""
@@ -67,6 +72,8 @@ class ApiStart(msgspec.Struct, frozen=True, kw_only=True):
     config: Config
     listen_fd: int
     """A bound socket the process inherits and listens on."""
+    restarted: bool = False
+    """An earlier process of this number has ended: clients are served by others meanwhile."""
     index: int = 0
     """0-based number of this API process among `config.server.api_processes`."""
 
@@ -79,10 +86,13 @@ class ApiServer(uvicorn.Server):
         app: object,
         connections: Connections | None = None,
         tls: ssl.SSLContext | None = None,
+        on_serving: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_serving` is called once, when connections are accepted."""
         super().__init__(uvicorn_config(app))
         self._connections = connections or Connections(ConnectionConfig())
         self._tls = tls
+        self._on_serving = on_serving
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -96,6 +106,7 @@ class ApiServer(uvicorn.Server):
         acceptor.resume()
         self.servers = [acceptor]  # type: ignore[list-item]
         self.started = True
+        self._on_serving()
 
     def reload_certificate(self, config: ServerConfig) -> None:
         """For handshakes from now on. Raises `ConfigError`; the old one is used then."""
@@ -119,28 +130,42 @@ class ApiServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def api_server(app: object, services: Services) -> ApiServer:
+def api_server(
+    app: object, services: Services, on_serving: Callable[[], None] = lambda: None
+) -> ApiServer:
     """The server of `app` as its configuration says. Raises `ConfigError`."""
     config = services.config.server
-    connections = Connections(config.connections)
-    services.metrics.sources.append(connections.counts)
+    connections = Connections(config.connections, counts=services.metrics.counts)
     tls = None
     if config.ssl_certfile is not None:
         tls = tls_context(config.ssl_certfile, config.ssl_keyfile)
-    return ApiServer(app, connections, tls)
+    return ApiServer(app, connections, tls, on_serving)
 
 
-async def serve(start: ApiStart) -> None:
+async def serve(start: ApiStart, progress: ProgressPipe) -> None:
     """Serve until SIGTERM, then drain."""
+    began = time.monotonic()
     with joined_socket_folder(start.config.channel.address):
-        async with open_services(start.config, index=start.index) as services:
+        async with open_services(
+            start.config, index=start.index, restarted=start.restarted
+        ) as services:
             logger.info("the renderer is ready")
             app = build_app(services)
-            server = api_server(app, services)
+            server = api_server(
+                app, services, lambda: progress.tell(Serving(time.monotonic() - began))
+            )
             drainer = DrainOnSignal(server, services)
             with socket.socket(fileno=start.listen_fd) as listener, drainer:
-                async with warming_up(services, app, settle_memory):
+                if start.restarted:
+                    await _wait_for_engine(services)
+                async with warming_up(services, app, settle_memory, hold_ready=not start.restarted):
                     await server.serve(sockets=[listener])
+
+
+async def _wait_for_engine(services: Services) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ENGINE_SECONDS):
+            await services.engine.wait_ready()
 
 
 def settle_memory() -> None:
@@ -254,10 +279,11 @@ def main() -> None:
         logging.getLogger(library).setLevel(logging.WARNING)
     limit_log_lines()
     logger.info("opening %s", start.config.model.folder)
+    progress = ProgressPipe(sys.stdout.fileno())
     try:
-        uvloop.run(serve(start))
+        uvloop.run(serve(start, progress))
     except (ConfigError, ModelLoadError) as error:
-        ProgressPipe(sys.stdout.fileno()).tell(StartFailed(error_to_wire(error)))
+        progress.tell(StartFailed(error_to_wire(error)))
         sys.exit(EXIT_REFUSED)
 
 

@@ -20,13 +20,15 @@ from lookonce.server.http.app import RENDER_ROUTES, build_app
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.unknown_fields import UnknownFields
 from lookonce.server.process import DrainOnSignal, api_server
-from lookonce.server.services import KeyRing, Services, readonly_counts
+from lookonce.server.services import KeyRing, Services
 from lookonce.server.warmup import warming_up
+from lookonce.types.counts import Counts
 
 
 @asynccontextmanager
 async def open_render_services(config: Config) -> AsyncIterator[Services]:
     """Without `--max-model-len` a prompt may have any length. Raises `ModelLoadError`."""
+    counts = Counts()
     async with (
         open_renderer(
             config.model,
@@ -36,11 +38,10 @@ async def open_render_services(config: Config) -> AsyncIterator[Services]:
             chat_template=config.server.chat_template,
             max_model_len=config.model.max_model_len,
         ) as renderer,
-        open_readonly(renderer, config.media) as readonly,
+        open_readonly(renderer, config.media, counts=counts) as readonly,
         open_readonly(renderer, config.media) as warmup_renderer,
     ):
-        metrics = Metrics(config.model.served_name, config.server.vllm_metric_names)
-        metrics.sources.append(lambda: readonly_counts(readonly))
+        metrics = Metrics(config.model.served_name, config.server.vllm_metric_names, counts)
         yield Services(
             config=config,
             renderer=renderer,

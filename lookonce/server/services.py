@@ -24,11 +24,11 @@ from lookonce.errors import (
     UnauthorizedError,
 )
 from lookonce.frontend.frontend import Frontend, engine_client, limits_learned, open_frontend
-from lookonce.frontend.metrics import Counts
 from lookonce.render.readonly import ReadOnlyRenderer, open_readonly
-from lookonce.server.api_process_peers import AbortPeers, MetricsPeers
+from lookonce.server.api_process_peers import AbortPeers
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.unknown_fields import UnknownFields
+from lookonce.server.shared_counts import SharedCounts
 
 Abort = Callable[[], Awaitable[None]]
 """Ends one request of this process."""
@@ -173,8 +173,8 @@ class Services(Frontend):
     drain: Drain = field(default_factory=Drain)
     running: RunningRequests = field(default_factory=RunningRequests)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
-    peers: MetricsPeers | None = None
-    """The other API processes of this server, where there are any."""
+    shared_counts: SharedCounts | None = None
+    """What all API processes of this server count; None: this one counts for itself."""
     abort_peers: AbortPeers | None = None
     warmup_renderer: ReadOnlyRenderer | None = None
     """Renders the requests that warm up the process; None: nothing is warmed up."""
@@ -183,9 +183,9 @@ class Services(Frontend):
 
     async def local_metrics(self) -> list[Metric]:
         """The metrics that API processes count, summed over all of them."""
-        if self.peers is None:
-            return self.metrics.local_families()
-        return await self.peers.families()
+        if self.shared_counts is None:
+            return self.metrics.families()
+        return self.metrics.families(await asyncio.to_thread(self.shared_counts.sums))
 
     async def abort(self, tenant: str, request_ids: list[str]) -> list[str]:
         """Abort a tenant's requests in whatever API process they run; the ids that were running."""
@@ -223,38 +223,38 @@ class Services(Frontend):
 
 
 @asynccontextmanager
-async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Services]:
+async def open_services(
+    config: Config, *, index: int = 0, restarted: bool = False
+) -> AsyncIterator[Services]:
     """Connected to the engine, which may still be loading. Raises `ModelLoadError`.
 
-    `index` is this process's number among the server's API processes.
+    `index` is this process's number among the server's API processes. One that is `restarted` does
+    not wait for its first media worker, which takes as long as all else together.
     """
-    client = engine_client(config)
     folder = Path(config.channel.address).parent
-    processes = config.server.api_processes
     running = RunningRequests()
-    async with (
-        client,
-        open_frontend(config, client) as frontend,
-        open_readonly(
-            frontend.renderer,
-            config.media,
-            directory=client.directory,
-            uuids=client.sender.uuids,
-        ) as readonly,
-        limits_learned(client, readonly),
-        open_readonly(frontend.renderer, config.media) as warmup_renderer,
-    ):
-        metrics = frontend.metrics
-        metrics.sources.append(lambda: readonly_counts(readonly))
+    with SharedCounts(folder, index) as shared:
+        counts = shared.counts
+        client = engine_client(config, counts)
         async with (
-            MetricsPeers(folder, index, processes, metrics.local_families) as peers,
-            AbortPeers(folder, index, processes, running.abort) as abort_peers,
+            client,
+            open_frontend(config, client, counts, wait_for_worker=not restarted) as frontend,
+            open_readonly(
+                frontend.renderer,
+                config.media,
+                directory=client.directory,
+                uuids=client.sender.uuids,
+                counts=counts,
+            ) as readonly,
+            limits_learned(client, readonly),
+            open_readonly(frontend.renderer, config.media) as warmup_renderer,
+            AbortPeers(folder, index, config.server.api_processes, running.abort) as abort_peers,
         ):
             yield Services(
                 config=config,
                 renderer=frontend.renderer,
                 engine=client,
-                metrics=metrics,
+                metrics=frontend.metrics,
                 defaults=frontend.defaults,
                 tool_dialect=frontend.tool_dialect,
                 readonly=readonly,
@@ -262,12 +262,7 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
                 guard=RequestGuard.of(config.server),
                 running=running,
                 unknown_fields=UnknownFields(strict=config.server.strict_requests),
-                peers=peers,
+                shared_counts=shared,
                 abort_peers=abort_peers,
                 warmup_renderer=warmup_renderer,
             )
-
-
-def readonly_counts(renderer: ReadOnlyRenderer) -> Counts:
-    """What a read-only renderer counts, under names of its own."""
-    return {f"readonly_{name}": value for name, value in renderer.counts().items()}

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 
-from lookonce.engine.process_io import ProgressPipe, StartFailed
+from lookonce.engine.process_io import ProgressPipe, Serving, StartFailed
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.errors import ConfigError, error_to_wire
 
@@ -59,6 +59,7 @@ async def serve(listen_fd: int) -> None:
         task.add_done_callback(running.discard)
 
     server = await asyncio.start_server(accept, sock=socket.socket(fileno=listen_fd))
+    ProgressPipe(1).tell(Serving(0.0))
     await stopped.wait()
     server.close()
     await asyncio.gather(*running)

@@ -20,6 +20,7 @@ import msgspec
 from lookonce.cache.directory import Directory
 from lookonce.config import ChannelConfig
 from lookonce.engine.client.delta_stream import DeltaStream, PendingRequest
+from lookonce.engine.client.item_claims import ItemClaims
 from lookonce.engine.client.sender_cache import InjectionOutcome, Keyed, SenderCache, inject
 from lookonce.errors import (
     BadRequestError,
@@ -50,6 +51,7 @@ from lookonce.ipc.messages import (
     Welcome,
 )
 from lookonce.ipc.socket_client_link import SocketClientLink
+from lookonce.types.counts import Counts
 from lookonce.types.media import Array, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import Clock
@@ -77,9 +79,10 @@ class EngineClient:
         processor_cache_bytes: int,
         connect: Callable[[str], ClientLink] | None = None,
         clock: Clock = time.monotonic,
+        counts: Counts | None = None,
     ) -> None:
         sender_id = uuid.uuid4().hex
-        self.sender = SenderCache(sender_id, capacity_bytes=processor_cache_bytes)
+        self.sender = SenderCache(sender_id, capacity_bytes=processor_cache_bytes, counts=counts)
         self._channel = ClientChannel(
             connect(sender_id) if connect else SocketClientLink(config.address, sender_id),
             max_bytes_in_flight=config.max_bytes_in_flight,
@@ -87,7 +90,8 @@ class EngineClient:
         self._health = EngineHealth(config.stall_timeout, clock)
         self._stats_requests = StatsRequests()
         self._requests: dict[str, PendingRequest] = {}
-        self._resender = Resender(self.sender, self._channel.room, self._commit, self._give_up)
+        self.claims = ItemClaims(self.sender, self._room, self._commit, self._send_if_connected)
+        self._resender = Resender(self.sender, self._room, self._commit, self._give_up)
 
     async def __aenter__(self) -> Self:
         self._channel.open(self)
@@ -258,6 +262,7 @@ class EngineClient:
                 self._send_if_connected(self.sender.clear(message))
             case Hints():
                 self.sender.hint(message)
+                self.claims.answered(message)
             case Stats():
                 self._stats_requests.answer(message)
 
@@ -279,10 +284,17 @@ class EngineClient:
     ) -> AbstractAsyncContextManager[None]:
         """Room on the channel for a request that brings items. One that brings none is small and
         does not wait: a known picture never waits for new ones."""
-        items = [part.item for part in request.rendered.items if part.item is not None]
+        items = [
+            part.item
+            for part in request.rendered.items
+            if part.item is not None and not self.directory.lists_for_certain(part.key)
+        ]
         if not items:
             return nullcontext()
         nbytes = MESSAGE_OVERHEAD + wire.prompt.nbytes + sum(item.nbytes for item in items)
+        return self._channel.room(nbytes)
+
+    def _room(self, nbytes: int) -> AbstractAsyncContextManager[None]:
         return self._channel.room(nbytes)
 
     def _leave(self, request: PendingRequest) -> None:
@@ -308,13 +320,16 @@ class EngineClient:
 
     def _welcome(self, message: Welcome) -> None:
         logger.info("connected to the engine, epoch %d", message.epoch)
+        if message.epoch != self.sender.epoch:
+            self.claims.forget_all()
         self.sender.welcome(message)
         self._health.welcome(message.model, ready=message.ready)
 
     def _lose_engine(self, why: str) -> None:
         """End all requests at once; the directory starts empty with the next welcome."""
         self._health.disconnect()
-        self.sender.epoch = 0
+        self.sender.disconnect()
+        self.claims.forget_all()
         requests, self._requests = self._requests, {}
         if requests:
             logger.error("%s (%d requests fail)", why, len(requests))

@@ -28,9 +28,9 @@ from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
 from lookonce.engine.process_io import (
     EngineAlive,
     EngineLoading,
-    EngineServing,
     EngineSettings,
     ProgressPipe,
+    Serving,
     StartFailed,
 )
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
@@ -95,7 +95,7 @@ def serve(settings: EngineSettings, load: Load, progress: ProgressPipe, started:
     # The step in progress is finished first. Until here SIGTERM kills at once.
     signal.signal(signal.SIGTERM, lambda number, frame: threads.stop())
     threads.open(preprocessor)
-    progress.tell(EngineServing(time.monotonic() - started))
+    progress.tell(Serving(time.monotonic() - started))
     threads.run_steps(core)
 
 

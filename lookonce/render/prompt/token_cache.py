@@ -45,6 +45,7 @@ from tokenizers import AddedToken
 
 from lookonce.cache.directory import ByteLRU
 from lookonce.render.prompt.tokenizer import Tokenizer
+from lookonce.types.counts import Counts
 
 TOKEN_CACHE_BYTES = 32 * 1024**2
 """Of one renderer: about six million tokens."""
@@ -72,17 +73,30 @@ class TokenCache:
     one of them what another has sent. Safe to share between threads.
     """
 
-    def __init__(self, capacity_bytes: int = TOKEN_CACHE_BYTES) -> None:
-        self.queries = 0
-        """Tokens of the texts that were looked up."""
-        self.hits = 0
-        """Those of them that were not tokenized again."""
+    def __init__(
+        self, capacity_bytes: int = TOKEN_CACHE_BYTES, counts: Counts | None = None
+    ) -> None:
+        """`counts` gets `token_cache_*`; by default they are counted for this cache alone."""
+        counts = Counts() if counts is None else counts
+        self._queries = counts.count("token_cache_queries_total")
+        self._hits = counts.count("token_cache_hits_total")
+        self._bytes = counts.count("token_cache_bytes", gauge=True)
         self._chunks: ByteLRU[bytes] = ByteLRU(capacity_bytes)
         """Digest → token ids as int32 bytes."""
         self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._chunks)
+
+    @property
+    def queries(self) -> int:
+        """Tokens of the texts that were looked up."""
+        return int(self._queries.value)
+
+    @property
+    def hits(self) -> int:
+        """Those of them that were not tokenized again."""
+        return int(self._hits.value)
 
     @property
     def nbytes(self) -> int:
@@ -99,25 +113,19 @@ class TokenCache:
             for digest, ids in chunks.items():
                 if digest not in self._chunks:  # another thread may have been faster
                     self._chunks.try_insert(digest, ENTRY_BYTES + len(ids), ids)
+            self._bytes.set(self.nbytes)
 
     def count(self, queries: int, hits: int) -> None:
         with self._lock:
-            self.queries += queries
-            self.hits += hits
-
-    def counters(self) -> dict[str, float]:
-        """Metric name → value."""
-        return {
-            "token_cache_queries_total": self.queries,
-            "token_cache_hits_total": self.hits,
-            "token_cache_bytes": self.nbytes,
-        }
+            self._queries.add(queries)
+            self._hits.add(hits)
 
     def clear(self) -> None:
         """Forget all chunks and counts."""
         with self._lock:
             self._chunks.clear()
-            self.queries = self.hits = 0
+            for count in (self._queries, self._hits, self._bytes):
+                count.set(0)
 
 
 class CachingTokenizer:

@@ -36,9 +36,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from lookonce.config import ConnectionConfig
-from lookonce.frontend.metrics import Counts
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
 from lookonce.server.http.responses import RETRY_AFTER_SECONDS, encode, error_type
+from lookonce.types.counts import Counts
 
 logger = logging.getLogger("lookonce.server")
 
@@ -320,7 +320,8 @@ def _reason(error: httptools.HttpParserError) -> RefusedRequestError:
 class Connections:
     """The open connections, by address, and what was refused."""
 
-    def __init__(self, limits: ConnectionConfig) -> None:
+    def __init__(self, limits: ConnectionConfig, counts: Counts | None = None) -> None:
+        """`counts` gets what is counted for metrics; call this on the event loop."""
         self.limits = limits
         self.most = limits.max_connections
         self.now = asyncio.get_running_loop().time() + SWEEP_SECONDS
@@ -330,8 +331,10 @@ class Connections:
         self.on_room: Callable[[], None] = lambda: None
         """Called when a connection has ended."""
         self._by_address: dict[str | None, dict[HttpProtocol, None]] = {}
-        self._refused: dict[str, int] = {}
-        self._evicted = 0
+        counts = Counts() if counts is None else counts
+        self._refused = counts.by_label("http_refused_total")
+        self._evicted = counts.count("http_connections_evicted_total")
+        self._open = counts.count("http_connections", gauge=True)
 
     def full(self, address: str | None) -> bool:
         """Whether this address has as many as one may have; unix sockets have no address."""
@@ -341,12 +344,14 @@ class Connections:
     def add(self, connection: HttpProtocol) -> None:
         self._by_address.setdefault(connection.address, {})[connection] = None
         self.total += 1
+        self._open.set(self.total)
 
     def remove(self, connection: HttpProtocol) -> None:
         held = self._by_address.get(connection.address, {})
         if connection in held:
             del held[connection]
             self.total -= 1
+            self._open.set(self.total)
             if not held:
                 del self._by_address[connection.address]
             self.on_room()
@@ -363,7 +368,7 @@ class Connections:
                 held, key=lambda each: (each.phase == "body", each.num_requests > 0)
             ):
                 if connection.evict():
-                    self._evicted += 1
+                    self._evicted.add()
                     return True
         return False
 
@@ -385,15 +390,7 @@ class Connections:
                 connection.evict()
 
     def count_refused(self, reason: str) -> None:
-        self._refused[reason] = self._refused.get(reason, 0) + 1
-
-    def counts(self) -> Counts:
-        """For the metrics."""
-        return {
-            "http_connections": float(self.total),
-            "http_connections_evicted_total": float(self._evicted),
-            **{f"http_refused_total:{name}": float(n) for name, n in self._refused.items()},
-        }
+        self._refused[reason] += 1
 
     def _all(self) -> Iterable[HttpProtocol]:
         return [each for held in self._by_address.values() for each in held]

@@ -17,6 +17,7 @@ from lookonce.server.http.connections import (
     allowed_connections,
 )
 from lookonce.server.process import uvicorn_config
+from lookonce.types.counts import Counts
 from tests.support.raw_sockets import VERSION, is_open
 
 POST = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n"
@@ -59,7 +60,8 @@ class Running:
     """Connections of an application that answers when `go` is set, and reads bodies first."""
 
     def __init__(self, **limits):
-        self.table = Connections(ConnectionConfig(**limits))
+        self.counts = Counts()
+        self.table = Connections(ConnectionConfig(**limits), self.counts)
         self.go = asyncio.Event()
         self.time = self.table.now
         self.outcomes = []
@@ -122,7 +124,7 @@ def test_a_client_that_does_not_read_its_answer_is_given_up():
         assert wire.state == "open"
         running.pass_seconds(3)
         assert wire.state == "aborted"
-        assert running.table.counts()["http_refused_total:write_timeout"] == 1
+        assert running.counts.read()["http_refused_total:write_timeout"].numbers == (1,)
 
     on_connections(scenario)
 
