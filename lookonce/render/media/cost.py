@@ -295,9 +295,9 @@ class _Jpeg:
 
     def _find_marker(self, at: int) -> int | None:
         """Position of the first 0xFF that 0, 0xFF or a restart marker does not follow."""
-        if self._data[at : at + 1] == b"\xff" and at + 1 < len(self._data):
-            if IS_MARKER[self._data[at + 1]]:
-                return at
+        head = self._data[at : at + 2]
+        if head[:1] == b"\xff" and len(head) == 2 and IS_MARKER[head[1]]:
+            return at
         size = 1 << 12
         while at + 1 < len(self._data):
             window = self._bytes[at : at + size + 1]
