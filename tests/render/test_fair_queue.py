@@ -169,7 +169,7 @@ def test_tenants_that_wait_all_the_time_get_equal_shares(costs: list[list[float]
         for number in range(80):
             push(queue, str(tenant), each[number % len(each)])
     paid = Counter({str(tenant): 0.0 for tenant in range(len(costs))})
-    left = Counter({tenant: 80 for tenant in paid})
+    left = Counter(dict.fromkeys(paid, 80))
     while min(left.values()):
         taken = queue.pop()
         assert taken is not None
