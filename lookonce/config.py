@@ -61,6 +61,7 @@ OPTION_RANGES = {
     "max_media_bytes": Range(1, 1 << 40),
     "max_image_pixels": Range(1, 1 << 40),
     "max_audio_seconds": _SECONDS,
+    "max_decode_seconds": _SECONDS,
     "engine_stall_timeout": _SECONDS,
 }
 """Every option that is a number. The most is what no machine has: a slip, or no number at all."""
@@ -129,6 +130,8 @@ class MediaConfig:
     max_bytes: int = 50 * 1024 * 1024
     max_image_pixels: int = 50_000_000
     max_audio_seconds: float = 600.0
+    max_decode_seconds: float = 10.0
+    """CPU seconds of decoding and processing one item, estimated from its headers."""
     hash_algorithm: Literal["blake3", "sha256"] = "blake3"
     processor_cache_bytes: int = 4 * GIB
     """0 turns the processor cache off. Divided by the number of API processes."""
@@ -218,6 +221,7 @@ class Options:
     max_media_bytes: int = 50 * 1024 * 1024
     max_image_pixels: int = 50_000_000
     max_audio_seconds: float = 600.0
+    max_decode_seconds: float = 10.0
     engine_stall_timeout: float = 120.0
     vllm_metric_names: bool = False
 
@@ -309,6 +313,7 @@ def _media(options: Options) -> MediaConfig:
         max_bytes=int(options.max_media_bytes),
         max_image_pixels=int(options.max_image_pixels),
         max_audio_seconds=options.max_audio_seconds,
+        max_decode_seconds=options.max_decode_seconds,
         hash_algorithm="sha256" if options.mm_hash_algorithm == "sha256" else "blake3",
         processor_cache_bytes=_processor_cache_bytes(options),
     )

@@ -54,6 +54,7 @@ HELP: dict[str, str] = {
     "max_media_bytes": "Largest encoded media file, bytes.",
     "max_image_pixels": "Largest picture, pixels, checked before it is decoded.",
     "max_audio_seconds": "Longest sound, seconds.",
+    "max_decode_seconds": "CPU seconds that decoding one file may take, by its headers.",
     "engine_stall_timeout": "Seconds a step may take before the engine counts as stuck.",
     "vllm_metric_names": "Export metrics under vLLM's names too.",
 }
@@ -88,6 +89,7 @@ RENDER_OPTIONS = (
     "max_media_bytes",
     "max_image_pixels",
     "max_audio_seconds",
+    "max_decode_seconds",
     "vllm_metric_names",
 )
 """The options of `lookonce render`: those of the API, and all that a rendered prompt depends on."""

@@ -290,6 +290,13 @@ COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
     ),
     "media_fetches_total": MetricInfo("Media fetched or read", label="modality"),
     "media_queued_total": MetricInfo("Media the decoding workers' queue took", label="modality"),
+    "media_waiting": MetricInfo("Media that wait for a decoding worker"),
+    "media_refused_total": MetricInfo(
+        "Media refused before any decoding worker saw them", label="reason"
+    ),
+    "media_workers_lost_total": MetricInfo(
+        "Decoding workers killed, or ended, before their job was done", label="reason"
+    ),
     "media_decodes_total": MetricInfo("Media decoded", label="modality"),
     "media_processed_total": MetricInfo("Media run through the processor", label="modality"),
     "readonly_media_fetches_total": MetricInfo(

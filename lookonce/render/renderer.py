@@ -116,7 +116,7 @@ class Renderer:
         scope = scope_digest(tenant, cache_salt)
         if not chat.sources or self._resolver is None:
             return RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text)
-        items = await self._resolver.resolve(chat.sources, scope, kwargs)
+        items = await self._resolver.resolve(chat.sources, scope, kwargs, tenant=tenant)
         try:
             rendered = place_media(encoded.token_ids, items, positions)
             check_prompt_length(len(rendered.token_ids), self.max_model_len, "messages")
@@ -166,7 +166,9 @@ class Renderer:
         check_prompt_length(len(token_ids), self.max_model_len, "token_ids")
         scope = scope_digest(tenant, cache_salt)
         placed = sorted(media, key=lambda each: each.offset)
-        items = await self._external_items(placed, scope, mm_processor_kwargs, trusted=trusted)
+        items = await self._external_items(
+            placed, scope, mm_processor_kwargs, trusted=trusted, tenant=tenant
+        )
         try:
             features = place_external_items(token_ids, placed, items)
             spans = [placeholder_span(f, i) for f, i in zip(features, items, strict=True)]
@@ -260,11 +262,14 @@ class Renderer:
             "mm_cache_overtaking_hits_total": stats.overtaking,
             "mm_cache_waiting_hits_total": stats.waiting,
         }
-        return {
+        by_name = {
             f"{name}:{modality}": float(by_modality[modality])
             for name, by_modality in counted.items()
             for modality in self._encoder.placeholder_ids
         }
+        if self._resolver is not None:
+            by_name |= self._resolver.pool_counts()
+        return by_name
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -283,6 +288,7 @@ class Renderer:
         kwargs: Mapping[str, Any] | None,
         *,
         trusted: bool,
+        tenant: str,
     ) -> list[RenderedItem]:
         if not media:
             return []
@@ -296,7 +302,7 @@ class Renderer:
                     param=f"features.mm_hashes.{modality}",
                 )
         checked = self._processor_kwargs(kwargs)
-        return await self._external.resolve(media, scope, checked, trusted=trusted)
+        return await self._external.resolve(media, scope, checked, trusted=trusted, tenant=tenant)
 
     def _check_token_ids(
         self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]] = (), param: str = "prompt"

@@ -147,17 +147,6 @@ def test_a_removed_job_is_not_served_and_not_paid() -> None:
     assert len(queue) == 0
 
 
-def test_a_job_put_back_is_the_next_of_its_tenant_and_paid_once() -> None:
-    queue = new_queue()
-    push(queue, "a", LONG, "first")
-    push(queue, "a", LONG, "second")
-    first = queue.pop()
-    assert first is not None
-    queue.push_front(first)
-    queue.check_integrity()
-    assert queue.pop() is first
-
-
 @given(
     costs=st.lists(st.lists(st.floats(0.001, LONG), min_size=1, max_size=6), min_size=2, max_size=5)
 )
@@ -200,8 +189,8 @@ class QueueMachine(RuleBasedStateMachine):
             own.append(queued)
         return queued
 
-    @rule(long=st.booleans(), back=st.booleans(), more=st.floats(-1.0, 10.0))
-    def pop(self, long: bool, back: bool, more: float) -> None:
+    @rule(long=st.booleans(), more=st.floats(-1.0, 10.0))
+    def pop(self, long: bool, more: float) -> None:
         taken = self.queue.pop(long=long)
         allowed = {
             name: [each for each in own if long or each.seconds <= LONG_SECONDS]
@@ -211,11 +200,8 @@ class QueueMachine(RuleBasedStateMachine):
             assert not any(allowed.values())
             return
         assert allowed[taken.tenant][0] is taken
-        if back:
-            self.queue.push_front(taken)
-        else:
-            self.waiting[taken.tenant].remove(taken)
-            self.queue.settle(taken.tenant, max(more, -taken.seconds))
+        self.waiting[taken.tenant].remove(taken)
+        self.queue.settle(taken.tenant, max(more, -taken.seconds))
 
     @rule(queued=jobs)
     def remove(self, queued: QueuedJob[int]) -> None:

@@ -70,7 +70,7 @@ def worker_of(processed: Processed) -> int:
 
 def has_begun(pool: MediaPool) -> bool:
     """Whether the only job has left the queue."""
-    return pool.num_pending == 1 and pool._threads._work_queue.empty()
+    return pool.num_pending == 1 and pool.num_waiting == 0
 
 
 @asynccontextmanager
@@ -79,8 +79,7 @@ async def one_worker_of_two(folder: Path) -> AsyncIterator[MediaPool]:
     busy for as long as the block runs."""
     gate = folder / "gate"
     async with fake_pool(2) as pool:
-        # A thread calls itself idle a moment after its job's result is known.
-        await until(lambda: pool._threads._idle_semaphore._value == 1)
+        await until(lambda: pool.num_idle == 1)
         busy = asyncio.create_task(pool.run(job(b"wait " + bytes(gate))))
         await until(lambda: has_begun(pool))
         yield pool

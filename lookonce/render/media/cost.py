@@ -12,6 +12,7 @@ bytes long. Headers may lie: a job that costs far more than its estimate is stop
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,6 +90,9 @@ class CostLimits:
     max_pixels: int
     max_audio_seconds: float
     max_cpu_seconds: float
+
+
+UNLIMITED = CostLimits(1 << 62, math.inf, math.inf)
 
 
 def estimate_cost(modality: Modality, data: bytes | memoryview, limits: CostLimits) -> float:

@@ -83,14 +83,18 @@ class ExternalItemResolver:
         kwargs: Mapping[str, object],
         *,
         trusted: bool,
+        tenant: str = "",
     ) -> list[RenderedItem]:
-        """One rendered item per external item, in order; each is counted once.
+        """One rendered item per external item, in order; each is counted once. Encoded media are
+        processed in the name of `tenant`.
 
         Raises a `RequestError` naming the part; then, as when cancelled, no pin is left.
         """
         encoded = [number for number, each in enumerate(media) if _is_encoded(each)]
         sources = [_source(media[number]) for number in encoded]
-        loaded = await self._resolver.resolve(sources, scope, kwargs) if sources else []
+        loaded = (
+            await self._resolver.resolve(sources, scope, kwargs, tenant=tenant) if sources else []
+        )
         items = dict(zip(encoded, loaded, strict=True))
         made: list[RenderedItem] = []
         try:

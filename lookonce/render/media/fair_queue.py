@@ -72,8 +72,15 @@ class _Tenant(Generic[J]):
 class QueueLimitError(QueueFullError):
     """The queue is full: of this tenant's jobs (`reason` "tenant"), or of all ("queue")."""
 
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str = "queue",
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message, param=param, code=code)
         self.reason = reason
 
 
@@ -91,36 +98,28 @@ class FairQueue(Generic[J]):
     def __len__(self) -> int:
         return self._num_waiting
 
-    def check_room(self, tenant: str) -> None:
+    def check_room(self, tenant: str, spare: int = 0) -> None:
         """Raises `QueueFullError` if `push` would."""
-        if self._num_waiting >= self._max_waiting:
-            raise QueueLimitError("too many media items are waiting to be processed", "queue")
+        if self._num_waiting >= self._max_waiting + spare:
+            raise QueueLimitError("too many media items are waiting to be processed")
         held = self._tenants.get(tenant)
-        if held is not None and len(held) >= self._max_waiting_per_tenant:
+        if held is not None and len(held) >= self._max_waiting_per_tenant + spare:
             raise QueueLimitError(
-                "too many of your media items are waiting to be processed", "tenant"
+                "too many of your media items are waiting to be processed", reason="tenant"
             )
 
-    def push(self, queued: QueuedJob[J]) -> None:
-        """Raises `QueueFullError`."""
-        self.check_room(queued.tenant)
-        self._append(queued)
+    def push(self, queued: QueuedJob[J], spare: int = 0) -> None:
+        """`spare` jobs beyond the limits may wait, because free workers are about to take them.
 
-    def _append(self, queued: QueuedJob[J]) -> None:
+        Raises `QueueFullError`.
+        """
+        self.check_room(queued.tenant, spare)
         tenant = self._tenants.setdefault(queued.tenant, _Tenant())
         if not tenant:
             self._to_the_end(queued.tenant)
         self._num_arrived += 1
         queued.arrival = self._num_arrived
         tenant.jobs_like(queued).append(queued)
-        self._num_waiting += 1
-
-    def push_front(self, queued: QueuedJob[J]) -> None:
-        """Put a job back that was taken but never begun; limits do not apply, its cost is given
-        back."""
-        tenant = self._tenants.setdefault(queued.tenant, _Tenant())
-        tenant.jobs_like(queued).appendleft(queued)
-        tenant.deficit += queued.seconds
         self._num_waiting += 1
 
     def pop(self, *, long: bool = True) -> QueuedJob[J] | None:

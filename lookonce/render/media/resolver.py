@@ -32,11 +32,14 @@ from lookonce.errors import (
     ConflictError,
     MediaNotCachedError,
     RequestError,
+    TooLargeError,
     UnprocessableMediaError,
 )
 from lookonce.render.families.base import Options
+from lookonce.render.media.cost import UNLIMITED, CostLimits, estimate_cost
+from lookonce.render.media.fair_queue import QueueLimitError
 from lookonce.render.media.loader import OFF_LOOP_BYTES, MediaLoader, MediaSource, for_part
-from lookonce.render.media.pool import MediaPool
+from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT, MediaPool
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
 from lookonce.render.media.single_flight import SingleFlight
 from lookonce.types.media import Expansion, Modality, ProcessedItem
@@ -46,6 +49,9 @@ from lookonce.types.request import ProcessorOutcome, RenderedItem
 MAX_SIDE_BY_SIDE = 32
 """Parts of one prompt that are fetched or processed at a time: a prompt with more must neither be
 refused by the pool's bounded queue nor fill it alone."""
+
+REFUSALS = ("estimate", "queue", "tenant")
+"""Reasons to refuse a job before any worker sees it: its cost, the full queue, its tenant's share."""
 
 T = TypeVar("T")
 
@@ -73,6 +79,9 @@ class Pool(Protocol):
 
     def run(self, job: MediaJob) -> Coroutine[Any, Any, Processed]:
         """Raises at once if the job is refused; other errors are raised when awaited."""
+
+    def counts(self) -> dict[str, float]:
+        """The pool's metrics."""
 
 
 class RendererDirectory(ItemDirectory, Protocol):
@@ -103,12 +112,15 @@ class RenderStats:
     """Directory hits that were answered while other parts waited for the pool."""
     waiting: Counter[Modality] = field(default_factory=Counter)
     """Hits that waited for the pool, because another part's job for the same key was running."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Jobs refused before any worker saw them, by `REFUSALS`."""
 
     def clear(self) -> None:
         for counter in (self.fetched, self.queued, self.decoded, self.processed):
             counter.clear()
         self.overtaking.clear()
         self.waiting.clear()
+        self.refused.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,18 +133,20 @@ class ResolvedPart:
     digest: bytes
     key: bytes
     data: bytes | None
+    tenant: str = ""
 
     @property
     def job(self) -> MediaJob:
-        return MediaJob(self.source.modality, self.data or b"", self.options)
+        return MediaJob(self.source.modality, self.data or b"", self.options, self.tenant)
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """State of one call of `resolve`: scope, options, the pins taken, and what to count."""
+    """State of one call of `resolve`: scope, options, who pays, the pins taken, what to count."""
 
     scope: bytes
     options: Mapping[Modality, Options]
+    tenant: str
     pinned: list[RenderedItem] = field(default_factory=list)
     overtaking: Counter[Modality] = field(default_factory=Counter)
     waiting: Counter[Modality] = field(default_factory=Counter)
@@ -150,9 +164,11 @@ class MediaResolver:
         loader: Loader,
         pool: Pool,
         max_bytes: int,
+        cost_limits: CostLimits = UNLIMITED,
         algorithm: HashAlgorithm = "blake3",
     ) -> None:
-        """`max_bytes` limits the encoded bytes of inline media."""
+        """`max_bytes` limits the encoded bytes of inline media, `cost_limits` what decoding one
+        item may cost."""
         self.stats = RenderStats(fetched=loader.fetched)
         self._family = family
         self._fingerprint = family.fingerprint()
@@ -161,6 +177,7 @@ class MediaResolver:
         self._loader = loader
         self._pool = pool
         self._max_bytes = max_bytes
+        self._cost_limits = cost_limits
         self._algorithm: HashAlgorithm = algorithm
         self._running: SingleFlight[bytes, Processed] = SingleFlight()
         self._num_in_pool = 0
@@ -180,18 +197,26 @@ class MediaResolver:
             loader=loader,
             pool=self._pool,
             max_bytes=self._max_bytes,
+            cost_limits=self._cost_limits,
             algorithm=self._algorithm,
         )
 
     async def resolve(
-        self, sources: Sequence[MediaSource], scope: bytes, kwargs: Mapping[str, object]
+        self,
+        sources: Sequence[MediaSource],
+        scope: bytes,
+        kwargs: Mapping[str, object],
+        *,
+        tenant: str = "",
     ) -> list[RenderedItem]:
-        """One item per source, in order. `kwargs` are the request's `mm_processor_kwargs`.
+        """One item per source, in order. `kwargs` are the request's `mm_processor_kwargs`; the work
+        is queued in the name of `tenant`.
 
         Raises a `RequestError` that names the part; then, as when cancelled, no pin is left.
         """
         modalities = {source.modality for source in sources}
-        prompt = _Prompt(scope, {m: self._family.item_options(m, kwargs) for m in modalities})
+        options = {m: self._family.item_options(m, kwargs) for m in modalities}
+        prompt = _Prompt(scope, options, tenant)
         try:
             items = await self._resolve_all(sources, prompt)
         except BaseException:
@@ -243,6 +268,14 @@ class MediaResolver:
         part = self._identified(source, prompt, digest, data)
         return self._lookup(part, prompt) or await self._make(part, prompt)
 
+    def pool_counts(self) -> dict[str, float]:
+        """What was refused before a worker saw it, and the pool's own counts, by metric name."""
+        refused = {
+            f"media_refused_total:{reason}": float(self.stats.refused[reason])
+            for reason in REFUSALS
+        }
+        return refused | self._pool.counts()
+
     # --- identify -----------------------------------------------------------------------------
 
     def _identify_now(self, source: MediaSource, prompt: _Prompt) -> ResolvedPart | None:
@@ -284,7 +317,8 @@ class MediaResolver:
                 raise ConflictError(
                     f"{source.param}: this uuid is bound to other media", param=source.param
                 )
-        return ResolvedPart(source, options, scope, digest, item_key(scope, digest), data)
+        key = item_key(scope, digest)
+        return ResolvedPart(source, options, scope, digest, key, data, prompt.tenant)
 
     # --- look up ------------------------------------------------------------------------------
 
@@ -362,7 +396,14 @@ class MediaResolver:
             raise for_part(error, part.source.param) from None
 
     async def _run(self, job: MediaJob) -> Processed:
-        working = self._pool.run(job)
+        try:
+            working = self._pool.run(await self._estimated(job))
+        except TooLargeError:
+            self.stats.refused["estimate"] += 1
+            raise
+        except QueueLimitError as error:
+            self.stats.refused[error.reason] += 1
+            raise
         self.stats.queued[job.modality] += 1
         self._num_in_pool += 1
         try:
@@ -372,6 +413,16 @@ class MediaResolver:
         self.stats.decoded[job.modality] += 1
         self.stats.processed[job.modality] += 1
         return made
+
+    async def _estimated(self, job: MediaJob) -> MediaJob:
+        """The job with its cost. Raises `TooLargeError` where that is above the limits."""
+        if len(job.data) > OFF_LOOP_BYTES:
+            seconds = await asyncio.to_thread(
+                estimate_cost, job.modality, job.data, self._cost_limits
+            )
+        else:
+            seconds = estimate_cost(job.modality, job.data, self._cost_limits)
+        return msgspec.structs.replace(job, seconds=seconds)
 
     def _outcome(self, made: Processed, *, joined: bool) -> ProcessorOutcome:
         if joined:
@@ -421,7 +472,7 @@ async def open_resolver(
     async with AsyncExitStack() as stack:
         loader = MediaLoader(media)
         stack.push_async_callback(loader.aclose)
-        pool = MediaPool(settings)
+        pool = MediaPool(settings, max_queue_per_tenant=MAX_QUEUE_PER_TENANT)
         stack.push_async_callback(pool.aclose)
         await pool.start()
         yield MediaResolver(
@@ -431,6 +482,9 @@ async def open_resolver(
             loader=loader,
             pool=pool,
             max_bytes=media.max_bytes,
+            cost_limits=CostLimits(
+                media.max_image_pixels, media.max_audio_seconds, media.max_decode_seconds
+            ),
             algorithm=media.hash_algorithm,
         )
 

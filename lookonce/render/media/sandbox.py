@@ -4,8 +4,8 @@
       │ no_new_privs   a program that is executed gains nothing (the rest needs this)
       │ capabilities   all dropped; a worker of root is an ordinary process
       │ landlock       no file can be opened, no TCP port used, no process outside signalled
-      └ seccomp        only the system calls of `ALLOWED`; any other one gives EPERM: no socket, file,
-                       process, thread, program, or look into another process
+      └ seccomp        only the system calls of `ALLOWED`; any other one gives EPERM: no socket,
+                       file, process, thread or program, no look into another process
 
 A decoder that an attacker has taken over holds the worker's memory and one socket to its pool, and
 nothing else. Guards that the kernel or the container refuses are left out and named in the report.

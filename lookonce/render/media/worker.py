@@ -3,7 +3,8 @@
     python -m lookonce.render.media.worker FD
 
 A worker decodes files of unknown origin, so it is a process of its own: if a decoder crashes, only
-the job is lost. The worker ends when the pool closes its end of the socket.
+the job is lost, and once it is warmed up it can do no more than decode (`sandbox`). The worker ends
+when the pool closes its end of the socket.
 
 They talk over a pair of unix sockets (`ipc/framing.py`), in msgpack; encoded media (to the worker)
 and large arrays (back) are frames of their own.
@@ -11,21 +12,22 @@ and large arrays (back) are frames of their own.
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import io
 import logging
 import math
 import os
-import resource
 import signal
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-from PIL import Image
+import soundfile
+from PIL import ExifTags, Image
 
 from lookonce.errors import (
     LookOnceError,
@@ -35,7 +37,21 @@ from lookonce.errors import (
 )
 from lookonce.ipc.codec import MessageDecoder, MessageEncoder
 from lookonce.ipc.framing import MessageSocket, close_fds, peer_uid, require_same_user
-from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
+from lookonce.render.media.processing import (
+    IMAGE_FORMATS,
+    MediaJob,
+    Processed,
+    Processing,
+    ProcessingSettings,
+    decode_audio,
+    decode_image,
+)
+from lookonce.render.media.sandbox import (
+    SandboxReport,
+    close_sandbox,
+    die_with_parent,
+    limit_resources,
+)
 from lookonce.types.media import Array, Modality
 
 NICENESS = 5
@@ -44,6 +60,15 @@ BASE_MEMORY = 4 << 30
 BYTES_PER_PIXEL = 64
 """Address space a worker may use: `BASE_MEMORY`, and this much per pixel of the largest picture."""
 WARM_UP_SIDE = 1024
+TEXT_CODECS = ("ascii", "latin-1", "utf-8", "utf-16", "utf-16-le", "utf-16-be", "cp1252")
+"""Encodings of texts in media files, which Python loads when they are first used."""
+SOUND_CODECS = (
+    ("WAV", "PCM_16"),
+    ("FLAC", "PCM_16"),
+    ("OGG", "VORBIS"),
+    ("OGG", "OPUS"),
+    ("MP3", "MPEG_LAYER_III"),
+)
 M = TypeVar("M")
 log = logging.getLogger("lookonce.render.media.worker")
 
@@ -67,6 +92,12 @@ class JobRequest(msgspec.Struct, frozen=True, tag="work", array_like=True):
 class WorkerReady(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     """The worker takes jobs."""
 
+    sandbox: SandboxReport
+
+
+class JobBegun(msgspec.Struct, frozen=True, tag="begun", array_like=True):
+    """The worker has taken up the job; another answer follows."""
+
 
 class JobDone(msgspec.Struct, frozen=True, tag="done", array_like=True):
     """The processed item."""
@@ -81,7 +112,7 @@ class JobFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
 
 
 WorkerRequest = ConfigureWorker | JobRequest
-WorkerReply = WorkerReady | JobDone | JobFailed
+WorkerReply = WorkerReady | JobBegun | JobDone | JobFailed
 
 
 def request_decoder() -> MessageDecoder[WorkerRequest]:
@@ -101,7 +132,7 @@ class LinkClosedError(Exception):
 def main() -> None:
     """Serve jobs on the socket whose descriptor is the only argument, until it closes."""
     _restrict_process()
-    with closing(pool_socket()) as link:
+    with contextlib.closing(pool_socket()) as link:
         requests = request_decoder()
         try:
             processing = _configured(link, requests)
@@ -122,8 +153,8 @@ def _restrict_process() -> None:
     # Without torch transformers starts in one second instead of four, and takes 70 MB, not 300.
     sys.modules["torch"] = None  # type: ignore[assignment]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides when workers end
+    die_with_parent()
     os.nice(NICENESS)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # C libraries write warnings about broken media straight to descriptor 2: it becomes /dev/null.
     # Python's own messages keep the real one.
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
@@ -143,9 +174,8 @@ def _configured(link: MessageSocket, requests: MessageDecoder[WorkerRequest]) ->
     except LookOnceError as error:
         send_error(link, error)
         return None
-    limit = BASE_MEMORY + BYTES_PER_PIXEL * settings.max_image_pixels
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    send(link, WorkerReady())
+    limit_resources(BASE_MEMORY + BYTES_PER_PIXEL * settings.max_image_pixels)
+    send(link, WorkerReady(close_sandbox()))
     return processing
 
 
@@ -155,11 +185,16 @@ def _serve(
     request, fds = receive(link, requests)
     close_fds(fds)
     assert isinstance(request, JobRequest)
+    send(link, JobBegun())
     job = MediaJob(request.modality, request.data.data, request.options)
     try:
         processed = processing.run(job)
     except LookOnceError as error:
         send_error(link, error)
+    except MemoryError:
+        # What is left of the memory may be in pieces: the pool starts another worker.
+        send_error(link, UnprocessableMediaError(f"the {request.modality} takes too much memory"))
+        raise LinkClosedError from None
     except Exception as error:  # noqa: BLE001  one bad item must not end the worker
         log.error("processing %s failed: %r", request.modality, error)
         send_error(link, UnprocessableMediaError(f"the {request.modality} cannot be processed"))
@@ -168,18 +203,38 @@ def _serve(
 
 
 def warm_up(processing: Processing, max_image_pixels: int) -> None:
-    """Process an item of each modality, so that decoders and processors are loaded, and memory is
-    allocated, before the first real item comes."""
-    Image.preinit()
+    """Process an item of each modality and format, so that decoders and processors are loaded, and
+    memory is allocated, before the first real item comes. Later no file can be opened."""
+    for name in TEXT_CODECS:
+        codecs.lookup(name)
+    Image.init()
     family = processing.family
     if "image" in family.modalities:
         side = min(WARM_UP_SIDE, math.isqrt(max_image_pixels))
-        for file_format in ("PNG", "JPEG"):
-            file = io.BytesIO()
-            Image.new("RGB", (side, side), (127, 127, 127)).save(file, file_format)
-            processing.run(MediaJob("image", file.getvalue()))
+        for file_format in IMAGE_FORMATS:
+            processing.run(MediaJob("image", _sample_picture(file_format, side)))
+        with contextlib.suppress(UnprocessableMediaError):
+            decode_image(b"neither", 1)
     if "audio" in family.modalities:
+        for container, codec in SOUND_CODECS:
+            decode_audio(_sample_sound(container, codec), family.sampling_rate, 1.0)
         family.process("audio", np.zeros(family.sampling_rate, np.float32), {})
+
+
+def _sample_picture(file_format: str, side: int) -> bytes:
+    """A grey picture that lies on its side."""
+    file = io.BytesIO()
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    image = Image.new("RGB", (side, side), (127, 127, 127))
+    image.save(file, file_format, **({} if file_format == "GIF" else {"exif": exif}))
+    return file.getvalue()
+
+
+def _sample_sound(container: str, codec: str) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(4800, np.float32), 48000, codec, format=container)
+    return file.getvalue()
 
 
 def send(

@@ -6,12 +6,15 @@ import os
 import signal
 import time
 from contextlib import closing
+from pathlib import Path
 
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.ipc.framing import MessageSocket
 from lookonce.render.media.processing import Processed
+from lookonce.render.media.sandbox import SandboxReport
 from lookonce.render.media.worker import (
     ConfigureWorker,
+    JobBegun,
     JobDone,
     JobRequest,
     LinkClosedError,
@@ -33,6 +36,9 @@ def work(link: MessageSocket, job: JobRequest, data: bytes) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
     if data == b"hang":
         time.sleep(1000)
+    if data == b"burn":
+        while True:
+            pass
     if data == b"nonsense":
         link.send(NONSENSE)
         return
@@ -67,11 +73,16 @@ def main() -> None:
                 link.send(NONSENSE)
             if configure.settings.folder == "mute":
                 time.sleep(1000)
-            send(link, WorkerReady())
+            send(link, WorkerReady(SandboxReport()))
             while True:
                 job, _ = receive(link, requests)
                 assert isinstance(job, JobRequest)
-                work(link, job, bytes(job.data.data))
+                data = bytes(job.data.data)
+                if data.startswith(b"die before ") and not os.path.exists(data[11:]):
+                    Path(os.fsdecode(data[11:])).touch()
+                    return
+                send(link, JobBegun())
+                work(link, job, data)
         except LinkClosedError:
             return
 
