@@ -72,6 +72,7 @@ ABANDONED_TIMEOUT = 1.0
 """Seconds that a job may go on after which nobody waits for it."""
 GUARD_INTERVAL = 0.1
 STOP_TIMEOUT = 2.0
+LEAST_CHARGE = 0.25
 START_COST = 2.0
 """CPU seconds that a new worker takes, charged to whose job ended the old one."""
 WORKER_COMMAND = (sys.executable, "-m", "lookonce.render.media.worker")
@@ -333,6 +334,8 @@ class MediaPool:
             try:
                 return worker.call(queued.job.job)
             except LookOnceError:
+                if worker.out_of_memory:
+                    self.killed[self._lost(worker, running, hung=False)] += 1
                 raise
             except (LinkClosedError, TimeoutError) as error:
                 if self._closed:
@@ -381,14 +384,18 @@ class MediaPool:
         ended_by = self._workers.discard(worker)
         if running.killed is not None:
             return running.killed
+        if worker.out_of_memory:
+            return "memory"
         if ended_by == signal.SIGXCPU:
             return "cpu"
         return "hung" if hung else "crashed"
 
     def _settle(self, queued: Queued, running: _Running) -> None:
-        """Charge the tenant what the job really took."""
+        """Charge the tenant what the job really took; a part of its estimate at least, so that
+        others have their turn after a known number of jobs."""
+        used = max(running.cpu_used, LEAST_CHARGE * queued.seconds)
         with self._changed:
-            self._queue.settle(queued.tenant, running.cpu_used - queued.seconds)
+            self._queue.settle(queued.tenant, used - queued.seconds)
 
     # --- the guard ----------------------------------------------------------------------------
 
@@ -501,6 +508,7 @@ class _WorkerProcess:
         self._cpu_seconds = 0.0
         self.has_begun = False
         """The worker has taken up the last job given to it."""
+        self.out_of_memory = False
 
     def configure(self) -> SandboxReport:
         """Blocks for a second or two. Raises `ModelLoadError` when it cannot serve the model."""
@@ -533,6 +541,7 @@ class _WorkerProcess:
         if isinstance(reply, JobDone):
             return reply.processed
         if isinstance(reply, JobFailed):
+            self.out_of_memory = reply.out_of_memory
             raise error_from_wire(*reply.error)
         raise LinkClosedError
 

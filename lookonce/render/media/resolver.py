@@ -51,7 +51,7 @@ MAX_SIDE_BY_SIDE = 32
 refused by the pool's bounded queue nor fill it alone."""
 
 REFUSALS = ("estimate", "queue", "tenant")
-"""Reasons to refuse a job before any worker sees it: its cost, the full queue, its tenant's share."""
+"""Why a job is refused before any worker sees it: its cost, a full queue, its tenant's share."""
 
 T = TypeVar("T")
 

@@ -109,6 +109,8 @@ class JobFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     """The error of a job, or of starting the worker."""
 
     error: tuple[str, str, str | None]
+    out_of_memory: bool = False
+    """The worker ends: what is left of its memory may be in pieces."""
 
 
 WorkerRequest = ConfigureWorker | JobRequest
@@ -189,14 +191,14 @@ def _serve(
     job = MediaJob(request.modality, request.data.data, request.options)
     try:
         processed = processing.run(job)
-    except LookOnceError as error:
-        send_error(link, error)
+    except LookOnceError as refused:
+        send_error(link, refused)
     except MemoryError:
-        # What is left of the memory may be in pieces: the pool starts another worker.
-        send_error(link, UnprocessableMediaError(f"the {request.modality} takes too much memory"))
+        error = UnprocessableMediaError(f"the {request.modality} takes too much memory")
+        send(link, JobFailed(error_to_wire(error), out_of_memory=True))
         raise LinkClosedError from None
-    except Exception as error:  # noqa: BLE001  one bad item must not end the worker
-        log.error("processing %s failed: %r", request.modality, error)
+    except Exception as failure:  # noqa: BLE001  one bad item must not end the worker
+        log.error("processing %s failed: %r", request.modality, failure)
         send_error(link, UnprocessableMediaError(f"the {request.modality} cannot be processed"))
     else:
         send(link, JobDone(processed))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from contextlib import closing
 from pathlib import Path
 
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
@@ -45,6 +45,8 @@ def work(link: MessageSocket, job: JobRequest, data: bytes) -> None:
     if data == b"refuse":
         send_error(link, UnprocessableMediaError("refused"))
         return
+    if data.startswith(b"mark "):
+        Path(os.fsdecode(data[5:])).touch()
     if data.startswith(b"wait "):
         while not os.path.exists(data[5:]):
             time.sleep(0.001)
@@ -59,7 +61,7 @@ def work(link: MessageSocket, job: JobRequest, data: bytes) -> None:
 
 
 def main() -> None:
-    with closing(pool_socket()) as link:
+    with contextlib.closing(pool_socket()) as link:
         requests = request_decoder()
         try:
             configure, _ = receive(link, requests)
@@ -79,7 +81,8 @@ def main() -> None:
                 assert isinstance(job, JobRequest)
                 data = bytes(job.data.data)
                 if data.startswith(b"die before ") and not os.path.exists(data[11:]):
-                    Path(os.fsdecode(data[11:])).touch()
+                    with contextlib.suppress(OSError):
+                        Path(os.fsdecode(data[11:])).touch()
                     return
                 send(link, JobBegun())
                 work(link, job, data)
