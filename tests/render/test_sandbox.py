@@ -24,7 +24,26 @@ from lookonce.errors import LookOnceError, UnprocessableMediaError
 from lookonce.render.media import cost
 from lookonce.render.media.pool import MediaPool
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
-from lookonce.render.media.sandbox import ALLOWED, ARGUMENTS, EPERM_INSTEAD, RETURN, filter_program
+from lookonce.render.media.sandbox import (
+    ALLOW,
+    ALLOWED,
+    ANY_BIT,
+    ARGUMENTS,
+    AT_EMPTY_PATH,
+    AT_LEAST,
+    AUDIT_ARCH,
+    ENOSYS_INSTEAD,
+    EPERM_INSTEAD,
+    EQUAL,
+    FIRST_X32_CALL,
+    IOCTL,
+    KILL_PROCESS,
+    LOAD,
+    NEWFSTATAT,
+    RETURN,
+    TGKILL,
+    filter_program,
+)
 from tests.support.render.hostile_worker import ATTACKS
 from tests.support.render.samples import picture
 
@@ -180,13 +199,55 @@ def test_the_filter_is_sound(machine: int) -> None:
     """Every jump lands on an instruction, and the last word is a refusal."""
     program = filter_program(machine, 1)
     assert program[-1] == (RETURN, 0, 0, EPERM_INSTEAD)
-    for place, (_, yes, no, _) in enumerate(program):
+    for place, (code, yes, no, _) in enumerate(program):
         assert max(yes, no) < 256
-        assert place + 1 + max(yes, no) < len(program)
+        assert code == RETURN or place + 1 + max(yes, no) < len(program)
     loads = {each[3] for each in program if each[0] == 0x20}
     assert loads <= {0, 4, *(ARGUMENTS + 8 * n for n in range(6))}
     numbers = [each[machine] for each in ALLOWED.values() if each[machine] is not None]
     assert len(set(numbers)) == len(numbers)
+
+
+def verdict(machine: int, number: int, *arguments: int, architecture: int | None = None) -> int:
+    """What the filter says to a system call, run as the kernel runs it."""
+    arch = AUDIT_ARCH[machine] if architecture is None else architecture
+    words = {0: number, 4: arch} | {ARGUMENTS + 8 * n: word for n, word in enumerate(arguments)}
+    program, place, loaded = filter_program(machine, 77), 0, 0
+    while True:
+        code, yes, no, constant = program[place]
+        place += 1
+        if code == RETURN:
+            return constant
+        if code == LOAD:
+            loaded = words.get(constant, 0)
+        else:
+            holds = {
+                EQUAL: loaded == constant,
+                AT_LEAST: loaded >= constant,
+                ANY_BIT: bool(loaded & constant),
+            }[code]
+            place += yes if holds else no
+
+
+@pytest.mark.parametrize("machine", [0, 1], ids=["x86-64", "arm64"])
+def test_the_filter_says_what_it_should(machine: int) -> None:
+    assert verdict(machine, ALLOWED["read"][machine]) == ALLOW
+    assert verdict(machine, ALLOWED["exit_group"][machine]) == ALLOW
+    for openat in ((257, 56)[machine], (2, 1024)[machine]):
+        assert verdict(machine, openat) == EPERM_INSTEAD
+    terminal, typed = 0x5401, 0x5412  # TCGETS; TIOCSTI types into a terminal
+    assert verdict(machine, IOCTL[machine], 1, terminal) == ALLOW
+    assert verdict(machine, IOCTL[machine], 1, typed) == EPERM_INSTEAD
+    assert verdict(machine, TGKILL[machine], 77, 1, 6) == ALLOW
+    assert verdict(machine, TGKILL[machine], 78, 1, 6) == EPERM_INSTEAD
+    assert verdict(machine, NEWFSTATAT[machine], 3, 0, 0, AT_EMPTY_PATH) == ALLOW
+    assert verdict(machine, NEWFSTATAT[machine], 3, 0, 0, 0) == EPERM_INSTEAD
+    assert verdict(machine, 435) == ENOSYS_INSTEAD
+    assert verdict(machine, ALLOWED["read"][machine], architecture=3) == KILL_PROCESS
+
+
+def test_calls_of_the_x32_interface_end_the_process() -> None:
+    assert verdict(0, FIRST_X32_CALL | 59) == KILL_PROCESS
 
 
 class TestDecodingInTheSandbox:
