@@ -81,17 +81,18 @@ def has_begun(pool: MediaPool) -> bool:
 
 
 @asynccontextmanager
-async def one_worker_of_two(folder: Path) -> AsyncIterator[MediaPool]:
-    """A pool whose next job needs its second worker, which has not been started: the first one is
-    busy for as long as the block runs."""
+async def two_workers_of_three(folder: Path) -> AsyncIterator[MediaPool]:
+    """A pool whose next job needs its third worker, which has not been started: the others are busy
+    for as long as the block runs."""
     gate = folder / "gate"
-    async with fake_pool(2) as pool:
-        await until(lambda: pool.num_idle == 1)
-        busy = asyncio.create_task(pool.run(job(b"wait " + bytes(gate))))
-        await until(lambda: has_begun(pool))
+    async with fake_pool(3) as pool:
+        await pool.run(job())
+        await until(lambda: pool.num_idle == 2)
+        busy = [asyncio.create_task(pool.run(waiting_for(gate))) for _ in range(2)]
+        await until(lambda: pool.num_pending == 2 and pool.num_waiting == 0)
         yield pool
         await asyncio.to_thread(gate.touch)
-        await busy
+        await asyncio.gather(*busy)
 
 
 def environment_of(pid: int) -> bytes:
@@ -486,13 +487,13 @@ def test_a_start_that_fails_leaves_nothing_open() -> None:
 def test_a_worker_that_cannot_be_started_now_is_started_later(
     shortage: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second worker is first needed while something is short, or broken."""
+    """The third worker is first needed while something is short, or broken."""
 
     def short() -> None:
         raise shortage
 
     async def scenario() -> None:
-        async with one_worker_of_two(tmp_path) as pool:
+        async with two_workers_of_three(tmp_path) as pool:
             with monkeypatch.context() as patch:
                 patch.setattr(socket, "socketpair", short)
                 for _ in range(2):
@@ -511,12 +512,12 @@ def test_a_thread_that_cannot_be_started_leaves_no_place_taken(
         raise RuntimeError("can't start new thread")
 
     async def scenario() -> None:
-        async with one_worker_of_two(tmp_path) as pool:
+        async with two_workers_of_three(tmp_path) as pool:
             with monkeypatch.context() as patch:
                 patch.setattr(threading.Thread, "start", short)
                 with pytest.raises(UnavailableError):
                     await pool.run(job())
-            assert pool.num_pending == 1
+            assert pool.num_pending == 2
             await pool.run(job())
 
     asyncio.run(scenario())

@@ -186,7 +186,7 @@ class MediaPool:
         return {"media_waiting": float(self.num_waiting), **killed}
 
     async def start(self) -> None:
-        """Start and warm one worker; others start when jobs wait. Raises `ModelLoadError`."""
+        """Start and warm one worker; others start with the first jobs. Raises `ModelLoadError`."""
         ready: Future[None] = Future()
         with self._changed:
             self._guard = threading.Thread(target=self._guard_workers, name="media-guard")
@@ -208,8 +208,7 @@ class MediaPool:
                 raise _draining()
             spare = self.num_workers - len(self._running)
             self._queue.check_room(job.tenant, spare)
-            if self._num_idle <= len(self._queue) and len(self._threads) < self.num_workers:
-                self._add_thread()
+            self._add_threads()
             self._queue.push(queued, spare)
             self._changed.notify()
         return self._awaited(queued)
@@ -255,6 +254,15 @@ class MediaPool:
         for thread in [*self._threads, self._guard]:
             if thread is not None:
                 thread.join()
+
+    def _add_threads(self) -> None:
+        """Start another worker if all are busy. The second one starts with the first job: a short
+        job must not wait for its start while the first worker does a long one."""
+        wanted = min(2, self.num_workers)
+        if self._num_idle <= len(self._queue):
+            wanted = min(len(self._threads) + 1, self.num_workers)
+        while len(self._threads) < wanted:
+            self._add_thread()
 
     # --- threads of workers -------------------------------------------------------------------
 
