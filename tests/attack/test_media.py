@@ -36,7 +36,7 @@ SLOWEST_CANARY = 2.0
 def server() -> Iterator[LiveServer]:
     with LiveServer("--api-key", "villain:v", "--api-key", "canary:c") as live:
         with ThreadPoolExecutor(1) as other:  # one worker is busy: the canary needs the second one
-            heavy = other.submit(post, live, "v", progressive_jpeg(2000, [REFINING] * 98))
+            heavy = other.submit(post, live, "v", progressive_jpeg(2400, [REFINING] * 98))
             canaries_until(live, [heavy])
         yield live
 
