@@ -26,6 +26,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -166,6 +167,21 @@ class EngineSlab(MappedSlab):
         raise NotImplementedError("only API processes refer to slabs in messages")
 
 
+@dataclass(frozen=True, slots=True)
+class Leases:
+    """The answers to what a sender asked for."""
+
+    slabs: tuple[tuple[int, int, int], ...]
+    """`(number of the want, slab number, or 0: there is no room, bytes)`."""
+    descriptors: tuple[int, ...]
+    """One per slab, in order; whoever sends them closes them."""
+
+    @property
+    def is_short(self) -> bool:
+        """Something was refused."""
+        return len(self.descriptors) < len(self.slabs)
+
+
 class SlabOwner:
     """All slabs of one engine: creates, leases, reads and destroys them within a capacity.
 
@@ -190,6 +206,28 @@ class SlabOwner:
         """Slabs that lost a view: one entry per view, appended by finalizers."""
         self._to_tell: dict[int, EngineSlab] = {}
         """Slabs of which a use may be over that the sender was not told of."""
+
+    def change(
+        self,
+        sender: str,
+        given_back: Iterable[int],
+        uses: Iterable[tuple[int, int]],
+        wanted: Iterable[tuple[int, int]],
+    ) -> Leases:
+        """Do what a sender asks for, in this order."""
+        self.give_back(sender, given_back)
+        self.settle(sender, uses)
+        self._notice_gone()  # there may be room
+        answers: list[tuple[int, int, int]] = []
+        descriptors: list[int] = []
+        for want, nbytes in wanted:
+            lease = self.lease(sender, nbytes)
+            if lease is None:
+                answers.append((want, 0, nbytes))
+            else:
+                answers.append((want, lease[0], nbytes))
+                descriptors.append(lease[1])
+        return Leases(tuple(answers), tuple(descriptors))
 
     def lease(self, sender: str, nbytes: int) -> tuple[int, int] | None:
         """A new slab's number and descriptor, which the caller closes; None: no room."""
@@ -263,14 +301,7 @@ class SlabOwner:
 
     def collect(self) -> dict[str, tuple[tuple[int, int], ...]]:
         """By sender, (slab number, use) of the uses that are over and that it was not told of."""
-        while self._gone:
-            slab = self._gone.popleft()
-            assert isinstance(slab, EngineSlab)
-            slab.num_views -= 1
-            if slab.sender is None:
-                self._destroy_if_unused(slab)
-            else:
-                self._to_tell[slab.number] = slab
+        self._notice_gone()
         over: dict[str, list[tuple[int, int]]] = {}
         for number, slab in self._to_tell.items():
             if slab.sender and not slab.num_views and slab.last_use > slab.released_use:
@@ -290,6 +321,16 @@ class SlabOwner:
             "mm_slab_leases_total": float(self.num_leases),
             "mm_slab_refusals_total": float(self.num_refusals),
         }
+
+    def _notice_gone(self) -> None:
+        while self._gone:
+            slab = self._gone.popleft()
+            assert isinstance(slab, EngineSlab)
+            slab.num_views -= 1
+            if slab.sender is None:
+                self._destroy_if_unused(slab)
+            else:
+                self._to_tell[slab.number] = slab
 
     def _view_gone(self, slab: MappedSlab) -> None:
         self._gone.append(slab)
