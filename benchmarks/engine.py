@@ -9,7 +9,7 @@ ratio      our decode tokens/s over those of a plain loop with transformers' den
            same model, batch and context, the two in turn, median of pairs
 
 Our side is what a server has: an engine process and a client of it in this process, with msgpack
-over ZMQ on a unix socket between them. The client's caller turns tokens into text at once, where a
+over a unix socket between them. The client's caller turns tokens into text at once, where a
 server would also write HTTP.
 """
 
@@ -83,7 +83,7 @@ async def measure(folder: str, batches: Sequence[int], turns: int) -> Report:
         notes=[
             f"CPU time of all threads; {STEPS} decode steps of ours and of theirs in turn after "
             f"{PROMPT_TOKENS} prompt tokens, medians of {turns} turns, fp32, one torch thread",
-            "own: all but the model, in the engine process and in its client, ZMQ between them",
+            "own: all but the model, in the engine process and in its client",
         ],
     )
     theirs = _TransformersLoop(folder)
@@ -213,7 +213,7 @@ async def open_engine(folder: str, batch: int) -> AsyncIterator[EngineUnderTest]
             scheduler=SchedulerConfig(max_num_seqs=batch),
             kv=KVConfig(),
             encoder=EncoderConfig(),
-            address=f"ipc://{scratch}/engine",
+            address=f"{scratch}/engine",
         )
         channel = ChannelConfig(address=settings.address)
         supervisor = EngineSupervisor(settings, stall_timeout=60.0, command=COMMAND)

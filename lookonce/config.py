@@ -160,7 +160,7 @@ class ServerConfig:
 @dataclass(frozen=True, slots=True)
 class ChannelConfig:
     address: str
-    """ZMQ endpoint on a unix socket, private to this user."""
+    """The path of a unix socket in a folder that is private to this user."""
     stall_timeout: float = 120.0
     """Seconds a step may take before the engine counts as stuck."""
     max_bytes_in_flight: int = 256 * 1024 * 1024
@@ -261,9 +261,7 @@ def resolve(options: Options) -> Config:
             ),
             vllm_metric_names=options.vllm_metric_names,
         ),
-        channel=ChannelConfig(
-            address=f"ipc://{_socket_path()}", stall_timeout=options.engine_stall_timeout
-        ),
+        channel=ChannelConfig(address=_socket_path(), stall_timeout=options.engine_stall_timeout),
     )
 
 

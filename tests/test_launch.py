@@ -84,7 +84,7 @@ def test_it_says_where_it_serves_and_cleans_up_when_it_ends():
         url = await server.url()
         assert url.startswith("http://127.0.0.1:")
         assert server.loading[-1] == (2, 2)
-        folder = Path(server.config.channel.address.removeprefix("ipc://")).parent
+        folder = Path(server.config.channel.address).parent
         assert folder.exists()
         await server.stop()
         assert not folder.exists()
@@ -202,7 +202,7 @@ def test_an_address_in_use_is_one_clear_error_and_leaves_nothing():
 
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             asyncio.run(scenario())
-    assert not Path(given.channel.address.removeprefix("ipc://")).parent.exists()
+    assert not Path(given.channel.address).parent.exists()
 
 
 def test_it_listens_on_a_unix_socket_and_replaces_a_stale_one(tmp_path):

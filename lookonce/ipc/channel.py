@@ -30,6 +30,7 @@ from lookonce.ipc.codec import (
     frames_nbytes,
     request_id_of,
 )
+from lookonce.ipc.framing import close_fds
 from lookonce.ipc.messages import (
     ClientMessage,
     EngineMessage,
@@ -58,7 +59,8 @@ class LinkEvents(Protocol):
 
     def link_up(self) -> None: ...
 
-    def link_frames(self, frames: Sequence[Buffer]) -> None: ...
+    def link_frames(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+        """`fds`: the descriptors of the message, which the receiver closes."""
 
     def link_down(self) -> None: ...
 
@@ -71,6 +73,12 @@ class ClientLink(Protocol):
 
     def send(self, frames: Sequence[Buffer]) -> None:
         """Enqueue; returns at once. The frames' memory must not be written afterwards."""
+
+    def expect_fds(self, expected: bool) -> None:
+        """Whether messages with descriptors may come from now on; at first none may.
+
+        Receiving costs more where they may. One that comes unexpected ends the connection.
+        """
 
     def close(self) -> None: ...
 
@@ -87,8 +95,11 @@ class EngineLink(Protocol):
         Returns early, possibly empty, after `wake` or when a connection changes.
         """
 
-    def send(self, sender: str, frames: Sequence[Buffer]) -> bool:
-        """Enqueue; False when that sender is no longer connected, or this end is closed."""
+    def send(self, sender: str, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> bool:
+        """Enqueue; False when that sender is no longer connected, or this end is closed.
+
+        `fds`: descriptors that the receiver gets copies of; the caller may close them afterwards.
+        """
 
     def wake(self) -> None: ...
 
@@ -138,6 +149,10 @@ class ClientChannel:
         finally:
             flow.release(nbytes)
 
+    def expect_fds(self, expected: bool) -> None:
+        """Whether messages with descriptors may come from now on (`ClientLink.expect_fds`)."""
+        self._link.expect_fds(expected)
+
     def send_now(self, message: ClientMessage) -> None:
         """Enqueue a message. Raises `EngineDeadError` when no engine is connected."""
         if not self._up:
@@ -160,7 +175,10 @@ class ClientChannel:
         stale.fail(EngineDeadError("the engine went away"))
         self._listener.disconnected()
 
-    def link_frames(self, frames: Sequence[Buffer]) -> None:
+    def link_frames(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+        if fds:
+            close_fds(fds)
+            logger.error("a message from the engine has descriptors that no message takes")
         try:
             message = self._decoder.decode(frames)
         except ProtocolError as error:
@@ -263,9 +281,9 @@ class EngineChannelWriter:
         self._link = link
         self._encoder = MessageEncoder()
 
-    def send(self, sender: str, message: EngineMessage) -> bool:
+    def send(self, sender: str, message: EngineMessage, fds: Sequence[int] = ()) -> bool:
         """Enqueue for one sender; False when it is no longer connected."""
-        return self._link.send(sender, self._encoder.encode(message))
+        return self._link.send(sender, self._encoder.encode(message), fds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,9 +316,9 @@ class EngineChannel:
             logger.error("cannot read a message from sender %.40r: %s", sender, error.message)
             return Unreadable(request_id_of(frames))
 
-    def send(self, sender: str, message: EngineMessage) -> bool:
+    def send(self, sender: str, message: EngineMessage, fds: Sequence[int] = ()) -> bool:
         """Enqueue for one sender; False when it is no longer connected."""
-        return self._writer.send(sender, message)
+        return self._writer.send(sender, message, fds)
 
     def writer(self) -> EngineChannelWriter:
         """For another thread that sends messages."""

@@ -214,7 +214,7 @@ async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Serv
     `index` is this process's number among the server's API processes.
     """
     client = engine_client(config)
-    folder = Path(config.channel.address.removeprefix("ipc://")).parent
+    folder = Path(config.channel.address).parent
     processes = config.server.api_processes
     running = RunningRequests()
     async with (

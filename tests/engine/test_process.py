@@ -41,7 +41,7 @@ def settings(folder: Path, behaviour: str = "serve") -> EngineSettings:
         scheduler=SchedulerConfig(),
         kv=KVConfig(),
         encoder=EncoderConfig(),
-        address=f"ipc://{folder}/engine",
+        address=f"{folder}/engine",
     )
 
 

@@ -27,7 +27,7 @@ def settings(folder, limits=None, max_model_len=None) -> EngineSettings:
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=512),
         kv=KVConfig(cache_bytes=4 << 20),
         encoder=EncoderConfig(cache_bytes=1 << 20),
-        address="ipc:///nowhere",
+        address="/nowhere",
         media=MediaConfig(limit_per_prompt=limits or {"image": 8, "audio": 2}),
     )
 

@@ -30,10 +30,9 @@ from lookonce.errors import (
     UnprocessableMediaError,
     http_status,
 )
-from lookonce.render.media import pool as pool_module
+from lookonce.ipc import framing
 from lookonce.render.media.pool import MediaPool
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
-from lookonce.render.media.worker import map_memory, new_memory
 from tests.support.render.doubles import until
 
 FAKE = (sys.executable, "-m", "tests.support.render.fake_worker")
@@ -322,33 +321,20 @@ def test_a_thread_that_cannot_be_started_leaves_no_place_taken(
     asyncio.run(scenario())
 
 
-def test_a_job_that_cannot_be_handed_over_is_unavailable_and_the_next_one_runs(
+def test_an_answer_that_there_is_no_memory_for_is_unavailable_and_the_next_job_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For want of descriptors there is no memory to send it in, or the answer's is dropped."""
-
-    def no_memory(pieces: object) -> int:
-        raise OSError(errno.EMFILE, "too many files")
-
-    def lost_on_the_way(link: socket.socket, size: int, limit: int) -> tuple[object, ...]:
-        data, fds, *rest = receive_fds(link, size, limit)
-        for fd in fds:
-            os.close(fd)
-        return data, [], *rest
-
-    receive_fds = socket.recv_fds
+    def no_memory(size: int) -> memoryview:
+        raise OSError(errno.ENOMEM, "no memory")
 
     async def scenario() -> None:
         async with fake_pool() as pool:
-            for where, name, broken in (
-                (pool_module, "new_memory", no_memory),
-                (socket, "recv_fds", lost_on_the_way),
-            ):
-                with monkeypatch.context() as patch:
-                    patch.setattr(where, name, broken)
-                    with pytest.raises(UnavailableError, match="short of resources"):
-                        await pool.run(job())
-                assert bytes((await pool.run(job())).item.arrays["data"].data) == b"some data"
+            large = bytes(100_000)
+            with monkeypatch.context() as patch:
+                patch.setattr(framing, "_new_buffer", no_memory)
+                with pytest.raises(UnavailableError, match="short of resources"):
+                    await pool.run(job(large))
+            assert bytes((await pool.run(job(large))).item.arrays["data"].data) == large
 
     asyncio.run(scenario())
 
@@ -396,13 +382,6 @@ def test_closing_ends_a_worker_that_is_still_starting() -> None:
             await starting
 
     asyncio.run(scenario())
-
-
-def test_memory_of_no_bytes_is_closed_too() -> None:
-    fd = new_memory([])
-    assert map_memory(fd, 0) == b""
-    with pytest.raises(OSError, match="descriptor"):
-        os.fstat(fd)
 
 
 def test_closing_ends_the_workers_and_fails_what_they_were_doing(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ restart.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -52,11 +53,11 @@ class InProcessHub:
         if engine is not None:
             engine.deliver(sender, frames)
 
-    def to_client(self, sender: str, frames: Sequence[Buffer]) -> bool:
+    def to_client(self, sender: str, frames: Sequence[Buffer], fds: Sequence[int]) -> bool:
         client = self._clients.get(sender)
         if client is None:
             return False
-        return client.deliver(frames)
+        return client.deliver(frames, fds)
 
     def engine_closed(self, engine: InProcessEngineLink) -> None:
         with self._lock:
@@ -72,6 +73,7 @@ class InProcessClientLink:
     def __init__(self, hub: InProcessHub, sender: str) -> None:
         self.sender = sender
         self._hub = hub
+        self._fds_expected = False
 
     def open(self, events: LinkEvents) -> None:
         self._events = events
@@ -81,14 +83,21 @@ class InProcessClientLink:
     def send(self, frames: Sequence[Buffer]) -> None:
         self._hub.to_engine(self.sender, _frozen(frames))
 
+    def expect_fds(self, expected: bool) -> None:
+        self._fds_expected = expected
+
     def close(self) -> None:
         self._hub.detach(self)
 
-    def deliver(self, frames: Sequence[Buffer]) -> bool:
+    def deliver(self, frames: Sequence[Buffer], fds: Sequence[int]) -> bool:
         """False when the event loop has ended meanwhile, in its own thread."""
+        assert self._fds_expected or not fds
+        copies = [os.dup(fd) for fd in fds]
         try:
-            self._loop.call_soon_threadsafe(self._events.link_frames, frames)
+            self._loop.call_soon_threadsafe(self._events.link_frames, frames, copies)
         except RuntimeError:
+            for fd in copies:
+                os.close(fd)
             if self._loop.is_closed():
                 return False
             raise
@@ -116,8 +125,8 @@ class InProcessEngineLink:
             received.append(self._inbox.popleft())
         return received
 
-    def send(self, sender: str, frames: Sequence[Buffer]) -> bool:
-        return self._hub.to_client(sender, _frozen(frames))
+    def send(self, sender: str, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> bool:
+        return self._hub.to_client(sender, _frozen(frames), fds)
 
     def wake(self) -> None:
         self._arrived.set()

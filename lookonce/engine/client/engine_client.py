@@ -50,7 +50,7 @@ from lookonce.ipc.messages import (
     UpdateCache,
     Welcome,
 )
-from lookonce.ipc.zmq_client_link import ZmqClientLink
+from lookonce.ipc.socket_client_link import SocketClientLink
 from lookonce.types.media import Array, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import Clock
@@ -68,7 +68,7 @@ class EngineClient:
     """One API process's connection to the engine process; use as an async context manager.
 
     `processor_cache_bytes` is the budget of the processor cache of all API processes together.
-    `connect` makes the link for a sender id; None: a ZMQ link to `config.address`.
+    `connect` makes the link for a sender id; None: a unix socket at `config.address`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class EngineClient:
         sender_id = uuid.uuid4().hex
         self.sender = SenderCache(sender_id, capacity_bytes=processor_cache_bytes)
         self._channel = ClientChannel(
-            connect(sender_id) if connect else ZmqClientLink(config.address, sender_id),
+            connect(sender_id) if connect else SocketClientLink(config.address, sender_id),
             max_bytes_in_flight=config.max_bytes_in_flight,
         )
         self._health = EngineHealth(config.stall_timeout, clock)

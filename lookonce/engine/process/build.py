@@ -4,7 +4,7 @@
     EngineThreads    a link: input thread, step loop, and the channel between them
 
 The runner may be the model or a fake, the link a socket or a queue in the same process: this module
-needs neither torch nor ZMQ. `load_engine` calls `assemble` with a loaded model.
+needs neither torch nor a socket. `load_engine` calls `assemble` with a loaded model.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from lookonce.engine.process_io import (
 )
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.errors import ConfigError, LookOnceError, ModelLoadError, error_to_wire
-from lookonce.ipc.zmq_engine_link import ZmqEngineLink
+from lookonce.ipc.socket_engine_link import SocketEngineLink
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def run_engine(load: Load) -> NoReturn:
 
 def serve(settings: EngineSettings, load: Load, progress: ProgressPipe, started: float) -> None:
     """Answer on the channel at once, load the model meanwhile, then step until SIGTERM."""
-    link = ZmqEngineLink(settings.address)
+    link = SocketEngineLink(settings.address)
     threads = EngineThreads(
         link, num_senders=settings.num_senders, max_queue=settings.scheduler.max_queue
     )

@@ -110,8 +110,8 @@ class EngineSupervisor:
 
 @contextmanager
 def socket_folder(address: str) -> Iterator[Path]:
-    """The folder of an `ipc://` endpoint: created for this user alone, removed at the end."""
-    folder = Path(address.removeprefix("ipc://")).parent
+    """The folder of the socket `address`: created for this user alone, removed at the end."""
+    folder = Path(address).parent
     folder.mkdir(mode=0o700)
     try:
         yield folder

@@ -32,20 +32,19 @@ from lookonce.errors import (
     UnprocessableMediaError,
     error_from_wire,
 )
+from lookonce.ipc.framing import MessageSocket
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
 from lookonce.render.media.worker import (
-    REPLIES,
     ConfigureWorker,
     JobDone,
     JobFailed,
     JobRequest,
     LinkClosedError,
-    new_memory,
-    processed_from,
     receive,
+    reply_decoder,
     send,
 )
-from lookonce.types.media import Modality
+from lookonce.types.media import Array, Modality
 
 MAX_QUEUE = 256
 """Media items that may wait for a worker; more are refused with 429."""
@@ -250,17 +249,19 @@ class _WorkerProcess:
         """Raises `ModelLoadError` when no process can be started. `configure` it before use."""
         self._settings = settings
         self._job_timeout = job_timeout
+        self._replies = reply_decoder()
         try:
-            self._link, self._process = _start(command)
+            link, self._process = _start(command)
         except OSError:
             raise ModelLoadError("a media worker process cannot be started") from None
+        self._link = MessageSocket(link)
 
     def configure(self) -> None:
         """Blocks for a second or two. Raises `ModelLoadError` when it cannot serve the model."""
         self._link.settimeout(START_TIMEOUT)
         try:
             send(self._link, ConfigureWorker(self._settings))
-            reply, _ = receive(self._link, REPLIES)
+            reply, _ = receive(self._link, self._replies)
         except (LinkClosedError, OSError):
             raise ModelLoadError("a media worker process did not start") from None
         if isinstance(reply, JobFailed):
@@ -273,15 +274,11 @@ class _WorkerProcess:
 
     def call(self, job: MediaJob) -> Processed:
         """Raises the job's error; `LinkClosedError` or `TimeoutError` when the worker is lost."""
-        data = memoryview(job.data)
-        memory = new_memory([(0, data)])
-        try:
-            send(self._link, JobRequest(job.modality, job.options, data.nbytes), memory)
-        finally:
-            os.close(memory)
-        reply, fd = receive(self._link, REPLIES)
+        data = Array("uint8", (memoryview(job.data).nbytes,), job.data)
+        send(self._link, JobRequest(job.modality, job.options, data))
+        reply, _ = receive(self._link, self._replies)
         if isinstance(reply, JobDone):
-            return processed_from(reply, fd)
+            return reply.processed
         if isinstance(reply, JobFailed):
             raise error_from_wire(*reply.error)
         raise LinkClosedError

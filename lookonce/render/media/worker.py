@@ -5,48 +5,39 @@
 A worker decodes files of unknown origin, so it is a process of its own: if a decoder crashes, only
 the job is lost. The worker ends when the pool closes its end of the socket.
 
-A message is a 4-byte length and msgpack, on a unix socket. Encoded media (to the worker) and arrays
-(back) are not in the message but in anonymous memory, whose file descriptor is sent with it and
-which the receiver maps. The memory has no name that could leak; the kernel frees it with its last
-mapping, whichever process dies.
+They talk over a pair of unix sockets (`ipc/framing.py`), in msgpack; encoded media (to the worker)
+and large arrays (back) are frames of their own.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import io
 import logging
 import math
-import mmap
 import os
 import resource
 import signal
 import socket
 import sys
-import tempfile
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 from PIL import Image
 
-from lookonce.errors import LookOnceError, UnprocessableMediaError, error_to_wire
-from lookonce.render.families.base import Options
-from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
-from lookonce.types.media import (
-    ITEM_SIZE,
-    Array,
-    Buffer,
-    Expansion,
-    Modality,
-    ProcessedItem,
+from lookonce.errors import (
+    LookOnceError,
+    ProtocolError,
+    UnprocessableMediaError,
+    error_to_wire,
 )
+from lookonce.ipc.codec import MessageDecoder, MessageEncoder
+from lookonce.ipc.framing import MessageSocket, close_fds, peer_uid, require_same_user
+from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
+from lookonce.types.media import Array, Modality
 
-ALIGNMENT = 64
-"""Arrays start at multiples of this many bytes, so that every dtype can be viewed in place."""
-HEADER_BYTES = 4
 NICENESS = 5
 """Workers run at lower priority than the event loop and the engine, which share the cores."""
 BASE_MEMORY = 4 << 30
@@ -64,35 +55,23 @@ class ConfigureWorker(msgspec.Struct, frozen=True, tag="configure", array_like=T
 
 
 class JobRequest(msgspec.Struct, frozen=True, tag="work", array_like=True):
-    """One job; its encoded bytes are in the memory sent with the message."""
+    """One job."""
 
     modality: Modality
-    options: Options
-    num_bytes: int
+    options: dict[str, Any]
+    """`Options`; the decoder has no type `object`."""
+    data: Array
+    """The encoded media."""
 
 
 class WorkerReady(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     """The worker takes jobs."""
 
 
-class ArrayLocation(msgspec.Struct, frozen=True, array_like=True):
-    """Where an array starts in the memory sent with the message."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-
 class JobDone(msgspec.Struct, frozen=True, tag="done", array_like=True):
-    """The processed item; its arrays are in the memory sent with the message."""
+    """The processed item."""
 
-    modality: Modality
-    expansion: Expansion
-    arrays: tuple[ArrayLocation, ...]
-    num_bytes: int
-    decode_ms: float
-    process_ms: float
+    processed: Processed
 
 
 class JobFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
@@ -103,8 +82,16 @@ class JobFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
 
 WorkerRequest = ConfigureWorker | JobRequest
 WorkerReply = WorkerReady | JobDone | JobFailed
-REQUESTS: msgspec.msgpack.Decoder[WorkerRequest] = msgspec.msgpack.Decoder(WorkerRequest)
-REPLIES: msgspec.msgpack.Decoder[WorkerReply] = msgspec.msgpack.Decoder(WorkerReply)
+
+
+def request_decoder() -> MessageDecoder[WorkerRequest]:
+    """The decoder of a worker."""
+    return MessageDecoder(WorkerRequest)
+
+
+def reply_decoder() -> MessageDecoder[WorkerReply]:
+    """The decoder of a thread of the pool."""
+    return MessageDecoder(WorkerReply)
 
 
 class LinkClosedError(Exception):
@@ -114,13 +101,21 @@ class LinkClosedError(Exception):
 def main() -> None:
     """Serve jobs on the socket whose descriptor is the only argument, until it closes."""
     _restrict_process()
-    with socket.socket(fileno=int(sys.argv[1])) as link:
+    with closing(pool_socket()) as link:
+        requests = request_decoder()
         try:
-            processing = _configured(link)
+            processing = _configured(link, requests)
             while processing is not None:
-                _serve(link, processing)
+                _serve(link, requests, processing)
         except LinkClosedError:
             return
+
+
+def pool_socket() -> MessageSocket:
+    """This end of the connection to the pool. Raises `ProtocolError` for another user's."""
+    link = socket.socket(fileno=int(sys.argv[-1]))
+    require_same_user(peer_uid(link))
+    return MessageSocket(link, takes_fds=True)
 
 
 def _restrict_process() -> None:
@@ -137,8 +132,9 @@ def _restrict_process() -> None:
     logging.basicConfig(stream=sys.stderr)
 
 
-def _configured(link: socket.socket) -> Processing | None:
-    request, _ = receive(link, REQUESTS)
+def _configured(link: MessageSocket, requests: MessageDecoder[WorkerRequest]) -> Processing | None:
+    request, fds = receive(link, requests)
+    close_fds(fds)
     assert isinstance(request, ConfigureWorker)
     settings = request.settings
     try:
@@ -153,10 +149,13 @@ def _configured(link: socket.socket) -> Processing | None:
     return processing
 
 
-def _serve(link: socket.socket, processing: Processing) -> None:
-    request, fd = receive(link, REQUESTS)
+def _serve(
+    link: MessageSocket, requests: MessageDecoder[WorkerRequest], processing: Processing
+) -> None:
+    request, fds = receive(link, requests)
+    close_fds(fds)
     assert isinstance(request, JobRequest)
-    job = MediaJob(request.modality, map_memory(fd, request.num_bytes), request.options)
+    job = MediaJob(request.modality, request.data.data, request.options)
     try:
         processed = processing.run(job)
     except LookOnceError as error:
@@ -165,7 +164,7 @@ def _serve(link: socket.socket, processing: Processing) -> None:
         log.error("processing %s failed: %r", request.modality, error)
         send_error(link, UnprocessableMediaError(f"the {request.modality} cannot be processed"))
     else:
-        send_processed(link, processed)
+        send(link, JobDone(processed))
 
 
 def warm_up(processing: Processing, max_image_pixels: int) -> None:
@@ -184,124 +183,33 @@ def warm_up(processing: Processing, max_image_pixels: int) -> None:
 
 
 def send(
-    link: socket.socket, message: WorkerRequest | WorkerReply, memory: int | None = None
+    link: MessageSocket, message: WorkerRequest | WorkerReply, fds: Sequence[int] = ()
 ) -> None:
-    """Send a message; `memory` is a file descriptor of which the receiver gets a copy."""
-    body = msgspec.msgpack.encode(message)
-    frame = len(body).to_bytes(HEADER_BYTES, "little") + body
+    """Raises `LinkClosedError` when the other process has ended, or `TimeoutError`."""
     try:
-        # The descriptor goes with the first byte; sendmsg may send only part of the frame.
-        sent = socket.send_fds(link, [frame], [] if memory is None else [memory])
-        link.sendall(frame[sent:])
-    except (BrokenPipeError, ConnectionError):
+        link.send(MessageEncoder().encode(message), fds)
+    except ConnectionError:
         raise LinkClosedError from None
 
 
-def receive(link: socket.socket, messages: msgspec.msgpack.Decoder[M]) -> tuple[M, int | None]:
-    """The next message and the descriptor that came with it. Raises `LinkClosedError`."""
-    fds: list[int] = []
-    try:
-        head, fds, _, _ = socket.recv_fds(link, HEADER_BYTES, 1)
-        if not head:
-            raise LinkClosedError
-        head += _read(link, HEADER_BYTES - len(head))
-        message = messages.decode(_read(link, int.from_bytes(head, "little")))
-    except BaseException as error:
-        for fd in fds:
-            os.close(fd)
-        if isinstance(error, ConnectionError | msgspec.DecodeError):
-            raise LinkClosedError from None
-        raise
-    return message, fds[0] if fds else None
+def receive(link: MessageSocket, messages: MessageDecoder[M]) -> tuple[M, Sequence[int]]:
+    """The next message and its descriptors. Raises `LinkClosedError`, `TimeoutError` or `OSError`.
 
-
-def _read(link: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        chunk = link.recv(size - len(data))
-        if not chunk:
-            raise LinkClosedError
-        data += chunk
-    return bytes(data)
-
-
-def new_memory(pieces: Iterable[tuple[int, Buffer]]) -> int:
-    """A descriptor of anonymous memory with the pieces written at their offsets."""
-    fd = _anonymous_file()
-    try:
-        for offset, piece in pieces:
-            view = memoryview(piece)
-            while view.nbytes:
-                written = os.pwrite(fd, view, offset)
-                view, offset = view[written:], offset + written
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def map_memory(fd: int | None, num_bytes: int) -> memoryview:
-    """A read-only view of the memory, mapped as long as the view lives. Closes the descriptor.
-
-    Raises `OSError` when the descriptor did not arrive: the kernel drops it when this process has
-    too many open.
+    Large arrays are views of the memory that they were received into.
     """
-    if fd is None:
-        if num_bytes:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return memoryview(b"")
-    with contextlib.closing(os.fdopen(fd, "rb")) as file:
-        if num_bytes == 0:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(file.fileno(), num_bytes, prot=mmap.PROT_READ))
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("lookonce-media", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def send_processed(link: socket.socket, processed: Processed) -> None:
-    """Send a `JobDone` with the item's arrays one after another in one memory."""
-    placed, pieces, end = [], [], 0
-    for name, array in processed.item.arrays.items():
-        placed.append(ArrayLocation(name, array.dtype, array.shape, end))
-        pieces.append((end, array.data))
-        end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-    last = max((offset + piece.nbytes for offset, piece in pieces), default=0)
-    item = processed.item
-    message = JobDone(
-        modality=item.modality,
-        expansion=item.expansion,
-        arrays=tuple(placed),
-        num_bytes=last,
-        decode_ms=processed.decode_ms,
-        process_ms=processed.process_ms,
-    )
-    memory = new_memory(pieces)
     try:
-        send(link, message, memory)
-    finally:
-        os.close(memory)
+        frames, fds = link.receive()
+    except (ConnectionError, ProtocolError):
+        raise LinkClosedError from None
+    try:
+        return messages.decode(frames), fds
+    except ProtocolError:
+        close_fds(fds)
+        raise LinkClosedError from None
 
 
-def send_error(link: socket.socket, error: LookOnceError) -> None:
+def send_error(link: MessageSocket, error: LookOnceError) -> None:
     send(link, JobFailed(error_to_wire(error)))
-
-
-def processed_from(message: JobDone, fd: int | None) -> Processed:
-    """The item of a `JobDone`; its arrays are views of the mapped memory."""
-    memory = map_memory(fd, message.num_bytes)
-    arrays = {place.name: _array(place, memory) for place in message.arrays}
-    item = ProcessedItem(message.modality, arrays, message.expansion)
-    return Processed(item, message.decode_ms, message.process_ms)
-
-
-def _array(place: ArrayLocation, memory: memoryview) -> Array:
-    end = place.offset + math.prod(place.shape) * ITEM_SIZE[place.dtype]
-    return Array(place.dtype, place.shape, memory[place.offset : end])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ def settings(folder, **changes):
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=512),
         kv=KVConfig(cache_bytes=1 << 20),
         encoder=EncoderConfig(cache_bytes=1 << 20),
-        address="ipc:///nowhere",
+        address="/nowhere",
     )
     return dataclasses.replace(plain, **changes)
 

@@ -4,38 +4,37 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import sys
 import time
+from contextlib import closing
 
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
+from lookonce.ipc.framing import MessageSocket
 from lookonce.render.media.processing import Processed
 from lookonce.render.media.worker import (
-    HEADER_BYTES,
-    REQUESTS,
     ConfigureWorker,
+    JobDone,
     JobRequest,
     LinkClosedError,
     WorkerReady,
-    map_memory,
+    pool_socket,
     receive,
+    request_decoder,
     send,
     send_error,
-    send_processed,
 )
 from lookonce.types.media import Array, Expansion, ProcessedItem
 
-NONSENSE = (1).to_bytes(HEADER_BYTES, "little") + b"\xc1"
+NONSENSE = [b"\xc1"]
 """A frame that holds no msgpack."""
 
 
-def work(link: socket.socket, job: JobRequest, data: bytes) -> None:
+def work(link: MessageSocket, job: JobRequest, data: bytes) -> None:
     if data == b"crash":
         os.kill(os.getpid(), signal.SIGSEGV)
     if data == b"hang":
         time.sleep(1000)
     if data == b"nonsense":
-        link.sendall(NONSENSE)
+        link.send(NONSENSE)
         return
     if data == b"refuse":
         send_error(link, UnprocessableMediaError("refused"))
@@ -50,13 +49,14 @@ def work(link: socket.socket, job: JobRequest, data: bytes) -> None:
         "pid": Array("int64", (1,), pid),
     }
     item = ProcessedItem(job.modality, arrays, Expansion(((7, 3),), 7))
-    send_processed(link, Processed(item, 1.5, 2.5))
+    send(link, JobDone(Processed(item, 1.5, 2.5)))
 
 
 def main() -> None:
-    with socket.socket(fileno=int(sys.argv[-1])) as link:
+    with closing(pool_socket()) as link:
+        requests = request_decoder()
         try:
-            configure, _ = receive(link, REQUESTS)
+            configure, _ = receive(link, requests)
             assert isinstance(configure, ConfigureWorker)
             if configure.settings.folder == "bad":
                 send_error(link, ModelLoadError("bad folder"))
@@ -64,14 +64,14 @@ def main() -> None:
             if configure.settings.folder == "dead":
                 return
             if configure.settings.folder == "nonsense":
-                link.sendall(NONSENSE)
+                link.send(NONSENSE)
             if configure.settings.folder == "mute":
                 time.sleep(1000)
             send(link, WorkerReady())
             while True:
-                job, fd = receive(link, REQUESTS)
+                job, _ = receive(link, requests)
                 assert isinstance(job, JobRequest)
-                work(link, job, bytes(map_memory(fd, job.num_bytes)))
+                work(link, job, bytes(job.data.data))
         except LinkClosedError:
             return
 
