@@ -1,10 +1,10 @@
 """The slabs that the engine has leased to one API process: which are free, written or in use.
 
     asked ── leased ──▶ free ── grant ──▶ writing ── finish ──▶ in use
-               │         ▲ │                 │ the job failed      │ the engine has released every use
-               │         │ │                 ▼                     │ that was sent, and no view of this
-               │         └─┼──────────────────────────────────────┘ process lives
-               ▼           ▼ idle, room needed, or its writer has ended
+                        │  ▲                 │ the job failed      │ the engine has released every
+                        │  │                 ▼                     │ use that was sent, and no view
+                        │  └───────────────────────────────────────┘ of this process lives
+                        ▼ idle, room needed, or its writer has ended
              given back to the engine
 
 A slab belongs to one writer (a media worker, or this process itself for arrays that clients
@@ -43,6 +43,8 @@ LEASE_TIMEOUT = 0.25
 """Seconds a job waits for the engine's answer where no slab is free, before it goes without."""
 IDLE_SECONDS = 60.0
 """A slab that was free for so long is given back."""
+MAX_WANTED = 64
+"""Slabs asked for with one message: a message carries a limited number of descriptors."""
 LOOSEST_FIT = 1.25
 """A free slab is taken for an item if it is at most this many times as large as needed."""
 State = Literal["free", "writing", "in use", "given back"]
@@ -191,6 +193,11 @@ class SlabPool:
 
     # --- the engine, on the event loop --------------------------------------------------------
 
+    @property
+    def is_open(self) -> bool:
+        """An engine is there that leases slabs."""
+        return self._capacity > 0
+
     def open(self, capacity_bytes: int) -> None:
         """An engine is there, which leases at most so much to all API processes together."""
         with self.lock:
@@ -280,11 +287,11 @@ class SlabPool:
             changes = SlabChanges(
                 tuple(self._given_back),
                 tuple(self._uses),
-                tuple((want.number, want.nbytes) for want in self._new_wants),
+                tuple((want.number, want.nbytes) for want in self._new_wants[:MAX_WANTED]),
             )
             self._given_back.clear()
             self._uses.clear()
-            self._new_wants.clear()
+            del self._new_wants[:MAX_WANTED]
             return changes
 
     # --- writers, in any thread ---------------------------------------------------------------
@@ -440,7 +447,7 @@ class SlabPool:
             self._settle(slab)
 
     def _settle(self, slab: LeasedSlab) -> None:
-        """A slab in use that is not used any more is free, or given back if its writer has ended."""
+        """A slab that is not used any more is free, or given back if its writer has ended."""
         if slab.state == "in use" and slab.is_unused and slab.is_leased:
             self._set_free(slab)
             if slab.writer.is_closed:

@@ -138,7 +138,7 @@ class MappedSlab:
         holder = np.frombuffer(self._memory, np.uint8, nbytes, offset)
         holder.flags.writeable = False
         weakref.finalize(holder, self._on_view_gone, self).atexit = False
-        return memoryview(holder)
+        return holder.data
 
 
 class EngineSlab(MappedSlab):

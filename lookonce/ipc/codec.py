@@ -140,9 +140,7 @@ class MessageDecoder(Generic[Message]):
         return Array(dtype, shape, memoryview(self._frames[payload]).toreadonly())
 
 
-def _no_slabs(
-    dtype: str, shape: tuple[int, ...], nbytes: int, reference: SlabReference
-) -> Array:
+def _no_slabs(dtype: str, shape: tuple[int, ...], nbytes: int, reference: SlabReference) -> Array:
     raise ProtocolError("an array in a slab came where there are none")
 
 

@@ -34,7 +34,7 @@ OWN_ORDER = "@=<" if sys.byteorder == "little" else "@=>!"
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
-"""dtypes of arrays that may lie in shared memory: numbers that are computed with, and no indices."""
+"""dtypes of arrays that may lie in shared memory: what is computed with, never an index."""
 
 
 class Slab(Protocol):

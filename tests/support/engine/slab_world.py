@@ -179,9 +179,7 @@ class Engine:
             api.from_engine.append(("unreadable",))
             return
         if isinstance(message, LeaseSlabs):
-            leases = self.owner.change(
-                api.name, message.given_back, message.uses, message.wanted
-            )
+            leases = self.owner.change(api.name, message.given_back, message.uses, message.wanted)
             if leases.slabs:
                 SlabsLeased(leases.slabs)
                 api.from_engine.append(("leased", leases.slabs, leases.descriptors))
@@ -208,9 +206,7 @@ class Engine:
 
 
 class World:
-    def __init__(
-        self, capacity=8 * SMALLEST, num_apis=2, make_pool=SlabPool, make_owner=SlabOwner
-    ):
+    def __init__(self, capacity=8 * SMALLEST, num_apis=2, make_pool=SlabPool, make_owner=SlabOwner):
         self.now = 0.0
         self.make_pool = make_pool
         self.make_owner = make_owner
