@@ -21,16 +21,20 @@ from lookonce.cache.slab_pool import LeasedSlab, SlabPool
 from lookonce.cache.slabs import SMALLEST, SlabOwner
 from tests.support.engine.slab_world import Worker, World
 
-PICK = st.integers(0, 11)
-SELDOM = st.sampled_from([True, False, False, False])
-SIZES = st.sampled_from([1000, SMALLEST, SMALLEST + 1, 2 * SMALLEST, 5 * SMALLEST])
+PICK = st.integers(0, 3)
+SELDOM = st.sampled_from([True, False, False])
+SIZES = st.sampled_from([SMALLEST, SMALLEST, SMALLEST, SMALLEST + 1, 5 * SMALLEST])
 
 
 def build_machine(**world_parts):
     class Machine(RuleBasedStateMachine):
-        @initialize(capacity=st.sampled_from([1, 2, 4, 8, 16]))
-        def begin(self, capacity):
+        @initialize(capacity=st.sampled_from([1, 4, 8, 16]), is_warm=st.booleans())
+        def begin(self, capacity, is_warm):
             self.world = World(capacity * SMALLEST, **world_parts)
+            if is_warm:
+                for api in self.world.apis:
+                    api.workers[0].grant(SMALLEST)
+                self.world.deliver_all()
 
         def pick(self, things, number):
             return things[number % len(things)] if things else None
@@ -48,12 +52,31 @@ def build_machine(**world_parts):
             worker = self.worker(who)
             worker.api.items.append(worker.finish())
 
-        @rule(who=PICK, nbytes=SIZES)
-        def whole_job(self, who, nbytes):
+        @rule(who=PICK, nbytes=SIZES, keep=SELDOM, deliver=st.booleans())
+        def whole_job(self, who, nbytes, keep, deliver):
             worker = self.worker(who)
-            if worker.grant(nbytes):
-                worker.api.items.append(worker.finish())
-                worker.api.send(worker.api.items[-1])
+            if not worker.grant(nbytes):
+                self.world.deliver_all()  # the lease comes
+                if not worker.grant(nbytes):
+                    return
+            item = worker.finish()
+            worker.api.send(item)
+            if keep:
+                worker.api.items.append(item)
+            if deliver:
+                self.world.deliver_all()
+
+        @rule(who=PICK, which=PICK)
+        def send_again_while_the_release_is_under_way(self, who, which):
+            api = self.pick(self.world.apis, who)
+            item = self.pick(api.items, which)
+            if item is not None:
+                self.world.deliver_all()
+                api.send(item)
+                self.world.engine.receive(api)
+                self.world.engine.held.clear()
+                self.world.engine.collect()
+                api.send(item)
 
         @rule(who=PICK)
         def fail_job(self, who):
@@ -94,16 +117,16 @@ def build_machine(**world_parts):
             for _ in range(min(how_many, len(api.from_engine))):
                 api.receive()
 
-        @rule(who=PICK, which=PICK, really=SELDOM)
-        def spoil_a_message(self, who, which, really):
+        @rule(who=PICK, really=st.booleans())
+        def spoil_a_message(self, who, really):
             api = self.pick(self.world.apis, who)
-            if really and api.to_engine:
-                number = which % len(api.to_engine)
+            for number, frames in enumerate(api.to_engine):
                 # A request for slabs is small and always readable; what holds items may be not.
-                if b"lease_slabs" not in bytes(api.to_engine[number][0]):
+                if really and b"lease_slabs" not in bytes(frames[0]):
                     api.to_engine[number] = [b"\xc1"]
+                    break
 
-        @rule(who=PICK, what=st.sampled_from(["worker", "api", "engine"] + [None] * 6))
+        @rule(who=PICK, what=st.sampled_from(["worker", "api", "engine"] + [None] * 4))
         def kill(self, who, what):
             if what == "worker":
                 self.world.kill_worker(self.worker(who))
@@ -165,13 +188,13 @@ def assert_found(how, max_examples=1000, **world_parts):
 
 def test_forgetting_what_the_engine_still_reads_is_found():
     with patch.object(LeasedSlab, "is_unused", property(lambda self: self.num_views == 0)):
-        assert_found("the engine sees a slab that was written again")
+        assert_found("the engine sees a slab that was written again|slabs are lost")
 
 
 def test_forgetting_views_of_the_api_process_is_found():
     unused = property(lambda self: self.released_use >= self.sent_use)
     with patch.object(LeasedSlab, "is_unused", unused):
-        assert_found("an API process sees a slab that was written again|counted twice")
+        assert_found("an API process sees a slab that was written again|free slabs are unused")
 
 
 def test_taking_a_release_for_the_last_one_is_found():
@@ -186,7 +209,7 @@ def test_taking_a_release_for_the_last_one_is_found():
             ]
             super().released(uses)
 
-    assert_found("the engine sees a slab that was written again", make_pool=Hasty)
+    assert_found("the engine sees a slab that was written again|sides differ", make_pool=Hasty)
 
 
 def test_releasing_while_a_view_lives_is_found():
@@ -196,7 +219,7 @@ def test_releasing_while_a_view_lives_is_found():
             array.place.slab.num_views -= 1
             return array
 
-    assert_found("written again|views are counted|memory is not counted", make_owner=Hasty)
+    assert_found("written again|views are counted|slabs are lost", make_owner=Hasty)
 
 
 def test_giving_a_slab_to_another_writer_is_found():
@@ -207,7 +230,7 @@ def test_giving_a_slab_to_another_writer_is_found():
                     return slab
             return None
 
-    assert_found("two writers", make_pool=Careless)
+    assert_found("two writers|mappings are left", make_pool=Careless)
 
 
 def test_keeping_the_slabs_of_a_dead_worker_is_found():
