@@ -16,7 +16,6 @@ the event loop. Nothing here sends: what is to be sent is asked for with `take_c
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 import time
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lookonce.cache.slabs import (
     ALIGNMENT,
@@ -53,7 +53,9 @@ State = Literal["free", "writing", "in use", "given back"]
 class LeasedSlab(MappedSlab):
     """A slab in an API process. The pool's lock guards everything that changes."""
 
-    def __init__(self, pool: SlabPool, writer: SlabWriter, number: int, memory: mmap.mmap) -> None:
+    def __init__(
+        self, pool: SlabPool, writer: SlabWriter, number: int, memory: NDArray[np.uint8]
+    ) -> None:
         super().__init__(number, memory, pool.view_gone)
         self.writer = writer
         self.fd: int | None = None
@@ -521,7 +523,7 @@ class OwnSlabs:
     itself writes. May be used by several threads."""
 
     def __init__(self, pool: SlabPool) -> None:
-        self._mappings: dict[int, mmap.mmap] = {}
+        self._mappings: dict[int, NDArray[np.uint8]] = {}
         self._writer = pool.writer(self._unmap)
 
     def place(self, item: ProcessedItem) -> ProcessedItem:
@@ -538,7 +540,7 @@ class OwnSlabs:
             return item
         slab = grant.slab
         try:
-            memory = np.frombuffer(self._mapping(grant), np.uint8)
+            memory = self._mapping(grant)
             arrays = dict(item.arrays)
             for name, offset in places.items():
                 array = item.arrays[name]
@@ -550,7 +552,7 @@ class OwnSlabs:
             self._writer.finish([slab])
         return ProcessedItem(item.modality, arrays, item.expansion)
 
-    def _mapping(self, grant: Grant) -> mmap.mmap:
+    def _mapping(self, grant: Grant) -> NDArray[np.uint8]:
         number = grant.slab.number
         if grant.fd is not None:
             try:

@@ -15,6 +15,7 @@ in it costs one write and one read of warm memory; only numbers travel. A slab o
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import itertools
@@ -25,10 +26,10 @@ import stat
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lookonce.errors import ProtocolError
 from lookonce.types.media import FLOATS, Array, SlabPlace
@@ -46,6 +47,14 @@ ALIGNMENT = 64
 """Arrays start at multiples of this many bytes."""
 WORKING_BYTES = 256 << 20
 """Slabs beside the cache's budget, at most: items on their way, and free slabs."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _SEALS = (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL) if hasattr(
     fcntl, "F_SEAL_SEAL"
 ) else 0  # fmt: skip
@@ -83,17 +92,26 @@ def create_memory(nbytes: int) -> int:
     return fd
 
 
-def map_memory(fd: int, nbytes: int, *, writable: bool = False) -> mmap.mmap:
-    """Map a slab; the descriptor stays open.
+def map_memory(fd: int, nbytes: int, *, writable: bool = False) -> NDArray[np.uint8]:
+    """The memory of a slab, mapped as long as anything refers to it.
 
-    Raises `ProtocolError` for a descriptor that is not a sealed slab of that size, else `OSError`.
+    The caller may close the descriptor at once. (Python's `mmap` would keep a copy of it open, and
+    there are more slabs than a process may have descriptors.) Raises `ProtocolError` for a
+    descriptor that is not a sealed slab of that size, else `OSError`.
     """
     _check_memory(fd, nbytes)
-    memory = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
-    if nbytes % HUGE_PAGE == 0:
-        with suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
+    if address in (None, _MAP_FAILED):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
+    if nbytes % HUGE_PAGE == 0:  # a kernel without huge pages says no, and that is all
+        _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, np.uint8)
+    array.flags.writeable = writable
+    return array
 
 
 def _check_memory(fd: int, nbytes: int) -> None:
@@ -123,10 +141,10 @@ class MappedSlab:
     """A slab as one process maps it: makes views, and notes when one is gone."""
 
     def __init__(
-        self, number: int, memory: mmap.mmap, on_view_gone: Callable[[MappedSlab], None]
+        self, number: int, memory: NDArray[np.uint8], on_view_gone: Callable[[MappedSlab], None]
     ) -> None:
         self.number = number
-        self.nbytes = len(memory)
+        self.nbytes = memory.nbytes
         self._memory = memory
         self._on_view_gone = on_view_gone
 
@@ -135,7 +153,7 @@ class MappedSlab:
 
         `on_view_gone` is called, in whatever thread, when nothing refers to the view any more.
         """
-        holder = np.frombuffer(self._memory, np.uint8, nbytes, offset)
+        holder = self._memory[offset : offset + nbytes]
         holder.flags.writeable = False
         weakref.finalize(holder, self._on_view_gone, self).atexit = False
         return holder.data
@@ -149,7 +167,7 @@ class EngineSlab(MappedSlab):
     def __init__(
         self,
         number: int,
-        memory: mmap.mmap,
+        memory: NDArray[np.uint8],
         on_view_gone: Callable[[MappedSlab], None],
         sender: str,
     ) -> None:

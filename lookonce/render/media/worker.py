@@ -270,8 +270,7 @@ class WorkerSlabs:
             if granted.number == 0:
                 return None
             if fds:
-                mapping = map_memory(fds[0], granted.num_bytes, writable=True)
-                memory = np.frombuffer(mapping, np.uint8)
+                memory = map_memory(fds[0], granted.num_bytes, writable=True)
                 self._mapped[granted.number] = WorkerSlab(granted.number, memory)
         except (OSError, ProtocolError):
             raise LinkClosedError from None

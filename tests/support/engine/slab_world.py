@@ -70,7 +70,7 @@ class Worker:
         number = float(self.world.next_number())
         arrays = []
         for slab in self.granted:
-            memory = np.frombuffer(self.mappings[slab.number], np.float64)
+            memory = self.mappings[slab.number].view(np.float64)
             memory[:] = number
             del memory
             arrays.append(slab.array("float64", (16,), 64, 128))
