@@ -44,7 +44,8 @@ HELP: dict[str, str] = {
     "encoder_cache_host_gb": "Host memory for encoder outputs that leave the device, GiB.",
     "encoder_prefetch": "Encode media of later chunks and waiting requests where that pays.",
     "mm_processor_cache_gb": "Memory for processed media, GiB; 0 turns this cache off.",
-    "mm_processor_cache_type": "lru: the least recently used goes first. shm is not built yet.",
+    "mm_processor_cache_type": "shm: processed media lies in shared memory, written once and read "
+    "in place (Linux); lru: it travels in messages. Either way the least recently used goes first.",
     "mm_hash_algorithm": "blake3 or sha256: what media are recognised by.",
     "limit_mm_per_prompt": "Media one prompt may have, by modality.",
     "allowed_media_domains": "Fetch media from these domains only; comma-separated or repeated.",

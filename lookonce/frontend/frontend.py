@@ -57,6 +57,7 @@ async def open_frontend(config: Config, client: EngineClient) -> AsyncIterator[F
             directory=client.directory,
             uuids=client.sender.uuids,
             chat_template=config.server.chat_template,
+            slabs=client.slabs if config.media.shared_cache_bytes else None,
         ) as renderer,
         limits_learned(client, renderer),
     ):
@@ -112,6 +113,7 @@ def _cache_counts(client: EngineClient) -> Counts:
         "mm_cache_bytes": directory.nbytes,
         "mm_cache_resends_total": client.sender.resends,
         "mm_cache_asks_total": client.sender.asks,
+        **client.slabs.counts(),
     }
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lookonce.cache.identity import item_key, scope_digest
+from lookonce.cache.slab_pool import OwnSlabs, SlabPool
 from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import BadRequestError
 from lookonce.render.families.base import ProcessorFamily
@@ -73,6 +74,7 @@ class Renderer:
         limits: Mapping[str, int] | None = None,
         max_model_len: int | None = None,
         vocab_size: int | None = None,
+        own_slabs: OwnSlabs | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
@@ -81,8 +83,11 @@ class Renderer:
         self._family = family
         self._resolver = resolver
         self._external = (
-            None if family is None or resolver is None else ExternalItemResolver(family, resolver)
+            None
+            if family is None or resolver is None
+            else ExternalItemResolver(family, resolver, own_slabs)
         )
+        self._own_slabs = own_slabs
         self._limits = dict(limits or {})
 
     # --- prompts ------------------------------------------------------------------------------
@@ -188,7 +193,7 @@ class Renderer:
         cache_salt: str | None = None,
         trusted: bool = False,
     ) -> tuple[bytes, ProcessedItem]:
-        """The key and the item of arrays that were processed elsewhere.
+        """The key and the item of arrays that were processed elsewhere. Copies: not for the loop.
 
         Raises `BadRequestError` for arrays that this model's processor could not have made.
         """
@@ -196,6 +201,8 @@ class Renderer:
             raise BadRequestError("the model takes no media")
         digest = storage_digest(name, modality, trusted=trusted)
         item = item_from_arrays(self._family, modality, arrays)
+        if self._own_slabs is not None:
+            item = self._own_slabs.place(item)
         return item_key(scope_digest(tenant, cache_salt), digest), item
 
     @property
@@ -321,17 +328,21 @@ async def open_renderer(
     uuids: NameBindings,
     chat_template: str | None = None,
     max_model_len: int | None = None,
+    slabs: SlabPool | None = None,
 ) -> AsyncIterator[Renderer]:
     """Load the tokenizer and, for a model with media, start the worker pool.
 
-    `chat_template` is a file's path. Raises `ModelLoadError` or `ConfigError`.
+    `chat_template` is a file's path; `slabs` is where processed media goes, None: into private
+    memory. Raises `ModelLoadError` or `ConfigError`.
     """
     family = load_family(Path(model.folder), model.dtype)
     tokenizer, encoder = await asyncio.to_thread(load_encoder, model.folder, chat_template, family)
     async with AsyncExitStack() as stack:
         resolver = None
         if family is not None:
-            opened = open_resolver(model, media, family, directory=directory, uuids=uuids)
+            opened = open_resolver(
+                model, media, family, directory=directory, uuids=uuids, slabs=slabs
+            )
             resolver = await stack.enter_async_context(opened)
         yield Renderer(
             tokenizer=tokenizer,
@@ -340,4 +351,5 @@ async def open_renderer(
             resolver=resolver,
             limits=media.limit_per_prompt,
             max_model_len=max_model_len,
+            own_slabs=None if slabs is None else OwnSlabs(slabs),
         )

@@ -29,6 +29,8 @@ import numpy as np
 import pybase64
 
 from lookonce.cache.identity import external_hash, item_key
+from lookonce.cache.slab_pool import OwnSlabs
+from lookonce.cache.slabs import LARGE
 from lookonce.errors import BadRequestError, LookOnceError, MediaNotCachedError, RequestError
 from lookonce.render.families.arrays import Arrays, in_model_dtype, refuse_arrays
 from lookonce.render.families.base import ProcessorFamily
@@ -71,7 +73,14 @@ class ExternalItem:
 class ExternalItemResolver:
     """External items → rendered items; uses the directory and the processing of `resolver`."""
 
-    def __init__(self, family: ProcessorFamily, resolver: MediaResolver) -> None:
+    def __init__(
+        self,
+        family: ProcessorFamily,
+        resolver: MediaResolver,
+        own_slabs: OwnSlabs | None = None,
+    ) -> None:
+        """`own_slabs`: where arrays that came are put; None: they stay where they are."""
+        self._own_slabs = own_slabs
         self._family = family
         self._directory = resolver.directory
         self._resolver = resolver
@@ -132,6 +141,8 @@ class ExternalItemResolver:
         else:
             arrays = decode_kwargs(data)
         item = item_from_arrays(self._family, external.modality, arrays)
+        if self._own_slabs is not None and item.nbytes >= LARGE:
+            item = await asyncio.to_thread(self._own_slabs.place, item)
         fits = item.nbytes <= self._directory.capacity_bytes
         return RenderedItem(
             key=item_key(scope, digest),

@@ -32,28 +32,35 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
+from lookonce.cache.slab_pool import LeasedSlab, SlabPool
 from lookonce.errors import (
     DrainingError,
     LookOnceError,
     ModelLoadError,
+    ProtocolError,
     UnavailableError,
     UnprocessableMediaError,
     error_from_wire,
 )
-from lookonce.ipc.framing import MessageSocket
+from lookonce.ipc.codec import SlabReference
+from lookonce.ipc.framing import MessageSocket, close_fds
 from lookonce.render.media.cost import cpu_deadline
 from lookonce.render.media.fair_queue import FairQueue, QueuedJob
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
 from lookonce.render.media.sandbox import SandboxReport
 from lookonce.render.media.worker import (
     ConfigureWorker,
+    DropSlabs,
     JobBegun,
     JobDone,
     JobFailed,
     JobRequest,
     LinkClosedError,
+    SlabGranted,
+    SlabWanted,
     WorkerReady,
     receive,
     reply_decoder,
@@ -75,6 +82,7 @@ STOP_TIMEOUT = 2.0
 LEAST_CHARGE = 0.25
 START_COST = 2.0
 """CPU seconds that a new worker takes, charged to whose job ended the old one."""
+MAX_SLABS_PER_JOB = 16
 WORKER_COMMAND = (sys.executable, "-m", "lookonce.render.media.worker")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -136,10 +144,13 @@ class MediaPool:
         max_queue_per_tenant: int | None = None,
         job_timeout: float = JOB_TIMEOUT,
         command: Sequence[str] = WORKER_COMMAND,
+        slabs: SlabPool | None = None,
+        slab_bytes: int = 0,
     ) -> None:
         """`max_queue` bounds the jobs that wait for a worker, not counting those being processed,
         and `max_queue_per_tenant` those of one tenant; `job_timeout` is in seconds; `command`
-        starts a worker (the descriptor of its socket is appended).
+        starts a worker (the descriptor of its socket is appended). Workers put large arrays into
+        `slabs`, of which each may map `slab_bytes`; None: all arrays are in the messages.
         """
         self.num_workers = num_workers or min(4, os.cpu_count() or 1)
         self.completed: Counter[str] = Counter()
@@ -160,7 +171,9 @@ class MediaPool:
         self._num_idle = 0
         self._threads: list[threading.Thread] = []
         self._guard: threading.Thread | None = None
-        self._workers = _Workers(lambda: _WorkerProcess(command, settings, job_timeout))
+        self._workers = _Workers(
+            lambda: _WorkerProcess(command, settings, job_timeout, slabs, slab_bytes)
+        )
 
     @property
     def num_pending(self) -> int:
@@ -499,13 +512,24 @@ class _Workers:
 
 
 class _WorkerProcess:
-    """One worker process, used by one thread."""
+    """One worker process, used by one thread. Others may only `kill` it, and between jobs tell it
+    which slabs to unmap."""
 
     def __init__(
-        self, command: Sequence[str], settings: ProcessingSettings, job_timeout: float
+        self,
+        command: Sequence[str],
+        settings: ProcessingSettings,
+        job_timeout: float,
+        slabs: SlabPool | None,
+        slab_bytes: int,
     ) -> None:
         """Raises `ModelLoadError` when no process can be started. `configure` it before use."""
         self._settings = settings
+        self._slab_bytes = slab_bytes
+        self._busy = threading.Lock()
+        """Held by whoever uses the link."""
+        self._slab_pool = slabs
+        self._slabs = None if slabs is None else slabs.writer(self._tell_dropped)
         self._job_timeout = job_timeout
         self._replies = reply_decoder()
         try:
@@ -522,7 +546,7 @@ class _WorkerProcess:
         """Blocks for a second or two. Raises `ModelLoadError` when it cannot serve the model."""
         self._link.settimeout(START_TIMEOUT)
         try:
-            send(self._link, ConfigureWorker(self._settings))
+            send(self._link, ConfigureWorker(self._settings, self._slab_bytes))
             reply, _ = receive(self._link, self._replies)
         except (LinkClosedError, OSError):
             raise ModelLoadError("a media worker process did not start") from None
@@ -539,19 +563,66 @@ class _WorkerProcess:
 
     def call(self, job: MediaJob) -> Processed:
         """Raises the job's error; `LinkClosedError` or `TimeoutError` when the worker is lost."""
+        granted: dict[int, LeasedSlab] = {}
         self.has_begun = False
+        try:
+            with self._busy:
+                self._send_dropped()
+                return self._work(job, granted)
+        finally:
+            if self._slabs is not None:
+                self._slabs.finish(granted.values())
+                self._tell_dropped()
+
+    def _work(self, job: MediaJob, granted: dict[int, LeasedSlab]) -> Processed:
         data = Array("uint8", (memoryview(job.data).nbytes,), job.data)
-        send(self._link, JobRequest(job.modality, job.options, data))
-        reply, _ = receive(self._link, self._replies)
-        if isinstance(reply, JobBegun):
-            self.has_begun = True
-            reply, _ = receive(self._link, self._replies)
-        if isinstance(reply, JobDone):
-            return reply.processed
-        if isinstance(reply, JobFailed):
-            self.out_of_memory = reply.out_of_memory
-            raise error_from_wire(*reply.error)
-        raise LinkClosedError
+        uses_slabs = self._slab_pool is not None and self._slab_pool.is_open
+        send(self._link, JobRequest(job.modality, job.options, data, uses_slabs))
+        read_slab = partial(_array_in, granted)
+        while True:
+            reply, _ = receive(self._link, self._replies, read_slab)
+            match reply:
+                case JobBegun():
+                    self.has_begun = True
+                case SlabWanted(num_bytes):
+                    self._grant(num_bytes, granted)
+                case JobDone(processed):
+                    return processed
+                case JobFailed(error, out_of_memory):
+                    self.out_of_memory = out_of_memory
+                    raise error_from_wire(*error)
+                case _:
+                    raise LinkClosedError
+
+    def _grant(self, num_bytes: int, granted: dict[int, LeasedSlab]) -> None:
+        """Answer a worker that asks for a slab."""
+        if self._slabs is None or num_bytes < 1 or len(granted) == MAX_SLABS_PER_JOB:
+            raise LinkClosedError
+        grant = self._slabs.grant(num_bytes)
+        if grant is None:
+            send(self._link, SlabGranted(0, 0))
+            return
+        granted[grant.slab.number] = grant.slab
+        fds = () if grant.fd is None else (grant.fd,)
+        try:
+            send(self._link, SlabGranted(grant.slab.number, grant.slab.nbytes), fds)
+        finally:
+            close_fds(fds)
+
+    def _tell_dropped(self) -> None:
+        """Tell the worker which slabs to unmap; one that is busy is told after its job."""
+        if self._busy.acquire(blocking=False):
+            try:
+                self._send_dropped()
+            except (LinkClosedError, OSError):
+                pass  # the worker has ended, and its mappings with it
+            finally:
+                self._busy.release()
+
+    def _send_dropped(self) -> None:
+        dropped = () if self._slabs is None else self._slabs.take_dropped()
+        if dropped:
+            send(self._link, DropSlabs(dropped))
 
     def cpu_seconds(self) -> float:
         """CPU time of the process so far; where the system does not tell, the time of a clock."""
@@ -587,7 +658,24 @@ class _WorkerProcess:
             self._process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
             logger.warning("media worker %d was killed but has not ended", self._process.pid)
+        if self._slabs is not None:
+            self._slabs.close()
         return -before if before is not None and before < 0 else None
+
+
+def _array_in(
+    granted: Mapping[int, LeasedSlab],
+    dtype: str,
+    shape: tuple[int, ...],
+    nbytes: int,
+    reference: SlabReference,
+) -> Array:
+    """The array that a worker says it has put into a slab. Raises `ProtocolError` where it names
+    one that it was not granted for this job, or another place or dtype than it may."""
+    number, offset, _ = reference
+    if number not in granted:
+        raise ProtocolError("a worker names a slab that it was not granted")
+    return granted[number].array(dtype, shape, offset, nbytes)
 
 
 def _start(command: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:

@@ -27,6 +27,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from lookonce.cache.identity import HashAlgorithm, item_key, media_hash
+from lookonce.cache.slab_pool import SlabPool
+from lookonce.cache.slabs import slab_capacity
 from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import (
     ConflictError,
@@ -461,8 +463,12 @@ async def open_resolver(
     *,
     directory: RendererDirectory,
     uuids: NameBindings,
+    slabs: SlabPool | None = None,
 ) -> AsyncIterator[MediaResolver]:
-    """A resolver with a loader and a started worker pool. Raises `ModelLoadError`."""
+    """A resolver with a loader and a started worker pool, whose workers write into `slabs`.
+
+    Raises `ModelLoadError`.
+    """
     settings = ProcessingSettings(
         folder=model.folder,
         dtype=model.dtype,
@@ -472,7 +478,12 @@ async def open_resolver(
     async with AsyncExitStack() as stack:
         loader = MediaLoader(media)
         stack.push_async_callback(loader.aclose)
-        pool = MediaPool(settings, max_queue_per_tenant=MAX_QUEUE_PER_TENANT)
+        pool = MediaPool(
+            settings,
+            max_queue_per_tenant=MAX_QUEUE_PER_TENANT,
+            slabs=slabs,
+            slab_bytes=slab_capacity(media.shared_cache_bytes),
+        )
         stack.push_async_callback(pool.aclose)
         await pool.start()
         yield MediaResolver(

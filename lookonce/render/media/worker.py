@@ -8,6 +8,13 @@ when the pool closes its end of the socket.
 
 They talk over a pair of unix sockets (`ipc/framing.py`), in msgpack; encoded media (to the worker)
 and large arrays (back) are frames of their own.
+
+Where the pool has slabs (`cache/slabs.py`), a worker asks for one as soon as it knows how large an
+array of floats becomes, and the processor writes it there:
+
+    pool ── JobRequest ──▶ worker ── SlabWanted ──▶ pool ── SlabGranted, descriptor ──▶ worker
+                                                            (the first time)
+         ◀── JobDone: slab number, offset, dtype, shape; other arrays as they are ──
 """
 
 from __future__ import annotations
@@ -21,21 +28,25 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import soundfile
+from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
+from lookonce.cache.slab_pool import arrange
+from lookonce.cache.slabs import ALIGNMENT, LARGE, map_memory
 from lookonce.errors import (
     LookOnceError,
     ProtocolError,
     UnprocessableMediaError,
     error_to_wire,
 )
-from lookonce.ipc.codec import MessageDecoder, MessageEncoder
+from lookonce.ipc.codec import MessageDecoder, MessageEncoder, ReadSlab
 from lookonce.ipc.framing import MessageSocket, close_fds, peer_uid, require_same_user
 from lookonce.render.media.processing import (
     IMAGE_FORMATS,
@@ -52,7 +63,7 @@ from lookonce.render.media.sandbox import (
     die_with_parent,
     limit_resources,
 )
-from lookonce.types.media import Array, Modality
+from lookonce.types.media import FLOATS, Array, Modality, ProcessedItem, SlabPlace
 
 NICENESS = 5
 """Workers run at lower priority than the event loop and the engine, which share the cores."""
@@ -77,6 +88,8 @@ class ConfigureWorker(msgspec.Struct, frozen=True, tag="configure", array_like=T
     """The first message to a worker; it answers `WorkerReady` or `JobFailed`."""
 
     settings: ProcessingSettings
+    slab_bytes: int = 0
+    """Slabs that the worker may have to map."""
 
 
 class JobRequest(msgspec.Struct, frozen=True, tag="work", array_like=True):
@@ -87,6 +100,20 @@ class JobRequest(msgspec.Struct, frozen=True, tag="work", array_like=True):
     """`Options`; the decoder has no type `object`."""
     data: Array
     """The encoded media."""
+    uses_slabs: bool = False
+
+
+class DropSlabs(msgspec.Struct, frozen=True, tag="drop_slabs", array_like=True):
+    """The worker is to unmap these slabs; it answers nothing."""
+
+    numbers: tuple[int, ...]
+
+
+class SlabGranted(msgspec.Struct, frozen=True, tag="slab", array_like=True):
+    """A slab for this job, with its descriptor the first time. `number` 0: there is none."""
+
+    number: int
+    num_bytes: int
 
 
 class WorkerReady(msgspec.Struct, frozen=True, tag="ready", array_like=True):
@@ -97,6 +124,12 @@ class WorkerReady(msgspec.Struct, frozen=True, tag="ready", array_like=True):
 
 class JobBegun(msgspec.Struct, frozen=True, tag="begun", array_like=True):
     """The worker has taken up the job; another answer follows."""
+
+
+class SlabWanted(msgspec.Struct, frozen=True, tag="slab_wanted", array_like=True):
+    """The job needs shared memory; the pool answers `SlabGranted`."""
+
+    num_bytes: int
 
 
 class JobDone(msgspec.Struct, frozen=True, tag="done", array_like=True):
@@ -113,8 +146,8 @@ class JobFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     """The worker ends: what is left of its memory may be in pieces."""
 
 
-WorkerRequest = ConfigureWorker | JobRequest
-WorkerReply = WorkerReady | JobBegun | JobDone | JobFailed
+WorkerRequest = ConfigureWorker | JobRequest | DropSlabs | SlabGranted
+WorkerReply = WorkerReady | JobBegun | SlabWanted | JobDone | JobFailed
 
 
 def request_decoder() -> MessageDecoder[WorkerRequest]:
@@ -138,8 +171,12 @@ def main() -> None:
         requests = request_decoder()
         try:
             processing = _configured(link, requests)
-            while processing is not None:
-                _serve(link, requests, processing)
+            if processing is None:
+                return
+            slabs = WorkerSlabs(link, requests)
+            processing.family.memory.source = slabs.take
+            while True:
+                _serve(link, requests, processing, slabs)
         except LinkClosedError:
             return
 
@@ -176,21 +213,32 @@ def _configured(link: MessageSocket, requests: MessageDecoder[WorkerRequest]) ->
     except LookOnceError as error:
         send_error(link, error)
         return None
-    limit_resources(BASE_MEMORY + BYTES_PER_PIXEL * settings.max_image_pixels)
+    decoding = BASE_MEMORY + BYTES_PER_PIXEL * settings.max_image_pixels
+    limit_resources(decoding + request.slab_bytes)
     send(link, WorkerReady(close_sandbox()))
     return processing
 
 
 def _serve(
-    link: MessageSocket, requests: MessageDecoder[WorkerRequest], processing: Processing
+    link: MessageSocket,
+    requests: MessageDecoder[WorkerRequest],
+    processing: Processing,
+    slabs: WorkerSlabs,
 ) -> None:
     request, fds = receive(link, requests)
     close_fds(fds)
+    if isinstance(request, DropSlabs):
+        slabs.unmap(request.numbers)
+        return
     assert isinstance(request, JobRequest)
     send(link, JobBegun())
+    slabs.begin(usable=request.uses_slabs)
     job = MediaJob(request.modality, request.data.data, request.options)
     try:
         processed = processing.run(job)
+        processed = msgspec.structs.replace(processed, item=slabs.placed(processed.item))
+    except LinkClosedError:
+        raise
     except LookOnceError as refused:
         send_error(link, refused)
     except MemoryError:
@@ -202,6 +250,105 @@ def _serve(
         send_error(link, UnprocessableMediaError(f"the {request.modality} cannot be processed"))
     else:
         send(link, JobDone(processed))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSlab:
+    """A slab that this worker writes."""
+
+    number: int
+    memory: NDArray[np.uint8]
+    is_leased: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    def next_use(self) -> int:
+        return 0  # the pool does not count them
+
+    def offset_of(self, array: Array) -> int | None:
+        """Where the array starts, if it lies in this slab."""
+        address = np.frombuffer(array.data, np.uint8).ctypes.data
+        offset = int(address - self.memory.ctypes.data)
+        inside = offset >= 0 and offset + array.nbytes <= self.nbytes
+        return offset if inside and offset % ALIGNMENT == 0 else None
+
+
+class WorkerSlabs:
+    """The slabs that this worker has mapped; they stay mapped until the pool says otherwise."""
+
+    def __init__(self, link: MessageSocket, requests: MessageDecoder[WorkerRequest]) -> None:
+        self._link = link
+        self._requests = requests
+        self._mapped: dict[int, WorkerSlab] = {}
+        self._granted: list[WorkerSlab] = []
+        """What the job in progress writes."""
+        self._usable = False
+
+    def begin(self, *, usable: bool) -> None:
+        """A new job; `usable`: it may ask for slabs."""
+        self._usable = usable
+        self._granted = []
+
+    def unmap(self, numbers: Iterable[int]) -> None:
+        self._granted = []
+        for number in numbers:
+            self._mapped.pop(number, None)
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8] | None:
+        """The first bytes of a slab that nobody else writes; None: use private memory."""
+        if not self._usable or num_bytes < LARGE:
+            return None
+        send(self._link, SlabWanted(num_bytes))
+        granted, fds = receive(self._link, self._requests)
+        try:
+            if not isinstance(granted, SlabGranted):
+                raise LinkClosedError
+            if granted.number == 0:
+                return None
+            if fds:
+                memory = map_memory(fds[0], granted.num_bytes, writable=True)
+                self._mapped[granted.number] = WorkerSlab(granted.number, memory)
+        except (OSError, ProtocolError):
+            raise LinkClosedError from None
+        finally:
+            close_fds(fds)
+        slab = self._mapped.get(granted.number)
+        if slab is None:
+            raise LinkClosedError
+        self._granted.append(slab)
+        return slab.memory[:num_bytes]
+
+    def placed(self, item: ProcessedItem) -> ProcessedItem:
+        """The item with its large arrays of floats in slabs; those that the processor has put
+        elsewhere are copied into one."""
+        arrays: dict[str, Array] = {}
+        elsewhere: dict[str, Array] = {}
+        for name, array in item.arrays.items():
+            found = self._place_of(array)
+            arrays[name] = Array(array.dtype, array.shape, array.data, found)
+            if found is None:
+                elsewhere[name] = array
+        offsets = arrange({name: (a.dtype, a.nbytes) for name, a in elsewhere.items()})
+        end = max((offset + elsewhere[name].nbytes for name, offset in offsets.items()), default=0)
+        memory = self.take(end)
+        if memory is not None:
+            for name, offset in offsets.items():
+                array = elsewhere[name]
+                memory[offset : offset + array.nbytes] = np.frombuffer(array.data, np.uint8)
+                place = SlabPlace(self._granted[-1], offset)
+                arrays[name] = Array(array.dtype, array.shape, array.data, place)
+        return ProcessedItem(item.modality, arrays, item.expansion)
+
+    def _place_of(self, array: Array) -> SlabPlace | None:
+        if array.nbytes < LARGE or array.dtype not in FLOATS:
+            return None
+        for slab in self._granted:
+            offset = slab.offset_of(array)
+            if offset is not None:
+                return SlabPlace(slab, offset)
+        return None
 
 
 def warm_up(processing: Processing, max_image_pixels: int) -> None:
@@ -249,17 +396,19 @@ def send(
         raise LinkClosedError from None
 
 
-def receive(link: MessageSocket, messages: MessageDecoder[M]) -> tuple[M, Sequence[int]]:
+def receive(
+    link: MessageSocket, messages: MessageDecoder[M], read_slab: ReadSlab | None = None
+) -> tuple[M, Sequence[int]]:
     """The next message and its descriptors. Raises `LinkClosedError`, `TimeoutError` or `OSError`.
 
-    Large arrays are views of the memory that they were received into.
+    Large arrays are views of the memory that they were received into, or what `read_slab` makes.
     """
     try:
         frames, fds = link.receive()
     except (ConnectionError, ProtocolError):
         raise LinkClosedError from None
     try:
-        return messages.decode(frames), fds
+        return messages.decode(frames, read_slab), fds
     except ProtocolError:
         close_fds(fds)
         raise LinkClosedError from None
