@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from io import BytesIO
@@ -406,6 +407,18 @@ def test_jobs_of_clients_that_left_are_not_processed(tmp_path: Path) -> None:
             await held
             await pool.run(job())
             assert not any(mark.exists() for mark in marks)
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_pool_keeps_neither_the_bytes_nor_the_item_of_its_last_job() -> None:
+    async def scenario() -> None:
+        async with fake_pool(1) as pool:
+            data = np.zeros(100_000, np.uint8)
+            kept = weakref.ref(data)
+            await pool.run(MediaJob("image", data.data))
+            del data
+            await until(lambda: kept() is None)
 
     asyncio.run(scenario())
 

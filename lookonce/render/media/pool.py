@@ -305,6 +305,7 @@ class MediaPool:
             ready.set_result(None)
         while (queued := self._next()) is not None:
             self._process(queued)
+            del queued  # its item must not be kept while this thread waits
             if not self._closed:
                 with contextlib.suppress(Exception):
                     self._workers.ensure_worker()
