@@ -40,7 +40,10 @@ class MessageEncoder:
     def encode(self, message: msgspec.Struct) -> list[Buffer]:
         """The head, then one frame per large array: views of the arrays' own buffers."""
         frames = self._frames = []
-        head = self._msgpack.encode(message)
+        try:
+            head = self._msgpack.encode(message)
+        finally:
+            self._frames = []  # an encoder is part of a cycle: it must not keep media
         return [head, *frames]
 
     def _array(self, value: object) -> object:

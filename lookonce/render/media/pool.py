@@ -426,14 +426,17 @@ class MediaPool:
         while not self._closed:
             self._busy.wait()
             with self._changed:
-                for queued, running in self._running.items():
-                    if running is not None and running.killed is None:
-                        running.killed = _reason_to_kill(queued, running)
-                        if running.killed is not None:
-                            running.worker.kill()
+                self._kill_those_past_limits()
                 if not self._running and not self._closed:
                     self._busy.clear()
             self._stopping.wait(GUARD_INTERVAL)
+
+    def _kill_those_past_limits(self) -> None:
+        for queued, running in self._running.items():
+            if running is not None and running.killed is None:
+                running.killed = _reason_to_kill(queued, running)
+                if running.killed is not None:
+                    running.worker.kill()
 
 
 def _reason_to_kill(queued: Queued, running: _Running) -> KillReason | None:
