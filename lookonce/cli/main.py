@@ -33,6 +33,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "engine": ("benchmarks.engine", "a decode step beside the bare model and transformers"),
     "items": ("benchmarks.items", "what 128,000 media items in one request cost per step"),
     "kv": ("benchmarks.kv", "a long prompt's KV: computed, on the device, from each tier"),
+    "link": ("benchmarks.link", "the link between API process and engine: lateness, CPU"),
     "look": ("benchmarks.look", "what a picture costs when known, when new, uncached"),
     "prefetch": ("benchmarks.prefetch", "first tokens when pictures come late in the prompt"),
     "nano": ("benchmarks.nano", "how often nano answers right about what it never saw"),

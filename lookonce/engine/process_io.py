@@ -33,7 +33,7 @@ class EngineSettings:
     kv: KVConfig
     encoder: EncoderConfig
     address: str
-    """ZMQ endpoint the engine binds."""
+    """The path of the unix socket that the engine listens on."""
     media: MediaConfig = field(default_factory=MediaConfig)
     """Its limits decide how large the items are that the engine warms up with."""
     num_senders: int = 1

@@ -53,6 +53,7 @@ MARK = 0x4F4C
 """At the end of every header: a reader that has lost its place does not take data for lengths."""
 GREETING = struct.Struct("<8sHH")
 HEADER = struct.Struct("<QIHH")
+_ONE_FRAME = [0, 0, MARK]
 
 
 def greeting(name: str = "") -> bytes:
@@ -75,13 +76,10 @@ def message_pieces(frames: Sequence[Buffer], num_fds: int = 0) -> list[Buffer]:
         if size < JOIN_BYTES:
             joined.append(view.tobytes())
             continue
-        if joined:
-            pieces.append(b"".join(joined))
-            joined = []
-        pieces.append(view.cast("B"))
-    if joined:
-        pieces.append(b"".join(joined))
-    return pieces
+        pieces += (b"".join(joined), view.cast("B"))
+        joined = []
+    pieces.append(b"".join(joined))
+    return [piece for piece in pieces if piece]  # an empty one would never be written
 
 
 class SendQueue:
@@ -168,7 +166,7 @@ class FrameReader:
         """Where to receive the next bytes; never empty."""
         if self._own is not None:
             return self._own[self._filled : self._filled + limit]
-        return self._view[self._end :]
+        return self._view[self._end :] if self._end else self._view
 
     @property
     def in_place(self) -> bool:
@@ -185,7 +183,12 @@ class FrameReader:
         if count == 0:
             raise ConnectionResetError("the peer has closed the connection")
         if self._own is None:
-            self._end += count
+            self._end = end = self._end + count
+            if self._frames is None and self.peer is not None and end >= HEADER.size:
+                size, *rest = HEADER.unpack_from(self._scratch)
+                if size + HEADER.size == end and rest == _ONE_FRAME and not self._fds:
+                    self._end = 0  # one small message, as a step's tokens are
+                    return [([self._view[HEADER.size : end].tobytes()], ())]
         else:
             self._filled += count
             if self._filled == self._own.nbytes:
@@ -286,12 +289,13 @@ class FrameReader:
             raise ProtocolError("a header without its mark")
         if size > MAX_FRAME_BYTES or others > MAX_FRAMES:
             raise ProtocolError(f"a message of {others} frames beside one of {size} bytes")
-        if self._fds_lost:
+        if num_fds and self._fds_lost:
             close_fds(self._fds)
-            self._fds, self._fds_lost = [], False
-        elif num_fds != len(self._fds):
+            self._fds, self._fds_lost, num_fds = [], False, 0
+        if num_fds > len(self._fds):
             raise ProtocolError(f"{num_fds} descriptors declared, {len(self._fds)} have come")
-        self._message_fds, self._fds = tuple(self._fds), []
+        # Descriptors may have come together with the end of what was sent before their message.
+        self._message_fds, self._fds = tuple(self._fds[:num_fds]), self._fds[num_fds:]
         self._frames = []
         if others:
             self._table = (size, others)

@@ -12,8 +12,8 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lookonce.errors import ProtocolError
@@ -167,8 +167,8 @@ class SocketEngineLink:
         earlier = self._senders.get(connection.sender)
         if not connection.sender or earlier is connection:
             return False
-        connection.send([greeting()])
-        self._senders[connection.sender] = connection
+        with connection.greeting_first():
+            self._senders[connection.sender] = connection
         if earlier is not None:
             self._drop(earlier)
         return True
@@ -213,6 +213,14 @@ class _Connection:
             if not self.sender:
                 raise ProtocolError("a sender without a name")
         return messages
+
+    @contextmanager
+    def greeting_first(self) -> Iterator[None]:
+        """Send the greeting; a message of another thread that finds the sender meanwhile waits."""
+        with self._lock:
+            yield
+            self._unsent.put([greeting()])
+            self._write()
 
     def send(self, pieces: Sequence[Buffer], fds: Sequence[int] = ()) -> bool:
         """Write what the socket takes now. False when the peer is gone."""

@@ -127,9 +127,9 @@ def test_who_missed_a_step_hears_that_it_failed_and_never_a_gap(world):
         await client.next(Accepted)
         reach = world.hub.to_client
 
-        def miss_the_first_tokens(sender, frames):
+        def miss_the_first_tokens(sender, frames, fds):
             if b"deltas" not in bytes(frames[0]):
-                return reach(sender, frames)
+                return reach(sender, frames, fds)
             world.hub.to_client = reach
             return False
 
@@ -153,9 +153,9 @@ def test_a_sender_found_lost_while_its_submission_is_answered_leaves_nothing(wor
     async def scenario(client):
         reach = world.hub.to_client
 
-        def miss_one(sender, frames):
+        def miss_one(sender, frames, fds):
             if missed not in bytes(frames[0]):
-                return reach(sender, frames)
+                return reach(sender, frames, fds)
             world.hub.to_client = reach
             return False
 

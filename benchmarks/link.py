@@ -1,0 +1,88 @@
+"""`lookonce bench link`: what the link between API process and engine process costs.
+
+late p99 ms   how late the API process's event loop is (99th percentile) while ten items of 100 MB
+              go to the engine; idle p99 ms: while nothing passes
+late CPU ms   the API process's CPU time in that: without what other processes take
+item ms       from the first item's sending until the engine has received the last one, per item
+item CPU ms   of it, CPU time of the API process
+send us       CPU time of the engine's step thread in sending one step's tokens of 8 streams
+engine us     CPU time of the whole engine process per step, waiting for the next step included
+token us      CPU time of the API process per streamed token, up to its listener
+own us        CPU time of both processes per step
+
+Two processes speak over the real channel, without a model, a millisecond between steps. With
+`--against FOLDER` the same is measured with the LookOnce of another checkout, in turn; ratio is the
+median of each turn's ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.report import Report, median, publish
+
+TURNS = 5
+ROOT = Path(__file__).parents[1]
+PROBE = Path(__file__).with_name("link_probe.py")
+FIGURES = {
+    "idle_p99_ms": "idle p99 ms",
+    "late_p99_ms": "late p99 ms",
+    "late_cpu_p99_ms": "late CPU p99 ms",
+    "late_cpu_max_ms": "late CPU max ms",
+    "item_ms": "item ms",
+    "item_cpu_ms": "item CPU ms",
+    "send_us": "send us",
+    "engine_us": "engine us",
+    "token_us": "token us",
+    "own_us": "own us",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="lookonce bench link",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout")
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    publish([channel_report(options.against, options.turns)], options.json)
+    return 0
+
+
+def channel_report(against: Path | None, turns: int) -> Report:
+    """One row for each figure."""
+    others = () if against is None else ("the other", "ratio")
+    report = Report("link", ("", "this checkout", *others))
+    ours, theirs = [], []
+    for _ in range(turns):
+        ours.append(probe(ROOT))
+        if against is not None:
+            theirs.append(probe(against.resolve()))
+    for name, label in FIGURES.items():
+        mine, other = [turn[name] for turn in ours], [turn[name] for turn in theirs]
+        if against is None:
+            report.add(label, median(mine))
+        else:
+            ratio = median([a / b for a, b in zip(mine, other, strict=True)])
+            report.add(label, median(mine), median(other), ratio)
+    report.notes.append(f"medians of {turns} turns, each in two new processes, uvloop")
+    return report
+
+
+def probe(checkout: Path) -> dict[str, float]:
+    """The figures of `link_probe` with the `lookonce` of a checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    done = subprocess.run(
+        [sys.executable, str(PROBE), "api"], env=environment, stdout=subprocess.PIPE, check=True
+    )
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
