@@ -163,6 +163,7 @@ async def hand_over(
     processing = import_module("lookonce.render.media.processing")
     keyed_item = import_module("lookonce.ipc.messages").KeyedItem
     loop = asyncio.get_running_loop()
+    cpu = 0.0
     took: list[float] = []
     copies: list[float] = []
     async with client_module.EngineClient(channel, processor_cache_bytes=cache_bytes) as client:
@@ -174,7 +175,8 @@ async def hand_over(
         await pool.start()
         try:
             for number in range(WARM_UP + ITEMS):
-                cpu = 0.0 if number < WARM_UP else cpu  # noqa: F821
+                if number == WARM_UP:
+                    cpu = 0.0
                 before = time.process_time()
                 job = processing.MediaJob("image", str(num_bytes).encode(), {})
                 made = await pool.run(job)

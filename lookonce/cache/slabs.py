@@ -109,7 +109,7 @@ def map_memory(fd: int, nbytes: int, *, writable: bool = False) -> NDArray[np.ui
     weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
     if nbytes % HUGE_PAGE == 0:  # a kernel without huge pages says no, and that is all
         _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)
-    array: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+    array: NDArray[np.uint8] = np.frombuffer(memoryview(memory), np.uint8)
     array.flags.writeable = writable
     return array
 
