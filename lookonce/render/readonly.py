@@ -40,12 +40,11 @@ class Peekable(Protocol):
 class ReadOnlyDirectory:
     """A `resolver.RendererDirectory` with a memory of its own; it pins and counts nothing."""
 
-    capacity_bytes = ITEM_BYTES
-
-    def __init__(self, main: Peekable | None = None) -> None:
+    def __init__(self, main: Peekable | None = None, item_bytes: int = ITEM_BYTES) -> None:
+        self.capacity_bytes = item_bytes
         self._main = main
         self._expansions: OrderedDict[bytes, Expansion] = OrderedDict()
-        self._items: ByteLRU[ProcessedItem] = ByteLRU(ITEM_BYTES)
+        self._items: ByteLRU[ProcessedItem] = ByteLRU(item_bytes)
 
     def lookup(self, key: bytes) -> Expansion | None:
         own = self._expansions.get(key)
@@ -167,7 +166,7 @@ async def open_readonly(
     uuids: UuidBindings | None = None,
 ) -> AsyncIterator[ReadOnlyRenderer]:
     """The read-only renderer beside `main`; it reads `directory` and `uuids`, if given."""
-    memory = ReadOnlyDirectory(directory)
+    memory = ReadOnlyDirectory(directory, _item_bytes(media))
     loader = MediaLoader(media, cache_bytes=FETCH_BYTES)
     resolver = None
     if main._resolver is not None:
@@ -178,3 +177,10 @@ async def open_readonly(
         yield ReadOnlyRenderer(main, resolver, memory, media)
     finally:
         await loader.aclose()
+
+
+def _item_bytes(media: MediaConfig) -> int:
+    """Bytes of items kept. In shared memory they take from the working share of all processes."""
+    if not media.shared_cache_bytes:
+        return ITEM_BYTES
+    return min(ITEM_BYTES, media.shared_cache_bytes // 4)
