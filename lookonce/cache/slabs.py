@@ -34,14 +34,14 @@ from numpy.typing import NDArray
 from lookonce.errors import ProtocolError
 from lookonce.types.media import FLOATS, Array, SlabPlace
 
-LARGE = 128 << 10
+LARGE = 64 << 10
 """Bytes from which on an array of floats lies in a slab: half of the smallest one."""
-SMALLEST = 256 << 10
+SMALLEST = 128 << 10
 CLASSES_PER_DOUBLING = 8
 """So at most an eighth of a larger slab is unused. The kernel gives out whole pages only when they
 are first written, but what is accounted is the whole slab."""
 HUGE_PAGE = 2 << 20
-MAX_SLABS = 16_384
+MAX_SLABS = 32_768
 """Slabs of one engine: each is a mapping, of which Linux allows a process 65,530."""
 ALIGNMENT = 64
 """Arrays start at multiples of this many bytes."""
@@ -109,7 +109,7 @@ def map_memory(fd: int, nbytes: int, *, writable: bool = False) -> NDArray[np.ui
     weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
     if nbytes % HUGE_PAGE == 0:  # a kernel without huge pages says no, and that is all
         _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)
-    array = np.frombuffer(memory, np.uint8)
+    array: NDArray[np.uint8] = np.frombuffer(memoryview(memory), np.uint8)
     array.flags.writeable = writable
     return array
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from lookonce.cache.slabs import LARGE
 from lookonce.errors import UnprocessableMediaError
 from lookonce.render.media.pool import MediaPool
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
@@ -77,7 +78,7 @@ def test_a_real_worker_writes_a_picture_where_it_is_read(nano_folder: Path) -> N
                 assert made.item == plain.run(MediaJob("image", data, {})).item
                 arrays = made.item.arrays
                 assert (arrays["pixel_values"].place is not None) is (
-                    arrays["pixel_values"].nbytes >= 128 << 10
+                    arrays["pixel_values"].nbytes >= LARGE
                 )
                 assert arrays["image_grid_thw"].place is None
                 del made, arrays
@@ -101,7 +102,7 @@ def test_a_real_worker_copies_what_its_processor_has_put_elsewhere(nano_folder: 
         async with pool_with_slabs(engine, command=command, folder=str(nano_folder)) as pool:
             made = await pool.run(MediaJob("audio", data, {}))
             assert made.item == plain.run(MediaJob("audio", data, {})).item
-            large = [a for a in made.item.arrays.values() if a.nbytes >= 128 << 10]
+            large = [a for a in made.item.arrays.values() if a.nbytes >= LARGE]
             assert large
             assert all(array.place is not None for array in large)
 

@@ -79,15 +79,15 @@ class EngineThreads:
         self, link: EngineLink, *, num_senders: int, max_queue: int, slab_bytes: int = 0
     ) -> None:
         """`slab_bytes`: shared memory to lease to API processes; 0: none."""
-        slabs = SlabOwner(slab_bytes, wake=link.wake)
-        channel = EngineChannel(link, slabs.array)
+        self.slabs = SlabOwner(slab_bytes, wake=link.wake)
+        channel = EngineChannel(link, self.slabs.array)
         self.receiver_cache = ReceiverCache(epoch=secrets.randbits(62) + 1)
         self.step_channel = StepChannel(channel.wake, channel.writer())
         self._input = InputThread(
             channel,
             self.receiver_cache,
             self.step_channel,
-            slabs,
+            self.slabs,
             num_senders=num_senders,
             max_queue=max_queue,
         )

@@ -235,7 +235,8 @@ class InputThread:
         """A sender taken for dead is alive: tell it which of its requests have ended meanwhile,
         and that its slabs are not leased any more."""
         self._senders.add(sender)
-        self._send(sender, ReclaimSlabs(ended=True))
+        if self._slabs.capacity_bytes:
+            self._send(sender, ReclaimSlabs(ended=True))
         for request_id in self._lost.pop(sender):
             self._reject(sender, request_id, _lost_touch())
 
