@@ -10,7 +10,7 @@ import pytest
 
 from lookonce.render.families.pixtral import PixtralProcessing
 from lookonce.render.families.registry import FAMILIES
-from lookonce.types.model import SUPPORTED
+from lookonce.types.model import GENERAL_TEXT, SUPPORTED
 from tools.structure import documented_walk
 
 ROOT = Path(__file__).parents[1]
@@ -61,6 +61,12 @@ def test_the_table_lists_every_type_with_its_media() -> None:
     listed = {kind.strip("`"): media for kind, _, media, _ in TABLE}
     assert listed == {kind: ", ".join(media) for kind, media in SUPPORTED.items()}
     assert list(listed) == sorted(listed)
+
+
+def test_the_types_of_the_general_family_are_listed() -> None:
+    section = (ROOT / "docs" / "models.md").read_text().partition("one general family")[2]
+    listed = section.partition("\n\n")[2].partition("\n\n")[0]
+    assert tuple(re.findall(r"`([^`]+)`", listed)) == GENERAL_TEXT
 
 
 @pytest.mark.parametrize(("kind", "options"), [(row[0].strip("`"), row[3]) for row in TABLE])

@@ -424,7 +424,7 @@ def show(found: Structure) -> None:
 
 def show_walk(way: Walk, *, verbose: bool) -> None:
     print(
-        f"On the way of one picture: {way.size.files} files (goal {WALK_FILES_GOAL}),"
+        f"All that runs on the way of one picture: {way.size.files} files,"
         f" {way.size.lines} lines, {way.functions} functions"
     )
     _list(f"{number:>3} files in {process}" for process, number in way.processes.items())
@@ -437,8 +437,11 @@ def check_documentation(root: Path, way: Walk) -> int:
     page = root / "docs" / "architecture.md"
     named = documented_walk(page.read_text()) if page.is_file() else []
     faults = misplaced(named, way.steps)
+    files = {path for path, _ in named if (root / path).is_file()}
+    lines = sum(len((root / path).read_text().splitlines()) for path in files)
     print(
-        f"Functions that docs/architecture.md names on the way: {len(named)}, wrong: {len(faults)}"
+        f"As docs/architecture.md tells it: {len(named)} functions in {len(files)} files"
+        f" (goal {WALK_FILES_GOAL}) of {lines} lines, functions wrongly named: {len(faults)}"
     )
     _list(iter(faults))
     return 1 if faults else 0

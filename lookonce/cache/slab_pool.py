@@ -36,6 +36,7 @@ from lookonce.cache.slabs import (
     slab_size,
 )
 from lookonce.errors import ProtocolError
+from lookonce.types.counts import Counts
 from lookonce.types.media import FLOATS, Array, ProcessedItem, SlabPlace
 from lookonce.types.ports import Clock
 
@@ -165,16 +166,14 @@ class SlabPool:
         *,
         clock: Clock = time.monotonic,
         lease_timeout: float = LEASE_TIMEOUT,
+        counts: Counts | None = None,
     ) -> None:
+        counts = Counts() if counts is None else counts
         self.lock = threading.Condition()
-        self.num_grants = 0
-        """Slabs that writers got."""
-        self.num_reuses = 0
-        """Those that had been written before."""
-        self.num_waits = 0
-        """Grants for which a job waited for the engine."""
-        self.num_fallbacks = 0
-        """Items whose arrays travelled in messages because no slab could be had."""
+        self._grants = counts.count("mm_slab_grants_total")
+        self._reuses = counts.count("mm_slab_reuses_total")
+        self._waits = counts.count("mm_slab_waits_total")
+        self._fallbacks = counts.count("mm_slab_fallbacks_total")
         self._wake = wake
         self._clock = clock
         self._lease_timeout = lease_timeout
@@ -312,7 +311,7 @@ class SlabPool:
             self._collect()
             slab = self._find_free(writer, size) or self._ask_and_wait(writer, size)
             if slab is None:
-                self.num_fallbacks += 1
+                self._fallbacks.add()
             else:
                 grant = self._begin_writing(slab)
                 self._keep_spare(writer, size)
@@ -359,13 +358,25 @@ class SlabPool:
 
     # --- what metrics read --------------------------------------------------------------------
 
-    def counts(self) -> dict[str, float]:
-        return {
-            "mm_slab_grants_total": float(self.num_grants),
-            "mm_slab_reuses_total": float(self.num_reuses),
-            "mm_slab_waits_total": float(self.num_waits),
-            "mm_slab_fallbacks_total": float(self.num_fallbacks),
-        }
+    @property
+    def num_grants(self) -> int:
+        """Slabs that writers got."""
+        return int(self._grants.value)
+
+    @property
+    def num_reuses(self) -> int:
+        """Those that had been written before."""
+        return int(self._reuses.value)
+
+    @property
+    def num_waits(self) -> int:
+        """Grants for which a job waited for the engine."""
+        return int(self._waits.value)
+
+    @property
+    def num_fallbacks(self) -> int:
+        """Arrays that travelled in messages because no slab could be had."""
+        return int(self._fallbacks.value)
 
     def leased_sizes(self) -> dict[int, int]:
         """number → bytes of every slab that is leased. O(n)."""
@@ -383,7 +394,7 @@ class SlabPool:
         want = self._wanted(writer, size) or self._want(writer, size, make_room=True)
         if want is None:
             return None
-        self.num_waits += 1
+        self._waits.add()
         self._wake()
         self.lock.wait_for(lambda: want.done, self._lease_timeout)
         self._collect()
@@ -412,8 +423,8 @@ class SlabPool:
     def _begin_writing(self, slab: LeasedSlab) -> Grant:
         slab.state = "writing"
         del self._free[slab.number], slab.writer.free[slab.number]
-        self.num_grants += 1
-        self.num_reuses += slab.written
+        self._grants.add()
+        self._reuses.add(slab.written)
         fd, slab.fd = slab.fd, None
         return Grant(slab, fd)
 

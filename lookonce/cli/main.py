@@ -32,10 +32,12 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "attention": ("benchmarks.attention", "our attention kernel beside what torch offers"),
     "engine": ("benchmarks.engine", "a decode step beside the bare model and transformers"),
     "items": ("benchmarks.items", "what 128,000 media items in one request cost per step"),
+    "known": ("benchmarks.known", "the first token of known prompts and pictures, by its parts"),
     "kv": ("benchmarks.kv", "a long prompt's KV: computed, on the device, from each tier"),
     "link": ("benchmarks.link", "the link between API process and engine: lateness, CPU"),
     "look": ("benchmarks.look", "what a picture costs when known, when new, uncached"),
     "prefetch": ("benchmarks.prefetch", "first tokens when pictures come late in the prompt"),
+    "processes": ("benchmarks.processes", "several API processes: rates, CPU, memory together"),
     "nano": ("benchmarks.nano", "how often nano answers right about what it never saw"),
     "render": ("benchmarks.render", "what /render and /tokenize cost beside the picture's work"),
     "serve": ("benchmarks.serve", "a server under load: rates, percentiles, caches; a peer"),
@@ -82,6 +84,16 @@ def chat(
     model = words[0] if len(words) == 2 else NANO
     question = Question(words[-1], tuple(image), tuple(audio), max_tokens, temperature)
     run_chat(question, options_from(model, given))
+
+
+@app.command()
+def models(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False,
+) -> None:
+    """List the types of model that are served, and how."""
+    from lookonce.cli.models import print_models
+
+    print_models(as_json=as_json)
 
 
 @app.command(

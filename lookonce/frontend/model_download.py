@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from lookonce.config import Config
-from lookonce.errors import ConfigError
-from lookonce.types.model import SUPPORTED, unsupported
+from lookonce.errors import ConfigError, ModelLoadError
+from lookonce.types.model import check_served
 
 Json = dict[str, Any]
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
@@ -47,11 +47,12 @@ def local_folder(model: str, *, weights: bool = True) -> str:
 
 
 def check_type(folder: str) -> None:
-    """Raises `ConfigError` unless the folder is of a model type that is served."""
+    """Raises `ConfigError` for a folder of a model type that is not served."""
     try:
         config = msgspec.json.decode((Path(folder) / "config.json").read_bytes(), type=Json)
     except (OSError, msgspec.DecodeError):
         raise ConfigError("MODEL: the folder has no readable config.json") from None
-    model_type = str(config.get("model_type"))
-    if model_type not in SUPPORTED:
-        raise ConfigError(f"MODEL: {unsupported(model_type).message}")
+    try:
+        check_served(config)
+    except ModelLoadError as error:
+        raise ConfigError(f"MODEL: {error.message}") from None

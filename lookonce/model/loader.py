@@ -22,11 +22,14 @@ from transformers.utils.hub import cached_file
 from lookonce.config import ModelConfig
 from lookonce.errors import ModelLoadError
 from lookonce.model.attention.hf_attention import ATTENTION_NAME
+from lookonce.model.bf16_products import widen_products
 from lookonce.model.encoder_runner import DTYPES
 from lookonce.model.families.base import Model, ModelFamily
+from lookonce.model.families.general import GeneralTextFamily
 from lookonce.model.families.registry import family_for
 from lookonce.model.fused_modules import fuse_norms, patch_vision_modules
 from lookonce.model.kv_pages import KVPages
+from lookonce.model.proof import prove
 from lookonce.types.model import ModelInfo
 
 Progress = Callable[[int, int], None]
@@ -56,12 +59,14 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> LoadedM
     `max_model_len`.
     """
     raw_config = _read_config(config)
-    family_class = family_for(str(raw_config.get("model_type")))
+    family_class = family_for(raw_config)
     dtype, device = DTYPES[config.dtype], torch.device(config.device)
     model = _read_weights(config, family_class, dtype, _quantization_options(raw_config), progress)
     _refuse_changing_rope(model.config.get_text_config(decoder=True))
     digest = _weights_digest(model, raw_config)
     family = family_class(model.to(device))
+    if isinstance(family, GeneralTextFamily):
+        prove(family, dtype, device)
     return LoadedModel(model, family, _model_info(config, family, digest), dtype, device)
 
 
@@ -137,6 +142,7 @@ def _read_weights(
     model.eval().requires_grad_(False)
     fuse_norms(model)
     patch_vision_modules(model)
+    widen_products(model)
     return model
 
 
@@ -222,8 +228,7 @@ def _model_info(config: ModelConfig, family: ModelFamily, digest: str) -> ModelI
 
 
 def _max_model_len(config: ModelConfig, family: ModelFamily) -> int:
-    limit = _longest_sequence(family.text_config)
-    wanted = config.max_model_len
+    limit, wanted = _longest_sequence(family.text_config), config.max_model_len
     if wanted is not None and not 1 <= wanted <= limit:
         raise ModelLoadError(f"--max-model-len is 1 to {limit} for this model, got {wanted}")
     return limit if wanted is None else wanted
@@ -240,7 +245,11 @@ def _longest_sequence(text_config: Any) -> int:
     Some configs state the length before the extension (Qwen's with YaRN), others the extended one
     (gpt-oss, and Gemma 3, whose layers have different ropes).
     """
-    stated = int(text_config.max_position_embeddings)
+    stated = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(stated, int):
+        raise ModelLoadError("config.json does not say max_position_embeddings")
+    if chunk := getattr(text_config, "attention_chunk_size", None):
+        stated = min(stated, chunk)  # layers see their own chunk only; the first one is exact
     rope = _rope_parameters(text_config)
     if rope.get("rope_type") not in STRETCHING:
         return stated

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Mapping
+
 import msgspec
 
 from lookonce.errors import ModelLoadError
@@ -60,9 +64,199 @@ SUPPORTED: dict[str, tuple[Modality, ...]] = {
 }
 
 
-def unsupported(model_type: str) -> ModelLoadError:
-    """What to raise for a type that is not served: it names those that are."""
+GENERAL_TEXT: tuple[str, ...] = (
+    "afmoe",
+    "apertus",
+    "arcee",
+    "aria_text",
+    "axk1",
+    "beam",
+    "biogpt",
+    "bitnet",
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "ctrl",
+    "cwm",
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots1",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "exaone_moe",
+    "flex_olmo",
+    "flint",
+    "gemma",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt-sw3",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "granite",
+    "granite_swa",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoeshared",
+    "helium",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "hyperclovax",
+    "internlm3",
+    "iquestcoder",
+    "jais2",
+    "jetmoe",
+    "kolibri1",
+    "laguna",
+    "llama4_text",
+    "mellum",
+    "minicpm3",
+    "minimax_m2",
+    "minimax_m3_vl_text",
+    "ministral",
+    "ministral3",
+    "mixtral",
+    "nanochat",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "opt",
+    "persimmon",
+    "phi",
+    "phi3",
+    "phimoe",
+    "qwen2_moe",
+    "seed_oss",
+    "smollm3",
+    "solar_open",
+    "stablelm",
+    "starcoder2",
+    "vaultgemma",
+    "youtu",
+)
+"""Types of text-only models that the general family serves, each compared with transformers by
+`make test-models`. Other types of text-only models are tried: loading compares them, too."""
+
+UNSERVABLE: dict[str, tuple[str, ...]] = {
+    "its decoder cannot be run": (
+        "axk2",
+        "bert",
+        "bert-generation",
+        "bigbird_pegasus",
+        "camembert",
+        "cpmant",
+        "data2vec-text",
+        "deepseek_v32",
+        "deepseek_v4",
+        "doge",
+        "electra",
+        "ernie",
+        "glm_moe_dsa",
+        "hy_v4",
+        "mimo_v2_flash",
+        "modernbert-decoder",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    ),
+    "its attention does not use transformers' attention interface": (
+        "bailing_hybrid",
+        "bamba",
+        "big_bird",
+        "bloom",
+        "codegen",
+        "falcon",
+        "falcon_mamba",
+        "gpt_neox_japanese",
+        "gptj",
+        "granitemoehybrid",
+        "jamba",
+        "kimi_linear",
+        "mamba",
+        "megatron-bert",
+        "mvp",
+        "openai-gpt",
+        "prophetnet",
+        "rembert",
+        "roformer",
+        "rwkv",
+        "trocr",
+        "xglm",
+        "xlm",
+        "xlnet",
+        "xlstm",
+    ),
+    "computed in chunks, its logits differ from transformers'": (
+        "bart",
+        "blenderbot-small",
+        "falcon_h1",
+        "inkling2_text",
+        "inkling_text",
+        "marian",
+        "mbart",
+        "pegasus",
+    ),
+    "its attention layers are not called once each": ("diffllama",),
+    "its layers have keys of different shapes": ("gemma4_unified_text",),
+    "some of its layers keep another state than keys and values": (
+        "hrm_text",
+        "lfm2",
+        "lfm3",
+        "minimax",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+        "recurrent_gemma",
+    ),
+}
+"""Why → types of text-only models of transformers that loading would refuse. They are refused
+before anything is loaded. `make test-models` compares this with what loading finds."""
+
+MEDIA_CONFIG = re.compile(
+    r"(vision|visual|vit|image|video|audio|speech|sound|acoustic|codec|encoder|qformer|perceiver"
+    r"|thinker|talker)(_\w+)?_config"
+)
+"""Names of the parts of a config that describe an encoder of media."""
+
+
+def takes_media(config: Mapping[str, object]) -> bool:
+    """Whether a Hugging Face config describes a model that sees or hears."""
+    return any(value is not None and MEDIA_CONFIG.fullmatch(name) for name, value in config.items())
+
+
+def check_served(config: Mapping[str, object]) -> None:
+    """Raises `ModelLoadError` for a config whose type certainly is not served.
+
+    Types of text-only models that are not listed pass: what they are is found out on loading.
+    """
+    model_type = str(config.get("model_type", ""))
+    if model_type in SUPPORTED or model_type in GENERAL_TEXT:
+        return
+    for reason, types in UNSERVABLE.items():
+        if model_type in types:
+            raise unsupported(model_type, reason)
+    if not model_type or takes_media(config) or config.get("is_encoder_decoder"):
+        raise unsupported(model_type)
+
+
+def unsupported(model_type: str, reason: str = "") -> ModelLoadError:
+    """What to raise for a type that is not served: why, and the types that have a similar name."""
+    known = sorted({*SUPPORTED, *GENERAL_TEXT})
+    near = difflib.get_close_matches(model_type, known, n=3)
+    nearest = f" (did you mean {' or '.join(near)}?)" if near else ""
+    because = f": {reason}" if reason else ""
     return ModelLoadError(
-        f"models of type {model_type[:40]!r} are not supported; supported types: "
-        + ", ".join(sorted(SUPPORTED))
+        f"models of type {model_type[:40]!r} are not supported{because}{nearest}; "
+        "`lookonce models` lists the types that are"
     )

@@ -141,14 +141,13 @@ def test_a_model_that_is_not_there_is_said_so(tmp_path):
 
 
 @pytest.mark.parametrize("command", [["serve"], ["render"], ["chat"]])
-def test_a_type_that_is_not_served_is_refused_with_those_that_are(tmp_path, command):
+def test_a_type_that_is_not_served_is_refused_with_the_reason(tmp_path, command):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     done = lookonce(*command, str(tmp_path), *(["Hello"] if command == ["chat"] else []))
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("lookonce: MODEL: models of type 'bert' are not supported")
-    assert "llama" in line
-    assert "voxtral" in line
+    assert "lookonce models" in line
 
 
 def test_options_become_tuples_and_lists_of_domains_are_split():

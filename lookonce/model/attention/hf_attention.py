@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -47,7 +48,10 @@ def paged_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, Hq, T, D], key and value [1, Hkv, T, D], after rope → [1, T, Hq, D]."""
+    """query and key [1, H, T, D] after rope, value [1, Hkv, T, Dv ≤ D] → [1, T, Hq, Dv].
+
+    The pages hold D numbers per value too: narrower values are padded with zeros.
+    """
     context = _context.get()
     if context is None:
         output, _ = sdpa_attention_forward(
@@ -57,6 +61,9 @@ def paged_attention(
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise ValueError("paged attention is causal self-attention and takes no mask")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    width = value.shape[-1]
+    if width != key.shape[-1]:
+        value = pad(value, (0, key.shape[-1] - width))
     output = context.backend.forward(
         context.kv_pages.layers[module.layer_idx],
         query[0].transpose(0, 1),
@@ -65,7 +72,7 @@ def paged_attention(
         context.metadata,
         AttentionCall(scale, sliding_window or None, softcap, s_aux),
     )
-    return output.unsqueeze(0), None
+    return output[..., :width].unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -48,11 +48,14 @@ class ModelFamily:
     that draft tokens (MTP), and pooling heads of vision encoders. transformers itself drops Omni's
     talker."""
 
+    logit_scale: float = 1.0
+    """What the output head gives is multiplied by this, before any softcap."""
+
     def __init__(self, model: Model) -> None:
         self.model = model
         self.config = model.config
         self.text_config = model.config.get_text_config(decoder=True)
-        self.decoder: nn.Module = model.get_decoder()
+        self.decoder: Any = model.get_decoder()
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.lm_head: nn.Linear = model.get_output_embeddings()
 

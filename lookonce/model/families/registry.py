@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from lookonce.model.families.base import ModelFamily, TextFamily
 from lookonce.model.families.gemma3 import Gemma3Family
+from lookonce.model.families.general import GeneralTextFamily
 from lookonce.model.families.idefics3 import Idefics3Family
 from lookonce.model.families.llava import LlavaFamily
 from lookonce.model.families.qwen2_5_omni import Qwen2_5OmniFamily
@@ -11,7 +16,7 @@ from lookonce.model.families.qwen2_5_vl import Qwen2_5VLFamily
 from lookonce.model.families.qwen2_audio import Qwen2AudioFamily
 from lookonce.model.families.qwen3_vl import Qwen3VLFamily
 from lookonce.model.families.voxtral import VoxtralFamily
-from lookonce.types.model import unsupported
+from lookonce.types.model import check_served, unsupported
 
 FAMILIES: dict[str, type[ModelFamily]] = {
     model_type: family
@@ -30,8 +35,12 @@ FAMILIES: dict[str, type[ModelFamily]] = {
 }
 
 
-def family_for(model_type: str) -> type[ModelFamily]:
-    """Raises `ModelLoadError` that lists what is supported."""
-    if model_type not in FAMILIES:
-        raise unsupported(model_type)
-    return FAMILIES[model_type]
+def family_for(config: Mapping[str, object]) -> type[ModelFamily]:
+    """The family of a Hugging Face config. Raises `ModelLoadError` that lists what is supported."""
+    model_type = str(config.get("model_type", ""))
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    check_served(config)
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise unsupported(model_type, "transformers knows no text model of this type")
+    return GeneralTextFamily

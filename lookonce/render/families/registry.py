@@ -14,7 +14,7 @@ from lookonce.render.families.qwen2_5_omni import Qwen2_5OmniProcessing
 from lookonce.render.families.qwen2_5_vl import Qwen2_5VLProcessing
 from lookonce.render.families.qwen2_audio import Qwen2AudioProcessing
 from lookonce.render.families.voxtral import VoxtralProcessing
-from lookonce.types.model import SUPPORTED, unsupported
+from lookonce.types.model import check_served
 
 FAMILIES: dict[str, type[ProcessorFamily]] = {
     model_type: family
@@ -44,9 +44,8 @@ def load_family(folder: str | Path, dtype: str) -> ProcessorFamily | None:
     family = _family_class(model_type, files.config)
     if family is not None:
         return family(files, dtype)
-    if SUPPORTED.get(model_type) == ():
-        return None
-    raise unsupported(model_type)
+    check_served(files.config)
+    return None
 
 
 def _family_class(model_type: str, config: Json) -> type[ProcessorFamily] | None:

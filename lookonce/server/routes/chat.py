@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from lookonce.errors import BadRequestError
 from lookonce.frontend.generation import Piece, Sample
-from lookonce.frontend.logprobs import chat_logprobs
 from lookonce.frontend.requests import TEMPLATE_FIELDS, ChatRequest, TokenizeRequest
 from lookonce.frontend.responses import (
     ChatChoice,
@@ -40,7 +39,6 @@ from lookonce.frontend.tools.calls import (
 from lookonce.server.http.body import receive
 from lookonce.server.routes.serving_base import ServingContext, open_context, respond
 from lookonce.server.services import Services
-from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
 
@@ -129,7 +127,7 @@ class ChatResponseBuilder:
         return ChatChoice(
             index=index,
             message=message,
-            logprobs=self._logprobs(sample.token_ids, sample.logprobs),
+            logprobs=self._context.chat_logprobs(self._sampling, sample),
             finish_reason=finish_reason_shown(sample.finish_reason, called=called),
             stop_reason=sample.stop_reason,
         )
@@ -148,7 +146,7 @@ class ChatResponseBuilder:
         if piece.index not in self._begun:
             self._begun.add(piece.index)
             yield self._chunk(piece.index, ChatDelta(role="assistant", content=""))
-        logprobs = self._logprobs(piece.token_ids, piece.logprobs)
+        logprobs = self._context.chat_logprobs(self._sampling, piece)
         deltas = self._read(piece.index, piece.text, last=piece.finish_reason is not None)
         if deltas or logprobs is not None:
             yield self._chunk(piece.index, _delta(deltas), logprobs)
@@ -185,15 +183,8 @@ class ChatResponseBuilder:
             model=context.model,
             request_id=context.request_id,
             choices=choices,
-            usage=None if context.include_usage else UNSET,
+            usage=self._context.chunk_usage(),
         )
-
-    def _logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
-    ) -> ChatLogprobs | None:
-        if self._sampling.logprobs is None or not logprobs:
-            return None
-        return chat_logprobs(token_ids, logprobs, self._context.services.renderer.token_bytes)
 
 
 def _delta(deltas: Sequence[AnswerDelta]) -> ChatDelta:

@@ -18,7 +18,6 @@ from starlette.responses import Response
 
 from lookonce.errors import BadRequestError
 from lookonce.frontend.generation import Piece, Sample
-from lookonce.frontend.logprobs import chat_logprobs
 from lookonce.frontend.requests import (
     NOTHING,
     Raw,
@@ -40,7 +39,7 @@ from lookonce.render.media.external_items import ExternalItem, encode_kwargs
 from lookonce.server.http.body import parse, receive
 from lookonce.server.routes.serving_base import ServingContext, open_context, respond
 from lookonce.types.media import MODALITIES, MediaFeature, ProcessedItem
-from lookonce.types.request import RenderedItem, RenderedPrompt, TokenLogprob
+from lookonce.types.request import RenderedItem, RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
 
@@ -125,6 +124,12 @@ def sampling_of(raw: bytes) -> SamplingParams:
             raise BadRequestError(
                 f"sampling_params: {name[:60]!r} is no sampling parameter", param="sampling_params"
             )
+    if given.get("detokenize") is False and given.get("stop"):
+        raise BadRequestError(
+            "sampling_params: stop strings are looked for in the text, which detokenize: false "
+            "says not to make; use stop_token_ids",
+            param="sampling_params",
+        )
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     try:
@@ -175,7 +180,7 @@ class GenerateResponseBuilder:
         return GenerateChoice(
             index=index,
             token_ids=sample.token_ids,
-            logprobs=self._logprobs(sample.token_ids, sample.logprobs),
+            logprobs=self._context.chat_logprobs(self._sampling, sample),
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
         )
@@ -184,7 +189,7 @@ class GenerateResponseBuilder:
         choice = GenerateChoice(
             index=piece.index,
             token_ids=piece.token_ids,
-            logprobs=self._logprobs(piece.token_ids, piece.logprobs),
+            logprobs=self._context.chat_logprobs(self._sampling, piece),
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
         )
@@ -210,15 +215,8 @@ class GenerateResponseBuilder:
             created=context.created,
             model=context.model,
             choices=choices,
-            usage=None if context.include_usage else UNSET,
+            usage=context.chunk_usage(),
         )
-
-    def _logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
-    ) -> ChatLogprobs | None:
-        if self._sampling.logprobs is None or not logprobs:
-            return None
-        return chat_logprobs(token_ids, logprobs, self._context.services.renderer.token_bytes)
 
 
 # --- features -----------------------------------------------------------------------------------

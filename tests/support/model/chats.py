@@ -63,7 +63,6 @@ def make_renderer(folder: Path, pool: PoolInProcess | None = None) -> Renderer:
         max_bytes=1 << 24,
     )
     return Renderer(
-        tokenizer=tokenizer,
         encoder=PromptEncoder(tokenizer, template_sources(folder, tokenizer), family),
         family=family,
         resolver=resolver,

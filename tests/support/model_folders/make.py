@@ -15,11 +15,14 @@ from typing import Any
 from lookonce.errors import ConfigError
 from tests.support.model_folders.audio import SOUND_KINDS
 from tests.support.model_folders.base import SCALES, FolderKind, Json
+from tests.support.model_folders.general import general_kind
 from tests.support.model_folders.qwen import QWEN_KINDS
 from tests.support.model_folders.text import TEXT_KINDS
 from tests.support.model_folders.vision import VISION_KINDS
 
 KINDS: dict[str, FolderKind] = {**TEXT_KINDS, **VISION_KINDS, **QWEN_KINDS, **SOUND_KINDS}
+GENERAL_TEXT = "text:"
+"""Before a `model_type`: a random folder from the defaults of its config."""
 FolderMaker = Callable[..., Path]
 """The fixture `folder`: `folder(kind, seed=0, scale="tiny")` returns the folder of that kind."""
 CORPUS = (
@@ -40,13 +43,14 @@ def make_folder(
 
     Raises `ConfigError` for an unknown kind or scale.
     """
-    if kind not in KINDS or scale not in SCALES:
+    known = kind in KINDS or kind.startswith(GENERAL_TEXT)
+    if not known or scale not in SCALES:
         raise ConfigError(
             f"no random folder {kind!r} at scale {scale!r}; kinds: {', '.join(KINDS)}; "
             f"scales: {', '.join(SCALES)}"
         )
     target.mkdir(parents=True, exist_ok=True)
-    chosen, sizes = KINDS[kind], SCALES[scale]
+    chosen, sizes = kind_named(kind), SCALES[scale]
     ids = write_tokenizer(chosen, target, vocab_size=sizes.vocab)
     if chosen.preprocessor is not None:
         _write_json(target / "preprocessor_config.json", chosen.preprocessor(sizes))
@@ -55,6 +59,13 @@ def make_folder(
     config = chosen.config(sizes, ids)
     write_model(config, target, eos_token_id=ids["eos_token_id"], seed=seed, dtype=dtype)
     return target
+
+
+def kind_named(kind: str) -> FolderKind:
+    """One of `KINDS`, or the kind of "text:TYPE"."""
+    if kind.startswith(GENERAL_TEXT):
+        return general_kind(kind.removeprefix(GENERAL_TEXT))
+    return KINDS[kind]
 
 
 def write_tokenizer(kind: FolderKind, target: Path, *, vocab_size: int) -> dict[str, int]:

@@ -1,0 +1,46 @@
+"""`lookonce models`: the types of model that are served, and what was shown about each."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from lookonce.types.model import GENERAL_TEXT, SUPPORTED, UNSERVABLE
+
+OWN = "greedy answers, media, chunks, preemption, negative controls"
+GENERAL = "greedy answers, chunks, preemption; compared again on loading"
+
+
+class ServedType(NamedTuple):
+    """One row of the table."""
+
+    model_type: str
+    media: tuple[str, ...]
+    served_by: str
+    """"own": a family written for the type; "general": the family for any decoder."""
+    proven: str
+    """What is compared with transformers, token for token, on random weights."""
+
+
+def served_types() -> list[ServedType]:
+    own = [ServedType(name, media, "own", OWN) for name, media in SUPPORTED.items()]
+    general = [ServedType(name, (), "general", GENERAL) for name in GENERAL_TEXT]
+    return sorted(own + general)
+
+
+def print_models(*, as_json: bool) -> None:
+    rows = served_types()
+    if as_json:
+        print(json.dumps([row._asdict() for row in rows], indent=1))
+        return
+    width = max(len(row.model_type) for row in rows)
+    for row in rows:
+        media = ", ".join(("text", *row.media))
+        print(f"{row.model_type:{width}}  {media:18}  {row.served_by:7}  {row.proven}")
+    print()
+    for reason, types in UNSERVABLE.items():
+        print(f"not served, {reason}: {', '.join(types)}")
+    print(
+        f"\n{len(rows)} types are served. Other text-only types of transformers are tried: loading "
+        "compares them with transformers and refuses what differs."
+    )

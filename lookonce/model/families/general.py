@@ -1,0 +1,168 @@
+"""Text models without a family of their own: what they need is seen when they run once.
+
+A decoder of transformers is served this way if its attention goes through transformers' attention
+interface. `proof.prove` then compares it with the model's own forward, and refuses it if they
+differ.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lookonce.errors import ModelLoadError
+from lookonce.model.attention.backend import (
+    AttentionCall,
+    AttentionFeatures,
+    AttentionMetadata,
+    ForwardContext,
+)
+from lookonce.model.attention.hf_attention import paged_forward_context
+from lookonce.model.attention.probe import PROBE_TOKENS, probe_metadata, probe_positions
+from lookonce.model.families.base import Model, ModelFamily
+from lookonce.types.model import unsupported
+
+FORWARD_ERRORS = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What the forward of a model raises that cannot be run the way it is called."""
+
+
+class GeneralTextFamily(ModelFamily):
+    """A text-only decoder whose attention is observed: its layers, heads, windows, softcap, sinks.
+
+    Raises `ModelLoadError` for a model whose attention cannot be paged.
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        if self.decoder is model:
+            self.decoder = getattr(model, "model", model)
+        if self.decoder is model or self.lm_head is None or self.embed_tokens is None:
+            raise self.unservable("it has no decoder with embeddings and an output head apart")
+        self._attention = self._observe()
+
+    @property
+    def head_dim(self) -> int:
+        return self._attention[0].head_dim
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self._attention[0].num_kv_heads
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._attention)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self._embedding.shape[1])
+
+    def attention_features(self, dtype: torch.dtype) -> AttentionFeatures:
+        calls = [layer.call for layer in self._attention]
+        return AttentionFeatures(
+            dtype=dtype,
+            head_dim=self.head_dim,
+            sliding_window=any(call.sliding_window is not None for call in calls),
+            softcap=any(call.softcap is not None for call in calls),
+            sinks=any(call.sinks is not None for call in calls),
+        )
+
+    @property
+    def _embedding(self) -> Tensor:
+        """The weights [V, H] of the token embeddings."""
+        weight = self.embed_tokens.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def unservable(self, reason: str) -> ModelLoadError:
+        return unsupported(self.config.model_type, reason)
+
+    @torch.inference_mode()
+    def _observe(self) -> list[LayerAttention]:
+        """Run the decoder once on a few tokens; what each layer's attention was called with."""
+        device = self._embedding.device
+        recorder = _Recorder()
+        pages: Any = _LayerNumbers()
+        ids = torch.arange(PROBE_TOKENS, device=device) % self.vocab_size
+        try:
+            with paged_forward_context(ForwardContext(probe_metadata(device), recorder, pages)):
+                self.decoder(
+                    inputs_embeds=self.embed_tokens(ids)[None],
+                    position_ids=probe_positions(1).to(device),
+                    attention_mask=None,
+                    use_cache=False,
+                )
+        except FORWARD_ERRORS as error:
+            raise self.unservable(f"its decoder cannot be run ({error})") from error
+        return self._checked(recorder)
+
+    def _checked(self, recorder: _Recorder) -> list[LayerAttention]:
+        layers = recorder.layers
+        if not layers:
+            raise self.unservable("its attention does not use transformers' attention interface")
+        if len(layers) < int(self.text_config.num_hidden_layers):
+            raise self.unservable("some of its layers keep another state than keys and values")
+        if sorted(recorder.calls.elements()) != list(range(len(layers))):
+            raise self.unservable("its attention layers are not called once each")
+        if len({(layer.num_kv_heads, layer.head_dim) for layer in layers.values()}) > 1:
+            raise self.unservable("its layers have keys of different shapes")
+        return [layers[index] for index in range(len(layers))]
+
+
+class LayerAttention(NamedTuple):
+    """What one layer's attention was called with."""
+
+    num_kv_heads: int
+    head_dim: int
+    """Of query and key; values may be narrower."""
+    call: AttentionCall
+
+
+class _Recorder:
+    """An attention backend that computes nothing and keeps what each layer asks for."""
+
+    name = "recorder"
+    default_block_size = block_size_multiple = 1
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerAttention] = {}
+        self.calls: Counter[int] = Counter()
+
+    def supports(self, features: AttentionFeatures) -> bool:
+        return True
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: AttentionMetadata,
+        call: AttentionCall,
+    ) -> Tensor:
+        """`layer` is the layer's number."""
+        self.calls[layer] += 1
+        self.layers[layer] = LayerAttention(key.shape[1], key.shape[2], call)
+        return torch.zeros_like(query)
+
+
+class _LayerNumbers:
+    """Stands in for KV pages: the pages of layer i are the number i."""
+
+    @property
+    def layers(self) -> _LayerNumbers:
+        return self
+
+    def __getitem__(self, layer: int) -> int:
+        return layer

@@ -1,0 +1,98 @@
+"""Random folders of any text-only type that transformers knows, from the defaults of its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tests.support.model_folders import chat_templates as templates
+from tests.support.model_folders.base import CHATML, QWEN_ROLES, Config, FolderKind, Scale
+
+WINDOW = 8
+MAX_WEIGHTS = 20_000_000
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "moe_topk": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "ministral": {"head_dim": 16},
+}
+"""Sizes that some types need beside those that all have."""
+PER_LAYER = ("layer_types", "mlp_layer_types", "attention_types")
+
+
+def general_kind(model_type: str) -> FolderKind:
+    """The kind of folder whose config is `model_type`'s with every size made small."""
+    return FolderKind(
+        specials=CHATML,
+        roles=QWEN_ROLES,
+        template=templates.CHATML,
+        config=lambda scale, ids: small_config(model_type, scale, ids),
+    )
+
+
+def small_config(model_type: str, scale: Scale, ids: Mapping[str, int]) -> Config:
+    """Raises `ValueError` for a config whose size has names that are not known here."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = _small_config(model_type, scale, ids)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    weights = sum(weight.numel() for weight in model.parameters())
+    if weights > MAX_WEIGHTS:
+        raise ValueError(f"a small {model_type} has {weights} weights")
+    return config
+
+
+def _small_config(model_type: str, scale: Scale, ids: Mapping[str, int]) -> Config:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[model_type]
+    default: dict[str, Any] = config_class().to_dict()
+    known = {*default, *config_class.attribute_map}
+    chosen = {name: value for name, value in _sizes(scale, ids, default).items() if name in known}
+    chosen |= OWN_SIZES.get(model_type, {})
+    layered = [name for name in PER_LAYER if default.get(name)]
+    given = {name: chosen.pop(name, default[name][: scale.layers]) for name in layered}
+    try:
+        return config_class(**chosen, **given)
+    except Exception:  # noqa: BLE001  some configs want to make their lists by layer themselves
+        return config_class(**chosen, **dict.fromkeys(layered))
+
+
+def _sizes(scale: Scale, ids: Mapping[str, int], default: Mapping[str, Any]) -> dict[str, Any]:
+    latent = bool(default.get("kv_lora_rank"))
+    kv_heads = scale.heads if latent else scale.kv_heads
+    sizes: dict[str, Any] = {
+        # the names of Llama and of GPT-2
+        **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size"), scale.hidden),
+        **dict.fromkeys(("word_embed_proj_dim",), scale.hidden),
+        **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"), scale.ffn),
+        **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), scale.layers),
+        **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), scale.heads),
+        **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 512),
+        "num_key_value_heads": kv_heads,
+        "vocab_size": scale.vocab,
+        "rotary_dim": scale.head_dim // 2,
+        "num_experts_per_tok": 2,
+        "moe_k": 2,
+        "moe_intermediate_size": scale.ffn // 2,
+        **dict.fromkeys(
+            ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4
+        ),
+        **dict.fromkeys(("n_group", "topk_group"), 1),
+        **{name: ids[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
+    }
+    if default.get("head_dim") is not None or "head_dim" not in default:
+        sizes["head_dim"] = scale.head_dim
+    if default.get("sliding_window") is not None:
+        sizes["sliding_window"] = WINDOW
+    if latent:
+        sizes |= {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+        sizes |= {"v_head_dim": 16, "qk_head_dim": 24}
+        if default.get("head_dim"):
+            sizes["head_dim"] = default["head_dim"] and 8
+        if default.get("q_lora_rank"):
+            sizes["q_lora_rank"] = 32
+    return sizes
