@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import re
 import secrets
 import ssl
@@ -78,6 +79,8 @@ OPTION_RANGES = {
     "keep_alive_timeout": _SECONDS,
 }
 """Every option that is a number. The most is what no machine has: a slip, or no number at all."""
+MAX_SOCKET_FOLDER = 90
+"""Bytes; a unix socket's path has at most 103 on some systems, and names in it have up to 12."""
 NANO = "nano"
 NANO_FOLDER = Path(__file__).parent / "models" / "nano"
 GIB = 1 << 30
@@ -620,6 +623,11 @@ def _existing_file(name: str, path: str | None) -> str | None:
 def _socket_path() -> str:
     """A fresh name in a folder of its own, which whoever binds it creates for this user only.
 
-    Unix socket paths are short (~100 bytes), so it lies in the system's temporary folder.
+    It lies in the system's temporary folder. Raises `ConfigError` where no path is short enough.
     """
-    return str(Path(tempfile.gettempdir()) / f"lookonce-{secrets.token_hex(8)}" / "engine.sock")
+    name = f"lookonce-{secrets.token_hex(8)}"
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        folder = Path(parent, name)
+        if len(os.fsencode(folder)) <= MAX_SOCKET_FOLDER and os.access(parent, os.W_OK):
+            return str(folder / "engine.sock")
+    raise ConfigError("TMPDIR is too long for the path of a unix socket, and /tmp is not writable")

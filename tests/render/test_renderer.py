@@ -352,9 +352,6 @@ def test_work_is_counted_by_modality(setup):
         "mm_cache_overtaking_hits_total:audio": 0.0,
         "mm_cache_waiting_hits_total:image": 1.0,
         "mm_cache_waiting_hits_total:audio": 0.0,
-        "media_refused_total:estimate": 0.0,
-        "media_refused_total:queue": 0.0,
-        "media_refused_total:tenant": 0.0,
     }
 
 
