@@ -42,7 +42,7 @@ class ProcessorFamily(ABC):
     """One loaded family. `dtype` is the model's; floating-point arrays of items have it."""
 
     model_types: ClassVar[tuple[str, ...]] = ()
-    modalities: ClassVar[tuple[Modality, ...]] = ()
+    modalities: tuple[Modality, ...] = ()
     arithmetic: ClassVar[int] = 1
     """Version of this family's own code; increased when it makes other arrays."""
     sampling_rate: int = 0

@@ -1,0 +1,186 @@
+"""Models with media and no family of their own: transformers' whole processor runs on each item.
+
+What the processor makes of one placeholder is the item's expansion, and everything that it gives
+beside token ids is the item's arrays. Nothing is known of an item before it is processed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+from PIL import Image
+
+from lookonce.errors import ModelLoadError, UnprocessableMediaError
+from lookonce.render.families.arrays import Arrays, float_array, refuse_arrays, stored_array
+from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
+from lookonce.render.families.processor_files import ProcessorFiles, full_processor
+from lookonce.types.media import (
+    ITEM_SIZE,
+    Array,
+    Expansion,
+    MediaExample,
+    Modality,
+    ProcessedItem,
+)
+from lookonce.types.model import MEDIA_TOKENS, general_modalities
+
+NOT_OF_ITEMS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+"""What a processor gives by token of the prompt."""
+ARGUMENTS: dict[Modality, str] = {"image": "images", "audio": "audio"}
+LONGEST_SOUND = 30.0
+"""Seconds; the window of Whisper's extractor, which cuts what is longer without an error."""
+EXAMPLE_PICTURES = ((128, 60), (70, 90))
+EXAMPLE_SECONDS = (0.9, 1.6)
+
+
+class GeneralProcessing(ProcessorFamily):
+    """Items have whatever arrays the model's processor gives for one item."""
+
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
+        super().__init__(files, dtype)
+        self.modalities = general_modalities(files.config)
+        self._tokens = {
+            modality: token_id(files.config, *MEDIA_TOKENS[modality])
+            for modality in self.modalities
+        }
+        if "audio" in self.modalities:
+            sound = files.feature_extractor
+            self.sampling_rate = int(sound.get("sampling_rate", 16000))
+            self.max_audio_seconds = LONGEST_SOUND
+
+    def placeholder_token_id(self, modality: Modality) -> int:
+        return self._tokens[modality]
+
+    def fingerprint(self) -> bytes:
+        path = self.files.tokenizer
+        tokenizer = b"" if path is None else Path(path).read_bytes()
+        return blake3(super().fingerprint() + blake3(tokenizer).digest()).digest()
+
+    def expansion_of_size(
+        self, modality: Modality, size: tuple[int, ...], options: Options
+    ) -> Expansion:
+        """Raises `ModelLoadError`: only processing says it."""
+        raise ModelLoadError("the tokens of an item are not known before it is processed")
+
+    def expansion_of_arrays(self, modality: Modality, arrays: Arrays) -> Expansion:
+        raise refuse_arrays(
+            f"this model type takes no processed {modality} items: what their tokens are is known "
+            "from the encoded media alone; send that"
+        )
+
+    def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
+        """The processor's arrays as it gives them for a prompt of this item's placeholder."""
+        try:
+            ids, found = self._run(self._placeholder(modality), {modality: [decoded]})
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise UnprocessableMediaError(
+                f"the model's processor refuses the {modality} ({type(error).__name__})"
+            ) from error
+        arrays = {name: value for name, value in found.items() if name not in NOT_OF_ITEMS}
+        runs = tuple((token, len(list(same))) for token, same in groupby(ids))
+        expansion = Expansion(runs, self._tokens[modality], self._grid(modality, arrays))
+        if not expansion.num_embeds:
+            raise UnprocessableMediaError(f"the model's processor gives the {modality} no tokens")
+        return ProcessedItem(modality, arrays, expansion)
+
+    def examples(self) -> tuple[MediaExample, ...]:
+        """Prompts with one random item of each modality, with two, and with two other ones.
+
+        Raises `ModelLoadError` where an item's tokens in a prompt are not those that it has alone.
+        """
+        media = {modality: _example_media(modality, self) for modality in self.modalities}
+        orders: list[list[tuple[Modality, int]]] = []
+        for modality in self.modalities:
+            orders += [[(modality, 0)], [(modality, 0), (modality, 1)]]
+        if len(self.modalities) > 1:
+            orders.append([(modality, 1) for modality in self.modalities])
+        return tuple(
+            self._example([(modality, media[modality][number]) for modality, number in order])
+            for order in orders
+        )
+
+    def _example(self, media: Sequence[tuple[Modality, Decoded]]) -> MediaExample:
+        text, ids = "Look", self._encoded("Look")
+        items: list[tuple[int, ProcessedItem]] = []
+        given: dict[Modality, list[Decoded]] = {}
+        for number, (modality, decoded) in enumerate(media):
+            after = f" and {number} what?"
+            item = self.process(modality, decoded, {})
+            items.append((len(ids), item))
+            ids = [*ids, *item.expansion.token_ids(), *self._encoded(after)]
+            text += self._placeholder(modality) + after
+            given.setdefault(modality, []).append(decoded)
+        theirs, arrays = self._run(text, given)
+        if theirs != ids:
+            raise ModelLoadError(
+                "its processor gives an item other tokens in a prompt than it gives it alone"
+            )
+        return MediaExample(tuple(ids), tuple(items), arrays)
+
+    def _run(
+        self, text: str, media: Mapping[Modality, Sequence[Decoded]]
+    ) -> tuple[list[int], dict[str, Array]]:
+        """The token ids and arrays that the processor makes of a prompt."""
+        given = {ARGUMENTS[modality]: list(items) for modality, items in media.items()}
+        found = dict(
+            self._processor(text=[text], add_special_tokens=False, return_tensors="pt", **given)
+        )
+        ids = [int(token) for token in found.pop("input_ids")[0]]
+        found.pop("attention_mask", None)
+        return ids, {name: _as_array(name, value, self.dtype) for name, value in found.items()}
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self._processor.tokenizer.encode(text, add_special_tokens=False))
+
+    def _placeholder(self, modality: Modality) -> str:
+        """The text of the placeholder token."""
+        token = self._tokens[modality]
+        return str(self._processor.tokenizer.convert_ids_to_tokens(token))
+
+    def _grid(self, modality: Modality, arrays: Arrays) -> tuple[int, int, int] | None:
+        """Of pictures whose processor states a grid of patches: the same in merged patches."""
+        stated = arrays.get("image_grid_thw")
+        if modality != "image" or stated is None or stated.shape != (1, 3):
+            return None
+        time, height, width = np.frombuffer(stated.data, stated.dtype).tolist()
+        vision = self.files.config.get("vision_config") or {}
+        merge = int(vision.get("spatial_merge_size", 2))
+        return time, height // merge, width // merge
+
+    @cached_property
+    def _processor(self) -> Any:
+        return full_processor(self.files)
+
+
+def _example_media(modality: Modality, family: ProcessorFamily) -> list[Decoded]:
+    random = np.random.default_rng(0)
+    if modality == "image":
+        sizes = EXAMPLE_PICTURES
+        return [
+            Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
+            for width, height in sizes
+        ]
+    lengths = [int(seconds * family.sampling_rate) for seconds in EXAMPLE_SECONDS]
+    return [random.normal(0, 0.1, length).astype(np.float32) for length in lengths]
+
+
+def _as_array(name: str, value: Any, dtype: str) -> Array:
+    """A processor's tensor, array or list of numbers; floats in the model's dtype.
+
+    Raises `ValueError` for anything else.
+    """
+    if isinstance(value, list) and value and hasattr(value[0], "numpy"):
+        value = [each.numpy() for each in value]
+    values: NDArray[Any] = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+    if values.dtype.kind == "f":
+        return float_array(values.astype(np.float32), dtype)
+    if values.dtype.name not in ITEM_SIZE:
+        raise ValueError(f"{name} is not an array of numbers")
+    return stored_array(values, values.dtype.name)
