@@ -36,8 +36,9 @@ NOT_OF_ITEMS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_t
 ARGUMENTS: dict[Modality, str] = {"image": "images", "audio": "audio"}
 LONGEST_SOUND = 30.0
 """Seconds; the window of Whisper's extractor, which cuts what is longer without an error."""
-EXAMPLE_PICTURES = ((128, 60), (70, 90))
-EXAMPLE_SECONDS = (0.9, 1.6)
+EXAMPLE_PICTURES = ((128, 60), (70, 90), (128, 60))
+EXAMPLE_SECONDS = (0.9, 1.6, 0.9)
+"""Two are of one size, so that only their contents tell them apart."""
 
 
 class GeneralProcessing(ProcessorFamily):
@@ -91,14 +92,14 @@ class GeneralProcessing(ProcessorFamily):
         return ProcessedItem(modality, arrays, expansion)
 
     def examples(self) -> tuple[MediaExample, ...]:
-        """Prompts with one random item of each modality, with two, and with two other ones.
+        """Prompts with one random item of each modality, with three, and with one of each.
 
         Raises `ModelLoadError` where an item's tokens in a prompt are not those that it has alone.
         """
         media = {modality: _example_media(modality, self) for modality in self.modalities}
         orders: list[list[tuple[Modality, int]]] = []
         for modality in self.modalities:
-            orders += [[(modality, 0)], [(modality, 0), (modality, 1)]]
+            orders += [[(modality, 0)], [(modality, number) for number in range(3)]]
         if len(self.modalities) > 1:
             orders.append([(modality, 1) for modality in self.modalities])
         return tuple(

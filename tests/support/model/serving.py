@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,11 +25,14 @@ from lookonce.model.attention.select import select_backend
 from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.runner import Runner
 from lookonce.model.step_inputs import StepInputs
+from lookonce.render.families.registry import media_examples
+from lookonce.types.media import Modality
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest, PromptLogprob
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import StepPlan, StepResult
-from tests.support.model.cases import Case, CaseMaker, array, picture, sound
+from tests.support.model.cases import Case, CaseMaker, Part, array, picture, sound
+from tests.support.model.chats import PoolInProcess, chat_case
 
 NUM_TOKENS = 24
 NEAR_TIE = 1e-4
@@ -87,6 +91,35 @@ def make_subject(folder: Path) -> Subject:
     maker = CaseMaker(folder, loaded.family.config)
     cases = text_cases(maker) if not loaded.info.modalities else media_cases(maker)
     return Subject(loaded, cases, expected_answers(folder, loaded.info, cases))
+
+
+def make_general_subject(folder: Path) -> Subject:
+    """Of a type with media and no family of its own; items are from the renderer, and what plain
+    Hugging Face gets of each prompt is from its whole processor."""
+    loaded = load_general(folder)
+    cases = general_cases(folder, loaded.info.modalities)
+    for case in cases:
+        assert case.token_ids.tolist() == case.reference["input_ids"][0].tolist()
+    return Subject(loaded, cases, expected_answers(folder, loaded.info, cases))
+
+
+def load_general(folder: Path, **options: Any) -> LoadedModel:
+    config = ModelConfig(folder=str(folder), served_name="test", **options)
+    return load_model(config, None, partial(media_examples, folder, config.dtype))
+
+
+def general_cases(folder: Path, modalities: Sequence[Modality]) -> list[Case]:
+    """As `media_cases`, in a client's messages."""
+    pool = PoolInProcess(folder)
+    chats: list[tuple[Part, ...]] = []
+    media = {"image": pictures(), "audio": sounds()}
+    for modality in modalities:
+        one, two, three = media[modality]
+        chats += [("See: ", one, " what is it?"), (TEXT,)]
+        chats += [("A", two, " and B ", three, " or ", one, " which?"), chats[-2]]
+    if len(modalities) > 1:
+        chats.append(("Both ", media["image"][1], " and ", media["audio"][1], " now"))
+    return [chat_case(folder, chat, pool) for chat in chats]
 
 
 def text_cases(maker: CaseMaker) -> list[Case]:

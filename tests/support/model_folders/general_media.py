@@ -98,9 +98,9 @@ def _internvl(scale: Scale, ids: Mapping[str, int]) -> Json:
 
 
 def _clip(scale: Scale, **over: Any) -> Json:
-    return _vision(
-        scale, model_type="clip_vision_model", image_size=28, patch_size=14, **over
-    ) | {"num_hidden_layers": scale.vision_layers + 1}
+    return _vision(scale, model_type="clip_vision_model", image_size=28, patch_size=14, **over) | {
+        "num_hidden_layers": scale.vision_layers + 1
+    }
 
 
 def _siglip(scale: Scale, **over: Any) -> Json:
