@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,11 @@ from PIL import Image
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.render.families.arrays import Arrays, float_array, refuse_arrays, stored_array
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
-from lookonce.render.families.processor_files import ProcessorFiles, full_processor
+from lookonce.render.families.processor_files import (
+    ProcessorFiles,
+    ProcessorTokenizer,
+    full_processor,
+)
 from lookonce.types.media import (
     ITEM_SIZE,
     Array,
@@ -41,28 +44,53 @@ EXAMPLE_SECONDS = (0.9, 1.6, 0.9)
 """Two are of one size, so that only their contents tell them apart."""
 
 
+PLACEHOLDERS: dict[str, dict[Modality, str]] = {
+    "gemma3": {"image": "<start_of_image>"},
+    "gemma3n": {"image": "<image_soft_token>", "audio": "<audio_soft_token>"},
+}
+"""Type → what its templates write for an item, where that is another token than its config and
+processor_config.json name."""
+TEXT_AROUND: dict[str, tuple[str, str]] = {"gemma3": ("\n\n", "\n\n"), "gemma3n": ("\n\n", "\n\n")}
+"""Type → texts that its processor adds before and after an item, which may merge with others."""
+
+
 class GeneralProcessing(ProcessorFamily):
     """Items have whatever arrays the model's processor gives for one item."""
+
+    needs_torch = True
 
     def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
         self.modalities = general_modalities(files.config)
+        self._tokenizer = ProcessorTokenizer(files)
         self._tokens = {
             modality: token_id(files.config, *MEDIA_TOKENS[modality])
             for modality in self.modalities
         }
+        self._placeholders = {
+            modality: self._find_placeholder(modality) for modality in self._tokens
+        }
+        self._around = TEXT_AROUND.get(str(files.config.get("model_type")), ("", ""))
         if "audio" in self.modalities:
             sound = files.feature_extractor
             self.sampling_rate = int(sound.get("sampling_rate", 16000))
             self.max_audio_seconds = LONGEST_SOUND
 
     def placeholder_token_id(self, modality: Modality) -> int:
-        return self._tokens[modality]
+        return self._placeholders[modality]
+
+    def _find_placeholder(self, modality: Modality) -> int:
+        """The token that takes rows, unless templates are known to write another one."""
+        known = PLACEHOLDERS.get(str(self.files.config.get("model_type")), {})
+        text = known.get(modality) or self.files.processor.get(f"{modality}_token")
+        found = self._tokenizer.find(text) if isinstance(text, str) else None
+        return self._tokens[modality] if found is None else found
+
+    def text_around_placeholder(self, modality: Modality) -> tuple[str, str]:
+        return self._around
 
     def fingerprint(self) -> bytes:
-        path = self.files.tokenizer
-        tokenizer = b"" if path is None else Path(path).read_bytes()
-        return blake3(super().fingerprint() + blake3(tokenizer).digest()).digest()
+        return blake3(super().fingerprint() + self._tokenizer.digest).digest()
 
     def expansion_of_size(
         self, modality: Modality, size: tuple[int, ...], options: Options
@@ -84,6 +112,7 @@ class GeneralProcessing(ProcessorFamily):
             raise UnprocessableMediaError(
                 f"the model's processor refuses the {modality} ({type(error).__name__})"
             ) from error
+        ids = self._without_text_around(ids)
         arrays = {name: value for name, value in found.items() if name not in NOT_OF_ITEMS}
         runs = tuple((token, len(list(same))) for token, same in groupby(ids))
         expansion = Expansion(runs, self._tokens[modality], self._grid(modality, arrays))
@@ -108,22 +137,35 @@ class GeneralProcessing(ProcessorFamily):
         )
 
     def _example(self, media: Sequence[tuple[Modality, Decoded]]) -> MediaExample:
-        text, ids = "Look", self._encoded("Look")
-        items: list[tuple[int, ProcessedItem]] = []
+        before, after = self._around
+        text = written = "Look\n"
         given: dict[Modality, list[Decoded]] = {}
         for number, (modality, decoded) in enumerate(media):
-            after = f" and {number} what?"
-            item = self.process(modality, decoded, {})
-            items.append((len(ids), item))
-            ids = [*ids, *item.expansion.token_ids(), *self._encoded(after)]
-            text += self._placeholder(modality) + after
+            placeholder, following = self._placeholder(modality), f"\nand {number} what? "
+            text += placeholder + following
+            written += before + placeholder + after + following
             given.setdefault(modality, []).append(decoded)
+        waiting = [self.process(modality, decoded, {}) for modality, decoded in media]
+        ids: list[int] = []
+        items: list[tuple[int, ProcessedItem]] = []
+        for token in self._encoded(written):
+            if waiting and token == self._placeholders[waiting[0].modality]:
+                items.append((len(ids), waiting.pop(0)))
+                ids += items[-1][1].expansion.token_ids()
+            else:
+                ids.append(token)
         theirs, arrays = self._run(text, given)
         if theirs != ids:
             raise ModelLoadError(
                 "its processor gives an item other tokens in a prompt than it gives it alone"
             )
         return MediaExample(tuple(ids), tuple(items), arrays)
+
+    def _without_text_around(self, ids: list[int]) -> list[int]:
+        before, after = (self._encoded(text) for text in self._around)
+        if ids[: len(before)] == before and ids[len(ids) - len(after) :] == after:
+            return ids[len(before) : len(ids) - len(after)]
+        return ids
 
     def _run(
         self, text: str, media: Mapping[Modality, Sequence[Decoded]]
@@ -142,7 +184,7 @@ class GeneralProcessing(ProcessorFamily):
 
     def _placeholder(self, modality: Modality) -> str:
         """The text of the placeholder token."""
-        token = self._tokens[modality]
+        token = self._placeholders[modality]
         return str(self._processor.tokenizer.convert_ids_to_tokens(token))
 
     def _grid(self, modality: Modality, arrays: Arrays) -> tuple[int, int, int] | None:

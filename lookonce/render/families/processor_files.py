@@ -134,10 +134,15 @@ class ProcessorTokenizer:
 
     def token(self, text: str) -> int:
         """The id of a text that is one token. Raises `ModelLoadError` if it is not."""
-        found = self._tokenizer.token_to_id(text)
+        found = self.find(text)
         if found is None:
             raise ModelLoadError(f"the tokenizer has no token {text}")
-        return int(found)
+        return found
+
+    def find(self, text: str) -> int | None:
+        """The id of a text that is one token; None if it is not."""
+        found: int | None = self._tokenizer.token_to_id(text)
+        return found
 
 
 def image_processor(config: Json, *allowed: str) -> Any:

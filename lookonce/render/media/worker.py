@@ -43,6 +43,8 @@ NICENESS = 5
 BASE_MEMORY = 4 << 30
 BYTES_PER_PIXEL = 64
 """Address space a worker may use: `BASE_MEMORY`, and this much per pixel of the largest picture."""
+TORCH_MEMORY = 8 << 30
+"""Address space that torch's libraries take beside that, bytes."""
 WARM_UP_SIDE = 1024
 M = TypeVar("M")
 log = logging.getLogger("lookonce.render.media.worker")
@@ -139,14 +141,24 @@ def _configured(link: MessageSocket, requests: MessageDecoder[WorkerRequest]) ->
     settings = request.settings
     try:
         processing = Processing(settings)
+        if processing.family.needs_torch:
+            _allow_torch()
         warm_up(processing, settings.max_image_pixels)
     except LookOnceError as error:
         send_error(link, error)
         return None
     limit = BASE_MEMORY + BYTES_PER_PIXEL * settings.max_image_pixels
+    if processing.family.needs_torch:
+        limit += TORCH_MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     send(link, WorkerReady())
     return processing
+
+
+def _allow_torch() -> None:
+    """Transformers has not been imported yet: then it would know of no torch for good."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
+    sys.modules.pop("torch", None)
 
 
 def _serve(

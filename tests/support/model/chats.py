@@ -82,7 +82,7 @@ def chat_case(folder: Path, parts: Sequence[Part], pool: PoolInProcess | None = 
 def render(
     folder: Path, parts: Sequence[Part], pool: PoolInProcess | None = None
 ) -> RenderedPrompt:
-    return render_content(folder, [_sent_part(part) for part in parts], pool)
+    return render_content(folder, [sent_part(part) for part in parts], pool)
 
 
 def render_content(
@@ -121,7 +121,7 @@ def _voxtral_reference(
     return inputs
 
 
-def _sent_part(part: Part) -> Json:
+def sent_part(part: Part) -> Json:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     data = base64.b64encode(_encoded(part)).decode()
