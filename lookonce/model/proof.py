@@ -251,12 +251,12 @@ def _our_logits(
         for chunk, part in zip(
             chunks, torch.split(computed, [c.length for c in chunks]), strict=True
         ):
-            logits[chunk.index].append(part)
+            logits[chunk.number].append(part)
     return [torch.cat(parts) for parts in logits]
 
 
 class Chunk(NamedTuple):
-    index: int
+    number: int
     """The prompt's number."""
     prompt: Prompt
     start: int
@@ -281,7 +281,7 @@ def _step_inputs(
         lens,
         [chunk.end for chunk in chunks],
         tables,
-        rows=np.array([chunk.index for chunk in chunks]),
+        rows=np.array([chunk.number for chunk in chunks]),
         num_decodes=len(lens) if max(lens) == 1 else 0,
         bidirectional=spans if any(spans) else (),
     )

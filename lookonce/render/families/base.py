@@ -46,7 +46,7 @@ class ProcessorFamily(ABC):
     arithmetic: ClassVar[int] = 1
     """Version of this family's own code; increased when it makes other arrays."""
     needs_torch: ClassVar[bool] = False
-    """Whether `process` needs torch, which takes a worker three seconds and 230 MB."""
+    """Whether `process` needs torch, which workers otherwise go without."""
     sampling_rate: int = 0
     """Hz of the samples that `process` takes; 0 for families without sound."""
     max_audio_seconds: float = 0.0
