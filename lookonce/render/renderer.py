@@ -82,6 +82,9 @@ class Renderer:
             None if family is None or resolver is None else ExternalItemResolver(family, resolver)
         )
         self._limits = dict(limits or {})
+        if family is not None and family.max_items is not None:
+            most = family.max_items
+            self._limits = {name: min(limit, most) for name, limit in self._limits.items()}
 
     # --- prompts ------------------------------------------------------------------------------
 

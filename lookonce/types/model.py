@@ -144,11 +144,43 @@ GENERAL_TEXT: tuple[str, ...] = (
 `make test-models`. Other types of text-only models are tried: loading compares them, too."""
 
 GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
+    "audioflamingo3": ("audio",),
+    "aya_vision": ("image",),
+    "deepseek_vl": ("image",),
+    "exaone4_5": ("image",),
+    "glm46v": ("image",),
+    "glm4v": ("image",),
+    "glm4v_moe": ("image",),
+    "glm_ocr": ("image",),
+    "glmasr": ("audio",),
+    "hyperclovax_vision_v2": ("image",),
+    "idefics2": ("image",),
     "internvl": ("image",),
+    "janus": ("image",),
+    "lighton_ocr": ("image",),
     "llava_next": ("image",),
+    "llava_next_video": ("image",),
+    "llava_onevision": ("image",),
+    "moss_transcribe_diarize": ("audio",),
+    "paddleocr_vl": ("image",),
+    "qianfan_ocr": ("image",),
+    "qwen3_asr": ("audio",),
+    "video_llama_3": ("image",),
+    "video_llava": ("image",),
+    "vipllava": ("image",),
 }
 """Types of models with media that the general family serves, each compared with transformers by
 `make test-models`. Other types are tried: loading compares them, too."""
+
+ONE_IN_A_PROMPT: tuple[str, ...] = (
+    "audioflamingo3",
+    "glmasr",
+    "idefics2",
+    "llava_onevision",
+    "qwen3_asr",
+)
+"""Types of `GENERAL_MEDIA` whose processor takes one item in a prompt, or treats several otherwise
+than each alone: they are served with one."""
 
 UNSERVABLE: dict[str, tuple[str, ...]] = {
     "its decoder cannot be run": (

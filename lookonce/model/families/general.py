@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForMultimodalLM
+from transformers import AutoConfig, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 
 from lookonce.errors import ModelLoadError
 from lookonce.model.attention.backend import (
@@ -132,6 +132,21 @@ class GeneralTextFamily(ModelFamily):
         return [layers[index] for index in range(len(layers))]
 
 
+class AnyMediaModel:
+    """Reads a model by whichever of transformers' automatic classes knows its type."""
+
+    @staticmethod
+    def from_pretrained(folder: str, **options: Any) -> Any:
+        """Raises `ValueError` where none does, and what they raise."""
+        kind = type(AutoConfig.from_pretrained(folder))
+        known = next((auto for auto in AUTO_CLASSES if kind in auto._model_mapping), None)
+        if known is None:
+            raise ValueError("transformers knows no model with media of this type")
+        return known.from_pretrained(folder, **options)
+
+
+AUTO_CLASSES = (AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
+"""Audio Flamingo and its kin, which are decoders, too, are known to the second one alone."""
 ENCODERS: dict[Modality, str] = {"image": "get_image_features", "audio": "get_audio_features"}
 TOKEN_NAME = re.compile(r"\w*token_(id|index)")
 
@@ -152,7 +167,7 @@ class GeneralMediaFamily(GeneralTextFamily):
 
     @classmethod
     def transformers_class(cls) -> Any:
-        return AutoModelForMultimodalLM
+        return AnyMediaModel
 
     def attention_features(self, dtype: torch.dtype) -> AttentionFeatures:
         features = super().attention_features(dtype)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lookonce.model.families.base import ModelFamily, TextFamily
 from lookonce.model.families.gemma3 import Gemma3Family
@@ -45,8 +42,6 @@ def family_for(config: Mapping[str, object]) -> type[ModelFamily]:
         return FAMILIES[model_type]
     check_served(config)
     if general_modalities(config):
-        if model_type not in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
-            raise unsupported(model_type, "transformers knows no model with media of this type")
         return GeneralMediaFamily
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise unsupported(model_type, "transformers knows no text model of this type")

@@ -32,7 +32,7 @@ from lookonce.types.media import (
     Modality,
     ProcessedItem,
 )
-from lookonce.types.model import MEDIA_TOKENS, general_modalities
+from lookonce.types.model import MEDIA_TOKENS, ONE_IN_A_PROMPT, general_modalities
 
 NOT_OF_ITEMS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 """What a processor gives by token of the prompt."""
@@ -47,6 +47,7 @@ EXAMPLE_SECONDS = (0.9, 1.6, 0.9)
 PLACEHOLDERS: dict[str, dict[Modality, str]] = {
     "gemma3": {"image": "<start_of_image>"},
     "gemma3n": {"image": "<image_soft_token>", "audio": "<audio_soft_token>"},
+    "qianfan_ocr": {"image": "<image>"},
 }
 """Type → what its templates write for an item, where that is another token than its config and
 processor_config.json name."""
@@ -62,6 +63,7 @@ class GeneralProcessing(ProcessorFamily):
     def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
         self.modalities = general_modalities(files.config)
+        self.max_items = 1 if files.config.get("model_type") in ONE_IN_A_PROMPT else None
         self._tokenizer = ProcessorTokenizer(files)
         self._tokens = {
             modality: token_id(files.config, *MEDIA_TOKENS[modality])
@@ -121,14 +123,20 @@ class GeneralProcessing(ProcessorFamily):
         return ProcessedItem(modality, arrays, expansion)
 
     def examples(self) -> tuple[MediaExample, ...]:
-        """Prompts with one random item of each modality, with three, and with one of each.
+        """Prompts with one random item of each modality, with three, and with one of each; where
+        only one may be in a prompt, with one and with another.
 
         Raises `ModelLoadError` where an item's tokens in a prompt are not those that it has alone.
         """
         media = {modality: _example_media(modality, self) for modality in self.modalities}
+        if self.max_items is None:
+            for modality, (first, second, _) in media.items():
+                self._check_neighbours(modality, [first, second])
+        several = self.max_items is None
         orders: list[list[tuple[Modality, int]]] = []
         for modality in self.modalities:
-            orders += [[(modality, 0)], [(modality, number) for number in range(3)]]
+            orders.append([(modality, 0)])
+            orders.append([(modality, number) for number in ((0, 1, 2) if several else (1,))])
         if len(self.modalities) > 1:
             orders.append([(modality, 1) for modality in self.modalities])
         return tuple(
@@ -161,6 +169,16 @@ class GeneralProcessing(ProcessorFamily):
             )
         return MediaExample(tuple(ids), tuple(items), arrays)
 
+    def _check_neighbours(self, modality: Modality, decoded: list[Decoded]) -> None:
+        """Two items without text between them have the tokens that each has alone."""
+        before, after = (self._encoded(text) for text in self._around)
+        ids: list[int] = []
+        for each in decoded:
+            ids += [*before, *self.process(modality, each, {}).expansion.token_ids(), *after]
+        found, _ = self._run(self._placeholder(modality) * 2, {modality: decoded})
+        if found != ids and not any(self._around):
+            raise ModelLoadError("its processor gives neighbouring items other tokens")
+
     def _without_text_around(self, ids: list[int]) -> list[int]:
         before, after = (self._encoded(text) for text in self._around)
         if ids[: len(before)] == before and ids[len(ids) - len(after) :] == after:
@@ -171,7 +189,10 @@ class GeneralProcessing(ProcessorFamily):
         self, text: str, media: Mapping[Modality, Sequence[Decoded]]
     ) -> tuple[list[int], dict[str, Array]]:
         """The token ids and arrays that the processor makes of a prompt."""
-        given = {ARGUMENTS[modality]: list(items) for modality, items in media.items()}
+        given: dict[str, list[Any]] = {}
+        for modality, items in media.items():
+            # As `apply_chat_template` gives them: pictures in a list for each prompt.
+            given[ARGUMENTS[modality]] = [list(items)] if modality == "image" else list(items)
         found = dict(
             self._processor(text=[text], add_special_tokens=False, return_tensors="pt", **given)
         )

@@ -170,8 +170,11 @@ def full_processor(files: ProcessorFiles) -> Any:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     try:
-        config = transformers.AutoConfig.from_pretrained(files.folder)
-        kind = _without_films(PROCESSOR_MAPPING[type(config)])
+        named = files.processor.get("processor_class") or files.preprocessor.get("processor_class")
+        base = getattr(transformers, str(named), None)
+        if base is None:
+            base = PROCESSOR_MAPPING[type(transformers.AutoConfig.from_pretrained(files.folder))]
+        kind = _without_films(base)
         parts = [_part(name, files) for name in kind.get_attributes()]
         settings, _ = kind.get_processor_dict(files.folder)
         return kind.from_args_and_dict(parts, settings)

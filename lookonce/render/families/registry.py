@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lookonce.errors import UnprocessableMediaError
+from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.families.gemma3 import Gemma3Processing
 from lookonce.render.families.general import GeneralProcessing
@@ -59,10 +59,14 @@ def media_examples(folder: str | Path, dtype: str) -> tuple[MediaExample, ...]:
     family = load_family(folder, dtype)
     if not isinstance(family, GeneralProcessing):
         return ()
+    model_type = str(family.files.config["model_type"])
     try:
         return family.examples()
-    except UnprocessableMediaError as error:
-        raise unsupported(str(family.files.config["model_type"]), error.message) from error
+    except (ModelLoadError, UnprocessableMediaError) as error:
+        raise unsupported(model_type, error.message) from error
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"its processor takes no prompt with several items ({error})"
+        raise unsupported(model_type, reason[:300]) from error
 
 
 def _family_class(model_type: str, config: Json) -> type[ProcessorFamily] | None:

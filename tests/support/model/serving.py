@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from lookonce.config import ModelConfig, SchedulerConfig
 from lookonce.core.block_pool import BlockPool
@@ -27,12 +28,13 @@ from lookonce.model.runner import Runner
 from lookonce.model.step_inputs import StepInputs
 from lookonce.render.families.registry import media_examples
 from lookonce.types.media import Modality
-from lookonce.types.model import ModelInfo
+from lookonce.types.model import ONE_IN_A_PROMPT, ModelInfo
 from lookonce.types.request import GenerateRequest, PromptLogprob
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import StepPlan, StepResult
 from tests.support.model.cases import Case, CaseMaker, Part, array, picture, sound
 from tests.support.model.chats import PoolInProcess, chat_case
+from tests.support.render import hugging_face
 
 NUM_TOKENS = 24
 NEAR_TIE = 1e-4
@@ -110,13 +112,14 @@ def load_general(folder: Path, **options: Any) -> LoadedModel:
 
 def general_cases(folder: Path, modalities: Sequence[Modality]) -> list[Case]:
     """As `media_cases`, in a client's messages."""
-    pool = PoolInProcess(folder)
+    pool, kind = PoolInProcess(folder), hugging_face.model_type(folder)
     chats: list[tuple[Part, ...]] = []
     media = {"image": pictures(), "audio": sounds()}
     for modality in modalities:
         one, two, three = media[modality]
         chats += [("See: ", one, " what is it?"), (TEXT,)]
-        chats += [("A", two, " and B ", three, " or ", one, " which?"), chats[-2]]
+        several = (two, " and B ", three, " or ", one) if kind not in ONE_IN_A_PROMPT else (two,)
+        chats += [("A", *several, " which?"), chats[-2]]
     if len(modalities) > 1:
         chats.append(("Both ", media["image"][1], " and ", media["audio"][1], " now"))
     return [chat_case(folder, chat, pool) for chat in chats]
@@ -156,6 +159,8 @@ def expected_answers(folder: Path, info: ModelInfo, cases: list[Case]) -> list[A
 def reference_model(folder: Path, info: ModelInfo) -> Any:
     """Plain Hugging Face's, fp32; it never stops by itself."""
     auto = AutoModelForMultimodalLM if info.modalities else AutoModelForCausalLM
+    if info.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        auto = AutoModelForSeq2SeqLM
     model = auto.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0

@@ -104,10 +104,12 @@ def write_model(
 ) -> None:
     """Build the model of a transformers config with random weights and save it."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
     auto = AutoModelForMultimodalLM if config.sub_configs else AutoModelForCausalLM
+    if type(config) in AutoModelForSeq2SeqLM._model_mapping:
+        auto = AutoModelForSeq2SeqLM
     with torch.random.fork_rng(devices=[]):
         model = auto.from_config(config)
     randomise(model, seed)

@@ -15,14 +15,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import transformers
 from transformers import (
-    AutoConfig,
     AutoFeatureExtractor,
     AutoImageProcessor,
     AutoTokenizer,
     ProcessorMixin,
 )
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 PROCESSORS = {
     "llava": "llava.processing_llava.LlavaProcessor",
@@ -84,7 +83,8 @@ def processor(folder: Path) -> Any:
 def model_type(folder: Path) -> str:
     config = _read_json(folder / "config.json")
     pixtral = (config.get("vision_config") or {}).get("model_type") == "pixtral"
-    return "mistral3" if pixtral else str(config["model_type"])
+    of_mistral = pixtral and config["model_type"] == "llava"
+    return "mistral3" if of_mistral else str(config["model_type"])
 
 
 def image_arrays(folder: Path, image: Any, **options: Any) -> dict[str, Any]:
@@ -166,8 +166,9 @@ def voxtral_features(folder: Path, wave: np.ndarray) -> np.ndarray:
 
 
 def _general_processor(folder: Path, given: dict[str, Any]) -> Any:
-    """Of a type that is not in `PROCESSORS`: the class that transformers has for it."""
-    base = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder))]
+    """Of a type that is not in `PROCESSORS`: the class that the folder names."""
+    named = _read_json(folder / "processor_config.json")["processor_class"]
+    base = getattr(transformers, named)
     made = {
         "tokenizer": lambda: _tokenizer(folder),
         "image_processor": lambda: image_processor(folder),
