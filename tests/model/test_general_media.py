@@ -14,22 +14,25 @@ import torch
 from torch import nn
 
 from lookonce.config import ModelConfig
-from lookonce.errors import ModelLoadError
+from lookonce.errors import BadRequestError, ModelLoadError
 from lookonce.model.families.general import GeneralMediaFamily
 from lookonce.model.families.registry import FAMILIES
 from lookonce.model.loader import load_model
 from lookonce.model.proof import _cuts_inside, prove_media
 from lookonce.render.families.registry import FAMILIES as RENDER_FAMILIES
-from lookonce.render.families.registry import media_examples
+from lookonce.render.families.registry import load_family, media_examples
+from lookonce.render.media.external_items import item_from_arrays
 from lookonce.types.media import MediaExample
 from lookonce.types.model import GENERAL_MEDIA
-from tests.support.model.cases import MAX_LOGIT_ERROR
+from tests.support.model.cases import MAX_LOGIT_ERROR, picture
+from tests.support.model.chats import render
 from tests.support.model.serving import NUM_TOKENS, Subject, compare, load_general, serve
 from tests.support.model_folders.general_media import MEDIA_KINDS
 
 SAMPLE = (
     "internvl",  # tiles, with text tokens around each picture's
-    "llava_next",  # tiles, with rows for the ends of lines
+    "glm4v",  # positions on three axes
+    "qwen3_asr",  # sound, one in a prompt
 )
 REFUSED = {
     "ernie4_5_vl_moe": "logits differ",  # its three axes of positions are others than Qwen's
@@ -83,6 +86,26 @@ def assert_parity(served, expected) -> None:
     assert difference.wrong == 0
     largest = max(1.0, *(float(answer.logits.abs().max()) for answer in expected))
     assert difference.max_logit_error < MAX_LOGIT_ERROR * largest
+
+
+def test_a_type_that_is_not_listed_is_tried(folder, monkeypatch):
+    monkeypatch.setattr("lookonce.types.model.GENERAL_MEDIA", {})
+    info = load_general(folder("media:llava_next")).info
+    assert info.modalities == ("image",)
+    family = load_family(folder("media:llava_next"), "float32")
+    assert family.modalities == ("image",)
+
+
+def test_a_prompt_with_more_items_than_its_processor_takes_is_refused(folder):
+    with pytest.raises(BadRequestError, match="2 parts of type image, 1 are allowed"):
+        render(folder("media:idefics2"), ("See ", picture(1), " and ", picture(2)))
+
+
+def test_processed_items_are_refused(folder):
+    family = load_family(folder("media:internvl"), "float32")
+    item = family.process("image", picture(1), {})
+    with pytest.raises(BadRequestError, match="takes no processed image items"):
+        item_from_arrays(family, "image", item.arrays)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
