@@ -8,6 +8,7 @@ compared on prompts with random pictures or sounds.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ BLOCK_SIZE = 8
 SHORT_WINDOW = 7
 WINDOW_NAME = re.compile(r"\w*window(_size)?|local_attention")
 """Attributes of configs and modules that hold the length of a sliding window."""
+MOST_COMPARED = 128
+"""Positions of one prompt. Tiles of pictures make thousands, whose logits would take gigabytes."""
 SAME_SCALE = 1e-2
 LARGEST_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.12, torch.float16: 0.05}
 """Root mean square of the difference of logits over that of the logits around their mean."""
@@ -50,6 +53,12 @@ class Prompt(NamedTuple):
     features: tuple[MediaFeature, ...] = ()
     rows: Tensor | None = None
     """Encoder rows [N, W] of all items; None without any."""
+
+    @property
+    def compared(self) -> Tensor:
+        """Positions [C] whose logits are compared, the last one among them."""
+        length = len(self.token_ids)
+        return torch.linspace(0, length - 1, min(length, MOST_COMPARED)).round().long()
 
     @property
     def embed_positions(self) -> list[int]:
@@ -188,7 +197,7 @@ def _same_length(prompts: Sequence[Prompt]) -> int:
 def _transformers_logits(
     family: GeneralTextFamily, prompts: Sequence[Prompt], device: torch.device
 ) -> list[Tensor]:
-    """transformers' logits [T, V] of each prompt, without a cache."""
+    """transformers' logits [C, V] of each prompt, without a cache."""
     model = family.model
     set_text_attention(model, "sdpa" if model._supports_sdpa else "eager")
     try:
@@ -203,11 +212,18 @@ def _own_logits(model: Any, prompt: Prompt, device: torch.device) -> Tensor:
     ids = prompt.token_ids.to(device)[None]
     if hasattr(model.base_model, "rope_deltas"):
         model.base_model.rope_deltas = None  # of the prompt before
+    compared = prompt.compared.to(device)
+    chosen = "logits_to_keep" in inspect.signature(model.forward).parameters
+    kept = {"logits_to_keep": compared} if chosen else {}
     output = model(
-        input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **prompt.arguments
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        use_cache=False,
+        **kept,
+        **prompt.arguments,
     )
-    logits: Tensor = output.logits[0].float()
-    return logits
+    logits: Tensor = output.logits[0] if chosen else output.logits[0][compared]
+    return logits.float()
 
 
 def _our_logits(
@@ -217,7 +233,7 @@ def _our_logits(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
-    """Our logits [T, V] of each prompt, cut into chunks that end at its `cuts`.
+    """Our logits [C, V] of each prompt, cut into chunks that end at its `cuts`.
 
     All prompts advance by one chunk in each step, while they have any.
     """
@@ -234,7 +250,7 @@ def _our_logits(
         block_size=BLOCK_SIZE,
         device=device,
     )
-    logits: list[list[Tensor]] = [[] for _ in prompts]
+    hidden: list[list[Tensor]] = [[] for _ in prompts]
     for step in range(max(map(len, cuts)) - 1):
         chunks = [
             Chunk(index, prompt, cut[step], cut[step + 1])
@@ -245,14 +261,17 @@ def _our_logits(
             continue
         inputs, rows = _step_inputs(family, chunks, tables, builder, device)
         try:
-            computed = text.compute_logits(text.hidden_states(inputs, rows))
+            computed = text.hidden_states(inputs, rows)
         except FORWARD_ERRORS as error:
             raise family.unservable(f"it cannot be computed in chunks ({error})") from error
         for chunk, part in zip(
-            chunks, torch.split(computed, [c.length for c in chunks]), strict=True
+            chunks, torch.split(computed, inputs.metadata.query_lens), strict=True
         ):
-            logits[chunk.number].append(part)
-    return [torch.cat(parts) for parts in logits]
+            hidden[chunk.number].append(part)
+    return [
+        text.compute_logits(torch.cat(parts)[prompt.compared.to(device)])
+        for prompt, parts in zip(prompts, hidden, strict=True)
+    ]
 
 
 class Chunk(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from importlib.metadata import version
 from itertools import groupby
 from typing import Any
 
@@ -92,7 +93,8 @@ class GeneralProcessing(ProcessorFamily):
         return self._around
 
     def fingerprint(self) -> bytes:
-        return blake3(super().fingerprint() + self._tokenizer.digest).digest()
+        torch = version("torch").encode()
+        return blake3(super().fingerprint() + self._tokenizer.digest + torch).digest()
 
     def expansion_of_size(
         self, modality: Modality, size: tuple[int, ...], options: Options
