@@ -222,8 +222,8 @@ def _own_logits(model: Any, prompt: Prompt, device: torch.device) -> Tensor:
         **kept,
         **prompt.arguments,
     )
-    logits: Tensor = output.logits[0] if chosen else output.logits[0][compared]
-    return logits.float()
+    logits: Tensor = output.logits[0].float()
+    return logits if len(logits) == len(compared) else logits[compared]
 
 
 def _our_logits(
@@ -264,13 +264,12 @@ def _our_logits(
             computed = text.hidden_states(inputs, rows)
         except FORWARD_ERRORS as error:
             raise family.unservable(f"it cannot be computed in chunks ({error})") from error
-        for chunk, part in zip(
-            chunks, torch.split(computed, inputs.metadata.query_lens), strict=True
-        ):
+        parts = torch.split(computed, [chunk.length for chunk in chunks])
+        for chunk, part in zip(chunks, parts, strict=True):
             hidden[chunk.number].append(part)
     return [
-        text.compute_logits(torch.cat(parts)[prompt.compared.to(device)])
-        for prompt, parts in zip(prompts, hidden, strict=True)
+        text.compute_logits(torch.cat(states)[prompt.compared.to(device)])
+        for prompt, states in zip(prompts, hidden, strict=True)
     ]
 
 
