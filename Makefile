@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup serve wheel test test-models test-lmcache test-page test-openapi test-clients check structure format soak clean
+.PHONY: setup serve wheel test test-models test-lmcache test-page test-openapi test-clients check structure format attack soak clean
 
 # Tests run side by side, so numeric libraries get one thread each in them; a server uses all cores.
-check test test-lmcache test-page test-openapi test-clients soak: export OMP_NUM_THREADS ?= 1
+check test test-lmcache test-page test-openapi test-clients attack soak: export OMP_NUM_THREADS ?= 1
 
 setup: $(STAMP)
 
@@ -75,8 +75,13 @@ wheel: $(STAMP)
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	@$(BIN)/python tools/wheel_smoke.py dist/lookonce-*.whl
 
+# Attacks on a real server, on loopback: canaries are answered meanwhile, memory stays.
+attack: $(STAMP)
+	@$(BIN)/python -m pytest --timeout 900 -m "attack or not attack" tests/attack
+
 soak: $(STAMP)
 	@SOAK_REQUESTS=10000 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_soak.py
+	@CHAOS_KILLS=200 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_chaos.py
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .

@@ -6,6 +6,10 @@
 Both write new keys and values into the pages first, as the kernel does. Each layer has pages of its
 own and the layers take turns, so that keys come from memory as in a whole model, not from a warm
 CPU cache.
+
+Two more parts: few new tokens over 1,000 to 100,000 keys on one thread and on all, beside a plain
+read of the same keys and values (`--part long`); and bf16 matrix products beside float32 ones, as
+they are chosen for this CPU and as torch has them (`--part bf16`).
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from benchmarks.report import Report, median, publish
 from lookonce.model.attention.backend import AttentionCall, AttentionMetadata
 from lookonce.model.attention.cpu import KernelBackend, kernel_available
 from lookonce.model.attention.reference import ReferenceBackend, write_pages
+from lookonce.model.bf16_products import linear
 from lookonce.model.kv_pages import KVPages, LayerPages, kv_layout
 from lookonce.model.step_inputs import AttentionMetadataBuilder
 
@@ -62,6 +67,7 @@ LOADS = (
 
 
 COLUMNS = ("shape", "batch", "new", "before", "kernel", "gather", "per seq", "ratio")
+PARTS = ("steps", "long", "bf16")
 Way = Callable[[LayerPages], Tensor]
 
 
@@ -199,15 +205,130 @@ def measure_all(dtype: torch.dtype, seconds: float) -> Report:
     return report
 
 
+LONG_COLUMNS = ("shape", "new", "keys", "read", "1 thread", "all", "torch", "of read", "threads")
+LONG_SHAPES = (AttentionShape("135M-like", 1, 9, 3, 64), AttentionShape("nano", 1, 4, 2, 64))
+LONG_KEYS = (1000, 4000, 11_000, 30_000, 100_000)
+LONG_NEW = (1, 16)
+
+
+def measure_long(
+    shape: AttentionShape, load: AttentionLoad, dtype: torch.dtype, seconds: float
+) -> tuple[float, ...]:
+    """Median wall ms of one layer: a plain read of its pages, the kernel on one thread and on all,
+    plain torch on all. They take turns."""
+    layers = max(1, 40_000 // load.context)
+    step = _Step(AttentionShape(shape.name, layers, *_heads(shape)), load, dtype)
+    _check_agreement(step, (step.kernel, step.per_sequence))
+    threads = torch.get_num_threads()
+    ways: tuple[tuple[int, Way], ...] = (
+        (1, _read),
+        (1, step.kernel),
+        (threads, step.kernel),
+        (threads, step.per_sequence),
+    )
+    times: list[list[float]] = [[] for _ in ways]
+    deadline = time.perf_counter() + seconds
+    try:
+        while time.perf_counter() < deadline or len(times[0]) < 3:
+            for (count, way), taken in zip(ways, times, strict=True):
+                torch.set_num_threads(count)
+                start = time.perf_counter()
+                for layer in step.pages.layers:
+                    way(layer)
+                taken.append((time.perf_counter() - start) * 1e3 / layers)
+    finally:
+        torch.set_num_threads(threads)
+    return tuple(median(taken) for taken in times)
+
+
+def _read(layer: LayerPages) -> Tensor:
+    return layer.keys.view(torch.int32).amax() + layer.values.view(torch.int32).amax()
+
+
+def _heads(shape: AttentionShape) -> tuple[int, int, int]:
+    return shape.num_heads, shape.num_kv_heads, shape.head_dim
+
+
+@torch.inference_mode()
+def measure_long_contexts(dtype: torch.dtype, seconds: float) -> Report:
+    report = Report("attention-long", LONG_COLUMNS)
+    report.notes += [
+        f"wall ms of one layer, {dtype}, {torch.get_num_threads()} threads at most; read: a plain",
+        "read of the keys and values on one thread; of read: that / kernel on one thread; threads:",
+        "kernel on one thread / on all",
+    ]
+    for shape in LONG_SHAPES:
+        for keys in LONG_KEYS:
+            for new in LONG_NEW:
+                load = AttentionLoad(1, new, keys - new)
+                read, alone, together, plain = measure_long(shape, load, dtype, seconds)
+                figures = (read, alone, together, plain, read / alone, alone / together)
+                report.add(shape.name, new, keys, *figures)
+    return report
+
+
+PRODUCT_COLUMNS = ("inputs", "outputs", "rows", "float32", "bf16", "torch bf16", "ratio")
+PRODUCTS = ((576, 3072), (1280, 3840), (2048, 8192))
+PRODUCT_ROWS = (16, 128, 1024)
+
+
+def measure_product(
+    inputs: int, outputs: int, rows: int, seconds: float
+) -> tuple[float, float, float]:
+    """Median CPU ms of a product in float32, in bf16 as chosen here, and in torch's own bf16."""
+    x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
+    halves = x.bfloat16(), weight.bfloat16()
+    ways: tuple[Callable[[], Tensor], ...] = (
+        lambda: functional.linear(x, weight),
+        lambda: linear(*halves),
+        lambda: functional.linear(*halves),
+    )
+    times: list[list[float]] = [[] for _ in ways]
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline or len(times[0]) < 3:
+        for way, taken in zip(ways, times, strict=True):
+            start = time.thread_time()
+            way()
+            taken.append((time.thread_time() - start) * 1e3)
+    found = [median(taken) for taken in times]
+    return found[0], found[1], found[2]
+
+
+@torch.inference_mode()
+def measure_products(seconds: float) -> Report:
+    report = Report("bf16-products", PRODUCT_COLUMNS)
+    report.notes += [
+        "CPU ms of one matrix product, one thread; ratio: float32 / bf16 as chosen here"
+    ]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for inputs, outputs in PRODUCTS:
+            for rows in PRODUCT_ROWS:
+                wide, chosen, plain = measure_product(inputs, outputs, rows, seconds)
+                report.add(inputs, outputs, rows, wide, chosen, plain, wide / chosen)
+    finally:
+        torch.set_num_threads(threads)
+    return report
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="lookonce bench attention", description=__doc__)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--seconds", type=float, default=1.0, help="per row of the table")
+    parser.add_argument("--part", choices=PARTS, action="append", help="of the three; else all")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if not kernel_available():
         print("the attention kernel is not built: run `make setup`")
         return 1
-    report = measure_all(getattr(torch, options.dtype), options.seconds)
-    publish([report], options.json)
+    parts, dtype = options.part or PARTS, getattr(torch, options.dtype)
+    reports = []
+    if "steps" in parts:
+        reports.append(measure_all(dtype, options.seconds))
+    if "long" in parts:
+        reports.append(measure_long_contexts(dtype, options.seconds))
+    if "bf16" in parts:
+        reports.append(measure_products(options.seconds))
+    publish(reports, options.json)
     return 0

@@ -68,9 +68,19 @@ def running_server(options: Sequence[str] = ()) -> Iterator[RunningServer]:
 
     Raises `UnavailableError` with the end of its log when it does not become ready.
     """
+    with running_command(["-m", "lookonce.cli.main", "serve", *options, "--port", "0"]) as server:
+        yield server
+
+
+@contextmanager
+def running_command(arguments: Sequence[str]) -> Iterator[RunningServer]:
+    """Run a Python command that prints its server's URL when ready, until the block ends.
+
+    Raises `UnavailableError` with the end of its log when it does not become ready.
+    """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        command = [sys.executable, "-m", "lookonce.cli.main", "serve", *options, "--port", "0"]
+        command = [sys.executable, *arguments]
         commanded = time.time()
         with log.open("w") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

@@ -1,20 +1,26 @@
 """All configuration: one frozen dataclass per component, resolved once by `resolve`.
 
-Components receive the values they use, never this tree. LookOnce reads one environment variable:
-`LOOKONCE_CPU_KERNELS`, in `model/native/compiled.py`, when that is imported (torch, OpenMP and the
-Hugging Face libraries read their own).
+Components receive the values they use, never this tree. LookOnce reads two environment variables:
+`LOOKONCE_CPU_KERNELS`, in `model/native/compiled.py`, when that is imported, and
+`LOOKONCE_API_KEY`, in `cli` (torch, OpenMP and the Hugging Face libraries read their own).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import re
 import secrets
+import ssl
 import tempfile
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from lookonce.errors import ConfigError
+from lookonce.types.cpu import cpu_multiplies_bf16
 from lookonce.types.kv import (
     DIGITS,
     LMCACHE_MISSING,
@@ -62,6 +68,12 @@ OPTION_RANGES = {
     "max_image_pixels": Range(1, 1 << 40),
     "max_audio_seconds": _SECONDS,
     "engine_stall_timeout": _SECONDS,
+    "max_connections": _COUNT,
+    "max_connections_per_address": _COUNT,
+    "max_header_bytes": Range(1024, 1 << 24),
+    "header_timeout": _SECONDS,
+    "body_timeout": _SECONDS,
+    "keep_alive_timeout": _SECONDS,
 }
 """Every option that is a number. The most is what no machine has: a slip, or no number at all."""
 NANO = "nano"
@@ -70,6 +82,8 @@ GIB = 1 << 30
 Word = TypeVar("Word", bound=str)
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral", "qwen3_coder", "harmony")
 DTYPES = ("float32", "bfloat16", "float16")
+AUTO = "auto"
+"""As a `--dtype`: the fastest of this hardware; of two that are as fast, the more exact one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +150,40 @@ class MediaConfig:
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    key: str
+    """One key that the server accepts; the key itself is not kept."""
+
+    digest: str
+    """SHA-256 of the key, 64 hex digits."""
     tenant: str = ""
     inject: bool = False
     admin: bool = False
+    expires: float | None = None
+    """Unix time from which the key is refused; None: never."""
+    from_file: bool = False
+    """It stands in `--api-key-file`, which SIGHUP reads again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionConfig:
+    """Limits of one API process for its connections, before any request is authenticated."""
+
+    max_connections: int = 4096
+    """Fewer where the process may not open so many descriptors."""
+    max_per_address: int = 1024
+    max_header_bytes: int = 64 * 1024
+    """Request line and header fields of one request; trailers have as much again."""
+    max_headers: int = 128
+    header_timeout: float = 20.0
+    """Seconds from the connection, or a request's first byte, to the end of its header. The TLS
+    handshake has as many."""
+    body_timeout: float = 30.0
+    """Seconds a body may stand still; see `min_body_rate`."""
+    min_body_rate: int = 8 * 1024
+    """Bytes per second that a body must arrive at on average."""
+    keep_alive_timeout: float = 75.0
+    """Seconds a connection may wait for its next request."""
+    write_timeout: float = 60.0
+    """Seconds a client may leave an answer unread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +193,23 @@ class ServerConfig:
     uds: str | None = None
     api_processes: int = 1
     api_keys: tuple[ApiKey, ...] = ()
+    """All keys, those of `api_key_file` included."""
+    api_key_file: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    """More names that `Host` may have; `*` and `*.example.org` are patterns."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may use this server; `*`: every one."""
+    ssl_certfile: str | None = None
+    """A PEM file's path; None: no TLS."""
+    ssl_keyfile: str | None = None
+    connections: ConnectionConfig = field(default_factory=ConnectionConfig)
     allow_injection: bool = False
     chat_template: str | None = None
     """A file's path."""
     tool_call_parser: str = "auto"
     vllm_metric_names: bool = False
+    strict_requests: bool = False
+    """Unknown fields of a request are refused."""
     drain_timeout: float = 30.0
 
 
@@ -189,6 +245,17 @@ class Options:
     uds: str | None = None
     api_processes: int = 1
     api_key: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    max_connections: int = 4096
+    max_connections_per_address: int = 1024
+    max_header_bytes: int = 64 * 1024
+    header_timeout: float = 20.0
+    body_timeout: float = 30.0
+    keep_alive_timeout: float = 75.0
     allow_injection: bool = False
     chat_template: str | None = None
     tool_call_parser: str = "auto"
@@ -220,6 +287,7 @@ class Options:
     max_audio_seconds: float = 600.0
     engine_stall_timeout: float = 120.0
     vllm_metric_names: bool = False
+    strict_requests: bool = False
 
 
 def resolve(options: Options) -> Config:
@@ -253,13 +321,27 @@ def resolve(options: Options) -> Config:
             port=options.port,
             uds=options.uds,
             api_processes=options.api_processes,
-            api_keys=_api_keys(options.api_key),
+            api_keys=_api_keys(options.api_key, options.api_key_file),
+            api_key_file=options.api_key_file,
+            allowed_hosts=tuple(map(_host_pattern, options.allowed_hosts)),
+            allowed_origins=tuple(map(_origin, options.allowed_origins)),
+            ssl_certfile=options.ssl_certfile,
+            ssl_keyfile=_checked_ssl_keyfile(options),
+            connections=ConnectionConfig(
+                max_connections=int(options.max_connections),
+                max_per_address=int(options.max_connections_per_address),
+                max_header_bytes=int(options.max_header_bytes),
+                header_timeout=options.header_timeout,
+                body_timeout=options.body_timeout,
+                keep_alive_timeout=options.keep_alive_timeout,
+            ),
             allow_injection=options.allow_injection,
             chat_template=_existing_file("--chat-template", options.chat_template),
             tool_call_parser=_one_of(
                 "--tool-call-parser", options.tool_call_parser, TOOL_CALL_PARSERS
             ),
             vllm_metric_names=options.vllm_metric_names,
+            strict_requests=options.strict_requests,
         ),
         channel=ChannelConfig(address=_socket_path(), stall_timeout=options.engine_stall_timeout),
     )
@@ -338,9 +420,11 @@ def _device(device: str) -> str:
 def _dtype(dtype: str | None, device: str) -> str:
     if dtype is None:
         return "float32" if device == "cpu" else "bfloat16"
+    if dtype == AUTO:
+        return "bfloat16" if device != "cpu" or cpu_multiplies_bf16() else "float32"
     known = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(dtype, dtype)
     if known not in DTYPES:
-        raise ConfigError(f"--dtype is one of {', '.join(DTYPES)}, got {dtype}")
+        raise ConfigError(f"--dtype is one of {', '.join((AUTO, *DTYPES))}, got {dtype}")
     return known
 
 
@@ -357,23 +441,157 @@ def _limits(text: str) -> dict[str, int]:
     return limits
 
 
-def _api_keys(specs: tuple[str, ...]) -> tuple[ApiKey, ...]:
-    keys = []
-    for number, spec in enumerate(specs, 1):
-        parts = spec.split(":")
-        rights = set(parts[2:])
-        if not all(parts) or len(parts) > 4 or not rights <= {"inject", "admin"}:
-            raise ConfigError(
-                f"--api-key number {number} is not KEY, TENANT:KEY, TENANT:KEY:inject or "
-                "TENANT:KEY:admin"
-            )
-        tenant, key = ("", parts[0]) if len(parts) == 1 else (parts[0], parts[1])
-        keys.append(
-            ApiKey(key=key, tenant=tenant, inject="inject" in rights, admin="admin" in rights)
-        )
-    if len({k.key for k in keys}) != len(keys):
-        raise ConfigError("--api-key: the same key was given twice")
+# --- API keys -----------------------------------------------------------------------------------
+
+EXPIRES = ":expires="
+MAX_KEY_FILE_BYTES = 1 << 20
+
+
+def key_digest(key: str) -> str:
+    """SHA-256 of an API key, in hex: what is kept and compared instead of the key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def reloaded_api_keys(server: ServerConfig) -> tuple[ApiKey, ...]:
+    """The server's keys with those that `--api-key-file` has now. Raises `ConfigError`."""
+    fixed = tuple(key for key in server.api_keys if not key.from_file)
+    return _without_doubles(fixed + _keys_of_file(server.api_key_file))
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadedSettings:
+    """What a supervisor tells a running API process after SIGHUP: one line of JSON."""
+
+    api_keys: tuple[ApiKey, ...]
+
+
+def _api_keys(specs: tuple[str, ...], file: str | None) -> tuple[ApiKey, ...]:
+    given = tuple(
+        _api_key(spec, f"--api-key number {number}") for number, spec in enumerate(specs, 1)
+    )
+    return _without_doubles(given + _keys_of_file(file))
+
+
+def _keys_of_file(path: str | None) -> tuple[ApiKey, ...]:
+    """One key a line; empty lines and those that begin with `#` do not count.
+
+    A file without a key is refused: the server would let everybody in.
+    """
+    if path is None:
+        return ()
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            lines = file.read(MAX_KEY_FILE_BYTES).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"--api-key-file: {path} cannot be read: {reason}") from None
+    keys = [
+        dataclasses.replace(_api_key(text, f"--api-key-file: line {number}"), from_file=True)
+        for number, line in enumerate(lines, 1)
+        if (text := line.strip()) and not text.startswith("#")
+    ]
+    if not keys:
+        raise ConfigError(f"--api-key-file: {path} has no key")
     return tuple(keys)
+
+
+def _api_key(spec: str, where: str) -> ApiKey:
+    """`KEY` or `TENANT:KEY[:inject][:admin]`, each with or without `:expires=TIME`."""
+    spec, dated, time = spec.partition(EXPIRES)
+    parts = spec.split(":")
+    rights = set(parts[2:])
+    if not all(parts) or len(parts) > 4 or not rights <= {"inject", "admin"}:
+        raise ConfigError(
+            f"{where} is not KEY, TENANT:KEY, TENANT:KEY:inject or TENANT:KEY:admin, with or "
+            f"without {EXPIRES}DATE at its end"
+        )
+    tenant, key = ("", parts[0]) if len(parts) == 1 else (parts[0], parts[1])
+    return ApiKey(
+        digest=key_digest(key),
+        tenant=tenant,
+        inject="inject" in rights,
+        admin="admin" in rights,
+        expires=_unix_time(time, where) if dated else None,
+    )
+
+
+def _unix_time(text: str, where: str) -> float:
+    """Of an ISO 8601 date or time; UTC where it names no zone."""
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigError(
+            f"{where}: {EXPIRES} is followed by a date or time of ISO 8601 as 2027-01-31 or "
+            "2027-01-31T18:00Z"
+        ) from None
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+
+
+def _without_doubles(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
+    if len({key.digest for key in keys}) != len(keys):
+        raise ConfigError("--api-key, --api-key-file: the same key was given twice")
+    return keys
+
+
+# --- the HTTP server ----------------------------------------------------------------------------
+
+_HOST_PATTERN = re.compile(r"\*|(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s*]+")
+
+
+def _host_pattern(text: str) -> str:
+    host = text.lower()
+    if not _HOST_PATTERN.fullmatch(host):
+        raise ConfigError(
+            f"--allowed-hosts: {text!r} is not a host name without port, *.example.org or *"
+        )
+    return host
+
+
+def _origin(text: str) -> str:
+    origin = text.lower().rstrip("/")
+    if not _ORIGIN.fullmatch(origin):
+        raise ConfigError(
+            f"--allowed-origins: {text!r} is not SCHEME://HOST, with port or not, or *"
+        )
+    return origin
+
+
+def _checked_ssl_keyfile(options: Options) -> str | None:
+    """The path of the key, once it is known to belong to the certificate."""
+    if options.ssl_certfile is None:
+        if options.ssl_keyfile is not None:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+        return None
+    tls_context(options.ssl_certfile, options.ssl_keyfile)
+    return options.ssl_keyfile
+
+
+def tls_context(certfile: str, keyfile: str | None) -> ssl.SSLContext:
+    """TLS 1.2 or newer with this certificate. Raises `ConfigError`.
+
+    Without `keyfile` the key is in the certificate's file.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    load_certificate(context, certfile, keyfile)
+    return context
+
+
+def load_certificate(context: ssl.SSLContext, certfile: str, keyfile: str | None) -> None:
+    """Give `context` a certificate, for handshakes from now on. Raises `ConfigError`."""
+    for name, path in (("--ssl-certfile", certfile), ("--ssl-keyfile", keyfile)):
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"{name}: {path} is not a file")
+    try:
+        # A key with a password would be asked for on the terminal: it is refused instead.
+        context.load_cert_chain(certfile, keyfile, password=lambda: "")
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"--ssl-certfile, --ssl-keyfile: not a certificate and its key without password: "
+            f"{reason}"
+        ) from None
 
 
 def _existing_file(name: str, path: str | None) -> str | None:

@@ -9,6 +9,7 @@ LookOnceError
 │   ├── ModelNotFoundError      no model of that name is served
 │   ├── ConflictError           a media uuid is bound to other bytes
 │   ├── TooLargeError           body, media or prompt exceeds a limit
+│   ├── UnsupportedMediaTypeError a body of a type that no route takes
 │   ├── UnprocessableMediaError media bytes cannot be decoded or fetched
 │   │   └── MediaNotCachedError     a reference with nothing behind it
 │   └── QueueFullError          too many requests are waiting
@@ -74,6 +75,10 @@ class TooLargeError(RequestError):
     code = "too_large"
 
 
+class UnsupportedMediaTypeError(RequestError):
+    code = "unsupported_media_type"
+
+
 class UnprocessableMediaError(RequestError):
     code = "unprocessable_media"
 
@@ -130,6 +135,7 @@ HTTP_STATUS: dict[type[LookOnceError], int] = {
     ModelNotFoundError: 404,
     ConflictError: 409,
     TooLargeError: 413,
+    UnsupportedMediaTypeError: 415,
     UnprocessableMediaError: 422,
     QueueFullError: 429,
     UnavailableError: 503,

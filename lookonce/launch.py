@@ -4,16 +4,22 @@ supervisor (this process: neither torch nor transformers)
   ├── engine process          restarted when it dies
   └── API process × N         share one listening socket, bound here; restarted when they die
 
+A process is given up, and with it the server, only when its starts fail again and again.
+
 SIGTERM, SIGINT   API processes finish what runs, up to the drain timeout; then the engine ends
 a second one      everything is killed
+SIGHUP            API keys and the TLS certificate are read again; nothing else changes
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import logging
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,15 +27,15 @@ from pathlib import Path
 
 import msgspec
 
-from lookonce.config import Config, ServerConfig
-from lookonce.engine.process_io import StartFailed, engine_settings, parse_progress
+from lookonce.config import Config, ReloadedSettings, ServerConfig, reloaded_api_keys
+from lookonce.engine.process_io import Serving, StartFailed, engine_settings, parse_progress
 from lookonce.engine.supervisor.child_process import ChildProcess, SupervisedProcess
 from lookonce.engine.supervisor.engine_supervisor import (
     ENGINE_COMMAND,
     EngineSupervisor,
     OnLoading,
-    socket_folder,
 )
+from lookonce.engine.supervisor.socket_folder import socket_folder
 from lookonce.errors import ConfigError, error_from_wire
 
 logger = logging.getLogger(__name__)
@@ -103,6 +109,20 @@ class Supervisor:
                 api.kill()
         self._stop_asked.set()
 
+    def reload(self) -> None:
+        """Read the API keys again, and have the API processes use them and their certificate."""
+        try:
+            keys = reloaded_api_keys(self._config.server)
+        except ConfigError as error:
+            logger.error("SIGHUP: %s; the keys stay what they were", error.message)
+            return
+        server = dataclasses.replace(self._config.server, api_keys=keys)
+        self._config = dataclasses.replace(self._config, server=server)  # of processes to come
+        logger.info("SIGHUP: %d API keys, and the TLS certificate if there is one", len(keys))
+        line = msgspec.json.encode(ReloadedSettings(keys))
+        for api in self._apis:
+            api.tell(line)
+
     async def _keep_running(self) -> None:
         """Until `ask_stop`, or until a process cannot be kept running; then all processes end."""
         runs = [self._engine.run(), *(api.run() for api in self._apis)]
@@ -125,9 +145,15 @@ class Supervisor:
 
     def _api_process(self, index: int, listener: socket.socket) -> SupervisedProcess:
         name = f"API process {index}"
-        start = {"config": self._config, "listen_fd": listener.fileno(), "index": index}
+        starts = itertools.count()
 
         async def spawn() -> ChildProcess:
+            start = {
+                "config": self._config,
+                "listen_fd": listener.fileno(),
+                "index": index,
+                "restarted": next(starts) > 0,
+            }
             return await ChildProcess.start(
                 name,
                 self._api_command,
@@ -136,22 +162,29 @@ class Supervisor:
                 read_output=True,
             )
 
-        return SupervisedProcess(name, spawn, _raise_refusal)
+        async def follow(child: ChildProcess) -> None:
+            await _follow_api(child, process.serving)
+
+        process = SupervisedProcess(name, spawn, follow)
+        return process
 
     async def _announce(self, listener: socket.socket) -> None:
         """Call `on_ready` when a request to /ready is answered with 200."""
         if self._on_ready is None:
             return
         await self._engine.wait_serving()
-        while not await _is_ready(listener):  # noqa: ASYNC110 - only HTTP can tell
+        tls = self._config.server.ssl_certfile is not None
+        while not await _is_ready(listener, tls=tls):  # noqa: ASYNC110 - only HTTP can tell
             await asyncio.sleep(PROBE_SECONDS)
-        self._on_ready(url_of(listener))
+        self._on_ready(url_of(listener, tls=tls))
 
 
-async def _raise_refusal(api: ChildProcess) -> None:
+async def _follow_api(api: ChildProcess, serving: Callable[[], None]) -> None:
     """Until the process ends. Raises the `ConfigError` or `ModelLoadError` it ends with."""
     while line := await api.read_line():
         match parse_progress(line):
+            case Serving():
+                serving()
             case StartFailed(error):
                 await api.wait()
                 raise error_from_wire(*error)
@@ -197,23 +230,26 @@ def _unlink(path: str | None) -> None:
             Path(path).unlink()
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, tls: bool = False) -> str:
     """The server's URL; `unix:` and the path for a unix socket."""
     name = listener.getsockname()
     if listener.family == socket.AF_UNIX:
         return f"unix:{name}"
     host = f"[{name[0]}]" if listener.family == socket.AF_INET6 else name[0]
-    return f"http://{host}:{name[1]}"
+    return f"{'https' if tls else 'http'}://{host}:{name[1]}"
 
 
-async def _is_ready(listener: socket.socket) -> bool:
+async def _is_ready(listener: socket.socket, *, tls: bool) -> bool:
     name = listener.getsockname()
+    context = _unverified() if tls else None
     try:
         if listener.family == socket.AF_UNIX:
-            reader, writer = await asyncio.open_unix_connection(name)
+            reader, writer = await asyncio.open_unix_connection(
+                name, ssl=context, server_hostname="localhost" if tls else None
+            )
         else:
             local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(name[0], name[0])
-            reader, writer = await asyncio.open_connection(local, name[1])
+            reader, writer = await asyncio.open_connection(local, name[1], ssl=context)
     except OSError:
         return False
     try:
@@ -225,8 +261,16 @@ async def _is_ready(listener: socket.socket) -> bool:
         writer.close()
 
 
+def _unverified() -> ssl.SSLContext:
+    """For asking our own server whether it is ready, whatever name its certificate has."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
 class _Signals:
-    """SIGTERM and SIGINT ask the supervisor to stop, for as long as it runs."""
+    """SIGTERM and SIGINT ask the supervisor to stop, SIGHUP to reload, for as long as it runs."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -235,8 +279,9 @@ class _Signals:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._supervisor.ask_stop)
+        loop.add_signal_handler(signal.SIGHUP, self._supervisor.reload)
 
     def __exit__(self, *_: object) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)

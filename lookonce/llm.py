@@ -21,7 +21,8 @@ import msgspec
 from lookonce.cache.identity import media_hash
 from lookonce.config import NANO, Config, Options, SchedulerConfig, resolve
 from lookonce.engine.process_io import engine_settings
-from lookonce.engine.supervisor.engine_supervisor import EngineSupervisor, OnLoading, socket_folder
+from lookonce.engine.supervisor.engine_supervisor import EngineSupervisor, OnLoading
+from lookonce.engine.supervisor.socket_folder import socket_folder
 from lookonce.frontend.frontend import (
     Frontend,
     engine_client,

@@ -11,7 +11,11 @@ import pytest
 from lookonce.cli.main import BENCHMARKS
 from lookonce.cli.options import HELP
 from lookonce.config import Options, ServerConfig
-from lookonce.engine.supervisor.child_process import MAX_RESTARTS, RESTART_WINDOW
+from lookonce.engine.supervisor.child_process import (
+    MAX_DELAY,
+    MAX_FAILED_RESTARTS,
+    MAX_FAILED_STARTS,
+)
 from lookonce.frontend.metrics import COUNTED_ELSEWHERE
 from lookonce.server.http.app import OPEN_PATHS
 
@@ -41,9 +45,10 @@ def test_routes_that_need_no_key_are_named():
 
 
 def test_its_numbers_are_those_of_the_code():
-    assert (MAX_RESTARTS, RESTART_WINDOW) == (3, 600.0)
+    assert (MAX_FAILED_STARTS, MAX_FAILED_RESTARTS, MAX_DELAY) == (4, 10, 30.0)
     assert ServerConfig().drain_timeout == 30.0
-    assert "three times in ten minutes" in PAGE
+    assert "four starts in a row" in PAGE
+    assert "ten in a row" in PAGE
     assert "30 seconds" in PAGE
 
 

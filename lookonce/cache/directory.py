@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from lookonce.types.counts import Counts
 from lookonce.types.media import Expansion
 from lookonce.types.request import ProcessorOutcome
 
@@ -201,13 +202,13 @@ class Directory:
         *,
         max_known: int = KNOWN_EXPANSIONS,
         max_hints: int = MAX_HINTS,
+        counts: Counts | None = None,
     ) -> None:
-        self.queries = 0
-        """Media parts whose rendering resolved."""
-        self.hits = 0
-        """Those that caused no processing."""
-        self.evictions = 0
-        """Entries that made room for others (not those a reset or a restart took)."""
+        counts = Counts() if counts is None else counts
+        self._queries = counts.count("mm_cache_queries_total")
+        self._hits = counts.count("mm_cache_hits_total")
+        self._evictions = counts.count("mm_cache_evictions_total")
+        self._listed_bytes = counts.count("mm_cache_bytes", gauge=True)
         self._entries: ByteLRU[Listing] = ByteLRU(capacity_bytes)
         self._hints: _Bounded[HintedItem] = _Bounded(max_hints)
         self._known: _Bounded[Expansion] = _Bounded(max_known)
@@ -258,8 +259,8 @@ class Directory:
         item of) caused no processing and are hits; `miss` and `bypass` are queries only.
         """
         if self.capacity_bytes:
-            self.queries += 1
-            self.hits += outcome in _HITS
+            self._queries.add()
+            self._hits.add(outcome in _HITS)
 
     # --- what the sender uses -----------------------------------------------------------------
 
@@ -282,13 +283,15 @@ class Directory:
         self._hints.pop(key)
         for entry in evicted:
             self.learn(entry.key, entry.value.expansion)
-        self.evictions += len(evicted)
+        self._evictions.add(len(evicted))
+        self._listed_bytes.set(self.nbytes)
         return [entry.key for entry in evicted]
 
     def unlist(self, key: bytes) -> None:
         listing = self._entries.remove(key)
         if listing is not None:
             self.learn(key, listing.expansion)
+            self._listed_bytes.set(self.nbytes)
 
     def lists_for_certain(self, key: bytes) -> bool:
         """Whether the store holds the item once it has read all messages sent so far."""
@@ -313,14 +316,31 @@ class Directory:
         self._entries.clear()
         self._entries.capacity_bytes = capacity_bytes
         self._hints.clear()
+        self._listed_bytes.set(0)
 
     def reset(self) -> None:
         """Forget everything but pins and counters."""
         self._entries.clear()
         self._hints.clear()
         self._known.clear()
+        self._listed_bytes.set(0)
 
     # --- what metrics and tests read ----------------------------------------------------------
+
+    @property
+    def queries(self) -> int:
+        """Media parts whose rendering resolved."""
+        return int(self._queries.value)
+
+    @property
+    def hits(self) -> int:
+        """Those that caused no processing."""
+        return int(self._hits.value)
+
+    @property
+    def evictions(self) -> int:
+        """Entries that made room for others (not those a reset or a restart took)."""
+        return int(self._evictions.value)
 
     @property
     def capacity_bytes(self) -> int:

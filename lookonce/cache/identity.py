@@ -203,6 +203,10 @@ class UuidBindings:
         self._fresh.pop(name, None)
         self._put(name, digest)
 
+    def items(self) -> tuple[tuple[bytes, bytes], ...]:
+        """Every `(name digest, MediaHash)`."""
+        return tuple(self._digests.items())
+
     def take_fresh(self) -> tuple[tuple[bytes, bytes], ...]:
         """`(name digest, MediaHash)` bound here since the last call."""
         fresh = tuple(self._fresh.items())

@@ -11,7 +11,7 @@ engine's input thread uses it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -54,6 +54,18 @@ class Store:
     def get(self, key: bytes) -> ProcessedItem | None:
         entry = self._entries.get(key)
         return None if entry is None else entry.item
+
+    def get_listed(self, key: bytes) -> ProcessedItem | None:
+        """The item, if some sender lists it: so it fits a share, and is not held for one request
+        alone."""
+        entry = self._entries.get(key)
+        return entry.item if entry is not None and entry.listers else None
+
+    def listed(self) -> Iterator[tuple[bytes, ProcessedItem]]:
+        """Every item in memory that some sender lists, those that came first first."""
+        for key, entry in self._entries.items():
+            if entry.item is not None and entry.listers:
+                yield key, entry.item
 
     # --- shares -------------------------------------------------------------------------------
 

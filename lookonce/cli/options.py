@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import typing
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -22,13 +23,28 @@ HELP: dict[str, str] = {
     "port": "Port to listen on; 0 takes a free one.",
     "uds": "Listen on this unix socket instead of host and port.",
     "api_processes": "API processes that share one engine.",
-    "api_key": "KEY, TENANT:KEY, TENANT:KEY:inject or TENANT:KEY:admin; repeatable.",
+    "api_key": "KEY, TENANT:KEY, TENANT:KEY:inject or TENANT:KEY:admin; repeatable. Other users of "
+    "the machine see it here: better use --api-key-file or the variable.",
+    "api_key_file": "A file with such a key on each line; SIGHUP reads it again.",
+    "allowed_hosts": "More names by which clients may call this server; comma-separated or "
+    "repeated. Without keys: loopback, IP addresses and private names only.",
+    "allowed_origins": "Web pages of these origins may use this server: https://example.org or *; "
+    "comma-separated or repeated.",
+    "ssl_certfile": "Serve HTTPS with this certificate, a PEM file.",
+    "ssl_keyfile": "The certificate's key, where it is not in --ssl-certfile.",
+    "max_connections": "Connections that one API process holds open.",
+    "max_connections_per_address": "Connections that one address may hold open of them.",
+    "max_header_bytes": "Largest header of a request, bytes.",
+    "header_timeout": "Seconds in which a request's header must have come.",
+    "body_timeout": "Seconds a request's body may stand still.",
+    "keep_alive_timeout": "Seconds a connection may wait for its next request.",
     "allow_injection": "Let clients of a server without keys inject processed media.",
     "tool_call_parser": "How the model writes tool calls: hermes (Qwen too), llama3, mistral, "
     "qwen3_coder or harmony (gpt-oss); auto reads it off the chat template.",
     "chat_template": "A Jinja file to use instead of the model's own chat template.",
     "device": "cpu, cuda or cuda:N.",
-    "dtype": "float32, bfloat16 or float16; float32 on CPU and bfloat16 on CUDA by default.",
+    "dtype": "float32, bfloat16, float16, or auto: bfloat16 where the hardware multiplies it, else "
+    "float32. By default float32 on CPU and bfloat16 on CUDA.",
     "max_model_len": "Prompt plus generated tokens of one sequence; the model's own by default.",
     "max_num_seqs": "Sequences computed side by side.",
     "max_num_batched_tokens": "Tokens computed in one step, prompts and answers together.",
@@ -56,6 +72,7 @@ HELP: dict[str, str] = {
     "max_audio_seconds": "Longest sound, seconds.",
     "engine_stall_timeout": "Seconds a step may take before the engine counts as stuck.",
     "vllm_metric_names": "Export metrics under vLLM's names too.",
+    "strict_requests": "Refuse requests with unknown fields, which are ignored otherwise.",
 }
 """One line per field of `Options`."""
 
@@ -75,6 +92,17 @@ RENDER_OPTIONS = (
     "port",
     "uds",
     "api_key",
+    "api_key_file",
+    "allowed_hosts",
+    "allowed_origins",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "max_connections",
+    "max_connections_per_address",
+    "max_header_bytes",
+    "header_timeout",
+    "body_timeout",
+    "keep_alive_timeout",
     "chat_template",
     "tool_call_parser",
     "dtype",
@@ -89,8 +117,13 @@ RENDER_OPTIONS = (
     "max_image_pixels",
     "max_audio_seconds",
     "vllm_metric_names",
+    "strict_requests",
 )
 """The options of `lookonce render`: those of the API, and all that a rendered prompt depends on."""
+
+ENVIRONMENT = {"api_key": "LOOKONCE_API_KEY"}
+"""Options that may stand in the environment instead; spaces separate several values."""
+COMMA_SEPARATED = ("allowed_media_domains", "allowed_hosts", "allowed_origins")
 
 
 def takes_options(
@@ -118,12 +151,18 @@ def takes_options(
 
 
 def options_from(model: str, given: dict[str, Any]) -> Options:
-    """`Options` of a command line; typer's lists become tuples."""
+    """`Options` of a command line; typer's lists become tuples.
+
+    Variables of `ENVIRONMENT` are removed from the environment: typer has read them.
+    """
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
     }
-    if domains := values.get("allowed_media_domains"):
-        values["allowed_media_domains"] = tuple(",".join(domains).replace(" ", "").split(","))
+    for name in COMMA_SEPARATED:
+        if listed := values.get(name):
+            values[name] = tuple(filter(None, ",".join(listed).replace(" ", "").split(",")))
+    for variable in ENVIRONMENT.values():
+        os.environ.pop(variable, None)  # processes that are started from here do not inherit it
     return Options(model=model, **values)
 
 
@@ -131,7 +170,12 @@ def _parameter(field: dataclasses.Field[Any], kind: Any) -> inspect.Parameter:
     flag = "--" + field.name.replace("_", "-")
     repeatable = typing.get_origin(kind) is tuple
     names = [f"{flag}/--no-{flag[2:]}"] if field.default is True else [flag]
-    option = typer.Option(*names, help=HELP[field.name], show_default=not repeatable)
+    option = typer.Option(
+        *names,
+        help=HELP[field.name],
+        show_default=not repeatable,
+        envvar=ENVIRONMENT.get(field.name),
+    )
     return inspect.Parameter(
         field.name,
         inspect.Parameter.KEYWORD_ONLY,

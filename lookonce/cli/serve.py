@@ -45,10 +45,13 @@ def run_render_server(options: Options) -> int:
     _log_as("render")
     for library in ("uvicorn", "httpx"):
         logging.getLogger(library).setLevel(logging.WARNING)
+    from lookonce.server.log_limiter import limit_log_lines
     from lookonce.server.render_server import serve_render  # slow: options are checked first
 
+    limit_log_lines()
+
     with bind(config.server) as listener:
-        url = url_of(listener)
+        url = url_of(listener, tls=config.server.ssl_certfile is not None)
 
         def on_ready() -> None:
             print(f"Rendering {config.model.served_name} on {url}", flush=True)

@@ -20,13 +20,16 @@ The scope is in every hash through the root, so two tenants never share a block.
 with its full key, its offset from the block's start and everything about its shape that changes
 what is computed (length, rows, embed ranges within the block, grid): equal hashes mean equal K/V.
 Digests are not truncated (32 bytes): two contents with one hash would give a wrong answer.
+
+Hashing a block takes a microsecond, and a long prompt that is cached has thousands of them. So the
+hashes of runs of blocks are kept (`BlockHashCache`), found by one digest of what they depend on.
 """
 
 from __future__ import annotations
 
 import struct
 from array import array
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -49,6 +52,8 @@ from lookonce.types.sampling import CompiledGrammar
 
 HASHED_AHEAD = 8
 """Blocks hashed beyond the one asked for. A prompt that is not cached is not hashed at once."""
+HASH_RUN = 32
+"""Blocks of a run, whose hashes are found together; a multiple of `HASHED_AHEAD`."""
 
 
 class Request:
@@ -178,6 +183,7 @@ class Sequence:
     __slots__ = (
         "admissible_with",
         "announced",
+        "block_hash_cache",
         "block_hashes",
         "block_ids",
         "cache_generation",
@@ -199,7 +205,14 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, seq_id: int, request: Request, index: int, token_limit: int) -> None:
+    def __init__(
+        self,
+        seq_id: int,
+        request: Request,
+        index: int,
+        token_limit: int,
+        block_hash_cache: BlockHashCache | None = None,
+    ) -> None:
         self.seq_id = seq_id
         self.request = request
         self.index = index
@@ -217,6 +230,8 @@ class Sequence:
         """Leading blocks that were found in the prefix cache while the sequence waited."""
         self.block_hashes: list[bytes] = []
         """Of the first full blocks, as far as they were needed."""
+        self.block_hash_cache = block_hash_cache
+        """None: every block is hashed."""
         self.idle_since = 0.0
         """When the sequence became IDLE last, by the scheduler's clock."""
         self.clear_computed()
@@ -253,15 +268,38 @@ class Sequence:
     def hash_blocks(self, block_size: int, num_blocks: int) -> None:
         """Extend `block_hashes` to the first `num_blocks` full blocks."""
         request, hashes = self.request, self.block_hashes
+        known = len(hashes)
         extend_chain(
             hashes, request.root_hash, self.tokens, request.features, block_size, num_blocks
         )
+        cache = self.block_hash_cache
+        if cache is not None and request.session is None:  # a session forgets what was hashed
+            for run in range(known // HASH_RUN, len(hashes) // HASH_RUN):
+                first = run * HASH_RUN
+                cache.put(self._run_key(block_size, first), hashes[first : first + HASH_RUN])
+
+    def hash_ahead(self, block_size: int, limit: int) -> None:
+        """Extend `block_hashes`, but not beyond `limit` blocks: by a run whose hashes are known,
+        else by a few blocks."""
+        hashes = self.block_hashes
+        first, cache = len(hashes), self.block_hash_cache
+        if cache is not None and first % HASH_RUN == 0 and first + HASH_RUN <= limit:
+            known = cache.get(self._run_key(block_size, first))
+            if known is not None:
+                hashes += known
+                return
+        self.hash_blocks(block_size, min(limit, first + HASHED_AHEAD))
+
+    def _run_key(self, block_size: int, first: int) -> bytes:
+        request = self.request
+        parent = self.block_hashes[first - 1] if first else request.root_hash
+        return run_key(parent, self.tokens, request.features, block_size, first)
 
     def hashes(self, block_size: int, limit: int) -> Iterator[bytes]:
         """Hashes of the first `limit` blocks, computed as the iterator reaches them."""
         for index in range(limit):
             if index == len(self.block_hashes):
-                self.hash_blocks(block_size, min(limit, index + HASHED_AHEAD))
+                self.hash_ahead(block_size, limit)
             yield self.block_hashes[index]
 
     def move_to(self, state: SequenceState) -> None:
@@ -456,6 +494,8 @@ class ReuseStats:
 
 
 _ROOT = b"lookonce.kv-block.1\0"
+_RUN_KEY = struct.Struct("<24sqq")
+_RUN_NAME = b"lookonce.kv-block-run.1\0"
 _PLAIN_ITEM = struct.Struct("<32sBqqq")
 _SHAPED_ITEM = struct.Struct("<32sBqqqqqqq")
 _RANGE = struct.Struct("<qq")
@@ -476,17 +516,69 @@ def extend_chain(
     num_blocks: int,
 ) -> None:
     """Append hashes until `chain` covers `num_blocks` full blocks."""
-    parent = chain[-1] if chain else root
-    for block in range(len(chain), num_blocks):
-        start, end = block * block_size, (block + 1) * block_size
-        parts = [parent, tokens.raw(start, end)]
-        parts += [_describe(features[i], start, end) for i in features.overlapping(start, end)]
-        parent = blake3(b"".join(parts)).digest()
+    parent, known = chain[-1] if chain else root, len(chain)
+    if num_blocks <= known:
+        return
+    raw = tokens.raw(known * block_size, num_blocks * block_size)
+    nbytes = len(raw) // (num_blocks - known)
+    has_items = bool(features.overlapping(known * block_size, num_blocks * block_size))
+    for block in range(num_blocks - known):
+        hashed = parent + raw[block * nbytes : (block + 1) * nbytes]
+        if has_items:
+            start = (known + block) * block_size
+            hashed += _describe_all(features, start, start + block_size)
+        parent = blake3(hashed).digest()
         chain.append(parent)
 
 
+def run_key(
+    parent: bytes, tokens: TokenBuffer, features: MultiModalFeatures, block_size: int, first: int
+) -> bytes:
+    """Digest of all that the hashes of the `HASH_RUN` blocks from block `first` on depend on."""
+    start, end = first * block_size, (first + HASH_RUN) * block_size
+    head = _RUN_KEY.pack(_RUN_NAME, HASH_RUN, block_size)
+    hashed = head + parent + tokens.raw(start, end) + _describe_all(features, start, end)
+    return blake3(hashed).digest()
+
+
+class BlockHashCache:
+    """Key of a run of blocks (`run_key`) → the hashes of its blocks, least recently used first out.
+
+    The hash before the run is in the key, and with it all tokens and items before and the scope.
+    """
+
+    __slots__ = ("_runs", "max_runs")
+
+    def __init__(self, num_blocks: int) -> None:
+        """Keeps the hashes of about `num_blocks` blocks, as many as the pool can hold."""
+        self.max_runs = num_blocks // HASH_RUN + 1
+        self._runs: OrderedDict[bytes, list[bytes]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def get(self, key: bytes) -> list[bytes] | None:
+        found = self._runs.get(key)
+        if found is not None:
+            self._runs.move_to_end(key)
+        return found
+
+    def put(self, key: bytes, hashes: list[bytes]) -> None:
+        self._runs[key] = hashes
+        self._runs.move_to_end(key)
+        if len(self._runs) > self.max_runs:
+            self._runs.popitem(last=False)
+
+
+def _describe_all(features: MultiModalFeatures, start: int, end: int) -> bytes:
+    """What is hashed of the items that overlap positions `[start, end)`."""
+    indices = features.overlapping(start, end)
+    return b"".join([_describe(features[index], start, end) for index in indices])
+
+
 def _describe(feature: MediaFeature, start: int, end: int) -> bytes:
-    """What the block `[start, end)` hashes of one item; self-delimiting."""
+    """What the positions `[start, end)` hash of one item; self-delimiting. That of a run of blocks
+    determines that of each of its blocks."""
     base, length, rows = feature.offset - start, feature.length, feature.num_embeds
     if feature.is_embed is None and feature.grid is None:
         return _PLAIN_ITEM.pack(feature.key, _PLAIN, base, length, rows)

@@ -125,7 +125,9 @@ class Scheduler:
             self._sessions.open(built)
         token_limit = self.validator.token_limit(built)
         for index in range(built.sampling.n):
-            built.sequences.append(Sequence(self._next_seq_id, built, index, token_limit))
+            built.sequences.append(
+                Sequence(self._next_seq_id, built, index, token_limit, self._state.block_hash_cache)
+            )
             self._next_seq_id += 1
         queues.add(built)
         if self._kv_connector is not None:

@@ -17,7 +17,7 @@ import msgspec
 
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.request import HASHED_AHEAD, Request, Sequence, SequenceState
+from lookonce.core.request import BlockHashCache, Request, Sequence, SequenceState
 from lookonce.errors import LookOnceError, error_to_wire
 from lookonce.types.kv import ExternalCacheStats
 from lookonce.types.ports import Clock
@@ -37,6 +37,7 @@ class SchedulerState:
         clock: Clock = time.monotonic,
     ) -> None:
         self.block_pool = block_pool
+        self.block_hash_cache = BlockHashCache(block_pool.num_blocks)
         self.encoder_cache = encoder_cache
         self.prefix_caching = prefix_caching
         self.clock = clock
@@ -206,7 +207,7 @@ class SchedulerState:
         limit = self.max_reused_blocks(sequence)
         while found < limit:
             if found == len(sequence.block_hashes):
-                sequence.hash_blocks(block_size, min(limit, found + HASHED_AHEAD))
+                sequence.hash_ahead(block_size, limit)
             if not self.block_pool.holds(sequence.block_hashes[found]):
                 break
             found += 1

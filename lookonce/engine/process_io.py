@@ -1,4 +1,4 @@
-"""What a supervisor tells the engine process, and hears from it.
+"""What a supervisor tells the engine process, and hears from it and from API processes.
 
 stdin   `EngineSettings`, one line of JSON
 stdout  `ProgressEvent`s, one line of JSON each
@@ -59,8 +59,8 @@ class EngineLoading(msgspec.Struct, frozen=True, tag="loading"):
     total: int
 
 
-class EngineServing(msgspec.Struct, frozen=True, tag="serving"):
-    """The engine takes requests."""
+class Serving(msgspec.Struct, frozen=True, tag="serving"):
+    """The process takes requests."""
 
     seconds: float
     """From the start of the process."""
@@ -74,12 +74,12 @@ class EngineAlive(msgspec.Struct, frozen=True, tag="alive"):
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine cannot start; `error` as in `errors.error_to_wire`."""
+    """The process cannot start; `error` as in `errors.error_to_wire`."""
 
     error: tuple[str, str, str | None]
 
 
-ProgressEvent = EngineLoading | EngineServing | EngineAlive | StartFailed
+ProgressEvent = EngineLoading | Serving | EngineAlive | StartFailed
 
 
 _decoder: msgspec.json.Decoder[ProgressEvent] = msgspec.json.Decoder(ProgressEvent)

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from lookonce.config import Config, MediaConfig
 from lookonce.engine.client.engine_client import EngineClient, EngineState
 from lookonce.engine.client.sender_cache import DISABLED, InjectionOutcome
-from lookonce.errors import NotReadyError
-from lookonce.frontend.metrics import Counts, Metrics
+from lookonce.errors import LookOnceError, NotReadyError
+from lookonce.frontend.metrics import Metrics
 from lookonce.frontend.sampling_params import SamplingDefaults, read_defaults
 from lookonce.frontend.tools.formats import ToolDialect, choose_dialect
-from lookonce.render.media.pool import MAX_QUEUE
+from lookonce.render.media.pool import MAX_QUEUE, share_of_workers
 from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE
 from lookonce.render.renderer import Renderer, open_renderer
+from lookonce.types.counts import Counts
 from lookonce.types.media import ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import RenderedPrompt, TokenDelta
@@ -39,16 +40,23 @@ class Frontend:
     """How the served model writes tool calls; None where its template has no place for tools."""
 
 
-def engine_client(config: Config) -> EngineClient:
+def engine_client(config: Config, counts: Counts | None = None) -> EngineClient:
     """The client of the engine at the configured address, to be entered."""
-    return EngineClient(config.channel, processor_cache_bytes=config.media.processor_cache_bytes)
+    nbytes = config.media.processor_cache_bytes
+    return EngineClient(config.channel, processor_cache_bytes=nbytes, counts=counts)
 
 
 @asynccontextmanager
-async def open_frontend(config: Config, client: EngineClient) -> AsyncIterator[Frontend]:
+async def open_frontend(
+    config: Config,
+    client: EngineClient,
+    counts: Counts | None = None,
+    *,
+    wait_for_worker: bool = True,
+) -> AsyncIterator[Frontend]:
     """A frontend of an entered client, whose engine may still be loading.
 
-    Raises `ModelLoadError`.
+    `counts` gets what is counted for metrics. Raises `ModelLoadError`.
     """
     async with (
         open_renderer(
@@ -57,11 +65,14 @@ async def open_frontend(config: Config, client: EngineClient) -> AsyncIterator[F
             directory=client.directory,
             uuids=client.sender.uuids,
             chat_template=config.server.chat_template,
+            counts=counts,
+            claims=client.claims,
+            num_workers=share_of_workers(config.server.api_processes),
+            wait_for_worker=wait_for_worker,
         ) as renderer,
         limits_learned(client, renderer),
     ):
-        metrics = Metrics(config.model.served_name, config.server.vllm_metric_names)
-        metrics.sources += [renderer.counts, lambda: _cache_counts(client)]
+        metrics = Metrics(config.model.served_name, config.server.vllm_metric_names, counts)
         yield Frontend(
             config=config,
             renderer=renderer,
@@ -103,18 +114,6 @@ def dialect_of(config: Config, renderer: Renderer) -> ToolDialect | None:
     )
 
 
-def _cache_counts(client: EngineClient) -> Counts:
-    directory = client.directory
-    return {
-        "mm_cache_queries_total": directory.queries,
-        "mm_cache_hits_total": directory.hits,
-        "mm_cache_evictions_total": directory.evictions,
-        "mm_cache_bytes": directory.nbytes,
-        "mm_cache_resends_total": client.sender.resends,
-        "mm_cache_asks_total": client.sender.asks,
-    }
-
-
 class RenderOnlyEngine:
     """Stands in for `EngineClient` where a server only renders: without weights and caches.
 
@@ -147,6 +146,12 @@ class RenderOnlyEngine:
         return {}
 
     async def reset_cache(self, tier: str) -> None:
+        return
+
+    def expect_no_restart(self) -> None:
+        return
+
+    def cut_off(self, error: LookOnceError) -> None:
         return
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from lookonce.errors import RequestFailedError, error_from_wire
 from lookonce.frontend.frontend import Frontend
 from lookonce.frontend.responses import StopReason
-from lookonce.render.prompt.detokenizer import Detokenizer
+from lookonce.render.prompt.detokenizer import CONTEXT_TOKENS, Detokenizer
 from lookonce.types.request import (
     PrefillStats,
     PromptLogprob,
@@ -70,8 +70,9 @@ class PromptGeneration:
         self._engine_id = f"{_PROCESS}-{next(_numbers)}"
         self._index_base = index_base
         self._arrival = time.monotonic() if arrival is None else arrival
+        context: list[int] = rendered.ids[-CONTEXT_TOKENS:].tolist()
         self._texts: dict[int, Detokenizer] = {
-            index: frontend.renderer.detokenizer(sampling, rendered.token_ids, keep)
+            index: frontend.renderer.detokenizer(sampling, context, keep)
             for index in range(sampling.n)
         }
         self._last_delta: dict[int, float] = {}
@@ -147,13 +148,15 @@ class PromptGeneration:
 
     def _observe(self, delta: TokenDelta) -> None:
         metrics, now = self._frontend.metrics, time.monotonic()
-        if not self._last_delta:
-            metrics.time_to_first_token.observe(now - self._arrival)
-            metrics.prompt_tokens.inc(len(self.rendered.token_ids))
-        elif delta.index in self._last_delta:
-            metrics.inter_token_latency.observe(now - self._last_delta[delta.index])
+        before = self._last_delta.get(delta.index)
+        if before is not None:
+            metrics.delivered(now - before, len(delta.token_ids))
+        else:
+            if not self._last_delta:
+                metrics.time_to_first_token.observe(now - self._arrival)
+                metrics.prompt_tokens.inc(self.rendered.num_tokens)
+            metrics.generation_tokens.inc(len(delta.token_ids))
         self._last_delta[delta.index] = now
-        metrics.generation_tokens.inc(len(delta.token_ids))
         if delta.reuse_stats is not None:
             self.reuse_stats = delta.reuse_stats
         if delta.prompt_logprobs is not None:
@@ -185,8 +188,8 @@ def prepare(
     """
     model = frontend.engine.model
     if not limit_asked:
-        sampling = shorten_max_tokens(sampling, len(rendered.token_ids), model.max_model_len)
-    check_fits(len(rendered.token_ids), sampling, model)
+        sampling = shorten_max_tokens(sampling, rendered.num_tokens, model.max_model_len)
+    check_fits(rendered.num_tokens, sampling, model)
     return PromptGeneration(
         frontend,
         rendered,

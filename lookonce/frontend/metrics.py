@@ -1,19 +1,19 @@
-"""Prometheus metrics of one API process: what it counts itself, and what other components count.
+"""Prometheus metrics of the API processes: what answers count, and what other components count.
 
-Other components (renderer, directory, engine) are read when `/metrics` is asked for: a source is a
-function that answers `{name: value}`, where a name may carry label values as `name:a,b`. Names have
-no prefix inside LookOnce; `Metrics.exposition` adds `lookonce_`, and `vllm:` where asked for.
+All of it is in the `Counts` of each process, where other components (renderer, directory) write
+under names of `COUNTED_ELSEWHERE`; a name may carry label values as `name:a,b`. The engine is asked
+for its figures when `/metrics` is. Names have no prefix inside LookOnce; `Metrics.exposition` adds
+`lookonce_`, and `vllm:` where asked for.
 
-What the process counts itself is plain numbers, written on its event loop alone: they are counted
-for every token, and prometheus_client's own counters, which any thread may use, take ten times as
-long.
+Numbers are written on the event loop alone: they are counted for every token, and
+prometheus_client's own counters, which any thread may use, take several times as long.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,34 +25,45 @@ from prometheus_client.core import (
     Metric,
 )
 
-Counts = Mapping[str, float]
-Source = Callable[[], Counts]
+from lookonce.types.counts import Counts, Values
+
+Figures = Mapping[str, float]
+"""What the engine counts, by name."""
+Sums = Mapping[str, Values]
+"""What API processes count, by name."""
 LATENCY_BUCKETS = (
     .001, .0025, .005, .01, .02, .04, .06, .08, .1, .15, .25, .5, .75, 1, 2.5, 5, 10, 20, 40, 80,
 )  # fmt: skip
+_GENERATED = "lookonce_generation_tokens"
+_SUM = len(LATENCY_BUCKETS) + 1
+"""Where `Durations.values` of those buckets has its sum."""
 
 
 class Metrics:
-    """The metrics of one API process; `vllm_names` adds each under vLLM's name too."""
+    """What answers count in one API process, and how all metrics are shown; `vllm_names` adds each
+    under vLLM's name too."""
 
-    def __init__(self, served_name: str, vllm_names: bool = False) -> None:
-        self.sources: list[Source] = []
-        """Figures of this process that other components count."""
+    def __init__(
+        self, served_name: str, vllm_names: bool = False, counts: Counts | None = None
+    ) -> None:
+        self.counts = counts = Counts() if counts is None else counts
         self.time_to_first_token = _seconds(
-            "time_to_first_token", "From a request's arrival to its first token"
+            counts, "time_to_first_token", "From a request's arrival to its first token"
         )
         self.inter_token_latency = _seconds(
-            "inter_token_latency", "Between one sample's deliveries of tokens"
+            counts, "inter_token_latency", "Between one sample's deliveries of tokens"
         )
         self.request_latency = _seconds(
-            "e2e_request_latency", "From a request's arrival to its last token"
+            counts, "e2e_request_latency", "From a request's arrival to its last token"
         )
-        self.render = _seconds("render", "Media, template and tokens of one prompt")
+        self.render = _seconds(counts, "render", "Media, template and tokens of one prompt")
         self.success = TotalByLabel(
-            "lookonce_request_success", "Requests answered completely", "finished_reason"
+            counts, "lookonce_request_success", "Requests answered completely", "finished_reason"
         )
-        self.prompt_tokens = Total("lookonce_prompt_tokens", "Prompt tokens of accepted requests")
-        self.generation_tokens = Total("lookonce_generation_tokens", "Tokens generated")
+        self.prompt_tokens = Total(
+            counts, "lookonce_prompt_tokens", "Prompt tokens of accepted requests"
+        )
+        self.generation_tokens = Total(counts, _GENERATED, "Tokens generated")
         self._own: tuple[Counted, ...] = (
             self.time_to_first_token,
             self.inter_token_latency,
@@ -62,18 +73,31 @@ class Metrics:
             self.prompt_tokens,
             self.generation_tokens,
         )
+        self._between = self.inter_token_latency.values
+        self._generated = self.generation_tokens.values
         self._served_name = served_name
         self._vllm_names = vllm_names
 
-    def local_families(self) -> list[Metric]:
-        """Everything counted in this process."""
-        counts: dict[str, float] = {}
-        for source in self.sources:
-            for name, value in source().items():
-                counts[name] = counts.get(name, 0) + value
-        return [*(counted.family() for counted in self._own), *_families(counts)]
+    def delivered(self, seconds: float, num_tokens: int) -> None:
+        """Count one delivery of tokens `seconds` after the one before.
 
-    def exposition(self, local: Iterable[Metric], engine: Counts) -> bytes:
+        This runs for every token, so it calls nothing and changes as few numbers as it can: nearly
+        all deliveries have one token, and those are counted by `inter_token_latency` alone.
+        """
+        values = self._between
+        values[bisect_left(LATENCY_BUCKETS, seconds)] += 1.0
+        values[_SUM] += seconds
+        if num_tokens != 1:
+            self._generated[0] += num_tokens - 1
+
+    def families(self, sums: Sums | None = None) -> list[Metric]:
+        """What API processes have counted: `sums`, or what is in `counts`."""
+        sums = self.counts.read() if sums is None else sums
+        elsewhere = {name: values.numbers[0] for name, values in sums.items()}
+        own = {**sums, _GENERATED: _with_deliveries(sums)}
+        return [*(counted.family(own) for counted in self._own), *_families(elsewhere)]
+
+    def exposition(self, local: Iterable[Metric], engine: Figures) -> bytes:
         """The text of `/metrics`: `local` families (of all API processes) and the engine's."""
         families = [*local, *_families(engine)]
         if self._vllm_names:
@@ -93,6 +117,12 @@ class Metrics:
             yield alias
 
 
+def _with_deliveries(sums: Sums) -> Values:
+    """All generated tokens: see `Metrics.delivered`."""
+    deliveries = sum(sums["lookonce_inter_token_latency_seconds"].numbers[:_SUM])
+    return Values((sums[_GENERATED].numbers[0] + deliveries,))
+
+
 @dataclass(frozen=True, slots=True)
 class _Fixed:
     """A collector of families that are already collected."""
@@ -103,11 +133,11 @@ class _Fixed:
         return self.families
 
 
-def _seconds(name: str, text: str) -> Durations:
-    return Durations(f"lookonce_{name}_seconds", text, LATENCY_BUCKETS)
+def _seconds(counts: Counts, name: str, text: str) -> Durations:
+    return Durations(counts, f"lookonce_{name}_seconds", text, LATENCY_BUCKETS)
 
 
-def _families(counts: Counts) -> list[Metric]:
+def _families(counts: Figures) -> list[Metric]:
     """The described figures among `counts`, as Prometheus families."""
     found: dict[str, Metric] = {}
     for key, value in sorted(counts.items()):
@@ -132,66 +162,71 @@ def _family(name: str, described: MetricInfo) -> Metric:
 
 
 class Counted(Protocol):
-    def family(self) -> Metric:
-        """What was counted so far."""
+    def family(self, sums: Sums) -> Metric:
+        """What all processes counted; `sums` are those of `Counts`."""
 
 
 class Total:
     """A counter."""
 
-    def __init__(self, name: str, text: str) -> None:
+    def __init__(self, counts: Counts, name: str, text: str) -> None:
         self._name, self._text = name, text
-        self._value = 0.0
+        self.values = counts.values(name)
 
     def inc(self, amount: float = 1.0) -> None:
-        self._value += amount
+        self.values[0] += amount
 
-    def family(self) -> Metric:
-        return CounterMetricFamily(self._name, self._text, self._value)
+    def family(self, sums: Sums) -> Metric:
+        return CounterMetricFamily(self._name, self._text, sums[self._name].numbers[0])
 
 
 class TotalByLabel:
     """A counter with one label; a label value appears once it is counted."""
 
-    def __init__(self, name: str, text: str, label: str) -> None:
-        self._name, self._text, self._label = name, text, label
-        self._values: dict[str, float] = {}
+    def __init__(self, counts: Counts, name: str, text: str, label: str) -> None:
+        self._counts, self._name, self._text, self._label = counts, name, text, label
 
     def inc(self, value: str) -> None:
-        self._values[value] = self._values.get(value, 0.0) + 1.0
+        self._counts.values(f"{self._name}:{value}")[0] += 1.0
 
-    def family(self) -> Metric:
+    def family(self, sums: Sums) -> Metric:
         family = CounterMetricFamily(self._name, self._text, labels=[self._label])
-        for value, count in self._values.items():
-            family.add_metric([value], count)
+        for name, values in sums.items():
+            counted, _, value = name.partition(":")
+            if value and counted == self._name:
+                family.add_metric([value], values.numbers[0])
         return family
 
 
 class Durations:
-    """A histogram of seconds over `bounds`, which ascend."""
+    """A histogram of seconds over `bounds`, which ascend.
 
-    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+    `values` are the numbers of durations up to each bound, of those beyond, and the sum.
+    """
+
+    def __init__(self, counts: Counts, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name, self._text = name, text
         self._bounds = list(bounds)
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self.values = counts.values(name, len(bounds) + 2)
 
     def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(self._bounds, seconds)] += 1
-        self._sum += seconds
+        values = self.values
+        values[bisect_left(self._bounds, seconds)] += 1.0
+        values[-1] += seconds
 
     def time(self) -> _Timing:
         """A block whose duration is observed, however it ends."""
         return _Timing(self)
 
-    def family(self) -> Metric:
+    def family(self, sums: Sums) -> Metric:
+        *counted, total = sums[self._name].numbers
         buckets: list[tuple[str, float]] = []
-        below = 0
+        below = 0.0
         names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
-        for name, count in zip(names, self._counts, strict=True):
+        for name, count in zip(names, counted, strict=True):
             below += count
-            buckets.append((name, float(below)))
-        return HistogramMetricFamily(self._name, self._text, buckets, self._sum)
+            buckets.append((name, below))
+        return HistogramMetricFamily(self._name, self._text, buckets, total)
 
 
 class _Timing:
@@ -218,6 +253,13 @@ class MetricInfo:
 
 
 COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
+    "http_connections": MetricInfo("Connections of clients that are open"),
+    "http_connections_evicted_total": MetricInfo(
+        "Connections without a request that were closed to take new ones"
+    ),
+    "http_refused_total": MetricInfo(
+        "Connections and requests refused before they reached a route", label="reason"
+    ),
     "mm_cache_queries_total": MetricInfo(
         "Media parts looked up in the processor cache", vllm="mm_cache_queries_total"
     ),
@@ -246,6 +288,9 @@ COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
     "encoder_cache_restores_total": MetricInfo("Encoder outputs brought back from host memory"),
     "encoder_prefetches_total": MetricInfo("Media items encoded before a chunk needed them"),
     "encoder_runs_total": MetricInfo("Media items the encoder was run on"),
+    "token_cache_queries_total": MetricInfo("Prompt tokens whose text the token cache looked up"),
+    "token_cache_hits_total": MetricInfo("Of those, tokens that were not tokenized again"),
+    "token_cache_bytes": MetricInfo("Bytes of the token caches of the API processes"),
     "prefix_cache_queries_total": MetricInfo(
         "Prompt tokens looked up in the prefix cache", vllm="prefix_cache_queries_total"
     ),

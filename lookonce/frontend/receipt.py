@@ -21,7 +21,7 @@ from lookonce.types.request import MAX_LISTED_ITEMS, PrefillStats
 def usage(generations: Sequence[PromptGeneration]) -> Usage:
     """Tokens of all prompts and all samples of one response."""
     prompts = [generation.rendered for generation in generations]
-    prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
     completion_tokens = sum(generation.completion_tokens for generation in generations)
     return Usage(
         prompt_tokens=prompt_tokens,
@@ -42,7 +42,7 @@ def reuse_receipt(generations: Sequence[PromptGeneration]) -> ReuseReceipt:
     ]
     items = [item for generation in generations for item in _items(generation)]
     return ReuseReceipt(
-        prompt_tokens=sum(len(generation.rendered.token_ids) for generation in generations),
+        prompt_tokens=sum(generation.rendered.num_tokens for generation in generations),
         prefix_cached_tokens=sum(fact.prefix_cached_tokens for fact in reuse_stats),
         external_cached_tokens=sum(fact.external_cached_tokens for fact in reuse_stats),
         items=items[:MAX_LISTED_ITEMS],

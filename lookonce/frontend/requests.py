@@ -1,8 +1,9 @@
 """What clients send, as declared structs that msgspec decodes straight from the body's bytes.
 
-Fields that are not declared are ignored: they are harmless (`user`, `store`, `metadata`, ...).
-Fields that would change the answer and are not supported are declared as raw JSON, with the type
-`Raw`: `server.http.body.parse` refuses them with a 400 unless their value asks for nothing.
+Fields that are not declared are ignored. Those of `ACCEPTED_FIELDS` are harmless; all others are
+told to the client (`server.http.unknown_fields`). Fields that would change the answer and are not
+supported are declared as raw JSON, with the type `Raw`: `server.http.body.parse` refuses them with
+a 400 unless their value asks for nothing.
 
     RefusesUnsupported
     ├── TokenizeRequest
@@ -21,6 +22,16 @@ import msgspec
 
 from lookonce.frontend.tools.calls import Tool, ToolChoice
 
+ACCEPTED_FIELDS = frozenset(
+    {
+        "access_programs", "background_options", "metadata", "prediction", "prompt_cache_key",
+        "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier",
+        "store", "user",
+    }
+)  # fmt: skip
+"""OpenAI's fields about accounts, storage and routing: no answer depends on them."""
+HARMLESS_VALUES = (b"", b"null", b"false", b"[]", b"{}", b'""')
+"""JSON of fields that ask for nothing."""
 Raw = msgspec.Raw | msgspec.UnsetType
 NOTHING = msgspec.UNSET
 Schema = dict[str, Any] | bool
@@ -100,6 +111,10 @@ class StructuredFields(UnsupportedParameters, kw_only=True):
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """vLLM's: with `include_usage`, every chunk has the usage so far."""
+    include_obfuscation: bool | None = None
+    """OpenAI's padding of events, which is never added here."""
 
 
 class SamplingFields(StructuredFields, kw_only=True):

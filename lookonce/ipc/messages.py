@@ -78,6 +78,27 @@ class UpdateCache(msgspec.Struct, frozen=True, tag="update", array_like=True):
     cleared: int = 0
     """Not 0: the sender's share is emptied before `ops`. The number of the `ClearCache` that this
     answers; -1: the sender starts over unasked (one of its messages could not be sent)."""
+    open_claims: tuple[int, ...] = ()
+    """Where `cleared`: the sender's claims that are still open. Others have ended, by a message
+    that may not have been read."""
+
+
+class Claim(msgspec.Struct, frozen=True, tag="claim", array_like=True):
+    """This sender wants to make the item of `key`. `Hints.granted` or `Hints.held` answers it, at
+    once or when the sender that makes it now has added it or given up."""
+
+    epoch: int
+    number: int
+    """Counts this sender's claims; a claim that is repeated keeps its number."""
+    key: bytes
+
+
+class Unclaim(msgspec.Struct, frozen=True, tag="unclaim", array_like=True):
+    """This sender makes the item no more, or never will: the next one is granted. A claim also
+    ends when its item is added, and with its sender."""
+
+    epoch: int
+    number: int
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
@@ -98,7 +119,9 @@ class GetStats(msgspec.Struct, frozen=True, tag="get_stats", array_like=True):
     nonce: int
 
 
-ClientMessage = Hello | Submit | SupplyMedia | UpdateCache | Abort | ResetCache | GetStats
+ClientMessage = (
+    Hello | Submit | SupplyMedia | UpdateCache | Claim | Unclaim | Abort | ResetCache | GetStats
+)
 
 
 # --- engine process → API process -------------------------------------------------------------
@@ -155,11 +178,16 @@ class Hint(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hints(msgspec.Struct, frozen=True, tag="hints", array_like=True):
-    """What other senders added: items to adopt (possibly gone again), and uuid bindings."""
+    """What other senders added: items to adopt (possibly gone again), and uuid bindings; and the
+    answers to claims."""
 
     items: tuple[Hint, ...] = ()
     bindings: tuple[tuple[bytes, bytes], ...] = ()
     """`(uuid name digest, MediaHash)`; these replace the sender's own bindings."""
+    granted: tuple[int, ...] = ()
+    """Claims: the sender makes the item."""
+    held: tuple[int, ...] = ()
+    """Claims that have ended: the store holds the item; it is among `items`, unless it has gone."""
 
 
 class ClearCache(msgspec.Struct, frozen=True, tag="clear", array_like=True):

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lookonce.model.attention.backend import AttentionCall, ForwardContext
+from lookonce.model.bf16_products import add_linear, linear
 from lookonce.model.kv_pages import LayerPages
 from lookonce.model.native.layers import attend_windows, attends_windows, rms_norm, silu_gate
 
@@ -149,7 +150,7 @@ class _PatchEmbedding:
         if patches.shape[2:] != convolution.weight.shape[2:]:
             return nn.Conv3d.forward(convolution, patches)
         weight = convolution.weight.flatten(1)
-        product = functional.linear(patches.flatten(1), weight, convolution.bias)
+        product = linear(patches.flatten(1), weight, convolution.bias)
         return product[:, :, None, None, None]
 
 
@@ -165,7 +166,7 @@ class _GatedProduct:
         self._down: nn.Linear = module.down_proj
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        projected: Tensor = self._down(self._gate(functional.linear(hidden, *self._gate_up)))
+        projected: Tensor = self._down(self._gate(linear(hidden, *self._gate_up)))
         return projected
 
 
@@ -271,12 +272,28 @@ class FusedDecoder:
     ) -> Tensor:
         if extras:
             raise ValueError("a plain decoder takes nothing beside embeddings")
+        hidden = embeds
+        for hidden in self.residuals(embeds, position_ids, step):  # noqa: B007
+            pass
+        return self.norm(hidden)
+
+    def residuals(
+        self, embeds: Tensor, position_ids: Tensor, step: ForwardContext
+    ) -> Iterator[Tensor]:
+        """The residual stream [T, H] after each layer, before the last norm."""
         cos, signed = self.rotation(embeds, position_ids)
-        cos, signed = cos.unsqueeze(1), signed.unsqueeze(1)
         hidden = embeds
         for layer, pages in zip(self.layers, step.kv_pages.layers, strict=True):
-            hidden = layer(hidden, cos, signed, pages, step)
-        return self.norm(hidden)
+            hidden = layer(hidden, cos.unsqueeze(1), signed.unsqueeze(1), pages, step)
+            yield hidden
+
+    def layer_output(
+        self, index: int, hidden: Tensor, position_ids: Tensor, step: ForwardContext
+    ) -> Tensor:
+        """The residual stream [T, H] after one layer that is given `hidden` [T, H]."""
+        cos, signed = self.rotation(hidden, position_ids)
+        pages = step.kv_pages.layers[index]
+        return self.layers[index](hidden, cos.unsqueeze(1), signed.unsqueeze(1), pages, step)
 
     def rotation(self, like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [T, D] of the positions, in the dtype of `like`.
@@ -324,7 +341,7 @@ class FusedLayer:
     ) -> Tensor:
         """hidden [T, H], cos and signed_sin [T, 1, D] → [T, H]."""
         tokens, rotated = hidden.shape[0], self.num_heads + self.num_kv_heads
-        qkv = functional.linear(self.before(hidden), *self.qkv)
+        qkv = linear(self.before(hidden), *self.qkv)
         heads = qkv.view(tokens, rotated + self.num_kv_heads, self.head_dim)
         query_key = self._rope(self._normed(heads[:, :rotated]), cos, signed_sin)
         attended = step.backend.forward(
@@ -335,9 +352,9 @@ class FusedLayer:
             step.metadata,
             self.asked,
         )
-        hidden = _add_linear(hidden, attended.view(tokens, -1), self.out)
-        gate_up = functional.linear(self.between(hidden), *self.gate_up)
-        return _add_linear(hidden, self.gate(gate_up), self.down)
+        hidden = add_linear(hidden, attended.view(tokens, -1), *self.out)
+        gate_up = linear(self.between(hidden), *self.gate_up)
+        return add_linear(hidden, self.gate(gate_up), *self.down)
 
     def _normed(self, query_key: Tensor) -> Tensor:
         if self.q_norm is None or self.k_norm is None:
@@ -422,13 +439,6 @@ def fuse_linears(modules: list[nn.Linear]) -> Linear:
 
 def _linear(module: nn.Linear) -> Linear:
     return module.weight, module.bias
-
-
-def _add_linear(hidden: Tensor, inputs: Tensor, linear: Linear) -> Tensor:
-    weight, bias = linear
-    if bias is not None:
-        hidden = hidden + bias
-    return torch.addmm(hidden, inputs, weight.t())
 
 
 def _noise(shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from transformers.utils.hub import cached_file
 from lookonce.config import ModelConfig
 from lookonce.errors import ModelLoadError
 from lookonce.model.attention.hf_attention import ATTENTION_NAME, set_text_attention
+from lookonce.model.bf16_products import widen_products
 from lookonce.model.encoder_runner import DTYPES
 from lookonce.model.families.base import Model, ModelFamily
 from lookonce.model.families.general import GeneralMediaFamily, GeneralTextFamily
@@ -148,6 +149,7 @@ def _read_weights(
     model.eval().requires_grad_(False)
     fuse_norms(model)
     patch_vision_modules(model)
+    widen_products(model)
     return model
 
 

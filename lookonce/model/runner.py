@@ -220,6 +220,8 @@ class _StepOutput:
 
 HEAVY_TOKENS = 256
 """A step of at least this many tokens is worth the cost of waking more threads."""
+HEAVY_KEYS = 4096
+"""So are few tokens that attend to at least this many keys, which are split between threads."""
 _NO_CHANGE = nullcontext()
 
 
@@ -233,8 +235,8 @@ class ThreadCounts:
     light: int
     """For decode steps and short prompts: one core is left to the API process."""
     heavy: int
-    """For steps that encode media or compute a long chunk: every core, because all requests wait
-    for such a step."""
+    """For steps that encode media, compute a long chunk or the end of a prompt over a long prefix,
+    or are a few decodes over long contexts: every core, because all requests wait for them."""
 
     @classmethod
     def of_machine(cls) -> ThreadCounts:
@@ -246,7 +248,7 @@ class ThreadCounts:
 
     def working_on(self, plan: StepPlan) -> AbstractContextManager[None]:
         """A block in which torch uses as many threads as the step is worth."""
-        if self.light == self.heavy or not _is_heavy(plan):
+        if self.light == self.heavy or not _is_heavy(plan, self.heavy):
             return _NO_CHANGE
         return self._all()
 
@@ -259,5 +261,16 @@ class ThreadCounts:
             torch.set_num_threads(self.light)
 
 
-def _is_heavy(plan: StepPlan) -> bool:
-    return bool(plan.encode) or sum(chunk.num_tokens for chunk in plan.scheduled) >= HEAVY_TOKENS
+def _is_heavy(plan: StepPlan, threads: int) -> bool:
+    """Whether a step is worth so many threads.
+
+    Decodes over long contexts are only where there are fewer than threads: a large batch would keep
+    all cores from the API process for as long as it lasts.
+    """
+    if plan.encode or sum(chunk.num_tokens for chunk in plan.scheduled) >= HEAVY_TOKENS:
+        return True
+    is_small = len(plan.scheduled) < threads
+    return any(
+        chunk.start + chunk.num_tokens >= HEAVY_KEYS and (is_small or chunk.num_tokens > 1)
+        for chunk in plan.scheduled
+    )

@@ -18,9 +18,11 @@ from lookonce.cache.identity import UuidBindings
 from lookonce.config import MediaConfig
 from lookonce.render.families.base import LargestItem, largest_media
 from lookonce.render.media.loader import MediaLoader
-from lookonce.render.media.resolver import MediaResolver
+from lookonce.render.media.resolver import MediaResolver, RenderStats
 from lookonce.render.prompt.encoder import ChatOptions
+from lookonce.render.prompt.token_cache import TokenCache
 from lookonce.render.renderer import Renderer
+from lookonce.types.counts import Counts
 from lookonce.types.media import Expansion, ProcessedItem
 from lookonce.types.request import ProcessorOutcome, RenderedItem, RenderedPrompt
 
@@ -29,6 +31,8 @@ MAX_BINDINGS = 4_096
 ITEM_BYTES = 64 << 20
 """Bytes of processed items kept, for responses that contain tensors."""
 FETCH_BYTES = 32 << 20
+TOKEN_BYTES = 8 << 20
+COUNTS_PREFIX = "readonly_"
 
 
 class Peekable(Protocol):
@@ -118,6 +122,7 @@ class ReadOnlyRenderer(Renderer):
             limits=main._limits,
             max_model_len=main.max_model_len,
             vocab_size=main.vocab_size,
+            token_cache=TokenCache(TOKEN_BYTES),
         )
         self._memory = memory
         self._media = media
@@ -153,6 +158,7 @@ class ReadOnlyRenderer(Renderer):
     def forget(self) -> None:
         """Empty the memory and set the counts to zero."""
         self._memory.clear()
+        self.token_cache.clear()
         if self._resolver is not None:
             self._resolver.stats.clear()
 
@@ -164,15 +170,25 @@ async def open_readonly(
     *,
     directory: Peekable | None = None,
     uuids: UuidBindings | None = None,
+    counts: Counts | None = None,
 ) -> AsyncIterator[ReadOnlyRenderer]:
-    """The read-only renderer beside `main`; it reads `directory` and `uuids`, if given."""
+    """The read-only renderer beside `main`; it reads `directory` and `uuids`, if given.
+
+    What it counts is in `counts` under names that begin with `readonly_`.
+    """
     memory = ReadOnlyDirectory(directory)
-    loader = MediaLoader(media, cache_bytes=FETCH_BYTES)
+    counts = Counts() if counts is None else counts
+    fetched = counts.by_label(f"{COUNTS_PREFIX}media_fetches_total")
+    loader = MediaLoader(media, cache_bytes=FETCH_BYTES, fetched=fetched)
     resolver = None
     if main._resolver is not None:
         resolver = main._resolver.with_memory(
-            directory=memory, uuids=ReadOnlyBindings(uuids), loader=loader
+            directory=memory,
+            uuids=ReadOnlyBindings(uuids),
+            loader=loader,
+            stats=RenderStats(fetched, counts, COUNTS_PREFIX),
         )
+        resolver.stats.show(main._encoder.placeholder_ids)
     try:
         yield ReadOnlyRenderer(main, resolver, memory, media)
     finally:

@@ -48,7 +48,10 @@ from lookonce.render.prompt.encoder import (
 )
 from lookonce.render.prompt.messages import has_many_values, in_thread_if, read_messages
 from lookonce.render.prompt.placeholders import match_placeholders, place_media
+from lookonce.render.prompt.token_cache import TokenCache
+from lookonce.types.counts import Counts
 from lookonce.types.media import Array, Modality, ProcessedItem
+from lookonce.types.ports import ItemClaims
 from lookonce.types.request import RenderedItem, RenderedPrompt
 from lookonce.types.request_validation import check_prompt_length, check_token_ids
 from lookonce.types.sampling import SamplingParams
@@ -71,6 +74,7 @@ class Renderer:
         limits: Mapping[str, int] | None = None,
         max_model_len: int | None = None,
         vocab_size: int | None = None,
+        token_cache: TokenCache | None = None,
     ) -> None:
         self.tokenizer = encoder.tokenizer
         self.max_model_len = max_model_len
@@ -85,6 +89,7 @@ class Renderer:
         if family is not None and family.max_items is not None:
             most = family.max_items
             self._limits = {name: min(limit, most) for name, limit in self._limits.items()}
+        self.token_cache = TokenCache() if token_cache is None else token_cache
 
     # --- prompts ------------------------------------------------------------------------------
 
@@ -108,19 +113,25 @@ class Renderer:
         chat = await in_thread_if(
             large, read_messages, messages, placeholder_ids, self._limits, self.max_model_len
         )
+        scope = scope_digest(tenant, cache_salt)
         encoded = await self._encoder.encode_chat(
-            chat.conversation, chosen, self.max_model_len, large=large
+            chat.conversation,
+            chosen,
+            self.max_model_len,
+            large=large,
+            cache=self.token_cache,
+            scope=scope,
+            tenant=tenant,
         )
         modalities = [source.modality for source in chat.sources]
-        positions = match_placeholders(encoded.token_ids, modalities, placeholder_ids)
-        check_prompt_length(len(encoded.token_ids), self.max_model_len, "messages")
-        scope = scope_digest(tenant, cache_salt)
+        positions = match_placeholders(encoded.ids, modalities, placeholder_ids)
+        check_prompt_length(len(encoded.ids), self.max_model_len, "messages")
         if not chat.sources or self._resolver is None:
-            return RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text)
+            return RenderedPrompt(encoded.ids, scope=scope, text=encoded.text)
         items = await self._resolver.resolve(chat.sources, scope, kwargs)
         try:
-            rendered = place_media(encoded.token_ids, items, positions)
-            check_prompt_length(len(rendered.token_ids), self.max_model_len, "messages")
+            rendered = place_media(encoded.ids, items, positions)
+            check_prompt_length(rendered.num_tokens, self.max_model_len, "messages")
         except BaseException:
             self._resolver.release(items)
             raise
@@ -139,14 +150,19 @@ class Renderer:
         scope = scope_digest(tenant, cache_salt)
         if isinstance(prompt, str):
             encoded = await self._encoder.encode_text(
-                prompt, add_special_tokens=add_special_tokens, max_tokens=self.max_model_len
+                prompt,
+                add_special_tokens=add_special_tokens,
+                max_tokens=self.max_model_len,
+                cache=self.token_cache,
+                scope=scope,
+                tenant=tenant,
             )
-            rendered = RenderedPrompt(encoded.token_ids, scope=scope, text=encoded.text)
+            rendered = RenderedPrompt(encoded.ids, scope=scope, text=encoded.text)
         else:
             check_prompt_length(len(prompt), self.max_model_len, "prompt")
             self._check_token_ids(prompt)
-            rendered = RenderedPrompt(list(prompt), scope=scope)
-        check_prompt_length(len(rendered.token_ids), self.max_model_len, "prompt")
+            rendered = RenderedPrompt(prompt, scope=scope)
+        check_prompt_length(rendered.num_tokens, self.max_model_len, "prompt")
         return rendered
 
     async def render_tokens(
@@ -175,7 +191,7 @@ class Renderer:
         except BaseException:
             self.release(RenderedPrompt([], items=items))
             raise
-        return RenderedPrompt(list(token_ids), features, items, scope)
+        return RenderedPrompt(token_ids, features, items, scope)
 
     def injected(
         self,
@@ -253,17 +269,9 @@ class Renderer:
     def counts(self) -> dict[str, float]:
         """Counts of `RenderStats`, as `name:modality` → value."""
         stats = RenderStats() if self._resolver is None else self._resolver.stats
-        counted: dict[str, Counter[Any]] = {
-            "media_fetches_total": stats.fetched,
-            "media_queued_total": stats.queued,
-            "media_decodes_total": stats.decoded,
-            "media_processed_total": stats.processed,
-            "mm_cache_overtaking_hits_total": stats.overtaking,
-            "mm_cache_waiting_hits_total": stats.waiting,
-        }
         return {
             f"{name}:{modality}": float(by_modality[modality])
-            for name, by_modality in counted.items()
+            for name, by_modality in stats.by_name().items()
             for modality in self._encoder.placeholder_ids
         }
 
@@ -316,22 +324,40 @@ async def open_renderer(
     uuids: NameBindings,
     chat_template: str | None = None,
     max_model_len: int | None = None,
+    counts: Counts | None = None,
+    claims: ItemClaims | None = None,
+    num_workers: int | None = None,
+    wait_for_worker: bool = True,
 ) -> AsyncIterator[Renderer]:
     """Load the tokenizer and, for a model with media, start the worker pool.
 
-    `chat_template` is a file's path. Raises `ModelLoadError` or `ConfigError`.
+    `chat_template` is a file's path; `counts` gets what is counted; `claims` are asked before an
+    item is made; `num_workers` decode media (default: by cores). Raises `ModelLoadError` or
+    `ConfigError`.
     """
     family = load_family(Path(model.folder), model.dtype)
     encoder = await asyncio.to_thread(load_encoder, model.folder, chat_template, family)
     async with AsyncExitStack() as stack:
         resolver = None
         if family is not None:
-            opened = open_resolver(model, media, family, directory=directory, uuids=uuids)
+            opened = open_resolver(
+                model,
+                media,
+                family,
+                directory=directory,
+                uuids=uuids,
+                counts=counts,
+                claims=claims,
+                num_workers=num_workers,
+                wait_for_worker=wait_for_worker,
+            )
             resolver = await stack.enter_async_context(opened)
+            resolver.stats.show(encoder.placeholder_ids)
         yield Renderer(
             encoder=encoder,
             family=family,
             resolver=resolver,
             limits=media.limit_per_prompt,
             max_model_len=max_model_len,
+            token_cache=TokenCache(counts=counts),
         )

@@ -1,8 +1,9 @@
 """The API process: `python -m lookonce.server.process`, started and watched by `launch`.
 
-It reads one `ApiStart` as a line of JSON from its standard input and serves on the socket it has
-inherited. On SIGTERM, or when its standard input ends because its parent is gone, it drains: new
-requests get 503, running ones end, then it exits.
+It reads one `ApiStart` as a line of JSON from its standard input, serves on the socket it has
+inherited, and says so on its standard output (`Serving`). Each line that follows on its standard
+input is a `ReloadedSettings`. On SIGTERM, or when its standard input
+ends because its parent is gone, it drains: new requests get 503, running ones end, then it exits.
 
 If it cannot start because of the configuration or the model, it writes one `StartFailed` to its
 standard output and exits with status 2.
@@ -17,24 +18,49 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import msgspec
 import uvicorn
 import uvloop
 
-from lookonce.config import Config
-from lookonce.engine.process_io import ProgressPipe, StartFailed
+from lookonce.config import (
+    ApiKey,
+    Config,
+    ConnectionConfig,
+    ReloadedSettings,
+    ServerConfig,
+    load_certificate,
+    reloaded_api_keys,
+    tls_context,
+)
+from lookonce.engine.process_io import ProgressPipe, Serving, StartFailed
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
-from lookonce.errors import ConfigError, ModelLoadError, error_to_wire
+from lookonce.engine.supervisor.socket_folder import joined_socket_folder
+from lookonce.errors import ConfigError, DrainingError, ModelLoadError, error_to_wire
 from lookonce.server.http.app import build_app
-from lookonce.server.http.responses import HttpProtocol
-from lookonce.server.services import Drain, open_services
+from lookonce.server.http.connections import (
+    Acceptor,
+    Connections,
+    HttpProtocol,
+    allowed_connections,
+)
+from lookonce.server.log_limiter import limit_log_lines
+from lookonce.server.services import Services, open_services
 from lookonce.server.warmup import warming_up
 
 logger = logging.getLogger("lookonce.server")
 
+TICKS_PER_SWEEP = 10
+"""uvicorn ticks ten times a second."""
+CUT_OFF_SECONDS = 2.0
+"""For requests that are cut off to tell their clients."""
+ENGINE_SECONDS = 10.0
+"""How long a process that was restarted waits for the engine before it takes requests, which it
+would have to refuse; the other API processes take them meanwhile."""
 YOUNG_OBJECTS = 5000
 """Allocations between collections of the youngest objects. With Python's 700 the objects of a dozen
 streams would be searched again and again for cycles that are not there."""
@@ -46,28 +72,100 @@ class ApiStart(msgspec.Struct, frozen=True, kw_only=True):
     config: Config
     listen_fd: int
     """A bound socket the process inherits and listens on."""
+    restarted: bool = False
+    """An earlier process of this number has ended: clients are served by others meanwhile."""
     index: int = 0
     """0-based number of this API process among `config.server.api_processes`."""
 
 
 class ApiServer(uvicorn.Server):
-    """uvicorn's server, which leaves signals to `DrainOnSignal`."""
+    """uvicorn's server behind an `Acceptor`; it leaves signals to `DrainOnSignal`."""
+
+    def __init__(
+        self,
+        app: object,
+        connections: Connections | None = None,
+        tls: ssl.SSLContext | None = None,
+        on_serving: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_serving` is called once, when connections are accepted."""
+        super().__init__(uvicorn_config(app))
+        self._connections = connections or Connections(ConnectionConfig())
+        self._tls = tls
+        self._on_serving = on_serving
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets, "serve(sockets=[listener])"
+        await self.lifespan.startup()
+        self._connections.most = allowed_connections(self._connections.limits)
+        acceptor = Acceptor(sockets[0], self._connections, self._protocol, self._tls)
+        acceptor.resume()
+        self.servers = [acceptor]  # type: ignore[list-item]
+        self.started = True
+        self._on_serving()
 
-async def serve(start: ApiStart) -> None:
+    def reload_certificate(self, config: ServerConfig) -> None:
+        """For handshakes from now on. Raises `ConfigError`; the old one is used then."""
+        if self._tls is None or config.ssl_certfile is None:
+            return
+        tls_context(config.ssl_certfile, config.ssl_keyfile)  # a context half changed would break
+        load_certificate(self._tls, config.ssl_certfile, config.ssl_keyfile)
+
+    def _protocol(self, address: str | None) -> HttpProtocol:
+        return HttpProtocol(
+            self.config,
+            self.server_state,
+            self.lifespan.state,
+            connections=self._connections,
+            address=address,
+        )
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TICKS_PER_SWEEP == 0:
+            self._connections.sweep(asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
+
+
+def api_server(
+    app: object, services: Services, on_serving: Callable[[], None] = lambda: None
+) -> ApiServer:
+    """The server of `app` as its configuration says. Raises `ConfigError`."""
+    config = services.config.server
+    connections = Connections(config.connections, counts=services.metrics.counts)
+    tls = None
+    if config.ssl_certfile is not None:
+        tls = tls_context(config.ssl_certfile, config.ssl_keyfile)
+    return ApiServer(app, connections, tls, on_serving)
+
+
+async def serve(start: ApiStart, progress: ProgressPipe) -> None:
     """Serve until SIGTERM, then drain."""
-    async with open_services(start.config, index=start.index) as services:
-        logger.info("the renderer is ready")
-        app = build_app(services)
-        server = ApiServer(uvicorn_config(app))
-        drainer = DrainOnSignal(server, services.drain, start.config.server.drain_timeout)
-        with socket.socket(fileno=start.listen_fd) as listener, drainer:
-            async with warming_up(services, app, settle_memory):
-                await server.serve(sockets=[listener])
+    began = time.monotonic()
+    with joined_socket_folder(start.config.channel.address):
+        async with open_services(
+            start.config, index=start.index, restarted=start.restarted
+        ) as services:
+            logger.info("the renderer is ready")
+            app = build_app(services)
+            server = api_server(
+                app, services, lambda: progress.tell(Serving(time.monotonic() - began))
+            )
+            drainer = DrainOnSignal(server, services)
+            with socket.socket(fileno=start.listen_fd) as listener, drainer:
+                if start.restarted:
+                    await _wait_for_engine(services)
+                async with warming_up(services, app, settle_memory, hold_ready=not start.restarted):
+                    await server.serve(sockets=[listener])
+
+
+async def _wait_for_engine(services: Services) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ENGINE_SECONDS):
+            await services.engine.wait_ready()
 
 
 def settle_memory() -> None:
@@ -89,7 +187,6 @@ def uvicorn_config(app: object) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,  # no route uses the client's address or scheme
         server_header=False,
-        timeout_keep_alive=75,
         timeout_graceful_shutdown=1,
     )
 
@@ -97,27 +194,28 @@ def uvicorn_config(app: object) -> uvicorn.Config:
 class DrainOnSignal:
     """Inside the block SIGTERM, or the parent's death, drains; a second SIGTERM ends at once.
 
-    Ctrl-C is ignored: the parent gets it too, and sends SIGTERM. Without a parent (`has_parent`
-    False) Ctrl-C drains, and standard input is not read.
+    Ctrl-C and SIGHUP are ignored: the parent gets them too, sends SIGTERM or writes a line of
+    `ReloadedSettings`. Without a parent (`has_parent` False) Ctrl-C drains, SIGHUP reads keys and
+    certificate again, and standard input is not read.
     """
 
-    def __init__(
-        self, server: uvicorn.Server, drain: Drain, timeout: float, *, has_parent: bool = True
-    ) -> None:
+    def __init__(self, server: ApiServer, services: Services, *, has_parent: bool = True) -> None:
         self._has_parent = has_parent
         self._server = server
-        self._drain = drain
-        self._timeout = timeout
+        self._services = services
+        self._drain = services.drain
+        self._timeout = services.config.server.drain_timeout
         self._tasks: list[asyncio.Task[None]] = []
+        self._line = b""
 
     def __enter__(self) -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_signal)
         if self._has_parent:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
             loop.add_reader(sys.stdin.fileno(), self._on_stdin)
         else:
             loop.add_signal_handler(signal.SIGINT, self._on_signal)
+            loop.add_signal_handler(signal.SIGHUP, self._reload)
 
     def __exit__(self, *_: object) -> None:
         for task in self._tasks:
@@ -137,29 +235,64 @@ class DrainOnSignal:
                 await self._drain.wait_idle()
         except TimeoutError:
             logger.warning("draining took too long: %d requests are cut off", self._drain.active)
+            self._services.engine.cut_off(DrainingError("the server shuts down: this is cut off"))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CUT_OFF_SECONDS):
+                    await self._drain.wait_idle()
         self._server.should_exit = True
 
     def _on_stdin(self) -> None:
-        """The parent writes one line only: standard input is readable again when it ends."""
-        if not os.read(sys.stdin.fileno(), 4096):
+        """Standard input ends with the parent."""
+        data = os.read(sys.stdin.fileno(), 1 << 16)
+        *lines, self._line = (self._line + data).split(b"\n")
+        for line in lines:
+            self._use(msgspec.json.decode(line, type=ReloadedSettings).api_keys)
+        if not data:
             asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
             logger.warning("the parent process is gone")
+            self._services.engine.expect_no_restart()
             self._on_signal()
+
+    def _reload(self) -> None:
+        try:
+            self._use(reloaded_api_keys(self._services.config.server))
+        except ConfigError as error:
+            logger.error("SIGHUP: %s; the keys stay what they were", error.message)
+
+    def _use(self, keys: tuple[ApiKey, ...]) -> None:
+        self._services.keys.replace(keys)
+        try:
+            self._server.reload_certificate(self._services.config.server)
+        except ConfigError as error:
+            logger.error("SIGHUP: %s; the certificate stays what it was", error.message)
+        logger.info("%d API keys are accepted from now on", len(keys))
 
 
 def main() -> None:
-    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=ApiStart)
+    for number in (signal.SIGINT, signal.SIGHUP):  # the parent gets them too, and decides
+        signal.signal(number, signal.SIG_IGN)
+    start = msgspec.json.decode(_first_line(), type=ApiStart)
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s %(levelname)s api {start.index}: %(message)s"
     )
     for library in ("uvicorn", "httpx"):
         logging.getLogger(library).setLevel(logging.WARNING)
+    limit_log_lines()
     logger.info("opening %s", start.config.model.folder)
+    progress = ProgressPipe(sys.stdout.fileno())
     try:
-        uvloop.run(serve(start))
+        uvloop.run(serve(start, progress))
     except (ConfigError, ModelLoadError) as error:
-        ProgressPipe(sys.stdout.fileno()).tell(StartFailed(error_to_wire(error)))
+        progress.tell(StartFailed(error_to_wire(error)))
         sys.exit(EXIT_REFUSED)
+
+
+def _first_line() -> bytes:
+    """Of standard input, and nothing after it: a buffer would take lines that may follow."""
+    line = bytearray()
+    while not line.endswith(b"\n") and (data := os.read(sys.stdin.fileno(), 1)):
+        line += data
+    return bytes(line)
 
 
 if __name__ == "__main__":

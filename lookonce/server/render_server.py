@@ -17,14 +17,18 @@ from lookonce.frontend.sampling_params import read_defaults
 from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
 from lookonce.render.renderer import open_renderer
 from lookonce.server.http.app import RENDER_ROUTES, build_app
-from lookonce.server.process import ApiServer, DrainOnSignal, uvicorn_config
-from lookonce.server.services import KeyRing, Services, readonly_counts
+from lookonce.server.http.request_guard import RequestGuard
+from lookonce.server.http.unknown_fields import UnknownFields
+from lookonce.server.process import DrainOnSignal, api_server
+from lookonce.server.services import KeyRing, Services
 from lookonce.server.warmup import warming_up
+from lookonce.types.counts import Counts
 
 
 @asynccontextmanager
 async def open_render_services(config: Config) -> AsyncIterator[Services]:
     """Without `--max-model-len` a prompt may have any length. Raises `ModelLoadError`."""
+    counts = Counts()
     async with (
         open_renderer(
             config.model,
@@ -34,11 +38,10 @@ async def open_render_services(config: Config) -> AsyncIterator[Services]:
             chat_template=config.server.chat_template,
             max_model_len=config.model.max_model_len,
         ) as renderer,
-        open_readonly(renderer, config.media) as readonly,
+        open_readonly(renderer, config.media, counts=counts) as readonly,
         open_readonly(renderer, config.media) as warmup_renderer,
     ):
-        metrics = Metrics(config.model.served_name, config.server.vllm_metric_names)
-        metrics.sources.append(lambda: readonly_counts(readonly))
+        metrics = Metrics(config.model.served_name, config.server.vllm_metric_names, counts)
         yield Services(
             config=config,
             renderer=renderer,
@@ -46,9 +49,11 @@ async def open_render_services(config: Config) -> AsyncIterator[Services]:
             engine=RenderOnlyEngine(),
             metrics=metrics,
             keys=KeyRing.of(config.server),
+            guard=RequestGuard.of(config.server),
             defaults=read_defaults(config.model.folder),
             warmup_renderer=warmup_renderer,
             tool_dialect=dialect_of(config, renderer),
+            unknown_fields=UnknownFields(strict=config.server.strict_requests),
         )
 
 
@@ -61,10 +66,8 @@ async def serve_render(
     """
     async with open_render_services(config) as services:
         app = build_app(services, RENDER_ROUTES)
-        server = ApiServer(uvicorn_config(app))
-        drainer = DrainOnSignal(
-            server, services.drain, config.server.drain_timeout, has_parent=False
-        )
+        server = api_server(app, services)
+        drainer = DrainOnSignal(server, services, has_parent=False)
         with drainer:
             async with warming_up(services, app, on_ready):
                 await server.serve(sockets=[listener])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from typing import Self
 from prometheus_client.core import Metric
 from starlette.types import Scope
 
-from lookonce.config import ApiKey, Config, ServerConfig
+from lookonce.config import ApiKey, Config, ServerConfig, key_digest
 from lookonce.errors import (
     DrainingError,
     EngineDeadError,
@@ -24,9 +24,11 @@ from lookonce.errors import (
     UnauthorizedError,
 )
 from lookonce.frontend.frontend import Frontend, engine_client, limits_learned, open_frontend
-from lookonce.frontend.metrics import Counts
 from lookonce.render.readonly import ReadOnlyRenderer, open_readonly
-from lookonce.server.api_process_peers import AbortPeers, MetricsPeers
+from lookonce.server.api_process_peers import AbortPeers
+from lookonce.server.http.request_guard import RequestGuard
+from lookonce.server.http.unknown_fields import UnknownFields
+from lookonce.server.shared_counts import SharedCounts
 
 Abort = Callable[[], Awaitable[None]]
 """Ends one request of this process."""
@@ -48,13 +50,25 @@ class Principal:
 class KeyRing:
     """The API keys a server accepts. Without keys every client is the same tenant and an admin."""
 
-    def __init__(self, keys: tuple[ApiKey, ...], *, allow_injection: bool = False) -> None:
-        self._keys = [(_digest(key.key), _principal(key)) for key in keys]
+    def __init__(
+        self,
+        keys: tuple[ApiKey, ...],
+        *,
+        allow_injection: bool = False,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """`now` is the Unix time, for keys that expire."""
         self._anyone = Principal(inject=allow_injection, admin=True)
+        self._now = now
+        self.replace(keys)
 
     @classmethod
     def of(cls, config: ServerConfig) -> KeyRing:
         return cls(config.api_keys, allow_injection=config.allow_injection)
+
+    def replace(self, keys: tuple[ApiKey, ...]) -> None:
+        """Accept these keys from now on. Requests that are running are not disturbed."""
+        self._keys = [(bytes.fromhex(key.digest), key, _principal(key)) for key in keys]
 
     def principal(self, scope: Scope) -> Principal:
         """Of the request's key. Raises `UnauthorizedError`."""
@@ -67,17 +81,16 @@ class KeyRing:
 
     def _find(self, key: str) -> Principal:
         """Compares with every key in constant time: the time taken tells no client about a key."""
-        asked, found = _digest(key), None
-        for digest, principal in self._keys:
+        asked, found = bytes.fromhex(key_digest(key)), None
+        for digest, known, principal in self._keys:
             if hmac.compare_digest(asked, digest):
-                found = principal
+                found = known, principal
         if found is None:
             raise UnauthorizedError("this API key is not known here")
-        return found
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        known, principal = found
+        if known.expires is not None and self._now() >= known.expires:
+            raise UnauthorizedError("this API key has expired")
+        return principal
 
 
 def _principal(key: ApiKey) -> Principal:
@@ -156,10 +169,12 @@ class Services(Frontend):
     readonly: ReadOnlyRenderer
     """Renders for routes that answer with tokens; it changes no cache, directory or counter."""
     keys: KeyRing
+    guard: RequestGuard = field(default_factory=RequestGuard)
     drain: Drain = field(default_factory=Drain)
     running: RunningRequests = field(default_factory=RunningRequests)
-    peers: MetricsPeers | None = None
-    """The other API processes of this server, where there are any."""
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    shared_counts: SharedCounts | None = None
+    """What all API processes of this server count; None: this one counts for itself."""
     abort_peers: AbortPeers | None = None
     warmup_renderer: ReadOnlyRenderer | None = None
     """Renders the requests that warm up the process; None: nothing is warmed up."""
@@ -168,9 +183,9 @@ class Services(Frontend):
 
     async def local_metrics(self) -> list[Metric]:
         """The metrics that API processes count, summed over all of them."""
-        if self.peers is None:
-            return self.metrics.local_families()
-        return await self.peers.families()
+        if self.shared_counts is None:
+            return self.metrics.families()
+        return self.metrics.families(await asyncio.to_thread(self.shared_counts.sums))
 
     async def abort(self, tenant: str, request_ids: list[str]) -> list[str]:
         """Abort a tenant's requests in whatever API process they run; the ids that were running."""
@@ -208,49 +223,46 @@ class Services(Frontend):
 
 
 @asynccontextmanager
-async def open_services(config: Config, *, index: int = 0) -> AsyncIterator[Services]:
+async def open_services(
+    config: Config, *, index: int = 0, restarted: bool = False
+) -> AsyncIterator[Services]:
     """Connected to the engine, which may still be loading. Raises `ModelLoadError`.
 
-    `index` is this process's number among the server's API processes.
+    `index` is this process's number among the server's API processes. One that is `restarted` does
+    not wait for its first media worker, which takes as long as all else together.
     """
-    client = engine_client(config)
     folder = Path(config.channel.address).parent
-    processes = config.server.api_processes
     running = RunningRequests()
-    async with (
-        client,
-        open_frontend(config, client) as frontend,
-        open_readonly(
-            frontend.renderer,
-            config.media,
-            directory=client.directory,
-            uuids=client.sender.uuids,
-        ) as readonly,
-        limits_learned(client, readonly),
-        open_readonly(frontend.renderer, config.media) as warmup_renderer,
-    ):
-        metrics = frontend.metrics
-        metrics.sources.append(lambda: readonly_counts(readonly))
+    with SharedCounts(folder, index) as shared:
+        counts = shared.counts
+        client = engine_client(config, counts)
         async with (
-            MetricsPeers(folder, index, processes, metrics.local_families) as peers,
-            AbortPeers(folder, index, processes, running.abort) as abort_peers,
+            client,
+            open_frontend(config, client, counts, wait_for_worker=not restarted) as frontend,
+            open_readonly(
+                frontend.renderer,
+                config.media,
+                directory=client.directory,
+                uuids=client.sender.uuids,
+                counts=counts,
+            ) as readonly,
+            limits_learned(client, readonly),
+            open_readonly(frontend.renderer, config.media) as warmup_renderer,
+            AbortPeers(folder, index, config.server.api_processes, running.abort) as abort_peers,
         ):
             yield Services(
                 config=config,
                 renderer=frontend.renderer,
                 engine=client,
-                metrics=metrics,
+                metrics=frontend.metrics,
                 defaults=frontend.defaults,
                 tool_dialect=frontend.tool_dialect,
                 readonly=readonly,
                 keys=KeyRing.of(config.server),
+                guard=RequestGuard.of(config.server),
                 running=running,
-                peers=peers,
+                unknown_fields=UnknownFields(strict=config.server.strict_requests),
+                shared_counts=shared,
                 abort_peers=abort_peers,
                 warmup_renderer=warmup_renderer,
             )
-
-
-def readonly_counts(renderer: ReadOnlyRenderer) -> Counts:
-    """What a read-only renderer counts, under names of its own."""
-    return {f"readonly_{name}": value for name, value in renderer.counts().items()}

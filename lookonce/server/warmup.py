@@ -23,8 +23,10 @@ from lookonce.config import Config
 from lookonce.frontend.frontend import RenderOnlyEngine
 from lookonce.frontend.metrics import Metrics
 from lookonce.render.families.base import LargestItem
+from lookonce.render.media.pool import share_of_workers
 from lookonce.render.readonly import ReadOnlyRenderer
 from lookonce.server.http.app import build_app
+from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.services import Drain, KeyRing, RunningRequests, Services
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import EncoderOutcome, PrefillStats, RenderedPrompt, TokenDelta
@@ -32,21 +34,23 @@ from lookonce.types.sampling import SamplingParams
 
 logger = logging.getLogger("lookonce.server")
 
-NUM_WORKERS = 4
-"""Prompts rendered side by side: the media pool starts at most so many workers."""
 TEXT = "What is this?"
 Body = Mapping[str, object]
 
 
 @asynccontextmanager
 async def warming_up(
-    services: Services, app: Starlette, on_done: Callable[[], None] = lambda: None
+    services: Services,
+    app: Starlette,
+    on_done: Callable[[], None] = lambda: None,
+    *,
+    hold_ready: bool = True,
 ) -> AsyncIterator[None]:
-    """Warms up beside the block. Until it has ended `/ready` says no.
+    """Warms up beside the block. Until it has ended `/ready` says no, if `hold_ready`.
 
     Requests are sent to the routes that `app` has. `on_done` is called at the end.
     """
-    services.warming = services.warmup_renderer is not None
+    services.warming = hold_ready and services.warmup_renderer is not None
     task = asyncio.create_task(warm_up(services, app))
     task.add_done_callback(lambda done: None if done.cancelled() else on_done())
     try:
@@ -75,13 +79,15 @@ async def _send_warmup_requests(
 ) -> None:
     media = await asyncio.to_thread(_largest_media, renderer, services.config)
     content = [*(_part(each, data) for each, data in media), {"type": "text", "text": TEXT}]
-    chat = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    messages = {"messages": [{"role": "user", "content": content}]}
+    chat = {**messages, "max_tokens": 1}
     names = ", ".join(each.modality for each, _ in media) or "text"
-    salted = ({**chat, "cache_salt": str(number)} for number in range(1, NUM_WORKERS))
+    num_workers = share_of_workers(services.config.server.api_processes)
+    salted = ({**chat, "cache_salt": str(number)} for number in range(1, num_workers))
     renders: list[Body] = [chat, *salted]  # each salt is a scope of its own, so all are processed
     requests: dict[str, list[Body]] = {
         "/v1/chat/completions/render": renders if media else [chat],
-        "/tokenize": [chat],
+        "/tokenize": [messages],
         "/v1/chat/completions": [chat, {**chat, "stream": True}],
     }
     served = {route.path for route in routes if isinstance(route, Route)}
@@ -127,9 +133,10 @@ def _warmup_services(services: Services, renderer: ReadOnlyRenderer) -> Services
         engine=WarmupEngine(),
         metrics=Metrics(services.config.model.served_name),
         keys=KeyRing(()),
+        guard=RequestGuard(),
         drain=Drain(),
         running=RunningRequests(),
-        peers=None,
+        shared_counts=None,
         abort_peers=None,
     )
 
@@ -154,5 +161,5 @@ class WarmupEngine(RenderOnlyEngine):
         skipped: EncoderOutcome = "skipped"
         count = len(rendered.features)
         reuse_stats = PrefillStats(0, encoder=(skipped,) * count, encode_ms=(0.0,) * count)
-        tokens = rendered.token_ids[-1:]
+        tokens: list[int] = rendered.ids[-1:].tolist()
         yield TokenDelta(request_id, 0, tokens, finish_reason="length", reuse_stats=reuse_stats)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from lookonce.types.kv import ExternalCacheStats, KVLayout, Lookup, TransferReport
-from lookonce.types.media import Expansion
+from lookonce.types.media import Expansion, ProcessedItem
 from lookonce.types.request import ProcessorOutcome
 from lookonce.types.step import StepPlan, StepResult
 
@@ -37,6 +38,20 @@ class ItemDirectory(Protocol):
     def known_expansion(self, key: bytes) -> Expansion | None: ...
 
     def count(self, outcome: ProcessorOutcome) -> None: ...
+
+
+Publish = Callable[[ProcessedItem], Awaitable[None]]
+"""Sends an item to the engine as soon as it is made, for other API processes that wait for it."""
+
+
+class ItemClaims(Protocol):
+    """Lets one API process at a time make an item; `engine.client.item_claims` implements it.
+
+    Inside the block the item may be made, and is then published; None means that it has been made
+    elsewhere meanwhile: it is in the directory.
+    """
+
+    def claimed(self, key: bytes) -> AbstractAsyncContextManager[Publish | None]: ...
 
 
 class Clock(Protocol):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
+from lookonce.errors import BadRequestError
 from lookonce.types.kv import ExternalCacheStats
 from lookonce.types.media import Array, Expansion, MediaFeature, Modality, ProcessedItem
 from lookonce.types.sampling import SamplingParams
@@ -34,6 +38,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sampling: SamplingParams
     arrival: float
     """`time.monotonic()` when the server received it (one clock for all processes of a machine)."""
+    tenant: str = ""
+    """Whose request it is: tenants take turns where something is short."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -112,16 +118,56 @@ class RenderedItem:
     """The media as it came, for an answer that carries it on; None where a name alone came."""
 
 
-@dataclass(slots=True)
-class RenderedPrompt:
-    """Everything the API process knows about one prompt once rendering has resolved."""
+def as_ids(token_ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+    """[T] int32: an array as it is, other sequences copied.
 
-    token_ids: list[int]
-    features: tuple[MediaFeature, ...] = ()
-    items: list[RenderedItem] = field(default_factory=list)
-    """One per feature, in the order of `features`."""
-    scope: bytes = b""
-    text: str | None = None
+    Raises `BadRequestError` for ids that no vocabulary has.
+    """
+    if isinstance(token_ids, np.ndarray):
+        return token_ids
+    try:
+        return np.frombuffer(array("i", list(token_ids)), np.int32)
+    except OverflowError:
+        raise BadRequestError("a token id is out of range", param="prompt") from None
+
+
+class RenderedPrompt:
+    """Everything the API process knows about one prompt once rendering has resolved.
+
+    Token ids are one int32 buffer from the tokenizer to the engine: a list of 100,000 Python
+    integers takes milliseconds to make, and again to turn back.
+    """
+
+    __slots__ = ("features", "ids", "items", "scope", "tenant", "text")
+
+    def __init__(
+        self,
+        token_ids: Sequence[int] | NDArray[np.int32],
+        features: tuple[MediaFeature, ...] = (),
+        items: Iterable[RenderedItem] = (),
+        scope: bytes = b"",
+        text: str | None = None,
+        tenant: str = "",
+    ) -> None:
+        """Raises `BadRequestError` for ids that no vocabulary has."""
+        self.ids = as_ids(token_ids)
+        """[P] int32, contiguous; nobody writes it."""
+        self.features = features
+        self.items = list(items)
+        """One per feature, in the order of `features`."""
+        self.scope = scope
+        self.text = text
+        self.tenant = tenant
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """`ids` as a list, made anew: for answers that show them."""
+        token_ids: list[int] = self.ids.tolist()
+        return token_ids
 
     def modality_tokens(self, modality: Modality) -> int:
         """Embed tokens of one modality, for usage."""

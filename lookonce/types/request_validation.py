@@ -63,14 +63,25 @@ def check_prompt_length(num_tokens: int, max_model_len: int | None, param: str) 
 def check_text_length(
     num_characters: int, longest_token: int, max_model_len: int, param: str
 ) -> None:
-    """Refuse a text that has too many tokens for certain, before it is tokenized.
+    """Refuse a text that has too many tokens for certain, before it is looked at.
 
-    `longest_token` is in characters. Tokenizing 30 MB takes half a minute.
+    `longest_token` is in characters. `check_token_count` is closer, but reads the text.
     """
     if num_characters > MAX_DROPPED_RATIO * max_model_len * longest_token:
         raise BadRequestError(
             f"{param}: the prompt has {num_characters} characters, far more than the model's "
             f"context of {max_model_len} tokens can hold",
+            param=param,
+            code=CONTEXT_EXCEEDED,
+        )
+
+
+def check_token_count(at_least: int, max_model_len: int, param: str) -> None:
+    """Refuse a text that has `at_least` so many tokens, where that leaves no room for another."""
+    if at_least >= max_model_len:
+        raise BadRequestError(
+            f"{param}: the prompt has at least {at_least} tokens, more than the model's context of "
+            f"{max_model_len} tokens can hold",
             param=param,
             code=CONTEXT_EXCEEDED,
         )
@@ -100,6 +111,37 @@ def check_token_ids(
 
     Ids inside `spans`, the half-open ranges of the prompt's media, are not looked at.
     """
+    if not _all_are_tokens(token_ids, vocab_size, placeholders, spans):
+        _refuse_first(token_ids, vocab_size, placeholders, spans, param)
+
+
+def _all_are_tokens(
+    token_ids: Sequence[int],
+    vocab_size: int,
+    placeholders: Collection[int],
+    spans: Sequence[tuple[int, int]],
+) -> bool:
+    """The check of all ids at once: a loop over 100,000 of them takes 10 ms."""
+    if set(map(type, token_ids)) != {int}:
+        return False
+    try:
+        ids = np.array(token_ids, np.int64)
+    except OverflowError:
+        return False
+    refused = (ids < 0) | (ids >= vocab_size) | np.isin(ids, list(placeholders))
+    for begin, end in spans:
+        refused[begin:end] = False
+    return not refused.any()
+
+
+def _refuse_first(
+    token_ids: Sequence[int],
+    vocab_size: int,
+    placeholders: Collection[int],
+    spans: Sequence[tuple[int, int]],
+    param: str,
+) -> None:
+    """Name the first id that is refused, if any is."""
     start = 0
     for begin, end in [*spans, (len(token_ids), len(token_ids))]:
         for number in range(start, begin):

@@ -13,6 +13,11 @@ from lookonce.errors import BadRequestError
 
 JSON_SPACES = r" |\r?\n[ \t]{0,64}"
 """Between the tokens of JSON: one space or an indented line, so that it cannot go on forever."""
+MAX_GRAMMAR_BYTES = 256 << 10
+"""Most bytes of any grammar: a schema as JSON, choices as a JSON list, a regex, Lark or GBNF, and
+what tools make (their schemas together)."""
+MAX_PARAM = 200
+"""Characters of the name of a grammar's field."""
 Kind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 
 
@@ -35,6 +40,30 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
             raise BadRequestError(f"there is no grammar of kind {self.kind!r:.40}", param="grammar")
         if type(self.source) is not str or type(self.param) is not str:
             raise BadRequestError("a grammar's source and param must be strings", param="grammar")
+        if len(self.param) > MAX_PARAM:
+            raise BadRequestError("a grammar's param is too long", param="grammar")
+        if any(part.parts for part in self.parts):
+            raise BadRequestError("the parts of a grammar have no parts", param="grammar")
+        for nbytes in (self.nbytes, sum(part.nbytes for part in self.parts)):
+            if nbytes > MAX_GRAMMAR_BYTES:
+                raise too_large_grammar(nbytes, self.param)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the source."""
+        count = len(self.source)
+        if count > MAX_GRAMMAR_BYTES or self.source.isascii():
+            return count
+        return len(self.source.encode("utf-8", "surrogatepass"))
+
+
+def too_large_grammar(nbytes: int, param: str) -> BadRequestError:
+    return BadRequestError(
+        f"{param}: {nbytes} bytes; a grammar, with all its schemas, choices or rules, has at most "
+        f"{MAX_GRAMMAR_BYTES}",
+        param=param,
+        code="grammar_too_large",
+    )
 
 
 class GrammarState(Protocol):
@@ -55,7 +84,10 @@ class GrammarState(Protocol):
 
 
 class CompiledGrammar(Protocol):
-    """Made once per request, off the step thread."""
+    """Made once for all requests of a tenant that ask for it, off the step thread."""
+
+    nbytes: int
+    """Memory it holds."""
 
     def start(self) -> GrammarState: ...
 

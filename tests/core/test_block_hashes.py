@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from lookonce.core import request as request_module
 from lookonce.core.mm_features import MultiModalFeatures
-from lookonce.core.request import TokenBuffer, extend_chain, root_hash
-from lookonce.types.media import MediaFeature
+from lookonce.core.request import (
+    HASH_RUN,
+    BlockHashCache,
+    Request,
+    Sequence,
+    TokenBuffer,
+    extend_chain,
+    root_hash,
+)
+from lookonce.types.media import Array, MediaFeature
+from lookonce.types.request import GenerateRequest
+from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import feature, text
 
 BLOCK = 4
@@ -105,3 +118,108 @@ def test_a_view_of_the_tokens_cannot_be_written() -> None:
     buffer = TokenBuffer(np.asarray(text(5), np.int32))
     with pytest.raises(ValueError, match="read-only"):
         buffer.view()[0] = 1
+
+
+# --- hashes of runs of blocks --------------------------------------------------------------------
+
+
+def sequence_of(
+    tokens: list[int],
+    cache: BlockHashCache | None,
+    features: tuple[MediaFeature, ...] = (),
+    scope: bytes = SCOPE,
+) -> Sequence:
+    ids = np.asarray(tokens, np.int32)
+    wire = GenerateRequest(
+        "r", scope, Array("int32", ids.shape, ids.data), features, SamplingParams(), 0.0
+    )
+    return Sequence(1, Request(wire, ids, MultiModalFeatures(features), {}, ()), 0, 10**6, cache)
+
+
+def hashes_of(sequence: Sequence) -> list[bytes]:
+    return list(sequence.hashes(BLOCK, len(sequence.tokens) // BLOCK))
+
+
+RUN = HASH_RUN * BLOCK
+"""Tokens of a run."""
+GRIDS = st.sampled_from([None, (1, 2, 3), (1, 3, 2)])
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[list[int], tuple[MediaFeature, ...], bytes]:
+    """Prompts that often share a beginning, with items of often equal keys and other shapes."""
+    num_tokens = draw(st.integers(1, 3 * RUN))
+    tokens = [7] * num_tokens
+    for at in draw(st.lists(st.integers(0, num_tokens - 1), max_size=2)):
+        tokens[at] = 8
+    features, start = [], 0
+    for gap, length in draw(
+        st.lists(st.tuples(st.integers(0, RUN), st.integers(2, RUN)), max_size=3)
+    ):
+        offset = start + gap
+        start = offset + length
+        if start > num_tokens:
+            break
+        ranges = draw(st.sampled_from([None, ((0, 1), (length - 1, length)), ((0, length),)]))
+        rows = length if ranges is None else sum(b - a for a, b in ranges)
+        key = draw(st.sampled_from([b"x", b"y"])) * 32
+        features.append(MediaFeature(key, "image", offset, length, rows, ranges, draw(GRIDS)))
+    return tokens, tuple(features), draw(st.sampled_from([SCOPE, b"t" * 32]))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(prompts(), min_size=1, max_size=5), st.integers(1, 400))
+def test_known_runs_give_the_hashes_that_hashing_gives(given_prompts, num_blocks) -> None:
+    cache = BlockHashCache(num_blocks)
+    for tokens, features, scope in (*given_prompts, *given_prompts):
+        assert hashes_of(sequence_of(tokens, cache, features, scope)) == chain_of(
+            tokens, features, scope
+        )
+        assert len(cache) <= num_blocks // HASH_RUN + 1
+
+
+def test_known_runs_are_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    extend = request_module.extend_chain
+
+    def counted(chain, *rest) -> None:
+        before = len(chain)
+        extend(chain, *rest)
+        hashed.append(len(chain) - before)
+
+    monkeypatch.setattr(request_module, "extend_chain", counted)
+    cache, tokens = BlockHashCache(1000), text(4 * RUN + 3 * BLOCK)
+    first = hashes_of(sequence_of(tokens, cache))
+    assert sum(hashed) == 4 * HASH_RUN + 3
+    hashed.clear()
+    assert hashes_of(sequence_of(tokens, cache)) == first
+    assert sum(hashed) == 3
+    hashed.clear()
+    hashes_of(sequence_of([*tokens[: 2 * RUN], 1, *tokens[2 * RUN + 1 :]], cache))
+    assert sum(hashed) == 2 * HASH_RUN + 3
+
+
+def test_known_runs_are_found_as_far_as_the_limit_allows() -> None:
+    cache, tokens = BlockHashCache(1000), text(2 * RUN)
+    whole = hashes_of(sequence_of(tokens, cache))
+    cut = sequence_of(tokens, cache)
+    assert list(cut.hashes(BLOCK, 2 * HASH_RUN - 1)) == whole[:-1]
+    assert len(cut.block_hashes) == 2 * HASH_RUN - 1
+
+
+def test_runs_of_other_scopes_are_not_found() -> None:
+    cache, tokens = BlockHashCache(1000), text(RUN)
+    hashes_of(sequence_of(tokens, cache))
+    hashes_of(sequence_of(tokens, cache, scope=b"t" * 32))
+    assert len(cache) == 2
+
+
+def test_generated_tokens_are_part_of_a_run() -> None:
+    cache, tokens = BlockHashCache(1000), text(RUN)
+    sequence = sequence_of(tokens[:-5], cache)
+    for token in tokens[-5:]:
+        sequence.tokens.append(token)
+    sequence.hash_blocks(BLOCK, HASH_RUN)
+    assert len(cache) == 1
+    assert sequence.block_hashes == hashes_of(sequence_of(tokens, cache)) == chain_of(tokens)
+    assert len(cache) == 1

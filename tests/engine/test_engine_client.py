@@ -157,9 +157,11 @@ def test_what_the_model_cannot_take_is_refused_before_it_is_accepted(
     world, token_ids, sampling, param
 ):
     async def scenario(client):
-        prompt = RenderedPrompt(token_ids, scope=b"s" * 32)
+        async def submit():
+            await client.generate(RenderedPrompt(token_ids, scope=b"s" * 32), sampling, "r")
+
         with pytest.raises(BadRequestError) as refusal:
-            await client.generate(prompt, sampling, "r")
+            await submit()
         assert refusal.value.param == param
         assert client.num_requests == 0
 

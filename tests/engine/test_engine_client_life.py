@@ -10,6 +10,7 @@ from msgspec.structs import force_setattr
 
 from lookonce.errors import (
     BadRequestError,
+    DrainingError,
     EngineDeadError,
     NotReadyError,
     RequestFailedError,
@@ -191,6 +192,40 @@ def test_a_dead_engine_ends_every_request_at_once_and_its_successor_serves(world
         assert len(client.directory) == 0
         again = rendered(text(9), part("cat", held=True), offsets=(3,))
         assert tokens_of(await all_of(client.generate(again, GREEDY, "r"))) == expected(again, 8)
+
+    world.run(scenario)
+
+
+def test_what_becomes_of_a_dead_engine_is_told_as_it_is(world):
+    async def scenario(client):
+        client.expect_no_restart()
+        world.engine.runner.gate.clear()
+        running = asyncio.create_task(all_of(client.generate(rendered(text(9)), ENDLESS, "r")))
+        await until(lambda: client.num_requests == 1)
+        await asyncio.to_thread(world.engine.die)
+        with pytest.raises(EngineDeadError, match="unexpectedly; the server shuts down"):
+            await running
+        with pytest.raises(EngineDeadError, match="not running; the server shuts down"):
+            await client.generate(rendered(text(9)), GREEDY, "again")
+        world.new_engine()
+        await client.wait_ready()
+
+    world.run(scenario)
+
+
+def test_requests_that_are_cut_off_say_why_and_leave_the_engine(world):
+    async def scenario(client):
+        running = [
+            asyncio.create_task(all_of(client.generate(rendered(text(9)), ENDLESS, f"r{n}")))
+            for n in range(3)
+        ]
+        await until(lambda: client.num_requests == 3)
+        client.cut_off(DrainingError("the server shuts down"))
+        for outcome in await asyncio.gather(*running, return_exceptions=True):
+            assert isinstance(outcome, DrainingError)
+        assert client.num_requests == 0
+        prompt = rendered(text(9))
+        assert tokens_of(await all_of(client.generate(prompt, GREEDY, "r"))) == expected(prompt, 8)
 
     world.run(scenario)
 

@@ -18,9 +18,9 @@ from lookonce.engine.client.engine_client import EngineClient
 from lookonce.engine.process_io import (
     EngineAlive,
     EngineLoading,
-    EngineServing,
     EngineSettings,
     ProgressPipe,
+    Serving,
     StartFailed,
     parse_progress,
 )
@@ -61,7 +61,7 @@ class Engine:
         found = []
         for line in self.process.stdout:
             found.append(parse_progress(line))
-            if isinstance(found[-1], EngineServing):
+            if isinstance(found[-1], Serving):
                 break
         return found
 
@@ -99,7 +99,7 @@ def test_it_serves_over_the_socket_and_tells_how_far_loading_is(tmp_path):
         asyncio.run(scenario())
     told = [event for event in events if not isinstance(event, EngineAlive)]
     assert told[:3] == [EngineLoading(0, 0), EngineLoading(0, 2), EngineLoading(2, 2)]
-    assert isinstance(told[3], EngineServing)
+    assert isinstance(told[3], Serving)
 
 
 def test_a_refusal_is_told_with_its_reason_and_exit_status_2(tmp_path):

@@ -514,6 +514,21 @@ def test_uuid_bindings_reach_the_other_senders_and_the_first_counts():
     assert sender.uuids.resolve(scope, "pet") == cat
 
 
+def test_a_new_sender_is_told_of_items_that_others_list_and_of_all_bindings():
+    scope, cat = b"s" * 32, b"c" * 32
+    sender, _, receiver_cache = pair()
+    sender.uuids.bind(scope, "pet", cat)
+    receiver_cache.submit("a", submit(sender, part(1), part(2, 3500)))
+    receiver_cache.goodbye("b")
+    again = welcomed(num_senders=2, capacity=6000, name="c")
+    receiver_cache.hello("c")
+    pass_hints(receiver_cache, again)
+    assert again.directory.peek(key(1)) == expansion()
+    assert again.directory.peek(key(2)) is None, "it is held for one request alone"
+    assert again.uuids.resolve(scope, "pet") == cat
+    assert again.uuids.take_fresh() == ()
+
+
 def test_a_sender_alone_has_nobody_to_tell_of_bindings():
     uuids = UuidBindings()
     sender = welcomed(uuids=uuids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,14 +18,14 @@ from lookonce.config import ModelConfig
 from lookonce.model.attention.backend import AttentionMetadata, ForwardContext
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.families.base import ModelFamily, TextFamily
-from lookonce.model.fused_modules import FusedDecoder, plain_positions
+from lookonce.model.fused_modules import FusedDecoder, FusedLayer, plain_positions
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.loader import load_model
 from lookonce.model.native import compiled
 from lookonce.model.native import decoder as native
 from lookonce.model.native.decoder import DecodeInputs, NativeDecoder, native_decoder
 from lookonce.model.step_inputs import AttentionMetadataBuilder, StepInputs
-from lookonce.model.text_model import TextModel, choose_decoder
+from lookonce.model.text_model import TextModel, TransformersDecoder, choose_decoder
 from tests.support.model_folders.make import make_folder, randomise
 
 pytestmark = [
@@ -35,6 +36,8 @@ pytestmark = [
 Folder = Callable[..., Path]
 PLAIN = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen2_5_omni", "llava")
 BLOCK, BLOCKS = 16, 64
+LAYER_DOWN = 14
+"""Where a layer's `down` weight stands in what `make` is given."""
 
 
 class Subject(NamedTuple):
@@ -322,6 +325,97 @@ def test_compiled_code_wrong_for_some_rows_alone_is_noticed(
     assert sizes == [1, 21]
 
 
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_compiled_code_wrong_in_one_layer_alone_is_noticed(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, wrong: int
+) -> None:
+    family = load_model(ModelConfig(folder=str(folder("llama")), served_name="test")).family
+    fused = choose_decoder(family, torch.float32, torch.device("cpu"))
+    assert isinstance(fused, FusedDecoder)
+    layers = len(fused.layers)
+    read, count = NativeDecoder._layer_weights, itertools.count()
+
+    def weights(decoder: NativeDecoder, layer: FusedLayer) -> tuple[object, ...]:
+        found = list(read(decoder, layer))
+        if next(count) == wrong:
+            found[LAYER_DOWN] = found[LAYER_DOWN] * 1.05  # type: ignore[operator]
+        return tuple(found)
+
+    monkeypatch.setattr(NativeDecoder, "_layer_weights", weights)
+    pages = KVPages(family.kv_layout(BLOCK, torch.float32), BLOCKS)
+    found = native_decoder(fused, family, torch.float32, pages)
+    assert (found is None) == (wrong < layers)
+
+
+def chaotic_llama(dtype: torch.dtype) -> ModelFamily:
+    """SmolLM2-135M's sizes, few layers: logits of 30, and each layer amplifies its rounding.
+
+    Sharp attention does that: one rounding more or less, and another key has the most weight.
+    """
+    config = LlamaConfig(
+        vocab_size=1000, hidden_size=576, intermediate_size=1536, num_hidden_layers=4,
+        num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True,
+    )  # fmt: skip
+    config._attn_implementation = "lookonce_paged"
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(5)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            sharper = 8.0 if "q_proj" in name or "k_proj" in name else 1.5
+            spread = 1.3 if "embed" in name else sharper * weight.shape[1] ** -0.5
+            weight.normal_(0.0, spread, generator=generator)
+    model.to(torch.bfloat16).to(dtype)
+    return TextFamily(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_model_that_amplifies_rounding_decodes_natively(dtype: torch.dtype) -> None:
+    """Over its whole depth two correct ways differ, so they are compared layer by layer."""
+    subject = subject_of(chaotic_llama(dtype), dtype)
+    inputs = decode_inputs(subject, [5, 9, 13, 16])
+    found, theirs = subject.native.logits(inputs), fused_logits(subject, inputs)
+    exact = exact_logits(chaotic_llama(torch.float32), inputs, subject.pages)
+    assert found is not None
+    assert exact.abs().max() > 20
+    ours, torchs = (found - exact).abs().max(), (theirs - exact).abs().max()
+    if dtype is torch.float32:
+        assert ours <= 1e-3 * exact.abs().max()
+    else:
+        assert ours <= 2 * torchs
+        # Control: over the whole depth correct arithmetic is beyond what a layer may differ by.
+        assert torchs > native.TOLERANCE[dtype] * exact.abs().max()
+
+
+def test_a_model_that_amplifies_rounding_and_computes_something_else_is_left_to_transformers() -> (
+    None
+):
+    for part in ("self_attn", "mlp"):
+        family = chaotic_llama(torch.bfloat16)
+        module = getattr(family.decoder.layers[2], part)  # type: ignore[index, union-attr]
+        forward = module.forward
+
+        def changed(*args: object, forward: Callable[..., object] = forward, **kwargs: object):
+            output = forward(*args, **kwargs)
+            return (output[0] * 1.2, output[1]) if isinstance(output, tuple) else output * 1.2
+
+        module.forward = changed
+        decoder = choose_decoder(family, torch.bfloat16, torch.device("cpu"))
+        assert isinstance(decoder, TransformersDecoder)
+
+
+def exact_logits(family: ModelFamily, inputs: DecodeInputs, pages: KVPages) -> torch.Tensor:
+    """The same weights, pages and tokens in float32, by torch."""
+    fused = choose_decoder(family, torch.float32, torch.device("cpu"))
+    assert isinstance(fused, FusedDecoder)
+    wide = KVPages(family.kv_layout(BLOCK, torch.float32), BLOCKS)
+    for target, source in zip(wide.layers, pages.layers, strict=True):
+        target.keys.copy_(source.keys)
+        target.values.copy_(source.values)
+    step = ForwardContext(inputs.metadata, ReferenceBackend(), wide)
+    embeds = family.embed_tokens(inputs.token_ids)
+    return family.lm_head(fused(embeds, inputs.position_ids, step, {})).float()
+
+
 def test_a_model_that_computes_something_else_is_noticed(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,8 +423,12 @@ def test_a_model_that_computes_something_else_is_noticed(
     family = loaded.family
     fused = choose_decoder(family, loaded.dtype, loaded.device)
     assert isinstance(fused, FusedDecoder)
-    add = FusedDecoder.__call__
-    monkeypatch.setattr(FusedDecoder, "__call__", lambda *step: 1.01 * add(*step))
+    add = FusedLayer.__call__
+    monkeypatch.setattr(
+        FusedLayer,
+        "__call__",
+        lambda layer, hidden, *step: hidden + 1.01 * add(layer, hidden, *step),
+    )
     pages = loaded.kv_pages(1, 16)
     assert native_decoder(fused, family, loaded.dtype, pages) is None
 

@@ -14,7 +14,7 @@ from lookonce.config import ModelConfig
 from lookonce.errors import RequestFailedError
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.loader import load_model
-from lookonce.model.runner import HEAVY_TOKENS, Runner, ThreadCounts
+from lookonce.model.runner import HEAVY_KEYS, HEAVY_TOKENS, Runner, ThreadCounts
 from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import (
@@ -307,6 +307,28 @@ def test_a_long_chunk_uses_every_core_and_restores_the_number(monkeypatch):
     assert torch.get_num_threads() == 1
     with machine.working_on(DECODE):
         assert torch.get_num_threads() == 1
+
+
+def decodes(count: int, context: int) -> StepPlan:
+    return StepPlan(0, scheduled=tuple(ScheduledSequence(i, context - 1, 1) for i in range(count)))
+
+
+SUFFIX = StepPlan(0, scheduled=(*decodes(8, 10).scheduled, ScheduledSequence(9, HEAVY_KEYS - 5, 5)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "threads"),
+    [
+        (decodes(1, HEAVY_KEYS - 1), 1),
+        (decodes(1, HEAVY_KEYS), 2),
+        (decodes(2, HEAVY_KEYS), 1),
+        (SUFFIX, 2),
+    ],
+    ids=["short context", "long context", "as many as threads", "end of a cached prompt"],
+)
+def test_few_tokens_over_long_contexts_use_every_core(plan, threads, monkeypatch):
+    with on_cores(2, 2, monkeypatch).working_on(plan):
+        assert torch.get_num_threads() == threads
 
 
 def test_a_failing_step_restores_the_number_of_threads(monkeypatch):

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookonce.errors import BadRequestError
+from lookonce.render.families.arrays import CHECKED_AT_ONCE, check_finite
 from lookonce.render.families.registry import load_family
 from lookonce.render.media.external_items import (
     arrays_of,
@@ -33,6 +34,26 @@ def packed(value: object) -> str:
 
 def wire(dtype: str = "float32", shape: object = (2, 3), data: object = bytes(24)) -> object:
     return {"pixel_values": {"dtype": dtype, "shape": shape, "data": data}}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "good", "bad"),
+    [
+        ("float64", np.float64(1.7e308).tobytes(), np.float64("nan").tobytes()),
+        ("float32", np.float32(-3.4e38).tobytes(), np.float32("-inf").tobytes()),
+        ("float16", np.float16(65504).tobytes(), np.float16("inf").tobytes()),
+        ("bfloat16", b"\x7f\x7f", b"\xc0\x7f"),
+        ("int64", b"\xff" * 8, None),
+    ],
+)
+def test_only_numbers_are_taken_for_numbers(dtype, good, bad):
+    check_finite({"x": Array(dtype, (3,), good * 3)})
+    if bad is not None:
+        with pytest.raises(BadRequestError, match="'x' has values that are NaN or infinite"):
+            check_finite({"x": Array(dtype, (3,), good + bad + good)})
+    many = CHECKED_AT_ONCE + 1  # the last one is looked at by itself
+    with pytest.raises(BadRequestError):
+        check_finite({"x": Array("float16", (many,), bytes(2 * many - 2) + b"\x00\x7c")})
 
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)

@@ -31,7 +31,7 @@ from lookonce.errors import (
     http_status,
 )
 from lookonce.ipc import framing
-from lookonce.render.media.pool import MediaPool
+from lookonce.render.media.pool import MediaPool, share_of_workers
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
 from tests.support.render.doubles import until
 
@@ -153,6 +153,33 @@ def test_a_crash_fails_its_job_alone_and_the_worker_is_replaced() -> None:
             assert isinstance(results[2], Processed)
             assert worker_of(results[0]) == before
             assert worker_of(results[2]) != before
+
+    asyncio.run(scenario())
+
+
+def test_a_pool_that_does_not_wait_for_its_worker_takes_jobs_at_once() -> None:
+    async def scenario() -> None:
+        pool = MediaPool(settings(), num_workers=1, command=FAKE)
+        pool.start_beside()
+        try:
+            assert isinstance(await pool.run(job()), Processed)
+        finally:
+            await pool.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_a_job_that_a_killed_worker_has_not_read_goes_to_another_one() -> None:
+    """It is stopped, so that the job waits in its socket, and then killed."""
+
+    async def scenario() -> None:
+        async with fake_pool() as pool:
+            worker = worker_of(await pool.run(job()))
+            os.kill(worker, signal.SIGSTOP)
+            running = asyncio.create_task(pool.run(job()))
+            await asyncio.sleep(0.1)
+            os.kill(worker, signal.SIGKILL)
+            assert worker_of(await running) != worker
 
     asyncio.run(scenario())
 
@@ -481,3 +508,12 @@ class TestRealWorkers:
         maps = Path(f"/proc/{worker._process.pid}/maps").read_text()
         assert "libtorch" not in maps
         assert "numpy" in maps
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "workers"),
+    [(2, 1, 2), (16, 1, 4), (16, 2, 2), (16, 3, 1), (2, 4, 1), (1, 1, 1)],
+)
+def test_workers_are_shared_by_all_api_processes(monkeypatch, cores, processes, workers):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert share_of_workers(processes) == workers

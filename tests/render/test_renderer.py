@@ -22,6 +22,7 @@ from lookonce.render.prompt import encoder as encoding
 from lookonce.render.prompt.encoder import ChatOptions, PromptEncoder, template_sources
 from lookonce.render.prompt.messages import FEW_VALUES
 from lookonce.render.prompt.tokenizer import Tokenizer
+from lookonce.render.readonly import open_readonly
 from lookonce.render.renderer import Renderer, open_renderer
 from lookonce.types.sampling import SamplingParams
 from tests.support.render.doubles import FakeLoader, FakePool
@@ -92,6 +93,37 @@ def setup():
 
 
 # --- chats ---------------------------------------------------------------------------------------
+
+
+LONG = "A question about a long document. " * 60
+
+
+def test_a_known_chat_is_not_tokenized_again_for_its_tenant(setup):
+    first = setup.chat(user(text(LONG)), tenant="one")
+    cache = setup.renderer.token_cache
+    again = setup.chat(user(text(LONG)), tenant="one")
+    assert again.token_ids == first.token_ids
+    assert cache.hits == first.num_tokens
+    setup.chat(user(text(LONG)), tenant="two")
+    setup.chat(user(text(LONG)), tenant="one", cache_salt="other")
+    assert cache.hits == first.num_tokens
+
+
+def test_a_known_completion_is_not_tokenized_again(setup):
+    first = setup.completion(LONG)
+    assert setup.completion(LONG).token_ids == first.token_ids
+    assert setup.renderer.token_cache.hits == first.num_tokens
+
+
+def test_rendering_alone_leaves_the_token_cache_as_it_is(setup):
+    async def tokenize():
+        async with open_readonly(setup.renderer, MediaConfig()) as readonly:
+            await readonly.render_chat([user(text(LONG))])
+            await readonly.render_chat([user(text(LONG))])
+            return readonly.token_cache.hits
+
+    assert asyncio.run(tokenize()) > 0
+    assert (setup.renderer.token_cache.queries, len(setup.renderer.token_cache)) == (0, 0)
 
 
 def test_a_chat_becomes_ids_features_and_items_in_prompt_order(setup):

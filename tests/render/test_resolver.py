@@ -24,6 +24,7 @@ from lookonce.render.media.loader import MediaLoader, MediaSource
 from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE, MediaResolver
 from lookonce.types.request import RenderedItem
 from tests.support.render.doubles import (
+    ClaimDesk,
     FakeFamily,
     FakeLoader,
     FakePool,
@@ -47,6 +48,7 @@ class Site:
     web: Mapping[str, bytes] = field(default_factory=lambda: {CAT: b"cat", DOG: b"doggy"})
     pool: FakePool = field(default_factory=FakePool)
     loader: FakeLoader | MediaLoader | None = None
+    claims: ClaimDesk | None = None
 
     def __post_init__(self) -> None:
         self.directory = Directory(self.capacity)
@@ -59,6 +61,7 @@ class Site:
             loader=self.loader,
             pool=self.pool,
             max_bytes=1 << 24,
+            claims=self.claims and self.claims.of(self.directory),
         )
 
     async def render(
@@ -579,3 +582,75 @@ def test_cancelling_one_waiter_leaves_the_others_flying():
         assert site.processed == [b"cat"]
 
     play(scenario)
+
+
+# --- other API processes -------------------------------------------------------------------------
+
+
+def two_sites(scenario):
+    desk = ClaimDesk()
+    sites = [Site(claims=desk), Site(claims=desk)]
+
+    async def run():
+        await asyncio.wait_for(scenario(*sites), 20)
+        assert [site.directory.num_pins for site in sites] == [0, 0]
+        assert not desk.queues
+
+    asyncio.run(run())
+
+
+def test_what_two_processes_want_at_once_is_made_by_one():
+    async def scenario(first, second):
+        both = await asyncio.gather(
+            first.send(inline(b"cat"), inline(b"cat")), second.send(inline(b"cat"), inline(b"cat"))
+        )
+        assert [outcomes(items) for items in both] == [["miss", "hit"], ["shared", "shared"]]
+        assert (first.processed, second.processed) == ([b"cat"], [])
+        assert (first.counted, second.counted) == ((2, 1), (2, 2))
+        assert second.resolver.stats.waiting["image"] == 2
+        assert second.resolver.stats.overtaking["image"] == 0
+
+    two_sites(scenario)
+
+
+def test_two_processes_that_want_the_same_in_other_orders_do_not_wait_for_each_other():
+    async def scenario(first, second):
+        await asyncio.gather(
+            first.send(inline(b"cat"), inline(b"doggy")),
+            second.send(inline(b"doggy"), inline(b"cat")),
+        )
+        assert sorted(first.processed + second.processed) == [b"cat", b"doggy"]
+
+    two_sites(scenario)
+
+
+def test_what_cannot_be_made_here_is_tried_by_the_other():
+    async def scenario(first, second):
+        first.pool.failure = UnprocessableMediaError("no")
+        lost, found = await asyncio.gather(
+            first.send(inline(b"cat")), second.send(inline(b"cat")), return_exceptions=True
+        )
+        assert isinstance(lost, UnprocessableMediaError)
+        assert outcomes(found) == ["miss"]
+
+    two_sites(scenario)
+
+
+def test_what_others_made_but_is_gone_each_time_is_made_here_in_the_end():
+    async def scenario(first, second):
+        first.claims.forgetful = True
+        await asyncio.gather(first.send(inline(b"cat")), second.send(inline(b"cat")))
+        assert second.processed == [b"cat"]
+
+    two_sites(scenario)
+
+
+def test_a_published_item_stays_pinned_until_its_prompt_is_sent():
+    async def scenario(first, second):
+        [item] = await first.render(inline(b"cat"))
+        assert item.pinned
+        assert item.item is not None
+        assert first.directory.lists_for_certain(item.key)
+        first.resolver.release([item])
+
+    two_sites(scenario)

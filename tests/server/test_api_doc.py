@@ -21,6 +21,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 HEADING = re.compile(r"^### (.*)$", re.MULTILINE)
 ROUTE = re.compile(r"`(GET|POST) (/[^`]*)`")
 BLOCK = re.compile(r"```json\n(.*?)```", re.DOTALL)
+ROUTED, _, UNROUTED = PAGE.partition("Before a route is found:")
+"""Without and with the errors that no route raises."""
 PART = image_part(picture(1))
 
 
@@ -98,7 +100,8 @@ def errors(base: type[LookOnceError]) -> list[type[LookOnceError]]:
 
 
 def test_every_error_code_is_listed_with_its_status():
-    listed = {code: int(status) for status, code in re.findall(r"^\| (\d+) \| `(\w+)`", PAGE, re.M)}
+    rows = re.findall(r"^\| (\d+) \| `(\w+)`", ROUTED, re.M)
+    listed = {code: int(status) for status, code in rows}
     leaves = [e for e in errors(LookOnceError) if e.code and e is not SessionEvictedError]
     known = {str(error.code): http_status(error("x")) for error in leaves}
     assert listed == {**known, "not_found": 404}
@@ -107,7 +110,7 @@ def test_every_error_code_is_listed_with_its_status():
 def test_every_metric_listed_means_what_is_said():
     rows: dict[str, Any] = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| (.*) \|$", PAGE, re.M))
     told = {name: described.help for name, described in COUNTED_ELSEWHERE.items()}
-    for family in Metrics("x").local_families():
+    for family in Metrics("x").families():
         suffix = "_total" if family.type == "counter" else ""
         told[family.name.removeprefix("lookonce_") + suffix] = family.documentation
     listed = {name: meaning for name, meaning in rows.items() if name in told}

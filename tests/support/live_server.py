@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -18,21 +19,29 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 START_SECONDS = 120.0
-URL = re.compile(r"http://[0-9.]+:[0-9]+")
+URL = re.compile(r"https?://[0-9.]+:[0-9]+")
 
 
 class LiveServer:
     """Runs `lookonce serve` with `options`; a context manager that stops it with SIGTERM."""
 
-    def __init__(self, *options: str, command: str = "serve") -> None:
+    def __init__(
+        self,
+        *options: str,
+        command: str = "serve",
+        env: Mapping[str, str] | None = None,
+        max_descriptors: int | None = None,
+    ) -> None:
+        """`env` is added to the environment; `max_descriptors` limits each of its processes."""
         line = [sys.executable, "-m", "lookonce.cli.main", command, "--port", "0", *options]
         self.process = subprocess.Popen(
             line,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
             start_new_session=True,
+            preexec_fn=max_descriptors and (lambda: _limit_descriptors(max_descriptors)),
         )
         self.output: list[str] = []
         self._url: str | None = None
@@ -96,19 +105,25 @@ class LiveServer:
         return found
 
     def engine_pid(self) -> int | None:
-        """The pid of the engine process, found by its session and command line."""
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit() and self._is_engine(folder):
-                return int(folder.name)
-        return None
+        """The pid of the engine process."""
+        return next(iter(self.pids(b"lookonce.engine.process")), None)
 
-    def _is_engine(self, folder: Path) -> bool:
+    def pids(self, command: bytes) -> list[int]:
+        """Of this server's processes with this in their command line, found by their session."""
+        folders = (folder for folder in Path("/proc").iterdir() if folder.name.isdigit())
+        return [int(folder.name) for folder in folders if self._is_ours(folder, command)]
+
+    def _is_ours(self, folder: Path, wanted: bytes) -> bool:
         try:
             command = (folder / "cmdline").read_bytes()
-            session = (folder / "stat").read_text().rpartition(")")[2].split()[3]
+            state, *fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             return False
-        return b"lookonce.engine.process" in command and int(session) == self.process.pid
+        return wanted in command and state != "Z" and int(fields[2]) == self.process.pid
+
+
+def _limit_descriptors(most: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def until(condition: Callable[[], object], seconds: float, explain: Callable[[], str]) -> None:

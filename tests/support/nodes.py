@@ -32,6 +32,7 @@ from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
 from lookonce.render.renderer import Renderer
 from lookonce.server.http.app import RENDER_ROUTES, build_app
+from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.services import KeyRing, Services
 from tests.support.in_process_link import InProcessHub
 from tests.support.model.chats import PoolInProcess
@@ -140,6 +141,7 @@ async def _node(
         engine=engine or RenderOnlyEngine(),
         metrics=Metrics("m"),
         keys=KeyRing.of(config.server),
+        guard=RequestGuard.of(config.server),
     )
     app = build_app(services) if engine else build_app(services, RENDER_ROUTES)
     transport = httpx.ASGITransport(app=app)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lookonce.errors import BadRequestError
-from lookonce.types.sampling import Grammar, SamplingParams
+from lookonce.types.sampling import MAX_GRAMMAR_BYTES, Grammar, Kind, SamplingParams
 
 FIELDS = SamplingParams.__struct_fields__
 PLAIN = st.one_of(
@@ -60,3 +62,23 @@ def test_stop_token_ids_take_a_list():
 def test_a_grammar_that_the_engine_could_not_read_is_refused(wrong):
     with pytest.raises(BadRequestError):
         Grammar(**{"kind": "regex", "source": "a+", **wrong})
+
+
+def test_a_grammar_has_a_limit_in_bytes_whatever_its_kind():
+    for kind in get_args(Kind):
+        assert Grammar(kind=kind, source="a" * MAX_GRAMMAR_BYTES)
+        for source in ("a" * (MAX_GRAMMAR_BYTES + 1), "é" * (MAX_GRAMMAR_BYTES // 2 + 1)):
+            with pytest.raises(BadRequestError, match="at most") as caught:
+                Grammar(kind=kind, source=source, param="guided_regex")
+            assert caught.value.param == "guided_regex"
+
+
+def test_the_parts_of_a_grammar_have_the_same_limit_together_and_no_parts():
+    part = Grammar(kind="json_schema", source="a" * (MAX_GRAMMAR_BYTES // 2))
+    whole = Grammar(kind="lark", source="start: x", parts=(part, part))
+    with pytest.raises(BadRequestError, match="at most"):
+        Grammar(kind="lark", source="start: x", parts=(part, part, part))
+    with pytest.raises(BadRequestError, match="no parts"):
+        Grammar(kind="lark", source="start: x", parts=(whole,))
+    with pytest.raises(BadRequestError, match="too long"):
+        Grammar(kind="lark", source="start: x", param="p" * 300)

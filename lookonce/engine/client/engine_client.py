@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 import uuid
-from array import array
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from types import TracebackType
@@ -21,6 +20,7 @@ import msgspec
 from lookonce.cache.directory import Directory
 from lookonce.config import ChannelConfig
 from lookonce.engine.client.delta_stream import DeltaStream, PendingRequest
+from lookonce.engine.client.item_claims import ItemClaims
 from lookonce.engine.client.sender_cache import InjectionOutcome, Keyed, SenderCache, inject
 from lookonce.errors import (
     BadRequestError,
@@ -51,6 +51,7 @@ from lookonce.ipc.messages import (
     Welcome,
 )
 from lookonce.ipc.socket_client_link import SocketClientLink
+from lookonce.types.counts import Counts
 from lookonce.types.media import Array, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import Clock
@@ -78,9 +79,10 @@ class EngineClient:
         processor_cache_bytes: int,
         connect: Callable[[str], ClientLink] | None = None,
         clock: Clock = time.monotonic,
+        counts: Counts | None = None,
     ) -> None:
         sender_id = uuid.uuid4().hex
-        self.sender = SenderCache(sender_id, capacity_bytes=processor_cache_bytes)
+        self.sender = SenderCache(sender_id, capacity_bytes=processor_cache_bytes, counts=counts)
         self._channel = ClientChannel(
             connect(sender_id) if connect else SocketClientLink(config.address, sender_id),
             max_bytes_in_flight=config.max_bytes_in_flight,
@@ -88,7 +90,8 @@ class EngineClient:
         self._health = EngineHealth(config.stall_timeout, clock)
         self._stats_requests = StatsRequests()
         self._requests: dict[str, PendingRequest] = {}
-        self._resender = Resender(self.sender, self._channel.room, self._commit, self._give_up)
+        self.claims = ItemClaims(self.sender, self._room, self._commit, self._send_if_connected)
+        self._resender = Resender(self.sender, self._room, self._commit, self._give_up)
 
     async def __aenter__(self) -> Self:
         self._channel.open(self)
@@ -149,10 +152,11 @@ class EngineClient:
         wire = GenerateRequest(
             request_id=request_id,
             scope=rendered.scope,
-            prompt=_int32(rendered.token_ids),
+            prompt=Array("int32", rendered.ids.shape, rendered.ids.data),
             features=rendered.features,
             sampling=sampling,
             arrival=time.monotonic() if arrival is None else arrival,
+            tenant=rendered.tenant,
         )
 
         async def submit(pending: PendingRequest) -> None:
@@ -213,6 +217,15 @@ class EngineClient:
         self._send(ResetCache(self.sender.epoch, tier))
         await self._ask_stats()  # answered after the reset: all messages keep their order
 
+    def expect_no_restart(self) -> None:
+        """The supervisor is gone: an engine that ends now is not started again."""
+        self._health.outlook = "the server shuts down"
+
+    def cut_off(self, error: LookOnceError) -> None:
+        """End all requests of this client with `error`."""
+        for request in list(self._requests.values()):
+            self._give_up(request, error)
+
     # --- called by the channel ----------------------------------------------------------------
 
     def connected(self) -> None:
@@ -220,7 +233,7 @@ class EngineClient:
         self._send(self.sender.hello())
 
     def disconnected(self) -> None:
-        self._lose_engine("the engine ended unexpectedly; it is being restarted")
+        self._lose_engine(f"the engine ended unexpectedly; {self._health.outlook}")
 
     def received(self, message: EngineMessage) -> None:
         match message:
@@ -249,6 +262,7 @@ class EngineClient:
                 self._send_if_connected(self.sender.clear(message))
             case Hints():
                 self.sender.hint(message)
+                self.claims.answered(message)
             case Stats():
                 self._stats_requests.answer(message)
 
@@ -270,10 +284,17 @@ class EngineClient:
     ) -> AbstractAsyncContextManager[None]:
         """Room on the channel for a request that brings items. One that brings none is small and
         does not wait: a known picture never waits for new ones."""
-        items = [part.item for part in request.rendered.items if part.item is not None]
+        items = [
+            part.item
+            for part in request.rendered.items
+            if part.item is not None and not self.directory.lists_for_certain(part.key)
+        ]
         if not items:
             return nullcontext()
         nbytes = MESSAGE_OVERHEAD + wire.prompt.nbytes + sum(item.nbytes for item in items)
+        return self._channel.room(nbytes)
+
+    def _room(self, nbytes: int) -> AbstractAsyncContextManager[None]:
         return self._channel.room(nbytes)
 
     def _leave(self, request: PendingRequest) -> None:
@@ -299,13 +320,16 @@ class EngineClient:
 
     def _welcome(self, message: Welcome) -> None:
         logger.info("connected to the engine, epoch %d", message.epoch)
+        if message.epoch != self.sender.epoch:
+            self.claims.forget_all()
         self.sender.welcome(message)
         self._health.welcome(message.model, ready=message.ready)
 
     def _lose_engine(self, why: str) -> None:
         """End all requests at once; the directory starts empty with the next welcome."""
         self._health.disconnect()
-        self.sender.epoch = 0
+        self.sender.disconnect()
+        self.claims.forget_all()
         requests, self._requests = self._requests, {}
         if requests:
             logger.error("%s (%d requests fail)", why, len(requests))
@@ -340,15 +364,6 @@ class EngineClient:
         """Send if the engine is connected."""
         if self._health.connected:
             self._send(message)
-
-
-def _int32(token_ids: list[int]) -> Array:
-    """Raises `BadRequestError` for ids that no vocabulary has."""
-    try:
-        ids = array("i", token_ids)
-    except OverflowError:
-        raise BadRequestError("a token id is out of range", param="prompt") from None
-    return Array("int32", (len(ids),), memoryview(ids))
 
 
 def _check_encodable(request: GenerateRequest) -> None:
@@ -484,6 +499,8 @@ class EngineHealth:
 
     def __init__(self, stall_timeout: float, clock: Clock) -> None:
         self.connected = False
+        self.outlook = "it is being restarted"
+        """What becomes of an engine that has ended."""
         self._stall_timeout = stall_timeout
         self._clock = clock
         self._was_connected = False
@@ -518,7 +535,7 @@ class EngineHealth:
             case "starting":
                 raise NotReadyError("the model is still loading")
             case "dead":
-                raise EngineDeadError("the engine is not running; it is being restarted")
+                raise EngineDeadError(f"the engine is not running; {self.outlook}")
             case "stuck":
                 raise EngineDeadError("the engine does not answer")
 

@@ -9,6 +9,7 @@ enqueues its message without awaiting in between: directory and store see the ch
     asked, supply        count a ResendMedia, and answer it
     settle               count items that the engine turned out not to need
     update, inject       add items that were processed elsewhere
+    claim … publish      make an item that no other sender makes now; or give_up
     clear | resync       empty the directory, for the engine or because a message was lost
 
 While a message is put together the entries it needs are pinned, so no message drops an item it
@@ -28,15 +29,18 @@ from lookonce.errors import MediaNotCachedError, NotReadyError
 from lookonce.ipc.messages import (
     NO_OPS,
     CacheOps,
+    Claim,
     ClearCache,
     Hello,
     Hints,
     KeyedItem,
     Submit,
     SupplyMedia,
+    Unclaim,
     UpdateCache,
     Welcome,
 )
+from lookonce.types.counts import Counts
 from lookonce.types.media import ProcessedItem
 from lookonce.types.request import GenerateRequest, RenderedItem, RenderedPrompt
 
@@ -55,21 +59,38 @@ class SenderCache:
     """
 
     def __init__(
-        self, sender_id: str, *, capacity_bytes: int, uuids: UuidBindings | None = None
+        self,
+        sender_id: str,
+        *,
+        capacity_bytes: int,
+        uuids: UuidBindings | None = None,
+        counts: Counts | None = None,
     ) -> None:
+        counts = Counts() if counts is None else counts
         self.sender_id = sender_id
         self.epoch = 0
         """The engine's; 0 until the first welcome."""
-        self.directory = Directory(capacity_bytes)
+        self.directory = Directory(capacity_bytes, counts=counts)
         self.uuids = uuids if uuids is not None else UuidBindings()
-        self.resends = 0
-        """Items the engine asked for although it should have held them: it restarted, was reset,
-        or a hint was stale. They are not counted as queries or hits, nor shown in receipts."""
-        self.asks = 0
-        """Items the engine asked for whose references were sent without them on purpose."""
+        self._resends = counts.count("mm_cache_resends_total")
+        self._asks = counts.count("mm_cache_asks_total")
         self._capacity_bytes = capacity_bytes
         self._num_senders = 1
         self._seq = 0
+        self._claims: dict[int, bytes] = {}
+        """Number → key of open claims, granted or not."""
+        self._num_claims = 0
+
+    @property
+    def resends(self) -> int:
+        """Items the engine asked for although it should have held them: it restarted, was reset,
+        or a hint was stale. They are not counted as queries or hits, nor shown in receipts."""
+        return int(self._resends.value)
+
+    @property
+    def asks(self) -> int:
+        """Items the engine asked for whose references were sent without them on purpose."""
+        return int(self._asks.value)
 
     def hello(self) -> Hello:
         return Hello(self.sender_id, self.epoch)
@@ -79,8 +100,14 @@ class SenderCache:
         if message.epoch == self.epoch:
             return
         self.epoch = message.epoch
+        self._claims.clear()
         self._num_senders = message.num_senders
         self.directory.restart(self._capacity_bytes // message.num_senders)
+
+    def disconnect(self) -> None:
+        """The engine is gone, and with it the claims that it knew."""
+        self.epoch = 0
+        self._claims.clear()
 
     def submit(self, request: GenerateRequest, rendered: RenderedPrompt) -> Submit:
         """Commit: list what fits, give back the prompt's pins, and return the message to send.
@@ -125,9 +152,9 @@ class SenderCache:
         expected = {part.key for part in rendered.items if part.outcome != "not_needed"}
         for key in keys:
             if key in expected:
-                self.resends += 1
+                self._resends.add()
             else:
-                self.asks += 1
+                self._asks.add()
 
     def to_recover(
         self, rendered: RenderedPrompt, keys: Iterable[bytes]
@@ -186,13 +213,52 @@ class SenderCache:
 
     def clear(self, message: ClearCache) -> UpdateCache:
         """Commit a reset: everything listed here is forgotten on both sides, pins stay."""
-        self.directory.reset()
-        return self._update(NO_OPS, cleared=message.number)
+        return self._start_over(message.number)
 
     def resync(self) -> UpdateCache:
         """Start over after a message of ours could not be sent although it was committed."""
-        self.directory.reset()
-        return self._update(NO_OPS, cleared=STARTED_OVER)
+        return self._start_over(STARTED_OVER)
+
+    # --- claims -------------------------------------------------------------------------------
+
+    @property
+    def claims_items(self) -> bool:
+        """Whether there are other senders, with which items are shared."""
+        return self._num_senders > 1 and self.epoch > 0 and self.directory.capacity_bytes > 0
+
+    @property
+    def num_claims(self) -> int:
+        return len(self._claims)
+
+    def claim(self, key: bytes) -> Claim:
+        """Begin to claim the item of `key`; until it is published, given up or forgotten."""
+        self._num_claims += 1
+        self._claims[self._num_claims] = key
+        return Claim(self.epoch, self._num_claims, key)
+
+    def has_claim(self, number: int) -> bool:
+        return number in self._claims
+
+    def forget_claim(self, number: int) -> None:
+        """The engine has ended the claim."""
+        self._claims.pop(number, None)
+
+    def give_up(self, number: int) -> Unclaim | None:
+        """End a claim of which the engine is told; None if it has ended."""
+        if self._claims.pop(number, None) is None:
+            return None
+        return Unclaim(self.epoch, number)
+
+    def publish(self, number: int, item: ProcessedItem) -> UpdateCache | Unclaim:
+        """Commit an item that was made under an open claim, which ends: list it, so that the other
+        senders have it, or only end the claim where it is listed or does not fit."""
+        key = self._claims.pop(number)
+        if self.directory.listing(key) is None:
+            with _Change(self.directory, (key,)) as change:
+                change.supply(key, item)
+            if not change.loose:
+                return self._update(change.ops())
+        return Unclaim(self.epoch, number)
 
     def hint(self, message: Hints) -> None:
         """Take note of what other senders added."""
@@ -209,8 +275,18 @@ class SenderCache:
                 part.outcome = "hit" if part.outcome == "not_needed" else part.outcome
                 self.directory.count(part.outcome)
 
-    def _update(self, ops: CacheOps, cleared: int = 0) -> UpdateCache:
-        return UpdateCache(epoch=self.epoch, seq=self._next_seq(), ops=ops, cleared=cleared)
+    def _start_over(self, cleared: int) -> UpdateCache:
+        self.directory.reset()
+        return UpdateCache(
+            epoch=self.epoch,
+            seq=self._next_seq(),
+            ops=NO_OPS,
+            cleared=cleared,
+            open_claims=tuple(self._claims),
+        )
+
+    def _update(self, ops: CacheOps) -> UpdateCache:
+        return UpdateCache(epoch=self.epoch, seq=self._next_seq(), ops=ops)
 
     def _require_epoch(self) -> None:
         if self.epoch == 0:

@@ -40,8 +40,11 @@ def assemble(
     settings: EngineSettings,
     pool: BlockPool,
     external: ExternalPrefixCache | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> tuple[EngineCore, RequestPreprocessor]:
     """An engine of a scheduler over `pool` and a `runner` with as many KV blocks.
+
+    `grammars` compiles for the model's tokenizer; None: one is made.
 
     Raises `ConfigError` for a token budget below the largest item that must not be split.
     """
@@ -55,7 +58,8 @@ def assemble(
         external,
         fail_on_loss=settings.kv.load_failure_policy == "fail",
     )
-    grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
+    if grammars is None:
+        grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
     preprocessor = RequestPreprocessor(info, scheduler.validator, grammars.compile)
     return EngineCore(scheduler, runner, external), preprocessor
 

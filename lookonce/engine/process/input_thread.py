@@ -46,6 +46,7 @@ from lookonce.ipc.channel import EngineChannel, Unreadable
 from lookonce.ipc.messages import (
     Abort,
     Accepted,
+    Claim,
     ClearCache,
     ClientMessage,
     EngineMessage,
@@ -59,6 +60,7 @@ from lookonce.ipc.messages import (
     Stats,
     Submit,
     SupplyMedia,
+    Unclaim,
     UpdateCache,
     Welcome,
 )
@@ -104,6 +106,8 @@ class InputThread:
         self._grammar_pool = GrammarCompilerPool(channel.wake)
         """Requests whose grammar is being compiled, and which the step thread does not have yet."""
         self._num_clears = 0
+        self._claims_moved = False
+        """A sender has gone: others may have been granted its claims, and are yet to be told."""
         self._stopped = False
 
     # --- called by other threads --------------------------------------------------------------
@@ -131,9 +135,13 @@ class InputThread:
                 self._grammar_compiled(compiled)
             for outcome in self._step_channel.take_outcomes():
                 self._handle_outcome(outcome)
+            if self._claims_moved:
+                self._claims_moved = False
+                self._send_hints()
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + HEARTBEAT_SECONDS
                 self._beat(on_beat)
+        self._grammar_pool.close()
         self._channel.close()
 
     def _beat(self, on_beat: Callable[[float], None]) -> None:
@@ -156,6 +164,13 @@ class InputThread:
                 if not self._receiver_cache.update(sender, message):
                     self._discarded(sender, message.epoch)
                 self._received(sender, message.seq)
+            case Claim():
+                if not self._receiver_cache.claim(sender, message):
+                    self._discarded(sender, message.epoch)
+                self._send_hints()
+            case Unclaim():
+                self._receiver_cache.unclaim(sender, message)
+                self._send_hints()
             case Abort(epoch, request_ids, index):
                 if epoch == self._receiver_cache.epoch:
                     self._abort(request_ids, index)
@@ -181,6 +196,7 @@ class InputThread:
         logger.info("API process connected (%d of %d)", len(self._senders), self._num_senders)
         if self._preprocessor is not None:
             self._welcome(sender, self._preprocessor)
+        self._send_hints()
 
     def _welcome_all(self, preprocessor: RequestPreprocessor) -> None:
         self._preprocessor, self._opening = preprocessor, None
@@ -198,6 +214,7 @@ class InputThread:
         if len(self._lost) > MAX_LOST:
             del self._lost[next(iter(self._lost))]
         self._receiver_cache.goodbye(sender)
+        self._claims_moved = True
 
     def _restore_sender(self, sender: str) -> None:
         """A sender taken for dead is alive: tell it which of its requests have ended meanwhile."""
@@ -251,7 +268,8 @@ class InputThread:
             self._add(request, complete=not held.missing)
         else:
             compile_grammar = self._preprocessor.compile_grammar
-            self._grammar_pool.begin(request, grammar, compile_grammar, complete=not held.missing)
+            complete, tenant = not held.missing, message.request.tenant
+            self._grammar_pool.begin(request, grammar, compile_grammar, complete, tenant)
 
     def _hold_items(self, sender: str, message: Submit) -> Held:
         """The items that the request holds now. Raises, with nothing held, why it holds none."""

@@ -19,6 +19,7 @@ from lookonce.config import GIB, KVConfig
 from lookonce.core.block_pool import BlockPool
 from lookonce.engine.process.build import assemble
 from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
+from lookonce.engine.process.grammar import GrammarCompiler
 from lookonce.engine.process.kv_tiers import open_external, rope_of
 from lookonce.engine.process.warmup import WarmUpItems, warm_up
 from lookonce.engine.process_io import EngineSettings
@@ -66,6 +67,8 @@ def load_engine(
         num_blocks,
         block_size,
     )
+    info = loaded.info
+    grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
     warm_up_engine, _ = assemble(loaded.info, runner, settings, scratch)
     warm_up(warm_up_engine, items.take(loaded.info))
     gc.collect()
@@ -76,7 +79,8 @@ def load_engine(
         rope = rope_of(loaded.family.text_config)
         external = open_external(settings.kv, loaded.info, rope, runner.page_copier())
     pool = BlockPool(num_blocks, block_size)
-    return assemble(loaded.info, runner, settings, pool, external)
+    grammars.load_soon()
+    return assemble(loaded.info, runner, settings, pool, external, grammars)
 
 
 def attention_of(loaded: LoadedModel, kv: KVConfig) -> tuple[AttentionBackend, int]:

@@ -1,6 +1,7 @@
 """The life of the engine process, from its settings on stdin to its exit status.
 
-stdin   one line of JSON (`EngineSettings`), then nothing; its end means the parent is gone
+stdin   one line of JSON (`EngineSettings`), then nothing; its end means the parent is gone: the
+        engine ends once the API processes have, which drain
 stdout  JSON lines (`process_io.ProgressEvent`)
 stderr  the log, and one line when the engine cannot start (exit status 2)
 
@@ -27,12 +28,13 @@ from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
 from lookonce.engine.process_io import (
     EngineAlive,
     EngineLoading,
-    EngineServing,
     EngineSettings,
     ProgressPipe,
+    Serving,
     StartFailed,
 )
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
+from lookonce.engine.supervisor.socket_folder import joined_socket_folder, remove_if_abandoned
 from lookonce.errors import ConfigError, LookOnceError, ModelLoadError, error_to_wire
 from lookonce.ipc.socket_engine_link import SocketEngineLink
 
@@ -40,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 EXIT_BROKEN = 1
 """The exit status after a bug."""
+ORPHAN_SECONDS = 40.0
+"""How long the engine serves API processes whose parent is gone: longer than they drain."""
 
 
 Load = Callable[
@@ -52,7 +56,8 @@ in all)."""
 def run_engine(load: Load) -> NoReturn:
     """Read the settings, load the engine, serve until SIGTERM, and exit."""
     started = time.monotonic()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # the parent gets them too, and decides
+        signal.signal(number, signal.SIG_IGN)
     progress = ProgressPipe(_private_stdout())
     logging.basicConfig(
         level=logging.INFO,
@@ -62,7 +67,10 @@ def run_engine(load: Load) -> NoReturn:
     try:
         settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
         logger.info("loading %s", settings.model.folder)
-        threading.Thread(target=_watch_parent, name="watch", daemon=True).start()
+        watch = threading.Thread(
+            target=_watch_parent, args=(settings.address,), name="watch", daemon=True
+        )
+        watch.start()
         serve(settings, load, progress, started)
     except (ConfigError, ModelLoadError, msgspec.MsgspecError) as error:
         _refuse(progress, error)
@@ -87,14 +95,23 @@ def serve(settings: EngineSettings, load: Load, progress: ProgressPipe, started:
     # The step in progress is finished first. Until here SIGTERM kills at once.
     signal.signal(signal.SIGTERM, lambda number, frame: threads.stop())
     threads.open(preprocessor)
-    progress.tell(EngineServing(time.monotonic() - started))
+    progress.tell(Serving(time.monotonic() - started))
     threads.run_steps(core)
 
 
-def _watch_parent() -> None:
-    while os.read(0, 4096):
-        pass
-    logger.error("the parent process is gone: the engine ends")
+def _watch_parent(address: str) -> None:
+    """End this process after its parent's end.
+
+    API processes have until `ORPHAN_SECONDS` to finish what runs; they use the socket folder
+    meanwhile. This process removes it where it is the last.
+    """
+    with joined_socket_folder(address) as folder:
+        while os.read(0, 4096):
+            pass
+    logger.error("the parent process is gone: the engine ends with the API processes")
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while not remove_if_abandoned(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
     _exit(0)
 
 

@@ -6,10 +6,18 @@ references at once and keeps them until `release`.
 
 A message of another epoch, or of a sender that never said hello in this one, is discarded whole
 (None); `update` says how such a sender comes back.
+
+Claims let one sender at a time make an item:
+
+    key → [ holder │ waiting … ]    in the order they came; the holder has been granted the claim
+
+A queue ends when its item is added: all who wait are told. When the holder gives up or goes, the
+next one is granted.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -18,17 +26,21 @@ from lookonce.cache.store import Store
 from lookonce.errors import BadRequestError
 from lookonce.ipc.messages import (
     CacheOps,
+    Claim,
     Hint,
     Hints,
     KeyedItem,
     Submit,
     SupplyMedia,
+    Unclaim,
     UpdateCache,
 )
 from lookonce.types.media import ProcessedItem
 
 MAX_PENDING_HINTS = 1_024
 """Hints kept for a sender between two takes; the oldest go first."""
+MAX_CLAIMS = 1_024
+"""Claims of one sender that are remembered; more are granted and forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +52,19 @@ class Held:
 
 
 @dataclass(slots=True)
-class _SenderNews:
-    """Hints and uuid bindings that one sender has yet to be told."""
+class _Sender:
+    """What one sender has yet to be told, and its open claims: number → key."""
 
     hints: dict[bytes, Hint] = field(default_factory=dict)
     bindings: dict[bytes, bytes] = field(default_factory=dict)
+    granted: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    claims: dict[int, bytes] = field(default_factory=dict)
+
+    def hint(self, key: bytes, item: ProcessedItem) -> None:
+        self.hints[key] = Hint(key, item.nbytes, item.expansion)
+        if len(self.hints) > MAX_PENDING_HINTS:
+            del self.hints[next(iter(self.hints))]
 
 
 @dataclass(slots=True)
@@ -64,7 +84,9 @@ class ReceiverCache:
         self.epoch = epoch
         self.store = Store()
         self._uuids = UuidBindings()
-        self._news: dict[str, _SenderNews] = {}
+        self._senders: dict[str, _Sender] = {}
+        self._claims: dict[bytes, deque[tuple[str, int]]] = {}
+        """Key → (sender, number) of its claims; the first one is granted."""
         self._requests: dict[str, _OpenRequest] = {}
 
     # --- senders ------------------------------------------------------------------------------
@@ -77,20 +99,20 @@ class ReceiverCache:
         by `goodbye`: the sender must come back by `ClearCache` (`update`).
         """
         if epoch == self.epoch:
-            return sender in self._news
-        self._news.setdefault(sender, _SenderNews())
-        self.store.open_share(sender)
-        self.store.empty_share(sender)
+            return self.knows(sender)
+        self._end_claims(sender)
+        self._open(sender)
         return True
 
     def goodbye(self, sender: str) -> tuple[str, ...]:
         """A sender is gone: close its share. Returns its open requests, to abort and `release`."""
-        self._news.pop(sender, None)
+        self._end_claims(sender)
+        self._senders.pop(sender, None)
         self.store.close_share(sender)
         return tuple(id for id, request in self._requests.items() if request.sender == sender)
 
     def knows(self, sender: str) -> bool:
-        return sender in self._news
+        return sender in self._senders
 
     # --- messages -----------------------------------------------------------------------------
 
@@ -130,7 +152,9 @@ class ReceiverCache:
         messages of this epoch was discarded.
         """
         if message.cleared and message.epoch == self.epoch:
-            self.hello(sender)
+            self._open(sender)
+            for number in self._senders[sender].claims.keys() - set(message.open_claims):
+                self._end_claim(sender, number)
         if not self._accepts(sender, message.epoch):
             return False
         self._apply(sender, message.ops)
@@ -141,19 +165,54 @@ class ReceiverCache:
         if self._requests.pop(request_id, None) is not None:
             self.store.release(request_id)
 
+    def claim(self, sender: str, message: Claim) -> bool:
+        """Grant a claim, queue it, or answer that the item is held; False: discarded."""
+        if not self._accepts(sender, message.epoch):
+            return False
+        claimant, number, key = self._senders[sender], message.number, message.key
+        if number in claimant.claims:  # repeated
+            if self._claims[key][0] == (sender, number):
+                claimant.granted.append(number)
+            return True
+        item = self.store.get_listed(key)
+        if item is not None:
+            claimant.hint(key, item)
+            claimant.held.append(number)
+        elif len(claimant.claims) >= MAX_CLAIMS:
+            claimant.granted.append(number)
+        else:
+            claimant.claims[number] = key
+            queue = self._claims.setdefault(key, deque())
+            queue.append((sender, number))
+            if len(queue) == 1:
+                claimant.granted.append(number)
+        return True
+
+    def unclaim(self, sender: str, message: Unclaim) -> None:
+        """End a claim; one that is not open any more is no mistake."""
+        if self._accepts(sender, message.epoch):
+            self._end_claim(sender, message.number)
+
     def take_hints(self, sender: str) -> Hints | None:
-        """What other senders added since the last call and the store still has; None if nothing.
+        """What other senders added since the last call and the store still has, and answers to
+        claims; None if there is nothing to tell.
 
         Always None for a sender that was taken for dead and has not started over yet.
         """
-        peer = self._news.get(sender)
-        if peer is None:
+        peer = self._senders.get(sender)
+        if peer is None or not (peer.hints or peer.bindings or peer.granted or peer.held):
             return None
         items = tuple(hint for hint in peer.hints.values() if hint.key in self.store)
-        bindings = tuple(peer.bindings.items())
-        peer.hints.clear()
-        peer.bindings.clear()
-        return Hints(items, bindings) if items or bindings else None
+        told = Hints(items, tuple(peer.bindings.items()), tuple(peer.granted), tuple(peer.held))
+        for news in (peer.hints, peer.bindings, peer.granted, peer.held):
+            news.clear()
+        return told if told != Hints() else None
+
+    def claims(self) -> dict[tuple[str, int], int]:
+        """(sender, number) of every open claim → its place in its queue, 0 for the granted one."""
+        return {
+            claim: place for queue in self._claims.values() for place, claim in enumerate(queue)
+        }
 
     def counters(self) -> dict[str, float]:
         store = self.store
@@ -166,7 +225,16 @@ class ReceiverCache:
     # --- inside -------------------------------------------------------------------------------
 
     def _accepts(self, sender: str, epoch: int) -> bool:
-        return epoch == self.epoch and sender in self._news
+        return epoch == self.epoch and sender in self._senders
+
+    def _open(self, sender: str) -> None:
+        """Let the sender have an empty share. One that is new is told of what others have."""
+        if sender not in self._senders:
+            self._senders[sender] = newcomer = _Sender(bindings=dict(self._uuids.items()))
+            for key, item in self.store.listed():
+                newcomer.hint(key, item)
+        self.store.open_share(sender)
+        self.store.empty_share(sender)
 
     def _apply(self, sender: str, ops: CacheOps) -> None:
         for key in ops.drops:
@@ -174,6 +242,7 @@ class ReceiverCache:
         for keyed in ops.adds:
             if self.store.add(sender, keyed.key, keyed.item):
                 self._announce(sender, keyed)
+            self._answer_claims(keyed)
         for key, nbytes in ops.adopts:
             self.store.adopt(sender, key, nbytes)
 
@@ -187,24 +256,56 @@ class ReceiverCache:
 
     def _announce(self, sender: str, keyed: KeyedItem) -> None:
         for peer in self._others(sender):
-            peer.hints[keyed.key] = Hint(keyed.key, keyed.item.nbytes, keyed.item.expansion)
-            if len(peer.hints) > MAX_PENDING_HINTS:
-                del peer.hints[next(iter(peer.hints))]
+            peer.hint(keyed.key, keyed.item)
 
     def _announce_bindings(self, sender: str, bindings: Iterable[tuple[bytes, bytes]]) -> None:
         """For the other senders; for this one where another sender has bound the name before."""
         for name, digest in bindings:
             bound = self._uuids.claim(name, digest)
-            for peer in self._others(sender) if bound == digest else [self._news[sender]]:
+            for peer in self._others(sender) if bound == digest else [self._senders[sender]]:
                 peer.bindings[name] = bound
 
-    def _others(self, sender: str) -> list[_SenderNews]:
-        return [peer for name, peer in self._news.items() if name != sender]
+    def _answer_claims(self, keyed: KeyedItem) -> None:
+        """The item was added: its claims end. All but the granted one wait for an answer."""
+        for place, (name, number) in enumerate(self._claims.pop(keyed.key, ())):
+            claimant = self._senders[name]
+            del claimant.claims[number]
+            if place > 0:
+                claimant.hint(keyed.key, keyed.item)
+                claimant.held.append(number)
+
+    def _end_claim(self, sender: str, number: int) -> None:
+        """End one claim; if it was the granted one, the next is granted."""
+        key = self._senders[sender].claims.pop(number, None)
+        if key is None:
+            return
+        queue = self._claims[key]
+        was_granted = queue[0] == (sender, number)
+        queue.remove((sender, number))
+        if not queue:
+            del self._claims[key]
+        elif was_granted:
+            name, following = queue[0]
+            self._senders[name].granted.append(following)
+
+    def _end_claims(self, sender: str) -> None:
+        known = self._senders.get(sender)
+        for number in list(known.claims) if known else ():
+            self._end_claim(sender, number)
+
+    def _others(self, sender: str) -> list[_Sender]:
+        return [peer for name, peer in self._senders.items() if name != sender]
 
     def check_integrity(self) -> None:
         """Recount everything. Raises `AssertionError` naming the rule that is broken. O(n)."""
         self.store.check_integrity()
         if self._requests.keys() != set(self.store.requests):
             raise AssertionError("every open request holds in the store")
-        if self._news.keys() != set(self.store.senders):
+        if self._senders.keys() != set(self.store.senders):
             raise AssertionError("every sender has one share")
+        claims = {
+            (name, n): key for name, s in self._senders.items() for n, key in s.claims.items()
+        }
+        queued = {claim: key for key, queue in self._claims.items() for claim in queue}
+        if claims != queued or not all(self._claims.values()):
+            raise AssertionError("every open claim is in one queue")

@@ -8,50 +8,83 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from asyncio.subprocess import PIPE, Process
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from lookonce.errors import EngineDeadError
+from lookonce.errors import EngineDeadError, LookOnceError
 
 if TYPE_CHECKING:  # `types.ports` needs numpy, which a supervisor does not import
     from lookonce.types.ports import Clock
 
 logger = logging.getLogger(__name__)
 
-MAX_RESTARTS = 3
-RESTART_WINDOW = 600.0
-"""Seconds in which a process may be restarted `MAX_RESTARTS` times."""
+MAX_FAILED_STARTS = 4
+"""A process that has never served is given up when so many starts in a row have failed."""
+MAX_FAILED_RESTARTS = 10
+"""The same for one that has served before: the machine may be short of something for a while."""
+FIRST_DELAY = 0.5
+MAX_DELAY = 30.0
+"""Seconds. The first restart is immediate, the second waits about `FIRST_DELAY`, each further one
+twice as long, `MAX_DELAY` at most."""
+STEADY_SECONDS = 60.0
+"""A process that has served for so long is restarted without delay again."""
 EXIT_REFUSED = 2
 """The exit status of a child that refuses its settings: starting it again would not help."""
 
 
-class RestartBudget:
-    """Limits how often a process is restarted within `window` seconds."""
+class RestartBackoff:
+    """How long to wait before a process that has ended is started again, and when to give it up.
+
+    Restarts go on for as long as they succeed, with exponential delays: a start has succeeded once
+    the process says that it serves. Delays are shortened by up to half at random, so that processes
+    that died together do not start together.
+    """
 
     def __init__(
-        self,
-        limit: int = MAX_RESTARTS,
-        window: float = RESTART_WINDOW,
-        clock: Clock = time.monotonic,
+        self, clock: Clock = time.monotonic, jitter: Callable[[], float] = random.random
     ) -> None:
-        self.limit = limit
-        self._window = window
+        """`jitter` answers a number from 0 to 1."""
         self._clock = clock
-        self._restarts: deque[float] = deque()
+        self._jitter = jitter
+        self._serving_since: float | None = None
+        self._has_served = False
+        self._num_failed = 0
+        self._num_ends = 0
+        """Ends in a row of processes that did not serve for `STEADY_SECONDS`."""
 
-    def try_take(self) -> int | None:
-        """Take a restart: its number within the window, from 1, or None when none is left."""
-        now = self._clock()
-        while self._restarts and now - self._restarts[0] >= self._window:
-            self._restarts.popleft()
-        if len(self._restarts) >= self.limit:
+    @property
+    def has_served(self) -> bool:
+        return self._has_served
+
+    @property
+    def num_failed(self) -> int:
+        """Starts in a row that did not come to serve."""
+        return self._num_failed
+
+    def serving(self) -> None:
+        """The process serves."""
+        self._serving_since = self._clock()
+        self._has_served = True
+        self._num_failed = 0
+
+    def ended(self) -> float | None:
+        """The process has ended, or could not be started: seconds to wait; None: give up."""
+        since, self._serving_since = self._serving_since, None
+        if since is None:
+            self._num_failed += 1
+        elif self._clock() - since >= STEADY_SECONDS:
+            self._num_ends = 0
+        self._num_ends += 1
+        if self._num_failed >= (MAX_FAILED_RESTARTS if self._has_served else MAX_FAILED_STARTS):
             return None
-        self._restarts.append(now)
-        return len(self._restarts)
+        if self._num_ends == 1:
+            return 0.0
+        longest = min(MAX_DELAY, FIRST_DELAY * 2.0 ** min(self._num_ends - 2, 16))
+        return longest * (1.0 - self._jitter() / 2)
 
 
 class ChildProcess:
@@ -94,6 +127,12 @@ class ChildProcess:
         """Its exit status; negative: the signal that ended it."""
         return await self._process.wait()
 
+    def tell(self, line: bytes) -> None:
+        """Write another line to its stdin."""
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(line + b"\n")
+
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             self._process.kill()
@@ -112,9 +151,12 @@ class ChildProcess:
 
 
 class SupervisedProcess:
-    """Starts a process, and starts it again when it ends before `stop`.
+    """Starts a process, and starts it again when it ends before `stop` (`RestartBackoff`).
 
-    `follow` runs beside each child until the child has ended; what `follow` raises, `run` raises.
+    `follow` runs beside each child until the child has ended, and calls `serving` when the child
+    says that it serves. A `LookOnceError` that it raises is why the child refuses to start: `run`
+    raises it where no child has served before; later the machine may be short of something, and
+    the start has merely failed.
     """
 
     def __init__(
@@ -122,49 +164,72 @@ class SupervisedProcess:
         name: str,
         start: Callable[[], Awaitable[ChildProcess]],
         follow: Callable[[ChildProcess], Awaitable[None]] | None = None,
-        restarts: RestartBudget | None = None,
+        backoff: RestartBackoff | None = None,
     ) -> None:
         self.name = name
         self.child: ChildProcess | None = None
         self._start = start
         self._follow = follow
-        self._restarts = restarts if restarts is not None else RestartBudget()
-        self._stopping = False
+        self._backoff = backoff if backoff is not None else RestartBackoff()
+        self._stopping = asyncio.Event()
+
+    def serving(self) -> None:
+        """The child that runs now serves."""
+        self._backoff.serving()
 
     async def run(self) -> None:
         """Keep it running until `stop`. Raises `EngineDeadError` when restarting does not help."""
-        while not self._stopping:
+        while not self._stopping.is_set():
+            ended = await self._run_once()
+            if self._stopping.is_set():
+                return
+            delay = self._backoff.ended()
+            if delay is None:
+                failed = self._backoff.num_failed
+                raise EngineDeadError(f"{ended}; {failed} starts in a row have failed")
+            logger.error("%s; it is started again in %.1f s", ended, delay)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+
+    async def _run_once(self) -> str:
+        """Start a child and follow it to its end; how it ended. Raises why it refuses to start."""
+        try:
             child = self.child = await self._start()
-            self._kill_if_stopped(child)
+        except OSError as error:  # no process, descriptor or memory is left
+            return f"{self.name} could not be started: {error.strerror}"
+        self._kill_if_stopped(child)
+        try:
             if self._follow is not None:
                 await self._follow(child)
-            status = await child.wait()
-            self._consider_restart(status)
+        except LookOnceError as error:
+            if not self._backoff.has_served:
+                raise
+            return f"{self.name} could not be started: {error.message}"
+        status = await child.wait()
+        ended = f"{self.name} ended {_how(status)}"
+        refused = status == EXIT_REFUSED and not self._backoff.has_served
+        if refused and not self._stopping.is_set():
+            raise EngineDeadError(ended)
+        return ended
 
     def _kill_if_stopped(self, child: ChildProcess) -> None:
         """`stop` may have been called while this child was being started."""
-        if self._stopping:
+        if self._stopping.is_set():
             child.kill()
 
-    def _consider_restart(self, status: int) -> None:
-        if self._stopping:
-            return
-        ended = f"{self.name} ended {_how(status)}"
-        if status == EXIT_REFUSED:
-            raise EngineDeadError(ended)
-        number = self._restarts.try_take()
-        if number is None:
-            raise EngineDeadError(f"{ended}; it was restarted {self._restarts.limit} times already")
-        logger.error("%s; restart %d of %d", ended, number, self._restarts.limit)
+    def tell(self, line: bytes) -> None:
+        """Write a line to its stdin, if it runs."""
+        if self.child is not None:
+            self.child.tell(line)
 
     def kill(self) -> None:
-        self._stopping = True
+        self._stopping.set()
         if self.child is not None:
             self.child.kill()
 
     async def stop(self, timeout: float) -> None:
         """SIGTERM, and SIGKILL `timeout` seconds later; the process is not started again."""
-        self._stopping = True
+        self._stopping.set()
         if self.child is not None:
             await self.child.stop(timeout)
 

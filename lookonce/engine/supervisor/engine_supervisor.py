@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from lookonce.engine.process_io import (
     EngineAlive,
     EngineLoading,
-    EngineServing,
     EngineSettings,
+    Serving,
     StartFailed,
     parse_progress,
 )
-from lookonce.engine.supervisor.child_process import ChildProcess, RestartBudget, SupervisedProcess
+from lookonce.engine.supervisor.child_process import ChildProcess, RestartBackoff, SupervisedProcess
 from lookonce.errors import error_from_wire
 
 logger = logging.getLogger(__name__)
@@ -47,13 +44,13 @@ class EngineSupervisor:
         stall_timeout: float,
         on_loading: OnLoading | None = None,
         command: Sequence[str] = ENGINE_COMMAND,
-        restarts: RestartBudget | None = None,
+        backoff: RestartBackoff | None = None,
     ) -> None:
         self._settings = settings
         self._hang_limit = 2 * stall_timeout
         self._on_loading = on_loading
         self._command = command
-        self._process = SupervisedProcess("the engine process", self._start, self._follow, restarts)
+        self._process = SupervisedProcess("the engine process", self._start, self._follow, backoff)
         self._serving = asyncio.Event()
 
     async def run(self) -> None:
@@ -92,7 +89,8 @@ class EngineSupervisor:
                 case EngineLoading(done, total):
                     if self._on_loading is not None:
                         self._on_loading(done, total)
-                case EngineServing(seconds):
+                case Serving(seconds):
+                    self._process.serving()
                     logger.info("the engine serves after %.1f s", seconds)
                     self._serving.set()
                     limit = self._hang_limit
@@ -106,14 +104,3 @@ class EngineSupervisor:
     def _end_hanging(self, child: ChildProcess) -> None:
         logger.error("the engine has not answered for %.0f s: it is killed", self._hang_limit)
         child.kill()
-
-
-@contextmanager
-def socket_folder(address: str) -> Iterator[Path]:
-    """The folder of the socket `address`: created for this user alone, removed at the end."""
-    folder = Path(address).parent
-    folder.mkdir(mode=0o700)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

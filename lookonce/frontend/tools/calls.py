@@ -30,7 +30,13 @@ from lookonce.frontend.tools.parser import (
     ReasoningText,
     joined,
 )
-from lookonce.types.sampling import JSON_SPACES, Grammar, SamplingParams
+from lookonce.types.sampling import (
+    JSON_SPACES,
+    MAX_GRAMMAR_BYTES,
+    Grammar,
+    SamplingParams,
+    too_large_grammar,
+)
 
 MAX_TOOLS = 1024
 
@@ -327,6 +333,8 @@ def finish_reason_shown(finish_reason: Reason, *, called: bool) -> Reason:
 
 # --- grammars of calls ----------------------------------------------------------------------------
 
+CHOICE = "CHOICE"
+"""The terminal of the choices that an answer without calls has."""
 NO_OBJECT = r"/[^{<\s](.|\n)*/"
 WITHOUT_CALLS = ("regex", "grammar", "lark")
 """Forms that constrain the whole answer, whatever it is."""
@@ -348,6 +356,7 @@ def calls_grammar(
     """
     if form is None and not (tools.forced or tools.strict):
         return None
+    _check_size(tools)
     if dialect.format.name == "harmony":
         return _harmony_grammar(tools, dialect, form)
     rules = _calls(tools, dialect)
@@ -362,7 +371,22 @@ def calls_grammar(
     return _grammar(rules, tools, form)
 
 
+def _check_size(tools: RequestedTools) -> None:
+    """Refuse schemas that together are too large, before a grammar is written."""
+    nbytes = 0
+    for function, param in zip(tools.functions, tools.params, strict=True):
+        try:
+            nbytes += len(msgspec.json.encode(function.parameters))
+        except RecursionError:
+            raise BadRequestError(f"{param}: nested too deeply", param=param) from None
+        if nbytes > MAX_GRAMMAR_BYTES:
+            raise too_large_grammar(nbytes, param)
+
+
 def _grammar(rules: Mapping[str, str], tools: RequestedTools, form: Grammar | None) -> Grammar:
+    if form is not None and form.kind == "choice" and not tools.forced:
+        # A terminal: as alternatives of a rule, more than 2,000 exceed a limit of the parser.
+        rules = {**rules, CHOICE: " | ".join(map(_text, json.loads(form.source)))}
     lark = "\n".join(f"{name}: {rule}" for name, rule in rules.items())
     parts = [
         Grammar(kind="json_schema", source=json.dumps(function.parameters), param=param)
@@ -466,7 +490,7 @@ def _form(form: Grammar, dialect: ToolDialect) -> str:
         case "json_schema" if dialect.format.name != "llama3":
             return _json(json.loads(form.source))
         case "choice" if dialect.format.name != "llama3":
-            return " | ".join(map(_text, json.loads(form.source)))
+            return CHOICE
     # A regex or grammar may begin as calls do, and so may any form where calls have no markers.
     raise BadRequestError(
         f"{form.param} cannot be used with tools here, unless tool_choice is none", param=form.param

@@ -8,58 +8,65 @@
 
 namespace paged {
 
-constexpr int DIRECT_ROWS = 16;                  // up to this many rows read pages directly
+// Up to this many rows read pages directly, as measured (`lookonce bench attention`): each row reads
+// them again, and widens again what must be widened.
+template <typename T>
+constexpr int DIRECT_ROWS = LIES_IN_UNITS<T> ? 4 : 1;
 constexpr int BLOCK_ROWS = 6;                    // rows of the matrix product's register block
 constexpr int BLOCK_VECS = LANES == 16 ? 4 : 2;  // and its width
+template <int N>
+using Count = std::integral_constant<int, N>;
 constexpr float LOWEST = -1e30f;  // below every score, and finite: differences stay finite
 
 // ---------------------------------------------------------------- few rows: straight from pages
 
-// The product of a query and a key, not yet summed over lanes. VECS is the head dimension in
-// vectors, 0 where it is not one of the sizes compiled for.
-template <int VECS, typename T>
-inline Vec lane_products(const float* query, const T* key, int64_t dim) {
-    Vec sum = {};
-    if constexpr (VECS > 0) {
-        for (int j = 0; j < VECS; ++j) sum += load(query + j * LANES) * load(key + j * LANES);
-    } else {
-        int64_t j = 0;
-        for (; j + LANES <= dim; j += LANES) sum += load(query + j) * load(key + j);
-        if (j < dim) sum += load(query + j) * load_part(key + j, int(dim - j));
-    }
-    return sum;
-}
+// How queries that lie as floats meet keys: lane by lane, in vectors of floats.
+template <typename T>
+struct FloatQueries {
+    static constexpr int STEP = LANES;
+    using Vector = Vec;
+    static Vec query(const float* row, int64_t at) { return load(row + at); }
+    static Vec key(const T* row, int64_t at) { return load(row + at); }
+    static Vec add_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
+};
 
-// The same of a query that is elements like the key, multiplied in units; whole vectors of them.
-template <int VECS, typename T>
-inline Vec unit_products(const float* query, const T* key, int64_t dim) {
+// The same of queries that are elements like the keys, multiplied in units; whole vectors of them.
+template <typename T>
+struct UnitQueries {
     static_assert(LIES_IN_UNITS<T>);
     using U = typename Arithmetic<T>::U;
-    constexpr int STEP = LANES * U::PER_UNIT;
-    const T* elements = reinterpret_cast<const T*>(query);
-    const int64_t count = VECS > 0 ? VECS * LANES : dim;
-    Vec sum = {};
-    for (int64_t j = 0; j < count; j += STEP)
-        sum = U::add_product(sum, load_units(elements + j), load_units(key + j));
-    return sum;
-}
+    static constexpr int STEP = LANES * U::PER_UNIT;
+    using Vector = UnitVec;
+    static UnitVec query(const float* row, int64_t at) {
+        return load_units(reinterpret_cast<const T*>(row) + at);
+    }
+    static UnitVec key(const T* row, int64_t at) { return load_units(row + at); }
+    static Vec add_product(Vec sum, UnitVec a, UnitVec b) { return U::add_product(sum, a, b); }
+};
 
-// scores[r][i] = query[r] . keys[i]
-template <int VECS, bool IN_UNITS, typename T>
+// scores[r][i] = query[r] . keys[i]. One row after the other: the keys are in a cache near by for the
+// second, and sums of a vector's number of keys fit into registers.
+template <typename Q, typename T>
 void direct_scores(const float* query, int rows, int64_t dim, int64_t depth,
                    const KeyChunk<T>& chunk, float* scores) {
-    Vec products[DIRECT_ROWS][LANES];
     for (int start = 0; start < chunk.count; start += LANES) {
-        for (int i = 0; i < LANES; ++i) {
-            const T* key = chunk.keys[std::min(start + i, chunk.count - 1)];
-            for (int r = 0; r < rows; ++r)
-                if constexpr (IN_UNITS)
-                    products[r][i] = unit_products<VECS>(query + r * depth, key, dim);
-                else
-                    products[r][i] = lane_products<VECS>(query + r * depth, key, dim);
+        const T* keys[LANES];
+        for (int i = 0; i < LANES; ++i) keys[i] = chunk.keys[std::min(start + i, chunk.count - 1)];
+        for (int r = 0; r < rows; ++r) {
+            const float* row = query + r * depth;
+            Vec sum[LANES] = {};
+            int64_t j = 0;
+            for (; j + Q::STEP <= dim; j += Q::STEP) {
+                const auto left = in_register(Q::query(row, j));
+#pragma GCC unroll 16
+                for (int i = 0; i < LANES; ++i)
+                    sum[i] = Q::add_product(sum[i], left, Q::key(keys[i], j));
+            }
+            if (j < dim)  // queries are padded with zeros
+                for (int i = 0; i < LANES; ++i)
+                    sum[i] += load(row + j) * load_part(keys[i] + j, int(dim - j));
+            store(scores + r * CHUNK + start, transpose_sum(sum));
         }
-        for (int r = 0; r < rows; ++r)
-            store(scores + r * CHUNK + start, transpose_sum(products[r]));
     }
 }
 
@@ -68,11 +75,15 @@ template <int VECS, typename T>
 inline void direct_columns(const float* weights, int begin, int end, const KeyChunk<T>& chunk,
                            int64_t column, float* output) {
     Vec sum[VECS];
+#pragma GCC unroll 8
     for (int j = 0; j < VECS; ++j) sum[j] = load(output + column + j * LANES);
     for (int i = begin; i < end; ++i) {
         const T* value = chunk.values[i] + column;
-        for (int j = 0; j < VECS; ++j) sum[j] += weights[i] * load(value + j * LANES);
+        const Vec weight = splat(weights[i]);
+#pragma GCC unroll 8
+        for (int j = 0; j < VECS; ++j) sum[j] += weight * load(value + j * LANES);
     }
+#pragma GCC unroll 8
     for (int j = 0; j < VECS; ++j) store(output + column + j * LANES, sum[j]);
 }
 
@@ -81,6 +92,8 @@ template <typename T>
 void direct_values(const float* weights, int begin, int end, int64_t dim,
                    const KeyChunk<T>& chunk, float* output) {
     int64_t column = 0;
+    for (; column + 8 * LANES <= dim; column += 8 * LANES)
+        direct_columns<8>(weights, begin, end, chunk, column, output);
     for (; column + 4 * LANES <= dim; column += 4 * LANES)
         direct_columns<4>(weights, begin, end, chunk, column, output);
     for (; column + LANES <= dim; column += LANES)
@@ -94,45 +107,65 @@ void direct_values(const float* weights, int begin, int end, int64_t dim,
 
 // ---------------------------------------------------------------- many rows: matrix products
 
-// c[BLOCK_ROWS][VECS vectors] (+)= a[BLOCK_ROWS][inner] * b[inner][VECS vectors], a and b in units
-template <typename U, int VECS>
+// c[ROWS][VECS vectors] (+)= a[ROWS][inner] * b[inner][VECS vectors], a and b in units
+template <typename U, int ROWS, int VECS>
 inline void block_product(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
                           int64_t inner, float* c, int64_t c_stride, bool add) {
-    Vec sum[BLOCK_ROWS][VECS] = {};
+    Vec sum[ROWS][VECS] = {};
     for (int64_t k = 0; k < inner; ++k) {
         UnitVec right[VECS];
-#pragma GCC unroll 4
-        for (int j = 0; j < VECS; ++j) right[j] = load_units(b + k * b_stride + j * LANES);
+#pragma GCC unroll 8
+        for (int j = 0; j < VECS; ++j) right[j] = in_register(load_units(b + k * b_stride + j * LANES));
 #pragma GCC unroll 6
-        for (int r = 0; r < BLOCK_ROWS; ++r) {
+        for (int r = 0; r < ROWS; ++r) {
             int32_t left;
             std::memcpy(&left, a + r * a_stride + k, sizeof left);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int j = 0; j < VECS; ++j)
                 sum[r][j] = U::add_product(sum[r][j], UnitVec{} + left, right[j]);
         }
     }
-    for (int r = 0; r < BLOCK_ROWS; ++r)
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
         for (int j = 0; j < VECS; ++j) {
             float* to = c + r * c_stride + j * LANES;
             store(to, add ? load(to) + sum[r][j] : sum[r][j]);
         }
 }
 
-// Rows padded to BLOCK_ROWS, columns to LANES; inner and strides of a and b count units.
+// ROWS rows, all columns, in blocks of VECS vectors of columns.
+template <typename U, int ROWS, int VECS>
+inline void row_product(int64_t columns, int64_t inner, const uint32_t* a, int64_t a_stride,
+                        const uint32_t* b, int64_t b_stride, float* c, int64_t c_stride, bool add) {
+    int64_t j = 0;
+    for (; j + VECS * LANES <= columns; j += VECS * LANES)
+        block_product<U, ROWS, VECS>(a, a_stride, b + j, b_stride, inner, c + j, c_stride, add);
+    for (; j < columns; j += LANES)
+        block_product<U, ROWS, 1>(a, a_stride, b + j, b_stride, inner, c + j, c_stride, add);
+}
+
+// Columns padded to LANES; inner and strides of a and b count units.
 template <typename U>
 void product(int64_t rows, int64_t columns, int64_t inner, const void* a, int64_t a_stride,
              const void* b, int64_t b_stride, float* c, int64_t c_stride, bool add) {
     const uint32_t* right = static_cast<const uint32_t*>(b);
-    for (int64_t r = 0; r < rows; r += BLOCK_ROWS) {
-        const uint32_t* left = static_cast<const uint32_t*>(a) + r * a_stride;
-        float* to = c + r * c_stride;
-        int64_t j = 0;
-        for (; j + BLOCK_VECS * LANES <= columns; j += BLOCK_VECS * LANES)
-            block_product<U, BLOCK_VECS>(left, a_stride, right + j, b_stride, inner, to + j,
-                                         c_stride, add);
-        for (; j < columns; j += LANES)
-            block_product<U, 1>(left, a_stride, right + j, b_stride, inner, to + j, c_stride, add);
+    const uint32_t* left = static_cast<const uint32_t*>(a);
+    // As wide as sums fit into registers, and enough sums to hide their latency.
+    const auto rest = [&](auto rows_of, auto vecs) {
+        row_product<U, decltype(rows_of)::value, decltype(vecs)::value>(
+            columns, inner, left, a_stride, right, b_stride, c, c_stride, add);
+    };
+    for (; rows >= BLOCK_ROWS; rows -= BLOCK_ROWS) {
+        rest(Count<BLOCK_ROWS>(), Count<BLOCK_VECS>());
+        left += BLOCK_ROWS * a_stride, c += BLOCK_ROWS * c_stride;
+    }
+    switch (rows) {
+        case 5: return rest(Count<5>(), Count<BLOCK_VECS>());
+        case 4: return rest(Count<4>(), Count<BLOCK_VECS>());
+        case 3: return rest(Count<3>(), Count<4>());
+        case 2: return rest(Count<2>(), Count<4>());
+        case 1: return rest(Count<1>(), Count<LANES == 16 ? 4 : 8>());
     }
 }
 
@@ -154,10 +187,11 @@ inline Vec load_units_within(const T* row, int64_t column, int64_t count) {
 }
 
 // keys_out [columns][CHUNK]; keys past the chunk's end repeat its last. `load(key, column)` gives
-// LANES columns of one key.
-template <typename T, typename F>
-void pack_keys(const KeyChunk<T>& chunk, int64_t columns, float* keys_out, F load) {
-    for (int first = 0; first < chunk.count; first += LANES)
+// LANES columns of one key; `prefetch(begin, end)` is called on the way.
+template <typename T, typename F, typename P>
+void pack_keys(const KeyChunk<T>& chunk, int64_t columns, float* keys_out, F load, P prefetch) {
+    for (int first = 0; first < chunk.count; first += LANES) {
+        prefetch(first, first + LANES);
         for (int64_t column = 0; column < columns; column += LANES) {
             Vec tile[LANES];
             for (int i = 0; i < LANES; ++i)
@@ -167,14 +201,17 @@ void pack_keys(const KeyChunk<T>& chunk, int64_t columns, float* keys_out, F loa
             float* to = keys_out + column * CHUNK + first;
             for (int64_t i = 0; i < limit; ++i) store(to + i * CHUNK, tile[i]);
         }
+    }
 }
 
 // values_out [CHUNK / PER_UNIT][depth] units. Returns whether all values are finite.
-template <typename T>
-bool pack_values(const KeyChunk<T>& chunk, int64_t dim, int64_t depth, float* values_out) {
+template <typename T, typename P>
+bool pack_values(const KeyChunk<T>& chunk, int64_t dim, int64_t depth, float* values_out,
+                 P prefetch) {
     using U = typename Arithmetic<T>::U;
     Vec nothing = {};
-    for (int i = 0; i < chunk.count; i += U::PER_UNIT)
+    for (int i = 0; i < chunk.count; i += U::PER_UNIT) {
+        prefetch(i, i + U::PER_UNIT);
         for (int64_t column = 0; column < dim; column += LANES) {
             const Vec first = load_within(chunk.values[i], column, dim);
             Vec second = {};
@@ -184,6 +221,7 @@ bool pack_values(const KeyChunk<T>& chunk, int64_t dim, int64_t depth, float* va
             store(values_out + i / U::PER_UNIT * depth + column, units);
             nothing += first * 0.0f + second * 0.0f;
         }
+    }
     return reduce_sum(nothing) == 0.0f;
 }
 

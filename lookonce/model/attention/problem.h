@@ -34,23 +34,28 @@ struct Problem {
     int64_t num_tokens() const { return query_start[num_sequences]; }
 };
 
+// Some query tokens of one sequence and some KV heads meet some keys.
 struct Task {
-    int32_t sequence, kv_head;
-    int32_t first, count;  // query tokens within the sequence
+    int32_t sequence;
+    int32_t first_head, num_heads;
+    int32_t first, count;         // query tokens within the sequence
+    int64_t key_begin, key_end;   // of the keys that the tokens see, those that this task attends to
+    float* part;                  // where its result goes if it attends to some of them: see Parts
 };
 
 inline int64_t pad(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// What one thread needs; grows to the largest task it has met.
+// What one thread needs; grows to the largest task it has met. Queries, outputs, maxima and totals
+// are those of all heads of a task, head after head; scores those of one.
 struct Scratch {
     std::vector<float> memory;
     float *query, *scores, *output, *keys, *values, *maximum, *total;
     std::vector<int32_t> low, high;
 
-    void prepare(int64_t rows, int64_t depth, bool packed) {
+    void prepare(int64_t heads, int64_t rows, int64_t depth, bool packed) {
         int64_t chunk_floats = packed ? depth * CHUNK : 0;
-        int64_t sizes[] = {rows * depth, rows * CHUNK, rows * depth, chunk_floats,
-                           chunk_floats, rows,         rows};
+        int64_t sizes[] = {heads * rows * depth, rows * CHUNK, heads * rows * depth, chunk_floats,
+                           chunk_floats,         heads * rows, heads * rows};
         float** parts[] = {&query, &scores, &output, &keys, &values, &maximum, &total};
         int64_t sum = 0;
         for (int64_t size : sizes) sum += pad(size, LANES);
@@ -78,13 +83,32 @@ struct KeyChunk {
         first = begin;
         count = int(std::min<int64_t>(end - begin, CHUNK));
         int64_t block = begin / p.block_size, inside = begin % p.block_size;
-        for (int i = 0; i < count; ++i) {
-            int64_t at = (table[block] * p.block_size + inside) * row + task.kv_head * p.head_dim;
-            keys[i] = static_cast<const T*>(p.key_pages) + at;
-            values[i] = static_cast<const T*>(p.value_pages) + at;
-            if (++inside == p.block_size) inside = 0, ++block;
+        for (int i = 0; i < count; ++block, inside = 0) {
+            int64_t at = (table[block] * p.block_size + inside) * row +
+                         task.first_head * p.head_dim;
+            const int stop = int(std::min<int64_t>(count, i + p.block_size - inside));
+            for (; i < stop; ++i, at += row) {
+                keys[i] = static_cast<const T*>(p.key_pages) + at;
+                values[i] = static_cast<const T*>(p.value_pages) + at;
+            }
         }
     }
+
+    // The same keys of the next head.
+    void next_head(int64_t head_dim) {
+        for (int i = 0; i < count; ++i) keys[i] += head_dim, values[i] += head_dim;
+    }
 };
+
+// Asks for rows [begin, end) before they are needed: the keys of one head are too far apart in the
+// pages for the CPU to foresee. None past the last.
+template <typename T>
+inline void prefetch_rows(const T* const* rows, int begin, int end, int64_t dim) {
+    constexpr int64_t LINE = 64;
+    for (int i = begin; i < end; ++i) {
+        const char* from = reinterpret_cast<const char*>(rows[i]);
+        for (int64_t at = 0; at < dim * int64_t(sizeof(T)); at += LINE) __builtin_prefetch(from + at);
+    }
+}
 
 }  // namespace paged

@@ -1,11 +1,17 @@
 // Paged attention on the CPU, in place over the KV pages: nothing is gathered or copied.
 //
 // One call writes the step's keys and values into their slots and attends, for fp32 and bf16 pages,
-// accumulating in fp32. A unit of work (Task) is one KV head of one sequence and a tile of its
-// query tokens; the rows of a task are its (token, query head of the group) pairs, so each key and
-// value is read once for the whole group. Keys come in chunks of CHUNK with an online softmax. Few
-// rows (decode) read pages directly; many rows (prefill) copy a chunk into a transposed buffer
-// first and run a register-blocked matrix product.
+// accumulating in fp32. The rows of a KV head are its (token, query head of the group) pairs, so
+// each key and value is read once for the whole group. Keys come in chunks of CHUNK with an online
+// softmax. Few rows (decode) read pages directly; many rows (prefill) copy a chunk into a transposed
+// buffer first and run a register-blocked matrix product.
+//
+// A unit of work (Task) of a long chunk is one KV head and a tile of query tokens, over all keys. A
+// short chunk has few tiles, and a decode one, however long its context: its keys are split between
+// tasks, whose results are merged afterwards by their maxima and totals (flash-decoding: Dao,
+// Haziza, Massa, Sizov, "Flash-Decoding for long-context inference", 2023). How keys are split
+// depends on their number alone, so results do not change with the number of threads or the batch.
+// All KV heads of a key are neighbours in its page: a task takes several heads, chunk by chunk.
 //
 // Every row sees one interval of keys [low, high): causality, sliding window and bidirectional
 // items are all such intervals. What a row does not see cannot reach it, be it NaN: not only is
@@ -15,12 +21,40 @@
 
 #pragma once
 
+#include <cmath>
+
 #include "chunk.h"
 #include "threads.h"
 
 namespace paged {
 
 constexpr int MAX_TILE_ROWS = 96;  // rows of one prefill task
+
+struct KeyRange {
+    int64_t begin, end;
+};
+
+// The keys that any of a task's tokens sees; `low` and `high` [rows of a head], unless null, are those
+// that each row sees.
+inline KeyRange find_ranges(const Problem& p, const Task& t, int32_t* low, int32_t* high) {
+    const int64_t length = p.kv_lens[t.sequence], group = p.group();
+    const int64_t before = length - (p.query_start[t.sequence + 1] - p.query_start[t.sequence]);
+    KeyRange seen = {length, 0};
+    for (int32_t token = 0; token < t.count; ++token) {
+        const int64_t position = before + t.first + token;
+        const int64_t row = p.query_start[t.sequence] + t.first + token;
+        int64_t end = p.visible_end ? p.visible_end[row] : position + 1;
+        end = std::min(std::max(end, position + 1), length);
+        const int64_t begin = p.window ? std::max<int64_t>(0, position - p.window + 1) : 0;
+        seen = {std::min(seen.begin, begin), std::max(seen.end, end)};
+        for (int64_t r = token * group; low && r < (token + 1) * group; ++r)
+            low[r] = int32_t(begin), high[r] = int32_t(end);
+    }
+    return seen;
+}
+
+// Floats of one row of a part: its maximum, its total, and its values weighted by that total.
+inline int64_t part_width(const Problem& p) { return 2 + p.head_dim; }
 
 // ---------------------------------------------------------------- one task
 
@@ -29,26 +63,33 @@ class Attention {
   public:
     Attention(const Problem& problem, const Task& task, Scratch& scratch)
         : p(problem), t(task), s(scratch), group(p.group()), rows(int(task.count * group)),
-          packed(rows > DIRECT_ROWS), in_units(multiplied_in_units()), depth(pad(p.head_dim, LANES)),
+          packed(rows > DIRECT_ROWS<T>), in_units(multiplied_in_units()), depth(pad(p.head_dim, LANES)),
           start(p.query_start[task.sequence] + task.first) {
-        s.prepare(pad(rows, BLOCK_ROWS), depth, packed);
+        s.prepare(t.num_heads, rows, depth, packed);
     }
 
     void run() {
         load_queries();
-        find_ranges();
-        KeyChunk<T> chunk;
-        for (int64_t key = lowest; key < highest; key += CHUNK) {
-            chunk.locate(p, t, key, highest);
-            score(chunk);
-            for (int r = 0; r < rows; ++r) soften_row(chunk, r);
-            // Zero times NaN or infinity would reach every row of a packed product.
-            if (packed && pack_values(chunk, p.head_dim, depth, s.values))
-                add_packed_values(chunk);
-            else
-                add_direct_values(chunk);
-        }
-        write_output();
+        const KeyRange seen = find_ranges(p, t, s.low.data(), s.high.data());
+        const int64_t begin = std::max(seen.begin, t.key_begin), end = std::min(seen.end, t.key_end);
+        KeyChunk<T> chunk, next;
+        next.count = 0;
+        if (begin < end) next.locate(p, t, begin, end);
+        for (int64_t key = begin; key < end; key += CHUNK)
+            for (int32_t head = 0; head < t.num_heads; ++head) {
+                chunk = next;
+                if (head + 1 < t.num_heads)
+                    next.next_head(p.head_dim);
+                else if (key + CHUNK < end)
+                    next.locate(p, t, key + CHUNK, end);
+                else
+                    next.count = 0;
+                meet(chunk, next, head);
+            }
+        if (t.part)
+            write_part();
+        else
+            write_output();
     }
 
   private:
@@ -59,10 +100,32 @@ class Attention {
     const Task& t;
     Scratch& s;
     const int64_t group;
-    const int rows;
+    const int rows;  // of a head
     const bool packed, in_units;
     const int64_t depth, start;  // start: the task's first row of the query tensor
-    int64_t lowest, highest;     // keys that any row sees
+
+    // A chunk of the task's head number `head`; the chunk after it is asked for meanwhile.
+    void meet(const KeyChunk<T>& chunk, const KeyChunk<T>& next, int32_t head) {
+        const int64_t first = int64_t(head) * rows;
+        const float* query = s.query + first * depth;
+        float* output = s.output + first * depth;
+        score(chunk, next, query);
+        for (int r = 0; r < rows; ++r)
+            soften_row(chunk, r, s.maximum + first + r, s.total + first + r, output + r * depth);
+        // Zero times NaN or infinity would reach every row of a packed product.
+        if (packed && pack_values(chunk, p.head_dim, depth, s.values, asking(next.values, next)))
+            add_packed_values(chunk, output);
+        else
+            add_direct_values(chunk, output);
+        if (!packed) asking(next.values, next)(0, CHUNK);
+    }
+
+    // Called with a range of a chunk's keys, asks for the same of the next one's.
+    auto asking(const T* const* rows_of_next, const KeyChunk<T>& next) const {
+        return [=, count = next.count, dim = p.head_dim](int begin, int end) {
+            prefetch_rows(rows_of_next, begin, std::min(end, count), dim);
+        };
+    }
 
     // Queries with keys: packed in whole units, straight from pages in whole vectors of them.
     bool multiplied_in_units() const {
@@ -73,72 +136,49 @@ class Attention {
 
     // As they are where they are multiplied in units, else as floats; scores are scaled later.
     void load_queries() {
-        const int64_t padded = pad(rows, BLOCK_ROWS);
-        std::fill(s.query, s.query + padded * depth, 0.0f);
-        std::fill(s.output, s.output + padded * depth, 0.0f);
+        std::fill(s.query, s.query + t.num_heads * rows * depth, 0.0f);
+        std::fill(s.output, s.output + t.num_heads * rows * depth, 0.0f);
         const T* query = static_cast<const T*>(p.query);
-        for (int r = 0; r < rows; ++r) {
-            const int64_t head = t.kv_head * group + r % group;
+        for (int i = 0; i < t.num_heads * rows; ++i) {
+            const int r = i % rows;
+            const int64_t head = (t.first_head + i / rows) * group + r % group;
             const T* from = query + (start + r / group) * p.query_token + head * p.query_head;
-            float* to = s.query + r * depth;
+            float* to = s.query + i * depth;
             if (in_units)
                 std::memcpy(to, from, p.head_dim * sizeof(T));
             else
                 for (int64_t d = 0; d < p.head_dim; ++d) to[d] = widen(from[d]);
-            s.maximum[r] = p.sinks ? p.sinks[head] : LOWEST;
-            s.total[r] = p.sinks ? 1.0f : 0.0f;
+            const bool has_sink = p.sinks && !t.part;  // of a part: when it is merged
+            s.maximum[i] = has_sink ? p.sinks[head] : LOWEST;
+            s.total[i] = has_sink ? 1.0f : 0.0f;
         }
     }
 
-    void find_ranges() {
-        const int64_t length = p.kv_lens[t.sequence];
-        const int64_t chunk = p.query_start[t.sequence + 1] - p.query_start[t.sequence];
-        lowest = length, highest = 0;
-        for (int r = 0; r < rows; ++r) {
-            const int64_t token = r / group, position = length - chunk + t.first + token;
-            int64_t high = p.visible_end ? p.visible_end[start + token] : position + 1;
-            high = std::min(std::max(high, position + 1), length);
-            const int64_t low = p.window ? std::max<int64_t>(0, position - p.window + 1) : 0;
-            s.low[r] = int32_t(low), s.high[r] = int32_t(high);
-            lowest = std::min(lowest, low), highest = std::max(highest, high);
-        }
-    }
-
-    void score(const KeyChunk<T>& chunk) {
-        if (packed) return packed_scores(chunk);
-        switch (p.head_dim % LANES ? 0 : p.head_dim / LANES) {
-            case 1: return direct<1>(chunk);
-            case 2: return direct<2>(chunk);
-            case 4: return direct<4>(chunk);
-            case 5: return direct<5>(chunk);
-            case 6: return direct<6>(chunk);
-            case 8: return direct<8>(chunk);
-            default: return direct<0>(chunk);
-        }
-    }
-
-    void packed_scores(const KeyChunk<T>& chunk) {
-        if constexpr (LIES_IN_UNITS<T>)
-            if (in_units) return packed_unit_scores(chunk);
-        const int64_t dim = p.head_dim, columns = pad(chunk.count, LANES);
-        pack_keys(chunk, dim, s.keys,
-                  [=](const T* key, int64_t at) { return load_within(key, at, dim); });
-        product<Whole>(rows, columns, dim, s.query, depth, s.keys, CHUNK, s.scores, CHUNK, false);
-    }
-
-    void packed_unit_scores(const KeyChunk<T>& chunk) {
-        const int64_t units = p.head_dim / PER_UNIT, columns = pad(chunk.count, LANES);
-        pack_keys(chunk, units, s.keys,
-                  [=](const T* key, int64_t at) { return load_units_within(key, at, units); });
-        product<U>(rows, columns, units, s.query, depth, s.keys, CHUNK, s.scores, CHUNK, false);
-    }
-
-    template <int VECS>
-    void direct(const KeyChunk<T>& chunk) {
+    void score(const KeyChunk<T>& chunk, const KeyChunk<T>& next, const float* query) {
+        if (packed) return packed_scores(chunk, next, query);
+        asking(next.keys, next)(0, CHUNK);
         if constexpr (LIES_IN_UNITS<T> && PER_UNIT > 1)
             if (in_units)
-                return direct_scores<VECS, true>(s.query, rows, p.head_dim, depth, chunk, s.scores);
-        direct_scores<VECS, false>(s.query, rows, p.head_dim, depth, chunk, s.scores);
+                return direct_scores<UnitQueries<T>>(query, rows, p.head_dim, depth, chunk, s.scores);
+        direct_scores<FloatQueries<T>>(query, rows, p.head_dim, depth, chunk, s.scores);
+    }
+
+    void packed_scores(const KeyChunk<T>& chunk, const KeyChunk<T>& next, const float* query) {
+        const int64_t padded = pad(chunk.count, LANES);
+        if constexpr (LIES_IN_UNITS<T>)
+            if (in_units) {
+                const int64_t units = p.head_dim / PER_UNIT;
+                const auto load = [=](const T* key, int64_t at) {
+                    return load_units_within(key, at, units);
+                };
+                pack_keys(chunk, units, s.keys, load, asking(next.keys, next));
+                return product<U>(rows, padded, units, query, depth, s.keys, CHUNK, s.scores, CHUNK,
+                                  false);
+            }
+        const int64_t dim = p.head_dim;
+        const auto load = [=](const T* key, int64_t at) { return load_within(key, at, dim); };
+        pack_keys(chunk, dim, s.keys, load, asking(next.keys, next));
+        product<Whole>(rows, padded, dim, query, depth, s.keys, CHUNK, s.scores, CHUNK, false);
     }
 
     // The keys of the chunk that row r sees: [begin, end), empty where begin >= end.
@@ -149,36 +189,47 @@ class Attention {
         return int(std::min<int64_t>(s.high[r] - chunk.first, chunk.count));
     }
 
-    void soften_row(const KeyChunk<T>& chunk, int r) {
+    void soften_row(const KeyChunk<T>& chunk, int r, float* maximum, float* total, float* output) {
         const int begin = begin_of(chunk, r), end = end_of(chunk, r);
         float* scores = s.scores + r * CHUNK;
         if (begin >= end)
             std::fill(scores, scores + CHUNK, 0.0f);
         else
-            soften<U>(scores, begin, end, chunk.count, p.scale, p.softcap, s.maximum + r,
-                      s.total + r, s.output + r * depth, depth);
+            soften<U>(scores, begin, end, chunk.count, p.scale, p.softcap, maximum, total, output,
+                      depth);
     }
 
-    void add_packed_values(const KeyChunk<T>& chunk) {
+    void add_packed_values(const KeyChunk<T>& chunk, float* output) {
         for (int r = 0; r < rows; ++r) to_units<U>(s.scores + r * CHUNK, chunk.count);
         product<U>(rows, depth, (chunk.count + PER_UNIT - 1) / PER_UNIT, s.scores, CHUNK, s.values,
-                   depth, s.output, depth, true);
+                   depth, output, depth, true);
     }
 
-    void add_direct_values(const KeyChunk<T>& chunk) {
+    void add_direct_values(const KeyChunk<T>& chunk, float* output) {
         for (int r = 0; r < rows; ++r)
             direct_values(s.scores + r * CHUNK, begin_of(chunk, r), end_of(chunk, r), p.head_dim,
-                          chunk, s.output + r * depth);
+                          chunk, output + r * depth);
     }
 
     void write_output() {
         T* output = static_cast<T*>(p.output);
-        for (int r = 0; r < rows; ++r) {
-            const int64_t head = t.kv_head * group + r % group;
+        for (int i = 0; i < t.num_heads * rows; ++i) {
+            const int r = i % rows;
+            const int64_t head = (t.first_head + i / rows) * group + r % group;
             T* to = output + ((start + r / group) * p.num_heads + head) * p.head_dim;
-            const float* from = s.output + r * depth;
-            const float inverse = 1.0f / s.total[r];
+            const float* from = s.output + i * depth;
+            const float inverse = 1.0f / s.total[i];
             for (int64_t d = 0; d < p.head_dim; ++d) narrow(from[d] * inverse, to + d);
+        }
+    }
+
+    void write_part() {
+        for (int i = 0; i < t.num_heads * rows; ++i) {
+            const int r = i % rows;
+            const int64_t head = (t.first_head + i / rows) * group + r % group;
+            float* to = t.part + ((r / group) * p.num_heads + head) * part_width(p);
+            to[0] = s.maximum[i], to[1] = s.total[i];
+            std::memcpy(to + 2, s.output + i * depth, p.head_dim * sizeof(float));
         }
     }
 };
@@ -198,23 +249,121 @@ void write_token(const Problem& p, int64_t token) {
     }
 }
 
-inline std::vector<Task> make_tasks(const Problem& p) {
+// ---------------------------------------------------------------- keys split between tasks
+
+constexpr int64_t MIN_SPLIT_KEYS = 512, MAX_SPLITS = 64;  // of one sequence; whole chunks
+constexpr int64_t HEADS_BYTES = 128 << 10;  // of queries and outputs that a task keeps near by
+
+// A sequence whose keys are split. Part i [tokens][query heads][part_width] is what the tokens got of
+// the i-th stretch of keys.
+struct Split {
+    int32_t sequence, tokens;
+    int64_t num_parts, part_size;  // in floats
+    float* parts;
+};
+
+struct Plan {
     std::vector<Task> tasks;
+    std::vector<Split> splits;
+};
+
+// Keys to a stretch where so many are split.
+inline int64_t split_keys(int64_t keys) {
+    return std::max(MIN_SPLIT_KEYS, pad((keys + MAX_SPLITS - 1) / MAX_SPLITS, CHUNK));
+}
+
+// The tasks of tokens [first, first + count) over the keys that lie in [begin, end).
+inline void add_tasks(const Problem& p, Task task, int32_t heads, std::vector<Task>& tasks) {
+    for (int32_t head = 0; head < p.num_kv_heads; head += heads) {
+        task.first_head = head;
+        task.num_heads = std::min<int32_t>(heads, int32_t(p.num_kv_heads) - head);
+        tasks.push_back(task);
+    }
+}
+
+inline Plan make_plan(const Problem& p) {
+    Plan plan;
     const int32_t tile = int32_t(std::max<int64_t>(1, MAX_TILE_ROWS / p.group()));
+    int64_t floats = 0, stretches = 0;
     for (int32_t i = 0; i < p.num_sequences; ++i) {
         const int32_t length = p.query_start[i + 1] - p.query_start[i];
-        for (int32_t head = 0; head < p.num_kv_heads; ++head)
-            for (int32_t first = 0; first < length; first += tile)
-                tasks.push_back({i, head, first, std::min(tile, length - first)});
+        if (length > tile) continue;
+        const KeyRange seen = find_ranges(p, {i, 0, 0, 0, length, 0, 0, nullptr}, nullptr, nullptr);
+        const int64_t keys = split_keys(seen.end - seen.begin);
+        const int64_t parts = (seen.end + keys - 1) / keys - seen.begin / keys;
+        stretches += parts;
+        if (parts < 2) continue;
+        const int64_t size = length * p.num_heads * part_width(p);
+        plan.splits.push_back({i, length, parts, size, nullptr});
+        floats += parts * size;
     }
-    return tasks;
+    static thread_local std::vector<float> memory;  // grows to the largest step it has met
+    if (int64_t(memory.size()) < floats) memory.resize(floats);
+    float* next = memory.data();
+    for (Split& split : plan.splits) {
+        split.parts = next;
+        next += split.num_parts * split.part_size;
+    }
+    // Few stretches for the threads: heads are dealt out one by one, too.
+    const bool single = p.num_threads > 1 && stretches < 4 * p.num_threads;
+    auto split = plan.splits.begin();
+    for (int32_t i = 0; i < p.num_sequences; ++i) {
+        const int32_t length = p.query_start[i + 1] - p.query_start[i];
+        const int64_t all = p.kv_lens[i];
+        if (length > tile) {
+            for (int32_t first = 0; first < length; first += tile)
+                add_tasks(p, {i, 0, 0, first, std::min(tile, length - first), 0, all, nullptr}, 1,
+                          plan.tasks);
+            continue;
+        }
+        const int64_t head_bytes = length * p.group() * p.head_dim * 2 * int64_t(sizeof(float));
+        const int32_t heads = single ? 1 : int32_t(std::max<int64_t>(1, HEADS_BYTES / head_bytes));
+        if (split == plan.splits.end() || split->sequence != i) {
+            add_tasks(p, {i, 0, 0, 0, length, 0, all, nullptr}, heads, plan.tasks);
+            continue;
+        }
+        const KeyRange seen = find_ranges(p, {i, 0, 0, 0, length, 0, 0, nullptr}, nullptr, nullptr);
+        const int64_t keys = split_keys(seen.end - seen.begin), first = seen.begin / keys;
+        for (int64_t part = 0; part < split->num_parts; ++part) {
+            const int64_t begin = (first + part) * keys;
+            add_tasks(p, {i, 0, 0, 0, length, begin, begin + keys,
+                          split->parts + part * split->part_size}, heads, plan.tasks);
+        }
+        ++split;
+    }
+    return plan;
+}
+
+// One token's outputs from its parts: each is worth e^(its maximum - the highest).
+template <typename T>
+void merge_token(const Problem& p, const Split& split, int32_t token) {
+    T* output = static_cast<T*>(p.output) +
+                (p.query_start[split.sequence] + token) * p.num_heads * p.head_dim;
+    static thread_local std::vector<float> sum;
+    for (int64_t head = 0; head < p.num_heads; ++head) {
+        const float* first = split.parts + (token * p.num_heads + head) * part_width(p);
+        float highest = p.sinks ? p.sinks[head] : LOWEST;
+        for (int64_t i = 0; i < split.num_parts; ++i)
+            highest = std::max(highest, first[i * split.part_size]);
+        float total = p.sinks ? std::exp(p.sinks[head] - highest) : 0.0f;
+        sum.assign(p.head_dim, 0.0f);
+        for (int64_t i = 0; i < split.num_parts; ++i) {
+            const float* part = first + i * split.part_size;
+            const float worth = std::exp(part[0] - highest);
+            total += worth * part[1];
+            for (int64_t d = 0; d < p.head_dim; ++d) sum[d] += worth * part[2 + d];
+        }
+        for (int64_t d = 0; d < p.head_dim; ++d)
+            narrow(sum[d] / total, output + head * p.head_dim + d);
+    }
 }
 
 template <typename T>
 void run_step(const Problem& p) {
     const int64_t tokens = p.num_tokens();
-    const std::vector<Task> tasks = make_tasks(p);
-    const int64_t count = int64_t(tasks.size());
+    const Plan plan = make_plan(p);
+    const auto& tasks = plan.tasks;
+    const int64_t count = int64_t(tasks.size()), splits = int64_t(plan.splits.size());
 #ifdef _OPENMP
     if (p.num_threads > 1) {
         FirstException caught;
@@ -226,6 +375,12 @@ void run_step(const Problem& p) {
 #pragma omp for schedule(dynamic)
             for (int64_t i = 0; i < count; ++i)
                 caught.guard([&] { Attention<T>(p, tasks[i], scratch).run(); });
+            for (int64_t i = 0; i < splits; ++i) {
+                const Split& split = plan.splits[i];
+#pragma omp for nowait
+                for (int32_t token = 0; token < split.tokens; ++token)
+                    caught.guard([&] { merge_token<T>(p, split, token); });
+            }
         }
         caught.rethrow();
         return;
@@ -234,6 +389,8 @@ void run_step(const Problem& p) {
     static thread_local Scratch scratch;
     for (int64_t i = 0; i < tokens; ++i) write_token<T>(p, i);
     for (int64_t i = 0; i < count; ++i) Attention<T>(p, tasks[i], scratch).run();
+    for (const Split& split : plan.splits)
+        for (int32_t token = 0; token < split.tokens; ++token) merge_token<T>(p, split, token);
 }
 
 inline const char* find_fault(const Problem& p) {

@@ -26,7 +26,11 @@ struct BFloat16 {
     uint16_t bits;
 };
 
-inline Vec splat(float x) { return Vec{} + x; }
+inline Vec splat(float x) {  // not as 0 + x, which is an addition because of -0
+    Vec v;
+    for (int i = 0; i < LANES; ++i) v[i] = x;
+    return v;
+}
 
 inline Vec load(const float* from) {
     Vec v;

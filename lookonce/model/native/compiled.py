@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol, cast
 from torch import Tensor  # and with torch its OpenMP runtime, which compiled code uses
 
 from lookonce.errors import ConfigError
+from lookonce.types.cpu import cpu_flags
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Kernels(Protocol):
     """One compiled module. Every call raises `ValueError` for tensors that do not fit together."""
 
     multiplies_bf16: int
-    """Whether `attend_windows` takes bf16."""
+    """Whether bf16 is multiplied as such; else it is widened to float32 first."""
 
     def paged_attention(self, *step: Tensor | float | None) -> None: ...
     def make(self, model: tuple[object, ...], layers: tuple[object, ...], /) -> object: ...
@@ -62,16 +63,6 @@ class Choice(NamedTuple):
     """Why it is this one."""
     is_wrong: bool = False
     """`LOOKONCE_CPU_KERNELS` names what cannot be had."""
-
-
-def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """What the first CPU can do and Linux lets it; empty where Linux does not say."""
-    try:
-        with cpuinfo.open() as lines:
-            line = next((line for line in lines if line.startswith("flags")), "")
-    except OSError:
-        return frozenset()
-    return frozenset(line.partition(":")[2].split())
 
 
 def runnable(flags: frozenset[str]) -> list[str]:

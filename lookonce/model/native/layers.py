@@ -53,12 +53,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def attends_windows(like: Tensor) -> bool:
     """Whether tensors of this type and place can be given to `attend_windows`."""
-    kernels = compiled.kernels
-    if kernels is None or like.device.type != "cpu":
-        return False
-    return like.dtype is torch.float32 or (
-        like.dtype is torch.bfloat16 and bool(kernels.multiplies_bf16)
-    )
+    return compiled.kernels is not None and like.device.type == "cpu" and like.dtype in _DTYPES
 
 
 def attend_windows(qkv: Tensor, cos: Tensor, sin: Tensor, bounds: Tensor, scale: float) -> Tensor:

@@ -24,6 +24,7 @@ struct Linear {
     const W* weight;  // [outputs][inputs]
     const T* bias;    // [outputs] or null
     int64_t inputs, outputs;
+    int64_t width = outputs;  // of a row of y, of which these outputs are a part
 };
 
 // How weights meet tokens: as what (Input), and so many inputs (STEP) at a time.
@@ -144,7 +145,7 @@ inline void tiles(const Linear<T, W>& layer, const X* x, int64_t first, int64_t 
             for (int64_t r = 0; r < limit; ++r) bias[r] = widen(layer.bias[n + r]);
         for (int64_t t = 0; t < count; ++t) {
             const float* from = sums + t * ROWS * SPLIT;
-            float* to = y + (first + t) * layer.outputs + n;
+            float* to = y + (first + t) * layer.width + n;
             if (limit == ROWS)
                 put<ROWS, SPLIT>(from, bias, ROWS, to, add);
             else
@@ -169,6 +170,27 @@ void stretch(const Linear<T, W>& layer, const X* x, int64_t num_tokens, int64_t 
     }
 }
 
+// Whether weights are widened before they are multiplied.
+template <typename T, typename W>
+constexpr bool IS_WIDENED = std::is_same_v<W, BFloat16> &&
+                            std::is_same_v<typename Meeting<T, W>::Input, float>;
+
+// The same with weights that are widened once for all tiles of tokens.
+template <typename T>
+void widened_stretch(const Linear<T, BFloat16>& layer, const float* x, int64_t num_tokens,
+                     int64_t begin, int64_t end, float* y, bool add) {
+    static thread_local std::vector<float> wide;
+    const int64_t size = (end - begin) * layer.inputs;
+    if (int64_t(wide.size()) < size) wide.resize(size);
+    const BFloat16* from = layer.weight + begin * layer.inputs;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(wide.data() + i, load(from + i));
+    for (; i < size; ++i) wide[i] = widen(from[i]);
+    const Linear<T, float> rows = {wide.data(), layer.bias ? layer.bias + begin : nullptr,
+                                   layer.inputs, end - begin, layer.width};
+    stretch(rows, x, num_tokens, 0, end - begin, y + begin, add);
+}
+
 // Multiplications that are worth waking one more thread.
 constexpr int64_t THREAD_WORK = 250'000;
 
@@ -180,8 +202,11 @@ void apply(const Linear<T, W>& layer, const float* x, int64_t num_tokens, float*
     const int64_t count = (layer.outputs + STRETCH - 1) / STRETCH;
     const auto* inputs = Meeting<T, W>::inputs(x, num_tokens * layer.inputs);
     auto part = [&](int64_t i) {
-        const int64_t end = std::min(layer.outputs, (i + 1) * STRETCH);
-        stretch(layer, inputs, num_tokens, i * STRETCH, end, y, add);
+        const int64_t begin = i * STRETCH, end = std::min(layer.outputs, begin + STRETCH);
+        if constexpr (IS_WIDENED<T, W>)
+            if (num_tokens > MAX_TILE_TOKENS)
+                return widened_stretch(layer, inputs, num_tokens, begin, end, y, add);
+        stretch(layer, inputs, num_tokens, begin, end, y, add);
     };
     const int64_t work = layer.outputs * layer.inputs * num_tokens / THREAD_WORK;
     for_each<false>(count, int(std::min<int64_t>(num_threads, work)), part);

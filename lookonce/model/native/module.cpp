@@ -122,7 +122,7 @@ template <typename T, typename W>
 Linear<T, W> read_linear(Arguments& a, const char* name, int64_t inputs, int64_t outputs) {
     const W* weight = a.tensor(name).shaped({outputs, inputs}).contiguous().data<W>();
     return {weight, a.optional_tensor(name).shaped({outputs}).contiguous().data<T>(), inputs,
-            outputs};
+            outputs, outputs};
 }
 
 template <typename T, typename W>
@@ -136,7 +136,7 @@ class Typed : public Decoder {
         m.norm = read_norm<T>(a, "last norm", m.hidden);
         require(m.norm.weight, "the last norm has no weight");
         const Tensor head = a.tensor("head").of_dimensions(2).contiguous();
-        m.head = {head.shaped({head.size(0), m.hidden}).template data<W>(), nullptr, m.hidden, head.size(0)};
+        m.head = {head.shaped({head.size(0), m.hidden}).template data<W>(), nullptr, m.hidden, head.size(0), head.size(0)};
         m.heads = a.integer(), m.kv_heads = a.integer(), m.head_dim = a.integer();
         m.ffn = a.integer();
         require(m.kv_heads > 0 && m.heads > 0 && m.heads % m.kv_heads == 0 && m.head_dim > 0 &&
@@ -259,15 +259,6 @@ PyObject* run(PyObject* const* args, Py_ssize_t count) {
 
 // ---------------------------------------------------------------- window attention
 
-// Windows are kept in units, so only of types whose rows are units.
-template <typename T>
-void run_windows(const Windows& windows) {
-    if constexpr (LIES_IN_UNITS<T>)
-        WindowAttention<typename Arithmetic<T>::U>(windows).run();
-    else
-        refuse("windows of bf16 are not compiled for this CPU");
-}
-
 // attend_windows(qkv [S, 3, heads, D], cos and sin [S, D], bounds [windows + 1],
 //                output [S, heads * D], scale, threads)
 PyObject* attend_windows(PyObject* const* args, Py_ssize_t count) {
@@ -290,7 +281,7 @@ PyObject* attend_windows(PyObject* const* args, Py_ssize_t count) {
     require(fits, "windows do not cover the rows");
     with_type_of(qkv, [&](auto typed) {
         const WithoutGil others_run;
-        run_windows<decltype(typed)>(w);
+        WindowAttention<decltype(typed)>(w).run();
     });
     Py_RETURN_NONE;
 }

@@ -28,9 +28,10 @@ struct Windows {
     int num_threads;
 };
 
-template <typename U>
+// T is what the tensors hold, which is multiplied as units U.
+template <typename T>
 class WindowAttention {
-    using T = typename U::Element;
+    using U = typename Arithmetic<T>::U;
     static constexpr int KEYS = 256;            // of a chunk
     static constexpr int ROWS = BLOCK_ROWS, GROUP = 96;  // of a register tile, of a task
 

@@ -25,6 +25,15 @@ STORAGE: dict[str, type[np.generic]] = {
     "bfloat16": np.uint16,
 }
 """dtype name → NumPy type with the same bits."""
+EXPONENTS: dict[str, tuple[str, int]] = {
+    "float64": ("<u8", 0x7FF0 << 48),
+    "float32": ("<u4", 0x7F80 << 16),
+    "float16": ("<u2", 0x7C00),
+    "bfloat16": ("<u2", 0x7F80),
+}
+"""dtype name → unsigned integers of its width, and the bits that only NaN and infinity all have."""
+CHECKED_AT_ONCE = 1 << 18
+"""Elements; their intermediate values stay in the processor's caches."""
 
 
 def float_array(values: NDArray[np.float32], dtype: str) -> Array:
@@ -132,6 +141,22 @@ def check_arrays(arrays: Arrays, expected: Mapping[str, tuple[str, Shape]]) -> N
         if not _has_shape(array.shape, shape):
             wanted = ", ".join("n" if length is None else str(length) for length in shape)
             raise refuse_arrays(f"{name} has shape {array.shape}; it must be ({wanted})")
+
+
+def check_finite(arrays: Arrays) -> None:
+    """Require numbers only: NaN and infinity would spoil every answer that the item is part of.
+
+    Raises `BadRequestError` naming the array.
+    """
+    for name, array in arrays.items():
+        layout = EXPONENTS.get(array.dtype)
+        if layout is None:
+            continue
+        storage, mask = layout
+        bits = np.frombuffer(array.data, storage)
+        for start in range(0, len(bits), CHECKED_AT_ONCE):
+            if ((bits[start : start + CHECKED_AT_ONCE] & mask) == mask).any():
+                raise refuse_arrays(f"{name[:40]!r} has values that are NaN or infinite")
 
 
 def in_model_dtype(arrays: Arrays, dtype: str) -> dict[str, Array]:

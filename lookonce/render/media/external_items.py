@@ -30,7 +30,7 @@ import pybase64
 
 from lookonce.cache.identity import external_hash, item_key
 from lookonce.errors import BadRequestError, LookOnceError, MediaNotCachedError, RequestError
-from lookonce.render.families.arrays import Arrays, in_model_dtype, refuse_arrays
+from lookonce.render.families.arrays import Arrays, check_finite, in_model_dtype, refuse_arrays
 from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.media.loader import OFF_LOOP_BYTES, MediaSource, for_part
 from lookonce.render.media.resolver import MediaResolver
@@ -124,10 +124,9 @@ class ExternalItemResolver:
         if held is not None:
             return held
         if len(data) > OFF_LOOP_BYTES:
-            arrays = await asyncio.to_thread(decode_kwargs, data)
+            item = await asyncio.to_thread(self._item, external.modality, data)
         else:
-            arrays = decode_kwargs(data)
-        item = item_from_arrays(self._family, external.modality, arrays)
+            item = self._item(external.modality, data)
         fits = item.nbytes <= self._directory.capacity_bytes
         return RenderedItem(
             key=item_key(scope, digest),
@@ -137,6 +136,9 @@ class ExternalItemResolver:
             item=item,
             outcome="miss" if fits else "bypass",
         )
+
+    def _item(self, modality: Modality, data: str) -> ProcessedItem:
+        return item_from_arrays(self._family, modality, decode_kwargs(data))
 
     def _from_name(self, external: ExternalItem, scope: bytes) -> RenderedItem:
         held = self._find_held(external, scope)
@@ -280,6 +282,7 @@ def item_from_arrays(family: ProcessorFamily, modality: Modality, arrays: Arrays
         expansion = family.expansion_of_arrays(modality, cast)
     except LookOnceError as error:
         raise refuse_arrays(error.message) from None
+    check_finite(cast)  # after the cast: what was finite before may be too large for its dtype
     return ProcessedItem(modality, cast, expansion)
 
 

@@ -61,9 +61,10 @@ class Fetcher:
         allowed_domains: tuple[str, ...] = (),
         cache: FetchCache | None = None,
         backend: GuardedBackend | None = None,
+        fetched: Counter[str] | None = None,
     ) -> None:
         """`timeout` is seconds for a whole fetch; empty `allowed_domains` allow every host."""
-        self.counts = FetchCounts()
+        self.counts = FetchCounts() if fetched is None else FetchCounts(fetched)
         self._timeout = timeout
         self._max_bytes = max_bytes
         self._domains = frozenset(domain.lower().rstrip(".") for domain in allowed_domains)

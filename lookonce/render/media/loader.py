@@ -132,7 +132,14 @@ def source_of_url(url: str, modality: Modality, param: str, uuid: str | None = N
 class MediaLoader:
     """Loads media sources within the limits of the configuration. One per API process."""
 
-    def __init__(self, config: MediaConfig, *, cache_bytes: int = FETCH_CACHE_BYTES) -> None:
+    def __init__(
+        self,
+        config: MediaConfig,
+        *,
+        cache_bytes: int = FETCH_CACHE_BYTES,
+        fetched: Counter[str] | None = None,
+    ) -> None:
+        """`fetched` counts bodies fetched and files read, by modality."""
         self._max_bytes = config.max_bytes
         self._local = LocalFiles(config.local_path, config.max_bytes)
         self._fetcher = Fetcher(
@@ -141,6 +148,7 @@ class MediaLoader:
             allowed_domains=config.allowed_domains,
             cache=FetchCache(cache_bytes),
             backend=GuardedBackend(is_any if config.allow_private else is_public),
+            fetched=fetched,
         )
         self._reads: SingleFlight[str, bytes] = SingleFlight()
 

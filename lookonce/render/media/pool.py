@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -40,18 +41,23 @@ from lookonce.render.media.worker import (
     JobFailed,
     JobRequest,
     LinkClosedError,
+    MessageLostError,
     receive,
     reply_decoder,
     send,
 )
 from lookonce.types.media import Array, Modality
 
+MAX_WORKERS = 4
+"""Of all API processes of a server together, but at least one in each."""
 MAX_QUEUE = 256
 """Media items that may wait for a worker; more are refused with 429."""
 START_TIMEOUT = 120.0
 JOB_TIMEOUT = 60.0
 """Seconds after which a worker counts as hung. The limits on media keep normal jobs far below."""
 STOP_TIMEOUT = 2.0
+STARTS_PER_JOB = 3
+"""Workers that are tried for a job when they are killed before they have read it."""
 WORKER_COMMAND = (sys.executable, "-m", "lookonce.render.media.worker")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -64,8 +70,16 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+def share_of_workers(num_processes: int = 1) -> int:
+    """Workers of each of so many API processes: one for each core that they may use, `MAX_WORKERS`
+    at most, for all of them together."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(MAX_WORKERS, cores or 1) // num_processes)
+
+
 class MediaPool:
-    """`await run(job)` from one event loop. Call `start` before, `aclose` after."""
+    """`await run(job)` from one event loop. Call `start` or `start_beside` before, `aclose`
+    after."""
 
     def __init__(
         self,
@@ -80,7 +94,7 @@ class MediaPool:
         `job_timeout` is in seconds; `command` starts a worker (the descriptor of its socket is
         appended).
         """
-        self.num_workers = num_workers or min(4, os.cpu_count() or 1)
+        self.num_workers = num_workers or share_of_workers()
         self.completed: Counter[str] = Counter()
         """Jobs that succeeded, by modality."""
         self._max_pending = max_queue + self.num_workers
@@ -100,6 +114,10 @@ class MediaPool:
     async def start(self) -> None:
         """Start and warm one worker; others start when jobs wait. Raises `ModelLoadError`."""
         await self._outcome(self._threads.submit(self._workers.ensure_worker))
+
+    def start_beside(self) -> None:
+        """Begin to start one worker; a failure is reported by the jobs that need it."""
+        self._threads.submit(lambda: None)  # each thread starts its worker first
 
     def run(self, job: MediaJob) -> Coroutine[Any, Any, Processed]:
         """Put the job into the queue now; await the result for the processed item.
@@ -165,6 +183,18 @@ class _Workers:
             self.ensure_worker()
 
     def work(self, job: MediaJob) -> Processed:
+        """A job that a worker has not read, because it was killed, goes to another one."""
+        for _ in range(STARTS_PER_JOB - 1):
+            try:
+                return self._work_once(job)
+            except MessageLostError:
+                logger.warning("a media worker has ended")
+        try:
+            return self._work_once(job)
+        except MessageLostError:
+            raise _out_of_resources() from None
+
+    def _work_once(self, job: MediaJob) -> Processed:
         worker = self._ready()
         try:
             return worker.call(job)
@@ -174,6 +204,8 @@ class _Workers:
             self._discard(worker)
             if self.is_closed():
                 raise _draining() from None
+            if isinstance(error, MessageLostError):
+                raise
             raise _lost_worker(job, hung=isinstance(error, TimeoutError)) from None
         except OSError as error:
             self._discard(worker)
@@ -216,15 +248,20 @@ class _Workers:
             return worker
         if worker is not None:
             self._discard(worker)
-        worker = self._start_worker()
-        try:
-            self._register(worker)
-            worker.configure()
-        except BaseException:
-            self._discard(worker)
-            raise
-        self._thread.worker = worker
-        return worker
+        for _ in range(STARTS_PER_JOB):
+            worker = self._start_worker()
+            try:
+                self._register(worker)
+                worker.configure()
+            except MessageLostError:
+                self._discard(worker)
+            except BaseException:
+                self._discard(worker)
+                raise
+            else:
+                self._thread.worker = worker
+                return worker
+        raise _did_not_start()
 
     def _register(self, worker: _WorkerProcess) -> None:
         """Let `close` kill the worker, even while it starts."""
@@ -257,16 +294,24 @@ class _WorkerProcess:
         self._link = MessageSocket(link)
 
     def configure(self) -> None:
-        """Blocks for a second or two. Raises `ModelLoadError` when it cannot serve the model."""
+        """Blocks for a second or two. Raises `ModelLoadError` when it cannot serve the model, and
+        `MessageLostError` when it was killed meanwhile."""
         self._link.settimeout(START_TIMEOUT)
         try:
             send(self._link, ConfigureWorker(self._settings))
             reply, _ = receive(self._link, self._replies)
         except (LinkClosedError, OSError):
-            raise ModelLoadError("a media worker process did not start") from None
+            if self._was_killed():
+                raise MessageLostError from None
+            raise _did_not_start() from None
         if isinstance(reply, JobFailed):
             raise error_from_wire(*reply.error)
         self._link.settimeout(self._job_timeout)
+
+    def _was_killed(self) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(STOP_TIMEOUT) == -signal.SIGKILL
+        return False
 
     @property
     def alive(self) -> bool:
@@ -319,6 +364,10 @@ def _start(command: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[byte
 def _lost_worker(job: MediaJob, *, hung: bool) -> UnprocessableMediaError:
     what = "takes too long to decode" if hung else "cannot be decoded: its decoder crashed"
     return UnprocessableMediaError(f"the {job.modality} {what}")
+
+
+def _did_not_start() -> ModelLoadError:
+    return ModelLoadError("a media worker process did not start")
 
 
 def _out_of_resources() -> UnavailableError:

@@ -6,7 +6,8 @@
                 │ held: pinned, nothing is decoded
                 │ at hand in a prompt that is not sent yet: shared
                 │ only its expansion known: the item is referenced by its key
-                └ miss: make it, in the worker pool, once per key at a time
+                └ miss: make it, in the worker pool, once per key at a time: in this process by
+                  single flight, among the API processes of the server by a claim at the engine
 
 Parts whose bytes are in the request are identified and looked up at once, on the event loop, before
 anything waits; so no hit waits for a miss. Every pin taken here belongs to a `RenderedItem`, or is
@@ -39,13 +40,17 @@ from lookonce.render.media.loader import OFF_LOOP_BYTES, MediaLoader, MediaSourc
 from lookonce.render.media.pool import MediaPool
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
 from lookonce.render.media.single_flight import SingleFlight
+from lookonce.types.counts import Counts
 from lookonce.types.media import Expansion, Modality, ProcessedItem
-from lookonce.types.ports import ItemDirectory
+from lookonce.types.ports import ItemClaims, ItemDirectory, Publish
 from lookonce.types.request import ProcessorOutcome, RenderedItem
 
 MAX_SIDE_BY_SIDE = 32
 """Parts of one prompt that are fetched or processed at a time: a prompt with more must neither be
 refused by the pool's bounded queue nor fill it alone."""
+
+MAX_CLAIMS_OF_ONE_PART = 3
+"""How often to look for what another API process has made before it is made here, too."""
 
 T = TypeVar("T")
 
@@ -90,25 +95,50 @@ class NameBindings(Protocol):
     def resolve(self, scope: bytes, uuid: str) -> bytes | None: ...
 
 
-@dataclass(slots=True)
 class RenderStats:
-    """Counts by modality since the start; metrics read them."""
+    """Counts by modality since the start, which are in `counts` under the names of metrics.
 
-    fetched: Counter[str] = field(default_factory=Counter)
-    queued: Counter[Modality] = field(default_factory=Counter)
-    """Jobs accepted by the pool's queue, finished or not."""
-    decoded: Counter[Modality] = field(default_factory=Counter)
-    processed: Counter[Modality] = field(default_factory=Counter)
-    overtaking: Counter[Modality] = field(default_factory=Counter)
-    """Directory hits that were answered while other parts waited for the pool."""
-    waiting: Counter[Modality] = field(default_factory=Counter)
-    """Hits that waited for the pool, because another part's job for the same key was running."""
+    `prefix` begins the names. `fetched` is what the loader counts.
+    """
+
+    def __init__(
+        self,
+        fetched: Counter[str] | None = None,
+        counts: Counts | None = None,
+        prefix: str = "",
+    ) -> None:
+        counts = Counts() if counts is None else counts
+        self.fetched: Counter[str] = Counter() if fetched is None else fetched
+        self.queued = counts.by_label(f"{prefix}media_queued_total")
+        """Jobs accepted by the pool's queue, finished or not."""
+        self.decoded = counts.by_label(f"{prefix}media_decodes_total")
+        self.processed = counts.by_label(f"{prefix}media_processed_total")
+        self.overtaking = counts.by_label(f"{prefix}mm_cache_overtaking_hits_total")
+        """Directory hits that were answered while other parts waited for the pool."""
+        self.waiting = counts.by_label(f"{prefix}mm_cache_waiting_hits_total")
+        """Hits that waited for the pool, because another part's job for the same key was
+        running."""
+
+    def by_name(self) -> dict[str, Counter[str]]:
+        """The counters by the names of their metrics, without prefix."""
+        return {
+            "media_fetches_total": self.fetched,
+            "media_queued_total": self.queued,
+            "media_decodes_total": self.decoded,
+            "media_processed_total": self.processed,
+            "mm_cache_overtaking_hits_total": self.overtaking,
+            "mm_cache_waiting_hits_total": self.waiting,
+        }
+
+    def show(self, modalities: Iterable[str]) -> None:
+        """Let the counts of these modalities appear before anything is counted."""
+        for counter in self.by_name().values():
+            for modality in modalities:
+                counter[modality] += 0
 
     def clear(self) -> None:
-        for counter in (self.fetched, self.queued, self.decoded, self.processed):
+        for counter in self.by_name().values():
             counter.clear()
-        self.overtaking.clear()
-        self.waiting.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +168,20 @@ class _Prompt:
     waiting: Counter[Modality] = field(default_factory=Counter)
 
 
+Make = Callable[[ResolvedPart], Coroutine[Any, Any, Processed | None]]
+
+
+class Unclaimed:
+    """The `ItemClaims` of a process that is alone."""
+
+    @asynccontextmanager
+    async def claimed(self, key: bytes) -> AsyncIterator[Publish | None]:
+        async def keep(item: ProcessedItem) -> None:
+            """It goes with its request."""
+
+        yield keep
+
+
 class MediaResolver:
     """One per API process; all methods run on its event loop."""
 
@@ -151,9 +195,12 @@ class MediaResolver:
         pool: Pool,
         max_bytes: int,
         algorithm: HashAlgorithm = "blake3",
+        stats: RenderStats | None = None,
+        claims: ItemClaims | None = None,
     ) -> None:
-        """`max_bytes` limits the encoded bytes of inline media."""
-        self.stats = RenderStats(fetched=loader.fetched)
+        """`max_bytes` limits the encoded bytes of inline media; without `claims` nobody else makes
+        items."""
+        self.stats = RenderStats(loader.fetched) if stats is None else stats
         self._family = family
         self._fingerprint = family.fingerprint()
         self.directory = directory
@@ -162,7 +209,9 @@ class MediaResolver:
         self._pool = pool
         self._max_bytes = max_bytes
         self._algorithm: HashAlgorithm = algorithm
-        self._running: SingleFlight[bytes, Processed] = SingleFlight()
+        self._claims = Unclaimed() if claims is None else claims
+        self._running: SingleFlight[bytes, Processed | None] = SingleFlight()
+        """What is being made, by key; None: another API process has made it."""
         self._num_in_pool = 0
         self._unsent: weakref.WeakValueDictionary[bytes, RenderedItem] = (
             weakref.WeakValueDictionary()
@@ -170,7 +219,12 @@ class MediaResolver:
         """Key → a rendered item that holds its arrays, of a prompt that may not be sent yet."""
 
     def with_memory(
-        self, *, directory: RendererDirectory, uuids: NameBindings, loader: Loader
+        self,
+        *,
+        directory: RendererDirectory,
+        uuids: NameBindings,
+        loader: Loader,
+        stats: RenderStats | None = None,
     ) -> MediaResolver:
         """A resolver that shares the family and the pool, but has its own directory and counts."""
         return MediaResolver(
@@ -181,6 +235,7 @@ class MediaResolver:
             pool=self._pool,
             max_bytes=self._max_bytes,
             algorithm=self._algorithm,
+            stats=stats,
         )
 
     async def resolve(
@@ -202,8 +257,9 @@ class MediaResolver:
             if not item.uncounted:
                 self.directory.count(item.outcome)
         if self.directory.capacity_bytes:
-            self.stats.overtaking.update(prompt.overtaking)
-            self.stats.waiting.update(prompt.waiting)
+            for modality in modalities:
+                self.stats.overtaking[modality] += prompt.overtaking[modality]
+                self.stats.waiting[modality] += prompt.waiting[modality]
         return items
 
     def release(self, items: Iterable[RenderedItem]) -> None:
@@ -288,8 +344,11 @@ class MediaResolver:
 
     # --- look up ------------------------------------------------------------------------------
 
-    def _lookup(self, part: ResolvedPart, prompt: _Prompt) -> RenderedItem | None:
-        """The item, if nothing must be decoded for it now; None if it must be made.
+    def _lookup(
+        self, part: ResolvedPart, prompt: _Prompt, *, waited: bool = False
+    ) -> RenderedItem | None:
+        """The item, if nothing must be decoded for it now; None if it must be made. `waited`:
+        another API process has made it meanwhile.
 
         Raises `MediaNotCachedError` if the part has no bytes and nothing is known of its content.
         """
@@ -299,7 +358,8 @@ class MediaResolver:
             item = self._item(part, expansion, outcome)
             item.pinned = True
             prompt.pinned.append(item)  # before `_bind`, which may raise
-            prompt.overtaking[item.modality] += self._num_in_pool > 0
+            prompt.overtaking[item.modality] += self._num_in_pool > 0 and not waited
+            prompt.waiting[item.modality] += waited
             return self._bind(part, item)
         unsent = self._unsent.get(part.key)
         if unsent is not None and unsent.item is not None:
@@ -346,22 +406,51 @@ class MediaResolver:
     # --- make ---------------------------------------------------------------------------------
 
     async def _make(self, part: ResolvedPart, prompt: _Prompt) -> RenderedItem:
-        """Decode and process the part, or wait for the job of the same key that is running."""
-        joined = part.key in self._running
-        made = await self._process(part)
+        """Decode and process the part, or wait for whoever does so for the same key: another part,
+        or another API process."""
+        for _ in range(MAX_CLAIMS_OF_ONE_PART):
+            joined = part.key in self._running
+            made = await self._process(part, self._make_claimed)
+            if made is not None:
+                break
+            held = self._lookup(part, prompt, waited=True)
+            if held is not None:
+                return held
+        else:  # what others made was gone each time before it could be used here
+            joined = part.key in self._running
+            made = await self._make_unclaimed(part)
         prompt.waiting[part.source.modality] += joined
         item = self._item(part, made.item.expansion, self._outcome(made, joined=joined), made.item)
         if not joined:
             item.decode_ms, item.process_ms = made.decode_ms, made.process_ms
+        if self.directory.lookup(part.key) is not None:  # it is published: keep it until it is used
+            item.pinned = True
+            prompt.pinned.append(item)
         return self._bind(part, item)
 
-    async def _process(self, part: ResolvedPart) -> Processed:
+    async def _process(self, part: ResolvedPart, make: Make) -> Processed | None:
         try:
-            return await self._running.run(part.key, lambda: self._run(part.job))
+            return await self._running.run(part.key, lambda: make(part))
         except RequestError as error:
             raise for_part(error, part.source.param) from None
 
-    async def _run(self, job: MediaJob) -> Processed:
+    async def _make_unclaimed(self, part: ResolvedPart) -> Processed:
+        made = None
+        while made is None:  # it may join others that wait for another API process
+            made = await self._process(part, self._run)
+        return made
+
+    async def _make_claimed(self, part: ResolvedPart) -> Processed | None:
+        """None if another API process has made it."""
+        async with self._claims.claimed(part.key) as publish:
+            if publish is None:
+                return None
+            made = await self._run(part)
+            await publish(made.item)
+            return made
+
+    async def _run(self, part: ResolvedPart) -> Processed:
+        job = part.job
         working = self._pool.run(job)
         self.stats.queued[job.modality] += 1
         self._num_in_pool += 1
@@ -389,7 +478,7 @@ class MediaResolver:
             made, joined = Processed(unsent.item, 0.0, 0.0), True
         else:
             joined = part.key in self._running
-            made = await self._process(part)
+            made = await self._make_unclaimed(part)
         rendered = item()
         if rendered is not None:
             rendered.item = made.item
@@ -410,8 +499,13 @@ async def open_resolver(
     *,
     directory: RendererDirectory,
     uuids: NameBindings,
+    counts: Counts | None = None,
+    claims: ItemClaims | None = None,
+    num_workers: int | None = None,
+    wait_for_worker: bool = True,
 ) -> AsyncIterator[MediaResolver]:
-    """A resolver with a loader and a started worker pool. Raises `ModelLoadError`."""
+    """A resolver with a loader and a started worker pool. Raises `ModelLoadError`, unless it does
+    not wait for the first worker."""
     settings = ProcessingSettings(
         folder=model.folder,
         dtype=model.dtype,
@@ -419,11 +513,15 @@ async def open_resolver(
         max_audio_seconds=media.max_audio_seconds,
     )
     async with AsyncExitStack() as stack:
-        loader = MediaLoader(media)
+        counts = Counts() if counts is None else counts
+        loader = MediaLoader(media, fetched=counts.by_label("media_fetches_total"))
         stack.push_async_callback(loader.aclose)
-        pool = MediaPool(settings)
+        pool = MediaPool(settings, num_workers=num_workers)
         stack.push_async_callback(pool.aclose)
-        await pool.start()
+        if wait_for_worker:
+            await pool.start()
+        else:
+            pool.start_beside()
         yield MediaResolver(
             family=family,
             directory=directory,
@@ -432,6 +530,8 @@ async def open_resolver(
             pool=pool,
             max_bytes=media.max_bytes,
             algorithm=media.hash_algorithm,
+            stats=RenderStats(loader.fetched, counts),
+            claims=claims,
         )
 
 

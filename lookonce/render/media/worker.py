@@ -11,6 +11,7 @@ and large arrays (back) are frames of their own.
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import math
@@ -98,6 +99,10 @@ def reply_decoder() -> MessageDecoder[WorkerReply]:
 
 class LinkClosedError(Exception):
     """The other process has ended, or sent something that is not a message."""
+
+
+class MessageLostError(LinkClosedError):
+    """The other process has ended without having read the last message."""
 
 
 def main() -> None:
@@ -197,11 +202,11 @@ def warm_up(processing: Processing, max_image_pixels: int) -> None:
 def send(
     link: MessageSocket, message: WorkerRequest | WorkerReply, fds: Sequence[int] = ()
 ) -> None:
-    """Raises `LinkClosedError` when the other process has ended, or `TimeoutError`."""
+    """Raises `MessageLostError` when the other process has ended, or `TimeoutError`."""
     try:
         link.send(MessageEncoder().encode(message), fds)
     except ConnectionError:
-        raise LinkClosedError from None
+        raise MessageLostError from None
 
 
 def receive(link: MessageSocket, messages: MessageDecoder[M]) -> tuple[M, Sequence[int]]:
@@ -211,8 +216,9 @@ def receive(link: MessageSocket, messages: MessageDecoder[M]) -> tuple[M, Sequen
     """
     try:
         frames, fds = link.receive()
-    except (ConnectionError, ProtocolError):
-        raise LinkClosedError from None
+    except (ConnectionError, ProtocolError) as error:
+        unread = isinstance(error, OSError) and error.errno == errno.ECONNRESET
+        raise (MessageLostError if unread else LinkClosedError) from None
     try:
         return messages.decode(frames), fds
     except ProtocolError:

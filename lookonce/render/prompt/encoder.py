@@ -1,6 +1,6 @@
 """Conversations and plain texts → token ids.
 
-    conversation ─▶ ChatTemplate.render ─▶ text ─▶ Tokenizer.encode ─▶ token ids
+    conversation ─▶ ChatTemplate.render ─▶ text ─▶ CachingTokenizer.encode ─▶ token ids
 
 Templates are rendered by transformers (its sandbox, filters and globals). In the template's source
 media tokens are escaped (see `placeholders`), so that only the template can write a placeholder.
@@ -12,15 +12,19 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from lookonce.errors import BadRequestError, ConfigError
 from lookonce.render.families.base import ProcessorFamily
+from lookonce.render.prompt.long_texts import LongTextThreads, TokenCountBound
 from lookonce.render.prompt.messages import Json, in_thread_if
 from lookonce.render.prompt.placeholders import (
     PlaceholderEscaping,
@@ -28,12 +32,13 @@ from lookonce.render.prompt.placeholders import (
     escaping_of,
     refuse_reserved,
 )
+from lookonce.render.prompt.token_cache import CachingTokenizer, TokenCache
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.media import Modality
-from lookonce.types.request_validation import check_text_length
+from lookonce.types.request_validation import check_text_length, check_token_count
 
-OFF_LOOP_CHARACTERS = 64 * 1024
-"""A text above this is tokenized in a thread (tokenizing does 1 to 5 MB/s)."""
+OFF_LOOP_CHARACTERS = 16 * 1024
+"""A text above this is tokenized in a thread, in turn (tokenizing does 1 to 5 MB/s)."""
 ContentForm = Literal["text", "parts", "either"]
 """What a template takes as a message's content: a text, a list of parts, or either."""
 RESERVED_VARIABLES = frozenset(
@@ -65,9 +70,16 @@ class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
 class EncodedPrompt:
     """A prompt before its placeholders are expanded."""
 
-    token_ids: list[int]
+    ids: NDArray[np.int32]
+    """[T], not writeable."""
     text: str
     """The text that was tokenized, not escaped."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """`ids` as a list, made anew."""
+        ids: list[int] = self.ids.tolist()
+        return ids
 
 
 class PromptEncoder:
@@ -86,6 +98,9 @@ class PromptEncoder:
         ids = self.placeholder_ids.values()
         self._escaping = escaping_of(tokenizer, ids)
         self._tokenizer = escaped_tokenizer(tokenizer, self._escaping, ids)
+        self._caching_tokenizer = CachingTokenizer(self._tokenizer)
+        self._token_count = TokenCountBound(self._tokenizer)
+        self._long_texts = LongTextThreads()
         self._placeholder_texts = _placeholder_texts(self._tokenizer, family)
         # Hugging Face's processors add the bos token a template left out; its tokenizers do not.
         self._completes_bos = family is not None
@@ -116,16 +131,22 @@ class PromptEncoder:
         max_tokens: int | None = None,
         *,
         large: bool = False,
+        cache: TokenCache | None = None,
+        scope: bytes = b"",
+        tenant: str = "",
     ) -> EncodedPrompt:
         """`conversation` is from `messages.read_messages`; a `large` one is rendered in a thread.
 
-        Raises `BadRequestError`, also for a text that certainly has more than `max_tokens`.
+        `cache` belongs to this encoder; `scope` says for whom its entries are. Raises
+        `BadRequestError`, also for a text that certainly has more than `max_tokens`.
         """
         text = await in_thread_if(large, self._text_of, conversation, options)
         adds_bos = self._completes_bos and not (self._bos and text.startswith(self._bos))
-        self._check_length(text, max_tokens, "messages")
-        token_ids = await self._encode(text, add_special_tokens=adds_bos, param="messages")
-        return EncodedPrompt(token_ids, self._escaping.unescape(text))
+        await self._check_length(text, max_tokens, "messages")
+        ids = await self._encode(
+            text, "messages", cache, scope, tenant, add_special_tokens=adds_bos
+        )
+        return EncodedPrompt(ids, self._escaping.unescape(text))
 
     def _text_of(self, conversation: Sequence[Json], options: ChatOptions) -> str:
         """The rendered template, media tokens escaped."""
@@ -142,28 +163,54 @@ class PromptEncoder:
         return text
 
     async def encode_text(
-        self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        max_tokens: int | None = None,
+        cache: TokenCache | None = None,
+        scope: bytes = b"",
+        tenant: str = "",
     ) -> EncodedPrompt:
         """A plain prompt. Special tokens in it are encoded as such, except those of media.
 
-        Raises `BadRequestError`, also for a text that certainly has more than `max_tokens`.
+        `cache` and `scope` as in `encode_chat`. Raises `BadRequestError`, also for a text that
+        certainly has more than `max_tokens`.
         """
-        self._check_length(text, max_tokens, "prompt")
+        await self._check_length(text, max_tokens, "prompt")
         refuse_reserved(text, "prompt")
-        token_ids = await self._encode(text, add_special_tokens=add_special_tokens, param="prompt")
-        return EncodedPrompt(token_ids, text)
+        ids = await self._encode(
+            text, "prompt", cache, scope, tenant, add_special_tokens=add_special_tokens
+        )
+        return EncodedPrompt(ids, text)
 
-    def _check_length(self, text: str, max_tokens: int | None, param: str) -> None:
+    async def _check_length(self, text: str, max_tokens: int | None, param: str) -> None:
         if max_tokens is not None and len(text) > OFF_LOOP_CHARACTERS:
             check_text_length(len(text), self._tokenizer.longest_token, max_tokens, param)
+            least = await asyncio.to_thread(self._token_count.at_least, text, max_tokens)
+            check_token_count(least, max_tokens, param)
 
-    async def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+    async def _encode(
+        self,
+        text: str,
+        param: str,
+        cache: TokenCache | None,
+        scope: bytes,
+        tenant: str,
+        *,
+        add_special_tokens: bool,
+    ) -> NDArray[np.int32]:
+        encode = partial(
+            self._caching_tokenizer.encode,
+            text,
+            cache,
+            scope,
+            add_special_tokens=add_special_tokens,
+        )
         try:
             if len(text) <= OFF_LOOP_CHARACTERS:
-                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            return await asyncio.to_thread(
-                self._tokenizer.encode, text, add_special_tokens=add_special_tokens
-            )
+                return encode()
+            return await self._long_texts.run(encode, tenant, len(text))
         except BadRequestError as error:
             raise BadRequestError(f"{param}: {error.message}", param=param) from None
 

@@ -23,10 +23,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lookonce.errors import BadRequestError, ModelLoadError
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.media import Modality, feature_at
-from lookonce.types.request import RenderedItem, RenderedPrompt
+from lookonce.types.request import RenderedItem, RenderedPrompt, as_ids
 
 RESERVED = "\ufdd0"
 _FIRST_SECRET = 0xE000
@@ -111,26 +114,32 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def place_media(
-    token_ids: list[int], items: Sequence[RenderedItem], positions: Sequence[tuple[int, int]]
+    token_ids: Sequence[int] | NDArray[np.int32],
+    items: Sequence[RenderedItem],
+    positions: Sequence[tuple[int, int]],
 ) -> RenderedPrompt:
     """The prompt with every placeholder replaced by its item's expansion. O(tokens of the result).
 
     `positions` are from `match_placeholders`; features and items are in their order.
     """
-    placed: list[int] = []
-    features, done = [], 0
+    ids = as_ids(token_ids)
+    placed: list[NDArray[np.int32]] = []
+    features, done, length = [], 0, 0
     for position, index in positions:
         item = items[index]
-        placed += token_ids[done:position]
-        features.append(feature_at(item.key, item.modality, item.expansion, len(placed)))
-        placed += item.expansion.token_ids()
-        done = position + 1
-    placed += token_ids[done:]
-    return RenderedPrompt(placed, tuple(features), [items[index] for _, index in positions])
+        expansion = item.expansion
+        start = length + position - done
+        features.append(feature_at(item.key, item.modality, expansion, start))
+        tokens, counts = np.array(expansion.runs, np.int32).reshape(-1, 2).T
+        placed += (ids[done:position], np.repeat(tokens, counts))
+        done, length = position + 1, start + expansion.length
+    placed.append(ids[done:])
+    whole = np.concatenate(placed) if len(placed) > 1 else ids
+    return RenderedPrompt(whole, tuple(features), [items[index] for _, index in positions])
 
 
 def match_placeholders(
-    token_ids: Sequence[int],
+    token_ids: Sequence[int] | NDArray[np.int32],
     modalities: Sequence[Modality],
     placeholder_ids: Mapping[Modality, int],
 ) -> list[tuple[int, int]]:
@@ -138,11 +147,10 @@ def match_placeholders(
 
     Raises `BadRequestError` when a template dropped a part or wrote a placeholder of its own.
     """
-    if not modalities and not any(token in token_ids for token in placeholder_ids.values()):
-        return []  # the most common prompt: text only
+    ids = as_ids(token_ids)
     matches: list[tuple[int, int]] = []
     for modality, placeholder in placeholder_ids.items():
-        positions = _positions(token_ids, placeholder)
+        positions: list[int] = np.flatnonzero(ids == placeholder).tolist()
         indices = [index for index, each in enumerate(modalities) if each == modality]
         if len(positions) != len(indices):
             raise BadRequestError(
@@ -152,14 +160,3 @@ def match_placeholders(
             )
         matches += zip(positions, indices, strict=True)
     return sorted(matches)
-
-
-def _positions(token_ids: Sequence[int], wanted: int) -> list[int]:
-    positions: list[int] = []
-    start = 0
-    try:
-        while True:
-            start = token_ids.index(wanted, start) + 1
-            positions.append(start - 1)
-    except ValueError:
-        return positions

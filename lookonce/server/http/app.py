@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lookonce.errors import LookOnceError
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
+from lookonce.server.http.request_guard import Headers
 from lookonce.server.http.responses import INTERNAL, ClientLeftError, error_response, json_response
 from lookonce.server.routes import page
 from lookonce.server.routes.admin import (
@@ -75,6 +76,8 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.j
 
 HEADER_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 CLIENT_LEFT_STATUS = 499
+WARNING_HEADER = b"x-lookonce-warning"
+"""Names the fields of the request that were ignored."""
 
 
 def build_app(services: Services, routes: Sequence[Route] = ROUTES) -> Application:
@@ -95,15 +98,16 @@ class Application(Starlette):
 
 
 class RequestMiddleware:
-    """Request ids, keys, draining, and failures turned into responses.
+    """Request ids, names and origins, keys, draining, and failures turned into responses.
 
-    One layer does all four: a layer each would cost every request, and every token of a stream,
+    One layer does all five: a layer each would cost every request, and every token of a stream,
     another call. A route of a fixed path is found in a dictionary; `router` finds all others, and
     answers requests that match no route.
     """
 
     def __init__(self, services: Services, routes: Sequence[Route], router: ASGIApp) -> None:
         self._services = services
+        self._guard = services.guard
         self._router = router
         self._endpoints: dict[tuple[str, str], Callable[[Request], Awaitable[Response]]] = {}
         for route in routes:
@@ -131,9 +135,16 @@ class RequestMiddleware:
             logger.exception("%s %s failed", scope["method"], scope["path"])
             await sender.send_instead(json_response(INTERNAL, 500), receive)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises `DrainingError`, `UnauthorizedError`, and what the route raises."""
+    async def _serve(self, scope: Scope, receive: Receive, send: _ResponseSender) -> None:
+        """Raises what the guard and the route raise, `DrainingError` and `UnauthorizedError`."""
         path = scope["path"]
+        if cors := self._guard.admit(scope):
+            send.headers = cors
+            asked = self._guard.preflight(scope)
+            if asked is not None:
+                send.headers = [*cors, *asked]
+                await Response(status_code=204)(scope, receive, send)
+                return
         if path in OPEN_PATHS or path == "/" or path.startswith(page.PREFIX):
             await self._router(scope, receive, send)
             return
@@ -161,6 +172,8 @@ class _ResponseSender:
         self._scope = scope
         self._state = scope.setdefault("state", {})
         self._state["request_id"] = asked if named else os.urandom(16).hex()
+        self.headers: Headers = []
+        """More headers that the response gets, whichever it is."""
         self._send = send
         self._drain = drain
         self._begun = False
@@ -169,7 +182,9 @@ class _ResponseSender:
         if message["type"] == "http.response.start":
             self._begun = True
             request_id = (b"x-request-id", self._state["request_id"].encode("ascii"))
-            message["headers"] = [*message.get("headers", ()), request_id]
+            message["headers"] = [*message.get("headers", ()), request_id, *self.headers]
+            if (warning := self._state.get("warning")) is not None:
+                message["headers"].append((WARNING_HEADER, warning.encode("ascii")))
             if self._drain.draining:
                 message["headers"].append((b"connection", b"close"))
         return self._send(message)

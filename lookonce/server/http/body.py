@@ -18,8 +18,9 @@ from starlette.requests import Request
 
 from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, RequestError, TooLargeError
-from lookonce.frontend.requests import NOTHING, RefusesUnsupported, raw_bytes
+from lookonce.frontend.requests import HARMLESS_VALUES, NOTHING, Raw, RefusesUnsupported, raw_bytes
 from lookonce.server.http.responses import ClientLeftError
+from lookonce.server.http.unknown_fields import strict_kind, unknown_fields
 from lookonce.server.services import Services, header
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -35,17 +36,18 @@ MAX_VALUES = 1 << 21
 """Most commas and brackets of a body: decoding so many values takes a quarter of a second."""
 SLICE_BYTES = 1 << 20
 
-HARMLESS_VALUES = (b"", b"null", b"false", b"[]", b"{}", b'""')
-"""Values of an unsupported field that ask for nothing."""
-
 
 async def receive(request: Request, kind: type[T]) -> T:
     """Read and decode the body; raises `TooLargeError` or `BadRequestError` naming the part."""
     services: Services = request.app.state.services
     body = await read_body(request, body_limit(services.config.media))
-    if not _has_many_values(body):
-        return parse(body, kind)
-    return await asyncio.to_thread(_parse_many, body, kind)
+    if _has_many_values(body):
+        decoded, unknown = await asyncio.to_thread(_parse_many, body, kind)
+    else:
+        decoded, unknown = parse_reporting(body, kind)
+    if unknown:
+        request.state.warning = services.unknown_fields.judge(unknown, kind)
+    return decoded
 
 
 def body_limit(media: MediaConfig) -> int:
@@ -86,8 +88,8 @@ def _has_many_values(body: bytes) -> bool:
     return True
 
 
-def _parse_many(body: bytes, kind: type[T]) -> T:
-    """`parse` for a thread: other requests are served meanwhile, except while msgspec decodes."""
+def _parse_many(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
+    """`parse_reporting` for a thread: others are served meanwhile, except while msgspec decodes."""
     count = 0
     for start in range(0, len(body), SLICE_BYTES):
         count += sum(body.count(mark, start, start + SLICE_BYTES) for mark in (b",", b"[", b"{"))
@@ -96,7 +98,18 @@ def _parse_many(body: bytes, kind: type[T]) -> T:
                 f"the body has more than {MAX_VALUES} commas and brackets, which is the limit: "
                 "a prompt of so many parts or token ids would fit no model"
             )
-    return parse(body, kind)
+    return parse_reporting(body, kind)
+
+
+def parse_reporting(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
+    """As `parse`, and the names of fields that nothing reads."""
+    try:
+        request: T = _decoder(strict_kind(kind)).decode(body)
+    except (ValueError, RecursionError):
+        return parse(body, kind), unknown_fields(body, kind)
+    if isinstance(request, RefusesUnsupported):
+        refuse_unsupported(request)
+    return request, []
 
 
 def parse(body: bytes, kind: type[T]) -> T:
@@ -115,9 +128,13 @@ def refuse_unsupported(request: RefusesUnsupported) -> None:
     for name in type(request).unsupported_fields():
         value = getattr(request, name)
         if value is not NOTHING and raw_bytes(value) not in HARMLESS_VALUES:
-            raise BadRequestError(
-                f"{name} is not supported; leave it out", param=name, code="unsupported_parameter"
-            )
+            raise _unsupported(name)
+
+
+def _unsupported(name: str) -> BadRequestError:
+    return BadRequestError(
+        f"{name} is not supported; leave it out", param=name, code="unsupported_parameter"
+    )
 
 
 def renamed_error(error: RequestError, param: str) -> RequestError:
@@ -138,12 +155,22 @@ def _explain(body: bytes, kind: type, error: Exception) -> BadRequestError:
         return BadRequestError("the body is nested too deeply", code="invalid_json")
     except ValueError as broken:
         return BadRequestError(f"the body is not valid JSON: {broken}", code="invalid_json")
+    _refuse_unsupported_json(value, kind)
     path, message = _locate(value, kind, "", _strip_path(str(error)))
     where = f"{path}: " if path else ""
     missing = MISSING_FIELD.search(message)
     if missing is not None:
         path = f"{path}.{missing[1]}" if path else missing[1]
     return BadRequestError(f"{where}{message}", param=path or None, code="invalid_value")
+
+
+def _refuse_unsupported_json(value: object, kind: type) -> None:
+    """Say that a field is not supported rather than that another one is missing beside it."""
+    if isinstance(value, dict) and issubclass(kind, RefusesUnsupported):
+        for name in kind.unsupported_fields():
+            asked = value.get(name)
+            if asked is not None and asked is not False and asked not in ("", [], {}):
+                raise _unsupported(name)
 
 
 def _strip_path(message: str) -> str:
@@ -155,6 +182,8 @@ def _strip_path(message: str) -> str:
 def _locate(value: Any, kind: Any, path: str, message: str) -> tuple[str, str]:
     """`(path, message)` of the deepest part of `value` that does not fit its declared type."""
     for name, part, part_kind in _parts(value, _member(value, kind)):
+        if part_kind == Raw:
+            continue  # any JSON fits
         problem = _problem(part, part_kind)
         if problem is not None:
             inner = f"{path}{name}" if name.startswith("[") or not path else f"{path}.{name}"
@@ -201,7 +230,7 @@ def _parts(value: Any, kind: Any) -> list[tuple[str, Any, Any]]:
             return [
                 (field.encode_name, value[field.encode_name], hints[field.name])
                 for field in msgspec.structs.fields(origin)
-                if field.encode_name in value
+                if field.encode_name in value and hints[field.name] != Raw
             ]
         if issubclass(origin, dict) and arguments:
             return [(f"[{key!r}]", part, arguments[1]) for key, part in value.items()]

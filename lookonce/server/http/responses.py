@@ -1,6 +1,6 @@
 """HTTP responses: JSON, errors in OpenAI's shape, server-sent events.
 
-Also what ends or delays them: a client that leaves, and the write of a response's head.
+Also what ends them early: a client that leaves.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from lookonce.errors import LookOnceError, RequestError, UnavailableError, http_status
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
@@ -40,15 +39,22 @@ ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "invalid_request_error",
     409: "conflict_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     422: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     503: "service_unavailable_error",
 }
-"""Status → OpenAI's error type; any other status is a `server_error`."""
+"""Status → OpenAI's error type; any other status is a `server_error` (see `error_type`)."""
 RETRY_AFTER_SECONDS = "1"
 INTERNAL = ErrorResponse(ErrorBody("the server failed to answer this request", "server_error"))
+
+
+def error_type(status: int) -> str:
+    return ERROR_TYPES.get(status, "server_error")
 
 
 def error_response(error: LookOnceError) -> Response:
@@ -69,7 +75,7 @@ def error_body(error: Exception) -> ErrorResponse:
     return ErrorResponse(
         ErrorBody(
             message=error.message,
-            type=ERROR_TYPES.get(status, "server_error"),
+            type=error_type(status),
             param=error.param if isinstance(error, RequestError) else None,
             code=getattr(error, "code", None),
         )
@@ -219,51 +225,3 @@ class WhileConnected:
 async def _departure(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-# --- connections ------------------------------------------------------------------------------
-
-_HEAD = b"HTTP/1.1 "
-
-
-class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol on a `HeadBufferingTransport`."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        buffering = HeadBufferingTransport(cast(asyncio.Transport, transport))
-        super().connection_made(cast(asyncio.Transport, buffering))
-
-
-class HeadBufferingTransport:
-    """A transport that writes the head of an answer together with the body that follows.
-
-    uvicorn writes head and body one after the other. For a short answer the write is the largest
-    cost, and each write wakes the client. A head without a body at the end of the event loop's turn
-    is written alone.
-    """
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._head = b""
-
-    def write(self, data: bytes) -> None:
-        if self._head:
-            data, self._head = self._head + data, b""
-        elif data.startswith(_HEAD):
-            self._head = data
-            asyncio.get_running_loop().call_soon(self._flush)
-            return
-        self._transport.write(data)
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is the transport's own."""
-        return getattr(self._transport, name)
-
-    def _flush(self) -> None:
-        if self._head and not self._transport.is_closing():
-            self._transport.write(self._head)
-        self._head = b""

@@ -183,7 +183,7 @@ class ChatResponseBuilder:
             model=context.model,
             request_id=context.request_id,
             choices=choices,
-            usage=None if context.include_usage else UNSET,
+            usage=self._context.chunk_usage(),
         )
 
 

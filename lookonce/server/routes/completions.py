@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -87,7 +87,9 @@ class CompletionResponseBuilder:
     async def render(self) -> None:
         context = self._context
         scored_by = "logprobs" if self._body.prompt_logprobs is None else "prompt_logprobs"
-        for name, prompt in named_prompts(self._body.prompt).items():
+        for number, (name, prompt) in enumerate(named_prompts(self._body.prompt).items()):
+            if number:
+                await asyncio.sleep(0)  # each may take milliseconds: others have turns between
             with context.services.metrics.render.time(), _naming(name):
                 rendered = await context.services.renderer.render_completion(
                     prompt,
@@ -165,7 +167,7 @@ class CompletionResponseBuilder:
             model=context.model,
             request_id=context.request_id,
             choices=choices,
-            usage=None if context.include_usage else UNSET,
+            usage=self._context.chunk_usage(),
         )
 
     def _logprobs(

@@ -124,6 +124,12 @@ def sampling_of(raw: bytes) -> SamplingParams:
             raise BadRequestError(
                 f"sampling_params: {name[:60]!r} is no sampling parameter", param="sampling_params"
             )
+    if given.get("detokenize") is False and given.get("stop"):
+        raise BadRequestError(
+            "sampling_params: stop strings are looked for in the text, which detokenize: false "
+            "says not to make; use stop_token_ids",
+            param="sampling_params",
+        )
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     try:
@@ -209,7 +215,7 @@ class GenerateResponseBuilder:
             created=context.created,
             model=context.model,
             choices=choices,
-            usage=None if context.include_usage else UNSET,
+            usage=context.chunk_usage(),
         )
 
 

@@ -6,6 +6,7 @@ that a render route answers is a request for `/inference/v1/generate`.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -104,6 +105,8 @@ async def render_completion(request: Request) -> Response:
     async def render() -> list[RenderedBody]:
         answers = []
         for number, prompt in enumerate(prompts):
+            if number:
+                await asyncio.sleep(0)  # each may take milliseconds: others have turns between
             rendered = await services.readonly.render_completion(
                 prompt,
                 tenant=principal.tenant,
@@ -129,7 +132,7 @@ def _body(
 ) -> RenderedBody:
     limit = services.max_model_len()
     if limit is not None and not names_limit(body):
-        sampling = shorten_max_tokens(sampling, len(rendered.token_ids), limit)
+        sampling = shorten_max_tokens(sampling, rendered.num_tokens, limit)
     return RenderedBody(
         request_id=request_id,
         model=services.require_model(body.model),

@@ -89,6 +89,9 @@ def open_context(request: Request, body: GenerationBody, arrival: float) -> Serv
         request_id=request_id_of(request, body.request_id),
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        continuous_usage=body.stream_options is not None
+        and body.stream_options.include_usage
+        and body.stream_options.continuous_usage_stats,
         wants_kv_transfer=KV_TRANSFER_KEY in (body.kv_transfer_params or ()),
         wants_receipt=body.reuse_receipt or header(request.scope, b"x-reuse-receipt") == "1",
         limit_asked=names_limit(body),
@@ -126,6 +129,8 @@ class ServingContext:
     """The client's, or a random one. The engine gets ids of its own: clients may repeat theirs."""
     stream: bool
     include_usage: bool
+    continuous_usage: bool
+    """Every chunk has the usage so far."""
     wants_receipt: bool
     wants_kv_transfer: bool
     limit_asked: bool
@@ -161,6 +166,7 @@ class ServingContext:
         is the field that asked for the prompt's log-probabilities. Raises `BadRequestError` for a
         prompt that the model cannot take."""
         self._prompts.append(rendered)
+        rendered.tenant = self.principal.tenant
         generation = prepare(
             self.services,
             rendered,
@@ -180,7 +186,7 @@ class ServingContext:
         """Raises `BadRequestError` for more than `MAX_SCORED`; every sample repeats a prompt's."""
         if sampling.prompt_logprobs is None:
             return
-        each = len(rendered.token_ids) * (sampling.prompt_logprobs + 1)
+        each = rendered.num_tokens * (sampling.prompt_logprobs + 1)
         self.num_scored += each * sampling.n
         if self.num_scored > MAX_SCORED:
             raise BadRequestError(
@@ -210,6 +216,12 @@ class ServingContext:
 
     def usage(self) -> Usage:
         return usage(self.generations)
+
+    def chunk_usage(self) -> Usage | UnsetType | None:
+        """What a chunk of a stream has as `usage`."""
+        if self.continuous_usage:
+            return self.usage()
+        return None if self.include_usage else UNSET
 
     def receipt(self) -> ReuseReceipt | UnsetType:
         return reuse_receipt(self.generations) if self.wants_receipt else UNSET

@@ -20,7 +20,7 @@ from lookonce.frontend.tools.calls import (
 )
 from lookonce.frontend.tools.formats import choose_dialect
 from lookonce.render.prompt.tokenizer import Tokenizer
-from lookonce.types.sampling import Grammar, SamplingParams
+from lookonce.types.sampling import MAX_GRAMMAR_BYTES, Grammar, SamplingParams
 from tests.support.engine.grammars import EOS, VOCAB, walk
 
 CITY = {
@@ -181,3 +181,31 @@ def test_free_tools_need_no_grammar():
     asked = read_tools(free, None, None)
     dialect = choose_dialect("hermes", "tools", {})
     assert ToolCalling(asked, dialect).constrain(SamplingParams()).grammar is None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tools_whose_schemas_are_too_large_together_are_refused_by_the_one_that_is_too_much(name):
+    half = {"type": "object", "description": "d" * (MAX_GRAMMAR_BYTES // 2)}
+    large = [
+        Tool(type="function", function=Function(name=each, parameters=half)) for each in ("a", "b")
+    ]
+    dialect = choose_dialect(name.replace("newer", "mistral"), FORMATS[name], {})
+    asked = read_tools(large, "required", None)
+    assert asked is not None
+    assert dialect is not None
+    with pytest.raises(BadRequestError, match="at most") as caught:
+        ToolCalling(asked, dialect).constrain(SamplingParams())
+    assert caught.value.param == "tools[1].function.parameters"
+
+
+def test_beside_calls_any_of_ten_thousand_choices_may_be_the_answer(compiler, tokenizer):
+    choices = [f"{number * 7919 % 10_007} apples" for number in range(10_000)]
+    form = Grammar(kind="choice", source=json.dumps(choices))
+    grammar = usable("hermes", "auto").constrain(SamplingParams(grammar=form)).grammar
+    state = compiler.compile(grammar).start()
+    bits = np.zeros(-(-VOCAB // 32) * 4, np.uint8)
+    for token in [*tokenizer.encode(choices[5000]), EOS]:
+        state.fill(bits)
+        assert state.error is None
+        assert bits[token // 8] & 1 << token % 8
+        state.accept(token)

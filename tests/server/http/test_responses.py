@@ -22,7 +22,7 @@ from lookonce.errors import (
     UnprocessableMediaError,
 )
 from lookonce.server.http.app import build_app
-from lookonce.server.http.responses import HeadBufferingTransport
+from lookonce.server.http.connections import HeadBufferingTransport
 
 HELLO = [{"role": "user", "content": "hello"}]
 MALFORMED = [
@@ -289,7 +289,8 @@ class RawClient:
 
     def start(self) -> asyncio.Task[None]:
         scope = {
-            "type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [],
+            "type": "http", "method": "POST", "path": "/v1/chat/completions",
+            "headers": [(b"host", b"localhost")],
             "query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": "",
         }  # fmt: skip
         return asyncio.create_task(self._app(scope, self._inbox.get, self._send))

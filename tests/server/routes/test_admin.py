@@ -71,10 +71,11 @@ def test_a_request_that_fails_is_no_success(on_site):
 def test_what_others_count_is_read_when_asked(on_site):
     async def scenario(site):
         site.engine.counters = {"prefix_cache_hits_total": 48, "kv_cache_usage_ratio": 0.25}
-        site.services.metrics.sources += [
-            lambda: {"mm_cache_queries_total": 5, "media_decodes_total:image": 2},
-            lambda: {"media_decodes_total:image": 1, "media_decodes_total:audio": 4},
-        ]
+        counts = site.services.metrics.counts
+        counts.count("mm_cache_queries_total").add(5)
+        decodes = counts.by_label("media_decodes_total")
+        decodes["image"] += 3
+        decodes["audio"] += 4
         found = await figures(site)
         assert found["lookonce_prefix_cache_hits_total"] == 48
         assert found["lookonce_kv_cache_usage_ratio"] == 0.25
@@ -88,7 +89,7 @@ def test_what_others_count_is_read_when_asked(on_site):
 
 def test_vllm_s_names_on_request(on_site):
     async def scenario(site):
-        site.services.metrics.sources.append(lambda: {"mm_cache_hits_total": 7})
+        site.services.metrics.counts.count("mm_cache_hits_total").add(7)
         site.engine.counters = {"kv_cache_usage_ratio": 0.5}
         await site.chat("hello")
         found = await figures(site)

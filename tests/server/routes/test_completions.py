@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+
+import pytest
 
 from tests.support.server.site import events
 
@@ -269,5 +272,31 @@ def test_tokenize_and_detokenize_undo_each_other(on_site):
         for body in ({}, {"prompt": "a", "messages": []}, {"prompt": 3}):
             assert (await site.client.post("/tokenize", json=body)).status_code == 400
         assert (await site.client.post("/detokenize", json={"tokens": ["a"]})).status_code == 400
+
+    on_site(scenario)
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/completions/render"])
+def test_between_the_prompts_of_a_request_others_have_turns(on_site, route):
+    async def scenario(site):
+        render, turns, seen = site.renderer.render_completion, 0, []
+
+        async def noted(*given, **named):
+            seen.append(turns)
+            return await render(*given, **named)
+
+        async def count():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        site.renderer.render_completion = noted
+        counting = asyncio.create_task(count())
+        response = await site.client.post(route, json={"prompt": ["hi"] * 20, "max_tokens": 1})
+        counting.cancel()
+        assert response.status_code == 200
+        assert len(seen) == len(set(seen)) == 20
+        site.renderer.rendered.clear()
 
     on_site(scenario)

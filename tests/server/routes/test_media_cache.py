@@ -204,6 +204,31 @@ def test_names_and_items_that_do_not_match_are_refused(folder, body):
     on_node(folder, "llava", scenario)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_an_item_with_a_value_that_is_no_number_is_refused_wherever_it_comes(folder, value):
+    """In the cache it would spoil every request that uses it."""
+
+    async def scenario(node):
+        body = await node.ok("/v1/chat/completions/render", chat(RED, media="tensors"))
+        (data,) = body["features"]["kwargs_data"]["image"]
+        wire = msgspec.msgpack.decode(base64.b64decode(data))
+        pixels = np.frombuffer(wire["pixel_values"]["data"], "<f4").copy()
+        pixels[-1] = value
+        wire["pixel_values"]["data"] = pixels.tobytes()
+        bad = base64.b64encode(msgspec.msgpack.encode(wire)).decode()
+        ((status, reason),) = await inject(node, ("image", "picture-17", bad))
+        assert status == "rejected"
+        assert "'pixel_values' has values that are NaN or infinite" in reason
+        body["features"]["kwargs_data"]["image"] = [bad]
+        answer = await node.post("/inference/v1/generate", {**body, "cache_salt": "by value"})
+        assert answer.status_code == 400
+        assert "NaN or infinite" in answer.json()["error"]["message"]
+        body["features"]["kwargs_data"]["image"] = [data]
+        await node.ok("/inference/v1/generate", {**body, "cache_salt": "by value"})
+
+    on_node(folder, "llava", scenario)
+
+
 def test_arrays_of_another_shape_dtype_or_name_are_rejected_with_the_reason(folder):
     async def scenario(node):
         _, name, data = await frontend(node, RED)

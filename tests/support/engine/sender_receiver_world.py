@@ -8,7 +8,8 @@ any order. The world itself checks what must hold at every moment:
 * what was looked up stays listed until sent, unless a restart or a reset took it;
 * the engine asks again only for what nothing guaranteed;
 * a request fails only with a documented error, and only for its documented cause;
-* after a message that the engine could not read, both sides start over.
+* after a message that the engine could not read, both sides start over;
+* of all API processes that claim an item, one makes it, and none waits for ever.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from lookonce.ipc.channel import Unreadable
 from lookonce.ipc.messages import (
     Abort,
     Accepted,
+    Claim,
     ClearCache,
     Deltas,
     Heartbeat,
@@ -34,6 +36,7 @@ from lookonce.ipc.messages import (
     ResendMedia,
     Submit,
     SupplyMedia,
+    Unclaim,
     UpdateCache,
     Welcome,
 )
@@ -84,6 +87,18 @@ class Request:
     """A message of its, or one before, was spoiled: nothing is guaranteed."""
 
 
+@dataclass
+class Flight:
+    """The making of one item in one API process, for all parts there that need it."""
+
+    number: int
+    """Of the claim."""
+    item_number: int
+    parts: list[Part]
+    granted: bool = False
+    """Else it waits for the engine's word."""
+
+
 class Api:
     """One API process: renderer, sender, client."""
 
@@ -96,6 +111,10 @@ class Api:
         self.inbox: deque[object] = deque()
         self.outbox: deque[object] = deque([self.sender.hello()])
         self.requests: dict[str, Request] = {}
+        self.flights: dict[bytes, Flight] = {}
+        self.forgotten = False
+        """The engine has forgotten this process, or could not read a claim, and the claims were not
+        repeated since."""
         self.resets = 0
         self.num_spoiled = 0
         """Messages whose changes the engine will never make, or has yet to ask us to undo."""
@@ -114,6 +133,9 @@ class Api:
         prompt = RenderedPrompt([1], items=[part.rendered for part in parts])
         generation = (self.sender.epoch, self.resets)
         self.requests[request_id] = Request(request_id, fate, parts, prompt, generation)
+        for part in parts:
+            if part.rendered.outcome == "miss" and self.sender.claims_items:
+                self._join_flight(part)
 
     def _look_up(self, number: int, before: list[Part], ahead: bool, by_reference: bool) -> Part:
         directory, name = self.sender.directory, key(number)
@@ -141,7 +163,99 @@ class Api:
     async def _recover(self) -> ProcessedItem:
         raise AssertionError("the world recovers by itself")
 
+    # --- making items under claims ------------------------------------------------------------
+
+    def _join_flight(self, part: Part) -> None:
+        flight = self.flights.get(part.rendered.key)
+        if flight is None:
+            claim = self.sender.claim(part.rendered.key)
+            flight = self.flights[claim.key] = Flight(claim.number, part.number, [])
+            self.outbox.append(claim)
+        flight.parts.append(part)
+
+    def make(self, name: bytes) -> None:
+        """A worker has made the item: it is published, and all parts that need it have it."""
+        flight = self.flights.pop(name)
+        assert flight.granted
+        if self.sender.has_claim(flight.number):
+            self.outbox.append(self.sender.publish(flight.number, make_item(flight.item_number)))
+        for place, part in enumerate(flight.parts):
+            part.rendered.outcome = "miss" if place == 0 else "hit"
+            part.rendered.item = make_item(flight.item_number)
+            self._pin(part)
+
+    def fail(self, name: bytes) -> None:
+        """The bytes cannot be decoded: the requests that need the item end."""
+        flight = self.flights.pop(name)
+        self._give_up(flight)
+        for request in self.in_state("rendering"):
+            if any(part in flight.parts for part in request.parts):
+                self.cancel(request)
+
+    def repeat_claims(self) -> None:
+        """The engine has not answered for a while."""
+        for name, flight in self.flights.items():
+            if not flight.granted:
+                self.outbox.append(Claim(self.sender.epoch, flight.number, name))
+        self.forgotten &= not self.world.engine.receiver_cache.knows(self.name)
+
+    def to_make(self) -> list[bytes]:
+        return [name for name, flight in self.flights.items() if flight.granted]
+
+    def to_finish(self) -> list[Request]:
+        """Requests all of whose items are made or held."""
+        open_parts = [part for flight in self.flights.values() for part in flight.parts]
+        return [
+            request
+            for request in self.in_state("rendering")
+            if not any(part is each for part in request.parts for each in open_parts)
+        ]
+
+    def _answered(self, message: Hints) -> None:
+        for number in message.held:
+            self.sender.forget_claim(number)
+            for flight in [f for f in self.flights.values() if f.number == number]:
+                self._look_again(self.flights.pop(key(flight.item_number)))
+        for number in message.granted:
+            if not self.sender.has_claim(number):
+                self.outbox.append(Unclaim(self.sender.epoch, number))
+            for flight in self.flights.values():
+                flight.granted |= flight.number == number
+
+    def _look_again(self, flight: Flight) -> None:
+        """Another API process has added the item."""
+        for part in flight.parts:
+            if not self._pin(part):
+                self._join_flight(part)
+                continue
+            part.rendered.outcome = "hit"
+
+    def _pin(self, part: Part) -> bool:
+        """Look the part up once more, and pin it if it is listed or hinted now."""
+        name = part.rendered.key
+        if self.sender.directory.lookup(name) is None:
+            return False
+        part.rendered.pinned = True
+        part.certain = self.sender.directory.lists_for_certain(name)
+        return True
+
+    def _leave_flights(self, request: Request) -> None:
+        """A flight that nobody waits for any more is given up."""
+        for name, flight in list(self.flights.items()):
+            flight.parts = [
+                part for part in flight.parts if not any(part is each for each in request.parts)
+            ]
+            if not flight.parts:
+                del self.flights[name]
+                self._give_up(flight)
+
+    def _give_up(self, flight: Flight) -> None:
+        message = self.sender.give_up(flight.number)
+        if message is not None:
+            self.outbox.append(message)
+
     def finish(self, request: Request) -> None:
+        assert request in self.to_finish()
         for part in request.parts:
             if part.rendered.outcome == "miss":
                 part.rendered.item = make_item(part.number)
@@ -155,6 +269,7 @@ class Api:
     def cancel(self, request: Request) -> None:
         """The client left, or the prompt was refused, before anything was sent."""
         self.sender.cancel(request.prompt)
+        self._leave_flights(request)
         self.end(request, "cancelled")
 
     # --- sending ------------------------------------------------------------------------------
@@ -206,7 +321,7 @@ class Api:
 
     def spoil(self, which: int) -> None:
         """Some encoding mistake: the engine will not be able to read one of our messages."""
-        kinds = Submit | SupplyMedia | UpdateCache
+        kinds = Submit | SupplyMedia | UpdateCache | Claim | Unclaim
         places = [at for at, message in enumerate(self.outbox) if isinstance(message, kinds)]
         if not places:
             return
@@ -215,6 +330,7 @@ class Api:
             request = self.requests.get(_request_id(message) or "")
             if request is not None:
                 request.may_fail = True
+        self.forgotten |= isinstance(self.outbox[at], Claim)
         self.outbox[at] = Unreadable(_request_id(self.outbox[at]))
         self.num_spoiled += 1
         self.world.expectations_may_break = True
@@ -244,6 +360,7 @@ class Api:
             self.outbox.append(self.sender.clear(message))
         elif isinstance(message, Hints):
             self.sender.hint(message)
+            self._answered(message)
         else:
             self._answer(message)
 
@@ -252,6 +369,8 @@ class Api:
             for request in self.requests.values():
                 if request.state in ("sent", "accepted"):
                     self.end(request, "unavailable")
+            for flight in self.flights.values():
+                flight.granted = True
         self.sender.welcome(message)
 
     def _answer(self, message: object) -> None:
@@ -347,12 +466,16 @@ class Engine:
             self._supply(api, message)
         elif isinstance(message, UpdateCache):
             self._heal(api, self.receiver_cache.update(api.name, message), message.epoch)
+        elif isinstance(message, Claim):
+            self._heal(api, self.receiver_cache.claim(api.name, message), message.epoch)
+        elif isinstance(message, Unclaim):
+            self.receiver_cache.unclaim(api.name, message)
         elif isinstance(message, Unreadable):
             self._misread(api, message.request_id)
         elif isinstance(message, Abort):
             for request_id in message.request_ids:
                 self.end(request_id)
-        self._send_hints(api)
+        self._send_hints()
 
     def _submit(self, api: Api, message: Submit) -> None:
         request_id = message.request.request_id
@@ -426,17 +549,18 @@ class Engine:
     def forget(self, name: str) -> None:
         """Its heartbeats were lost: the engine takes an API process for dead."""
         self.world.expectations_may_break = True
+        self.world.apis[name].forgotten = True
         for request_id in self.receiver_cache.goodbye(name):
             self.end(request_id)
             self._reject(self.world.apis[name], request_id, "EngineDeadError")
+        self._send_hints()
 
-    def _send_hints(self, sender: Api) -> None:
+    def _send_hints(self) -> None:
         """Replies carry what others added; they may be read long after that has gone again."""
         for name, api in self.world.apis.items():
-            if name != sender.name and self.receiver_cache.knows(name):
-                hints = self.receiver_cache.take_hints(name)
-                if hints is not None:
-                    api.inbox.append(hints)
+            hints = self.receiver_cache.take_hints(name)
+            if hints is not None:
+                api.inbox.append(hints)
 
 
 def _request_id(message: object) -> str | None:
@@ -503,6 +627,24 @@ class World:
             api.sender.directory.check_integrity()
             if not api.outbox and not api.num_spoiled and self._connected(api):
                 self._check_equal(api)
+        self._check_claims()
+
+    def _check_claims(self) -> None:
+        """One API process makes an item at a time, and whoever waits is going to be answered."""
+        claims = self.engine.receiver_cache.claims()
+        makers: set[bytes] = set()
+        for api in self.apis.values():
+            if api.forgotten or not self._connected(api):
+                continue
+            answers = [message for message in api.inbox if isinstance(message, Hints)]
+            for name, flight in api.flights.items():
+                place = claims.get((api.name, flight.number))
+                answered = any(flight.number in m.held + m.granted for m in answers)
+                if flight.granted and place is not None:
+                    assert name not in makers, "an item is made twice at a time"
+                    makers.add(name)
+                elif not flight.granted and not api.outbox and not api.num_spoiled:
+                    assert answered or (place or 0) > 0, "a waiting claim is lost"
 
     def _connected(self, api: Api) -> bool:
         receiver_cache = self.engine.receiver_cache
@@ -516,7 +658,9 @@ class World:
     def settle(self) -> None:
         """Let everything run to its end; there must be one within a bounded number of events."""
         apis = self.apis.values()
-        work = sum(len(api.requests) + len(api.outbox) + len(api.inbox) for api in apis)
+        work = sum(
+            len(api.requests) + len(api.outbox) + len(api.inbox) + len(api.flights) for api in apis
+        )
         for _ in range(100 + 20 * work):
             if not self._one_event():
                 break
@@ -536,8 +680,11 @@ class World:
             if api.to_recover():
                 api.recover(api.to_recover()[0])
                 return True
-            if api.in_state("rendering"):
-                api.finish(api.in_state("rendering")[0])
+            if api.to_make():
+                api.make(api.to_make()[0])
+                return True
+            if api.to_finish():
+                api.finish(api.to_finish()[0])
                 return True
             if api.in_state("rendered"):
                 api.send(api.in_state("rendered")[0])
@@ -545,6 +692,10 @@ class World:
         if self.engine.running:
             self.engine.finish(next(iter(self.engine.running)))
             return True
+        for api in self.apis.values():
+            if api.forgotten and api.flights:
+                api.repeat_claims()
+                return True
         return False
 
     def _check_nothing_left(self) -> None:
@@ -555,9 +706,12 @@ class World:
             assert set(states.values()) <= set(ENDED), states
             assert api.sender.directory.num_pins == 0, "pins leaked"
             assert not api.num_spoiled, "what could not be read was never made good"
+            assert not api.flights, "an item is waited for"
+            assert api.sender.num_claims == 0, "claims leaked"
             self._check_counters(api)
             if self._connected(api):
                 listed |= api.sender.directory.sizes().keys()
+        assert not self.engine.receiver_cache.claims(), "claims leaked"
         assert store.requests == (), "items are still held"
         assert len(store) == len(listed), "items leaked"
 

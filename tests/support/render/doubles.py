@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 
+from lookonce.cache.directory import Directory
 from lookonce.errors import UnprocessableMediaError
 from lookonce.render.media.loader import MediaSource, for_part
 from lookonce.render.media.processing import MediaJob, Processed
 from lookonce.types.media import Array, Expansion, Modality, ProcessedItem
+from lookonce.types.ports import ItemClaims, Publish
 
 PLACEHOLDERS: dict[Modality, int] = {"image": 9, "audio": 3}
 
@@ -22,9 +25,11 @@ def processed_item(modality: Modality, data: bytes) -> ProcessedItem:
 
 
 class FakePool:
-    """Processes instantly while `gate` is open; data that begins with "bad" cannot be decoded."""
+    """Processes instantly while `gate` is open; data that begins with "bad" cannot be decoded, nor
+    any while there is a `failure`."""
 
     def __init__(self) -> None:
+        self.failure: Exception | None = None
         self.jobs: list[MediaJob] = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -32,6 +37,9 @@ class FakePool:
     async def run(self, job: MediaJob) -> Processed:
         self.jobs.append(job)
         await self.gate.wait()
+        await asyncio.sleep(0)
+        if self.failure is not None:
+            raise self.failure
         data = bytes(job.data)
         if data.startswith(b"bad"):
             raise UnprocessableMediaError("the image is broken")
@@ -57,6 +65,58 @@ class FakeLoader:
             raise for_part(UnprocessableMediaError("the media could not be fetched"), source.param)
         self.fetched[source.modality] += 1
         return self.web[source.value]
+
+
+class ClaimDesk:
+    """The engine's part in claims, for resolvers on one event loop.
+
+    While it is `forgetful`, what has been published is gone before another one finds it.
+    """
+
+    def __init__(self) -> None:
+        self.queues: dict[bytes, list[asyncio.Future[bool]]] = {}
+        self.published: dict[bytes, ProcessedItem] = {}
+        self.forgetful = False
+
+    def of(self, directory: Directory) -> ItemClaims:
+        return _Claims(self, directory)
+
+
+class _Claims:
+    def __init__(self, desk: ClaimDesk, directory: Directory) -> None:
+        self._desk, self._directory = desk, directory
+
+    @asynccontextmanager
+    async def claimed(self, key: bytes) -> AsyncIterator[Publish | None]:
+        desk = self._desk
+        granted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        queue = desk.queues.setdefault(key, [])
+        queue.append(granted)
+        if key in desk.published:
+            granted.set_result(False)
+        elif len(queue) == 1:
+            granted.set_result(True)
+
+        async def publish(item: ProcessedItem) -> None:
+            desk.published[key] = item
+            self._directory.try_list(key, item.nbytes, item.expansion)
+            for waiting in queue[1:]:
+                waiting.set_result(False)
+
+        try:
+            if await granted:
+                yield publish
+            else:
+                item = desk.published[key]
+                if not desk.forgetful:
+                    self._directory.hint(key, item.nbytes, item.expansion)
+                yield None
+        finally:
+            queue.remove(granted)
+            if not queue:
+                del desk.queues[key]
+            elif not queue[0].done():
+                queue[0].set_result(True)
 
 
 class FakeFamily:

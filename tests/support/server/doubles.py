@@ -92,7 +92,7 @@ class ByteRenderer:
             self.rendering -= 1
 
     def _chat(self, messages: list[dict[str, Any]], scope: bytes) -> RenderedPrompt:
-        prompt = RenderedPrompt([], scope=scope)
+        tokens: list[int] = []
         items, features = [], []
         for number, message in enumerate(messages):
             content = message.get("content")
@@ -101,13 +101,13 @@ class ByteRenderer:
                 raise BadRequestError(f"{param}: text or parts are needed", param=param)
             for part in [{"text": content}] if isinstance(content, str) else content:
                 if "text" in part:
-                    prompt.token_ids += part["text"].encode()
+                    tokens += part["text"].encode()
                     continue
                 key = str(part["image_url"]["url"]).encode().rjust(32, b"0")[-32:]
-                features.append(feature_at(key, "image", EXPANSION, len(prompt.token_ids)))
+                features.append(feature_at(key, "image", EXPANSION, len(tokens)))
                 items.append(RenderedItem(key, key, "image", EXPANSION, None, outcome="hit"))
-                prompt.token_ids += EXPANSION.token_ids()
-        prompt.items, prompt.features = items, tuple(features)
+                tokens += EXPANSION.token_ids()
+        prompt = RenderedPrompt(tokens, tuple(features), items, scope)
         self.rendered.append(prompt)
         return prompt
 

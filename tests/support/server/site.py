@@ -14,6 +14,8 @@ import pytest
 from lookonce.config import Options, resolve
 from lookonce.frontend.metrics import Metrics
 from lookonce.server.http.app import build_app
+from lookonce.server.http.request_guard import RequestGuard
+from lookonce.server.http.unknown_fields import UnknownFields
 from lookonce.server.services import KeyRing, Services
 from tests.support.server.doubles import ByteRenderer, RecitingEngine
 
@@ -60,7 +62,9 @@ async def site(**options: object) -> AsyncIterator[Site]:
         readonly=renderer,
         engine=engine,  # type: ignore[arg-type]
         metrics=Metrics("recital", vllm_names=config.server.vllm_metric_names),
+        unknown_fields=UnknownFields(strict=config.server.strict_requests),
         keys=KeyRing.of(config.server),
+        guard=RequestGuard.of(config.server),
     )
     transport = httpx.ASGITransport(app=build_app(services))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

@@ -63,7 +63,7 @@ async def create_response(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, ResponsesRequest)
     context = open_context(request, body, arrival)
-    context.include_usage = False  # the last event always has it
+    context.include_usage = context.continuous_usage = False  # the last event always has it
     check_response(body)
     tools = tool_calling(response_tools(body), context.services.tool_dialect)
     sampling = _sampling(body, context.services.defaults)

@@ -1,0 +1,261 @@
+"""Long texts: refused where they certainly have too many tokens, and tokenized in turn by tenant.
+
+Tokenizing does 1 to 5 MB a second. It runs in threads of low priority that do not hold the
+interpreter's lock (`Tokenizer.encode`); one tenant never has all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookonce.errors import QueueFullError
+from lookonce.render.prompt.tokenizer import BYTE_ALPHABET, Tokenizer
+from lookonce.types.fair_queue import FairQueue
+
+THREADS = 2
+MAX_WAITING = 64
+"""Long texts of one tenant that may wait; more are refused with 429."""
+QUANTUM = 64 * 1024
+"""Characters that a tenant may have tokenized before the next one's turn."""
+NICENESS = 5
+SLICE_BYTES = 64 * 1024
+ASCII = 128
+WHITESPACE = b" \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f"
+KEEPING_NORMALIZERS = frozenset({"Prepend", "NFC", "NFD", "NFKC", "NFKD"})
+"""They leave an ASCII character that stands before another one as it is."""
+KEEPING_PRE_TOKENIZERS = frozenset({"ByteLevel", "Digits", "Metaspace"})
+"""They divide a text and drop nothing of it."""
+T = TypeVar("T")
+
+
+class TokenCountBound:
+    """How many tokens a text has at least, without tokenizing it.
+
+    Wherever two neighbouring bytes of the text occur side by side in no token of the vocabulary, a
+    token ends: `A` and a space, say. Counting those places gives a bound that is exact for the
+    texts that tokenize worst, and about three quarters of the truth for prose. It holds for
+    tokenizers that drop nothing of a text (`is_known`), by whatever way they merge.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def at_least(self, text: str, enough: int) -> int:
+        """A number of tokens that the text has for certain; counting stops at `enough`."""
+        if not self.is_known:
+            return 0
+        data = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
+        count = 1 if len(data) else 0
+        for start in range(0, len(data), SLICE_BYTES):
+            count += self._num_ends(data[start : start + SLICE_BYTES + 2])
+            if count >= enough:
+                break
+        return count
+
+    def _num_ends(self, part: NDArray[np.uint8]) -> int:
+        """Ends of tokens after the first `SLICE_BYTES` bytes of a part with two more bytes, or
+        fewer at the end of the text."""
+        pairs = (part[:-1].astype(np.uint16) << 8) | part[1:]
+        ends = self._ends[pairs]
+        if self._normalizes:  # a character may combine with what comes after it
+            alone = np.ones(len(ends), bool)
+            alone[:-1] = part[2:] < ASCII
+            ends &= alone & (part[:-1] < ASCII) & (part[1:] < ASCII)
+        return int(np.count_nonzero(ends[:SLICE_BYTES]))
+
+    @cached_property
+    def is_known(self) -> bool:
+        """Whether every token stands for the characters that it is written with."""
+        backend = self._tokenizer.backend
+        model = backend.model
+        affixes = ("continuing_subword_prefix", "end_of_word_suffix")
+        return bool(
+            type(model).__name__ in ("BPE", "Unigram")
+            and not any(getattr(model, name, None) for name in affixes)
+            and all(map(_keeps_characters, _stages(backend.normalizer)))
+            and all(map(_keeps_pieces, _stages(backend.pre_tokenizer)))
+        )
+
+    @cached_property
+    def _normalizes(self) -> bool:
+        kinds = {stage["type"] for stage in _stages(self._tokenizer.backend.normalizer)}
+        return bool(kinds & {"NFC", "NFD", "NFKC", "NFKD"})
+
+    @cached_property
+    def _ends(self) -> NDArray[np.bool_]:
+        """[65536]: whether a token ends between two bytes, `first << 8 | second`."""
+        backend = self._tokenizer.backend
+        byte_level = any(s["type"] == "ByteLevel" for s in _stages(backend.pre_tokenizer))
+        inside = np.zeros((256, 256), bool)
+        alone = np.zeros(256, bool)
+        added = self._tokenizer.added_tokens
+        learned = [
+            token
+            for token, number in backend.get_vocab(with_added_tokens=True).items()
+            if number not in added
+        ]
+        _note_tokens(learned, inside, alone, byte_level=byte_level)
+        _note_tokens(list(added.values()), inside, np.zeros(256, bool), byte_level=False)
+        self._note_stripped(inside)
+        if not byte_level:
+            alone[ASCII:] = False  # unknown characters may become one token together
+        ends: NDArray[np.bool_] = alone[:, None] & alone[None, :] & ~inside
+        return ends.reshape(-1)
+
+    def _note_stripped(self, inside: NDArray[np.bool_]) -> None:
+        """Added tokens may take in the white space beside them."""
+        space = np.zeros(256, bool)
+        space[list(WHITESPACE)] = True
+        space[ASCII:] = True
+        for token in self._tokenizer.backend.get_added_tokens_decoder().values():
+            content = token.content.encode()
+            if content and (token.lstrip or token.rstrip):
+                inside |= space[:, None] & space[None, :]
+                inside[space, content[0]] = True
+                inside[content[-1], space] = True
+
+
+def _stages(component: Any) -> list[dict[str, Any]]:
+    """The stages of a normalizer or pre-tokenizer as they are written in tokenizer.json."""
+    if component is None:
+        return []
+    return _flat(json.loads(component.__getstate__()))
+
+
+def _flat(stage: dict[str, Any]) -> list[dict[str, Any]]:
+    inner = stage.get("normalizers") or stage.get("pretokenizers")
+    if stage["type"] != "Sequence":
+        return [stage]
+    return [each for part in inner or () for each in _flat(part)]
+
+
+def _keeps_characters(normalizer: dict[str, Any]) -> bool:
+    if normalizer["type"] == "Replace":
+        written = (normalizer["pattern"], normalizer["content"])
+        return written == ({"String": " "}, "▁")
+    return normalizer["type"] in KEEPING_NORMALIZERS
+
+
+def _keeps_pieces(pre_tokenizer: dict[str, Any]) -> bool:
+    if pre_tokenizer["type"] == "Split":
+        return bool(pre_tokenizer["behavior"] != "Removed")
+    return pre_tokenizer["type"] in KEEPING_PRE_TOKENIZERS
+
+
+def _note_tokens(
+    tokens: list[str], inside: NDArray[np.bool_], alone: NDArray[np.bool_], *, byte_level: bool
+) -> None:
+    """Note which bytes are tokens alone, and which stand side by side in a token."""
+    if byte_level:
+        codes = np.full(0x110000, 256, np.uint16)  # 256: no byte
+        for character, byte in BYTE_ALPHABET.items():
+            codes[ord(character)] = byte
+        written = np.frombuffer("\n".join(["", *tokens, ""]).encode("utf-32-le"), np.uint32)
+        data = codes[written]
+    else:
+        # NUL divides tokens; side by side with one in a text, nothing is counted.
+        text = "\0".join(["", *tokens, ""]).replace("▁", " ")
+        data = np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.uint16)
+        inside[0, :] = inside[:, 0] = True
+        data[data == 0] = 256
+    first, second = data[:-1], data[1:]
+    both = (first < 256) & (second < 256)
+    inside[first[both], second[both]] = True
+    single = (data[1:-1] < 256) & (data[:-2] == 256) & (data[2:] == 256)
+    alone[data[1:-1][single]] = True
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Turn(Generic[T]):
+    work: Callable[[], T]
+    loop: asyncio.AbstractEventLoop
+    result: asyncio.Future[T]
+
+
+class LongTextThreads:
+    """Threads for long texts; used on an event loop."""
+
+    def __init__(self, num_threads: int = THREADS, max_waiting: int = MAX_WAITING) -> None:
+        self._num_threads = num_threads
+        self._max_waiting = max_waiting
+        self._queue: FairQueue[_Turn[Any]] = FairQueue(QUANTUM)
+        self._waiting: Counter[str] = Counter()
+        self._running: Counter[str] = Counter()
+        self._threads = ThreadPoolExecutor(
+            num_threads, thread_name_prefix="long text", initializer=_lower_priority
+        )
+
+    async def run(self, work: Callable[[], T], tenant: str, num_characters: int) -> T:
+        """The result of `work`, when it is this tenant's turn. Raises `QueueFullError`.
+
+        A caller that is cancelled leaves the queue; work that has begun is finished.
+        """
+        if self._waiting[tenant] >= self._max_waiting:
+            raise QueueFullError(
+                f"{self._waiting[tenant]} long texts are waiting to be tokenized, the most that may"
+            )
+        loop = asyncio.get_running_loop()
+        turn = _Turn(work, loop, loop.create_future())
+        self._queue.push(tenant, turn, num_characters)
+        self._waiting[tenant] += 1
+        self._begin()
+        try:
+            return cast(T, await turn.result)
+        except asyncio.CancelledError:
+            if self._queue.remove(tenant, turn):
+                self._waiting[tenant] -= 1
+            raise
+
+    def _begin(self) -> None:
+        while self._running.total() < self._num_threads:
+            found = self._queue.pop(self._may_begin)
+            if found is None:
+                return
+            tenant, turn = found
+            self._waiting[tenant] -= 1
+            self._running[tenant] += 1
+            self._threads.submit(turn.work).add_done_callback(self._reporter(tenant, turn))
+
+    def _may_begin(self, tenant: str) -> bool:
+        return self._running[tenant] < max(1, self._num_threads - 1)
+
+    def _reporter(self, tenant: str, turn: _Turn[T]) -> Callable[[Future[T]], None]:
+        def report(done: Future[T]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits
+                turn.loop.call_soon_threadsafe(self._finish, tenant, turn, done)
+
+        return report
+
+    def _finish(self, tenant: str, turn: _Turn[T], done: Future[T]) -> None:
+        self._running[tenant] -= 1
+        if not turn.result.done():
+            error = done.exception()
+            if error is None:
+                turn.result.set_result(done.result())
+            else:
+                turn.result.set_exception(error)
+        self._begin()
+
+
+def _lower_priority() -> None:
+    """Let the calling thread run after the event loop where both want the same core (Linux)."""
+    if Path("/proc/self/task").is_dir():
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

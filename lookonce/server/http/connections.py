@@ -1,0 +1,606 @@
+"""The connections of one API process: how they are accepted, limited, timed, and refused.
+
+uvicorn parses and serves HTTP. Three things are done here because it cannot do them:
+
+accepting   The event loop's own server accepts whatever comes: no limit, none per address, and at
+            the last descriptor it closes new connections and breaks whoever needs another.
+            `Acceptor` stops before, so that those who are served go on.
+limits      `HttpProtocol` bounds headers and gives header, body and idle time a deadline.
+refusals    What is no request is answered in OpenAI's error shape, and not logged one by one.
+
+A connection's phases; each but SERVING ends at its deadline, which `Connections.sweep` looks at
+once a second:
+
+    HANDSHAKE ─▶ HEADERS ─▶ BODY ─▶ SERVING ─▶ IDLE ─▶ HEADERS ...
+                    └─────────┴─▶ REFUSED: the refusal was sent, the rest is read and dropped
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import math
+import resource
+import socket
+import ssl
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import httptools
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from lookonce.config import ConnectionConfig
+from lookonce.frontend.responses import ErrorBody, ErrorResponse
+from lookonce.server.http.responses import RETRY_AFTER_SECONDS, encode, error_type
+from lookonce.types.counts import Counts
+
+logger = logging.getLogger("lookonce.server")
+
+Phase = Literal["handshake", "headers", "body", "serving", "idle", "refused"]
+SWEEP_SECONDS = 1.0
+LINGER_SECONDS = 2.0
+"""How long the rest of a refused request is read: a close before would take the refusal with it."""
+DISCARD_SECONDS = 10.0
+"""How long the rest of a body is read that was answered before its end."""
+MAX_PIPELINED = 64
+"""Requests of one connection that may wait for the one being served."""
+CHUNK_OVERHEAD = 32
+"""Bytes that one chunk of a chunked body may take beside its data."""
+
+
+class RefusedRequestError(Exception):
+    """What was sent is refused before it is a request for the application."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message = status, code, message
+
+
+def refusal(status: int, code: str, message: str) -> bytes:
+    """The whole HTTP response, after which the connection is closed."""
+    body = encode(ErrorResponse(ErrorBody(message, error_type(status), None, code)))
+    retry = f"retry-after: {RETRY_AFTER_SECONDS}\r\n" if status in (429, 503) else ""
+    head = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{retry}"
+        "connection: close\r\n\r\n"
+    )
+    return head.encode("ascii") + body
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol with limits, deadlines and refusals, on a `HeadBufferingTransport`.
+
+    `_overhead` counts the bytes of the message that is being received which are not its body: its
+    header, the framing of chunks, and trailers. Nothing may make it larger than one header.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        connections: Connections | None = None,
+        address: str | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.address = address
+        self.phase: Phase = "handshake"
+        self.num_requests = 0
+        self._table = connections if connections is not None else Connections(ConnectionConfig())
+        self._limits = self._table.limits
+        self._deadline = self._table.now + self._limits.header_timeout
+        self._overhead = 0
+        self._unread_since = math.inf
+        """When the client stopped reading its answer."""
+        self._handshake: asyncio.Task[Any] | None = None
+
+    # --- the connection ---
+
+    def accept(self, handshake: asyncio.Task[Any]) -> None:
+        """`handshake` is the task that makes a connection of an accepted socket."""
+        self._handshake = handshake
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        buffering = HeadBufferingTransport(cast(asyncio.Transport, transport))
+        super().connection_made(cast(asyncio.Transport, buffering))
+        self._enter("headers", self._limits.header_timeout)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._table.remove(self)
+
+    def evict(self) -> bool:
+        """Close the connection, if no whole request of it is being served."""
+        if self.phase == "serving" or (self.phase == "body" and self.pipeline):
+            return False
+        self._abort()
+        return True
+
+    def _abort(self) -> None:
+        self._deadline = self._unread_since = math.inf
+        if self.phase != "handshake":
+            self.transport.abort()
+        elif self._handshake is not None:
+            self._handshake.cancel()
+
+    def _enter(self, phase: Phase, seconds: float) -> None:
+        self.phase = phase
+        self._deadline = self._table.now + seconds
+
+    def _serving(self) -> bool:
+        """A request was received of which the answer is not complete."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    # --- what comes ---
+
+    def data_received(self, data: bytes) -> None:
+        if self.phase == "idle":
+            self._enter("headers", self._limits.header_timeout)
+        elif self.phase == "refused":
+            return
+        self._overhead += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # an offer that is not taken: the request is served as it is
+        except httptools.HttpParserError as error:
+            self._refuse(_reason(error))
+            return
+        if self._overhead > self._limits.max_header_bytes:
+            self._refuse(self._header_too_large())
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """As uvicorn's, with a limit, for trailers too. Raises `RefusedRequestError`."""
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
+        if len(self.headers) > self._limits.max_headers:
+            raise RefusedRequestError(
+                431,
+                "headers_too_large",
+                f"the request has more than {self._limits.max_headers} header fields, which is "
+                "the limit",
+            )
+
+    def on_headers_complete(self) -> None:
+        """Raises `RefusedRequestError`, which ends the parsing."""
+        limits = self._limits
+        if self._overhead > limits.max_header_bytes:
+            self._check_header_size()
+        upgrade = self.parser.should_upgrade()
+        if upgrade and self.ws_protocol_class is None and self._get_upgrade() == b"websocket":
+            raise RefusedRequestError(
+                400, "websocket_not_supported", "this server has no WebSockets: send plain requests"
+            )
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise RefusedRequestError(
+                429,
+                "too_many_requests",
+                f"{MAX_PIPELINED} requests wait on this connection already",
+            )
+        self.num_requests += 1
+        super().on_headers_complete()
+        if upgrade:
+            self.cycle.keep_alive = False  # the parser takes what follows for another protocol
+        self.phase = "body"
+        self._deadline = self._table.now + limits.body_timeout
+
+    def _check_header_size(self) -> None:
+        """The header may have come together with its body."""
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self._limits.max_header_bytes:
+            raise self._header_too_large()
+
+    def _header_too_large(self) -> RefusedRequestError:
+        return RefusedRequestError(
+            431,
+            "headers_too_large",
+            f"the request's header has more than {self._limits.max_header_bytes} bytes, which is "
+            "the limit",
+        )
+
+    def on_chunk_header(self) -> None:
+        self._overhead = max(0, self._overhead - CHUNK_OVERHEAD)
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        overhead = self._overhead - len(body)
+        self._overhead = overhead if overhead > 0 else 0
+        if not self.cycle.response_complete:
+            earned = self._deadline + len(body) / self._limits.min_body_rate
+            latest = self._table.now + self._limits.body_timeout
+            self._deadline = earned if earned < latest else latest
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._overhead = 0
+        if self.cycle.response_complete:
+            self._enter("idle", self._limits.keep_alive_timeout)
+        else:
+            self.phase = "serving"
+            self._deadline = math.inf
+
+    def on_response_complete(self) -> None:
+        """As uvicorn's, whose timer for idle connections `Connections.sweep` replaces."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            cycle, app = self.pipeline.pop()
+            self._start_asgi_task(cycle, app)
+        elif self.phase == "serving":
+            self._enter("idle", self._limits.keep_alive_timeout)
+        elif self.phase == "body":
+            self._deadline = self._table.now + DISCARD_SECONDS
+
+    # --- refusals and deadlines ---
+
+    def _refuse(self, refused: RefusedRequestError) -> None:
+        """Answer and close. Only close where another request is being served, or this one was
+        answered."""
+        if self.transport.is_closing():
+            return
+        self._table.count_refused(refused.code)
+        self.headers, self.url = [], b""  # nothing is kept while the rest is read and dropped
+        if self._serving():
+            own = self.phase == "body" and not self.cycle.response_started and not self.pipeline
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if not own:
+                self.transport.close()
+                return
+        self.transport.write(refusal(refused.status, refused.code, refused.message))
+        if not self.transport.can_write_eof():  # TLS: its own closing does that
+            self.transport.close()
+            return
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._enter("refused", LINGER_SECONDS)
+
+    def pause_writing(self) -> None:
+        self._unread_since = self._table.now
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._unread_since = math.inf
+        super().resume_writing()
+
+    def check_deadline(self, now: float) -> None:
+        if now - self._unread_since > self._limits.write_timeout:
+            self._time_out("write")
+        elif now < self._deadline:
+            return
+        elif self.phase == "body" and self.flow.read_paused:
+            self._deadline = now + 1.0  # we do not read: the client is not to blame
+        else:
+            self._time_out(self.phase)
+
+    def _time_out(self, what: str) -> None:
+        limits = self._limits
+        if what == "headers" and self._overhead:
+            message = f"the request's header did not come within {limits.header_timeout:g} s"
+            self._refuse(RefusedRequestError(408, "header_timeout", message))
+        elif what == "body" and self._serving():
+            message = (
+                f"the request's body came too slowly: {limits.min_body_rate} bytes a second are "
+                f"expected, and no pause of {limits.body_timeout:g} s"
+            )
+            self._refuse(RefusedRequestError(408, "body_timeout", message))
+        else:
+            if what != "idle":
+                reason = "no_request" if what == "headers" else f"{what}_timeout"
+                self._table.count_refused(reason)
+            self._abort()
+
+
+def _reason(error: httptools.HttpParserError) -> RefusedRequestError:
+    cause = error.__context__
+    if isinstance(cause, RefusedRequestError):
+        return cause
+    detail = "" if isinstance(error, httptools.HttpParserCallbackError) else f": {error}"
+    return RefusedRequestError(
+        400, "invalid_http", f"what was sent is not a valid HTTP/1.1 request{detail}"[:300]
+    )
+
+
+# --- all connections ----------------------------------------------------------------------------
+
+
+class Connections:
+    """The open connections, by address, and what was refused."""
+
+    def __init__(self, limits: ConnectionConfig, counts: Counts | None = None) -> None:
+        """`counts` gets what is counted for metrics; call this on the event loop."""
+        self.limits = limits
+        self.most = limits.max_connections
+        self.now = asyncio.get_running_loop().time() + SWEEP_SECONDS
+        """A second or less ahead of the clock: it is set at each sweep, so that no request has to
+        ask for the time, and no deadline comes early."""
+        self.total = 0
+        self.on_room: Callable[[], None] = lambda: None
+        """Called when a connection has ended."""
+        self._by_address: dict[str | None, dict[HttpProtocol, None]] = {}
+        counts = Counts() if counts is None else counts
+        self._refused = counts.by_label("http_refused_total")
+        self._evicted = counts.count("http_connections_evicted_total")
+        self._open = counts.count("http_connections", gauge=True)
+
+    def full(self, address: str | None) -> bool:
+        """Whether this address has as many as one may have; unix sockets have no address."""
+        held = len(self._by_address.get(address, ()))
+        return address is not None and held >= self.limits.max_per_address
+
+    def add(self, connection: HttpProtocol) -> None:
+        self._by_address.setdefault(connection.address, {})[connection] = None
+        self.total += 1
+        self._open.set(self.total)
+
+    def remove(self, connection: HttpProtocol) -> None:
+        held = self._by_address.get(connection.address, {})
+        if connection in held:
+            del held[connection]
+            self.total -= 1
+            self._open.set(self.total)
+            if not held:
+                del self._by_address[connection.address]
+            self.on_room()
+
+    def evict_one(self) -> bool:
+        """Close the oldest connection that waits for its client, of the address that has most.
+
+        Among one address's those come first that never sent a request, those that are sending one
+        last.
+        """
+        for address in sorted(self._by_address, key=lambda a: -len(self._by_address[a])):
+            held = list(self._by_address[address])
+            for connection in sorted(
+                held, key=lambda each: (each.phase == "body", each.num_requests > 0)
+            ):
+                if connection.evict():
+                    self._evicted.add()
+                    return True
+        return False
+
+    def sweep(self, now: float) -> None:
+        """End what has passed its deadline, once a second.
+
+        After a pause no deadline counts: this process was busy, and what came is not read yet.
+        """
+        late = now - self.now > SWEEP_SECONDS
+        self.now = now + SWEEP_SECONDS
+        for connection in self._all():
+            if not late:
+                connection.check_deadline(now)
+        self.on_room()  # a connection may be closed for a new one now that could not be before
+
+    def close_handshakes(self) -> None:
+        for connection in self._all():
+            if connection.phase == "handshake":
+                connection.evict()
+
+    def count_refused(self, reason: str) -> None:
+        self._refused[reason] += 1
+
+    def _all(self) -> Iterable[HttpProtocol]:
+        return [each for held in self._by_address.values() for each in held]
+
+
+# --- accepting ----------------------------------------------------------------------------------
+
+SPARE_DESCRIPTORS = 64
+"""Descriptors kept for those who are served: fetches, workers, files."""
+MAX_DESCRIPTORS = 65_536
+ACCEPTS_PER_TURN = 16
+SHORTAGE_SECONDS = 0.5
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+TOO_MANY = refusal(429, "too_many_connections", "this address has too many open connections")
+
+
+class Acceptor:
+    """Accepts connections of a listening socket while there is room; takes the place of asyncio's
+    server in `uvicorn.Server.servers`.
+
+    Without room it closes a connection that waits for a request, or else leaves new ones in the
+    kernel's queue until one ends.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        connections: Connections,
+        protocol: Callable[[str | None], HttpProtocol],
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        """`protocol` makes the protocol of a connection from an address."""
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._connections = connections
+        self._protocol = protocol
+        self._tls = tls
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._accepting = False
+        self._closed = False
+        connections.on_room = self.resume
+        listener.setblocking(False)
+        _keep_alive(listener)
+
+    def resume(self) -> None:
+        """Look for new connections, if it does not."""
+        if not self._accepting and not self._closed:
+            self._accepting = True
+            self._loop.add_reader(self._listener.fileno(), self._accept_some)
+
+    def pause(self) -> None:
+        if self._accepting:
+            self._accepting = False
+            self._loop.remove_reader(self._listener.fileno())
+
+    def close(self) -> None:
+        self.pause()
+        self._closed = True
+        self._connections.close_handshakes()
+
+    async def wait_closed(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _accept_some(self) -> None:
+        """Called when at least one connection waits to be accepted."""
+        for number in range(ACCEPTS_PER_TURN):
+            if self._connections.total >= self._connections.most:
+                if number == 0:  # the end of a connection resumes, or the next sweep
+                    self.pause()
+                    self._connections.evict_one()
+                return
+            try:
+                accepted, peer = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in SHORTAGES:
+                    raise
+                logger.warning("no connection can be accepted: %s", error.strerror)
+                self.pause()
+                self._loop.call_later(SHORTAGE_SECONDS, self.resume)
+                self._connections.evict_one()
+                return
+            self._connect(accepted, _client_address(peer))
+
+    def _connect(self, accepted: socket.socket, address: str | None) -> None:
+        accepted.setblocking(False)
+        if self._connections.full(address):
+            self._connections.count_refused("too_many_connections")
+            _turn_away(accepted, None if self._tls else TOO_MANY)
+            return
+        protocol = self._protocol(address)
+        self._connections.add(protocol)
+        timeout = self._connections.limits.header_timeout if self._tls else None
+        task = self._loop.create_task(
+            self._loop.connect_accepted_socket(
+                lambda: protocol, accepted, ssl=self._tls, ssl_handshake_timeout=timeout
+            )
+        )
+        protocol.accept(task)
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._accepted(done, accepted, protocol))
+
+    def _accepted(
+        self, done: asyncio.Task[Any], accepted: socket.socket, protocol: HttpProtocol
+    ) -> None:
+        """A client that left, is no TLS client, or took too long is forgotten."""
+        self._tasks.discard(done)
+        if done.cancelled() or done.exception() is not None:
+            self._connections.count_refused("handshake")
+        if protocol.phase == "handshake":
+            accepted.close()
+            self._connections.remove(protocol)
+
+
+def _client_address(peer: object) -> str | None:
+    """By which connections are counted: of IPv6 the network of 64 bits, which one client has."""
+    if not isinstance(peer, tuple):
+        return None  # a unix socket
+    text = str(peer[0])
+    if ":" not in text:
+        return text
+    address = ipaddress.IPv6Address(text.partition("%")[0])
+    return str(address.ipv4_mapped or ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
+
+
+def allowed_connections(limits: ConnectionConfig) -> int:
+    """As many as asked for, or as there may be descriptors beside those in use and to spare.
+
+    Raises the process's own limit of descriptors as far as it may.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, MAX_DESCRIPTORS) if hard != resource.RLIM_INFINITY else MAX_DESCRIPTORS
+    if 0 <= soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    used = sum(1 for _ in Path("/proc/self/fd").iterdir()) if Path("/proc/self/fd").exists() else 64
+    possible = max(1, soft - used - SPARE_DESCRIPTORS)
+    if possible < limits.max_connections:
+        logger.warning(
+            "at most %d connections instead of %d: this process may open %d descriptors",
+            possible,
+            limits.max_connections,
+            soft,
+        )
+    return min(limits.max_connections, possible)
+
+
+def _keep_alive(listener: socket.socket) -> None:
+    """Accepted sockets inherit these: a client that vanished is noticed within two minutes."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if listener.family != socket.AF_UNIX:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+            if hasattr(socket, name):
+                listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _turn_away(accepted: socket.socket, answer: bytes | None) -> None:
+    """Close a socket; `answer` goes out first if it can at once."""
+    with accepted:
+        try:
+            if answer is not None:
+                accepted.send(answer)
+                accepted.shutdown(socket.SHUT_WR)
+                accepted.recv(1 << 16)  # unread bytes would make the close a reset
+        except OSError:
+            pass
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+_HEAD = b"HTTP/1.1 "
+
+
+class HeadBufferingTransport:
+    """A transport that writes the head of an answer together with the body that follows.
+
+    uvicorn writes head and body one after the other. For a short answer the write is the largest
+    cost, and each write wakes the client. A head without a body at the end of the event loop's turn
+    is written alone.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head = b""
+
+    def write(self, data: bytes) -> None:
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(_HEAD):
+            self._head = data
+            asyncio.get_running_loop().call_soon(self._flush)
+            return
+        self._transport.write(data)
+
+    def write_eof(self) -> None:
+        self._flush()
+        self._transport.write_eof()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the transport's own."""
+        return getattr(self._transport, name)
+
+    def _flush(self) -> None:
+        if self._head and not self._transport.is_closing():
+            self._transport.write(self._head)
+        self._head = b""

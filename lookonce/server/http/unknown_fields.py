@@ -1,0 +1,121 @@
+"""Fields of a request that no route declares: ignored, and told to the client and once to the log.
+
+Clients send fields of other servers, and misspell ours. An ignored field may change nothing, as a
+label does, or much, as `temprature` would: so the answer names it in the header
+`X-LookOnce-Warning`. With `--strict-requests` it is a 400.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from lookonce.errors import BadRequestError
+from lookonce.frontend.requests import ACCEPTED_FIELDS, HARMLESS_VALUES, RefusesUnsupported
+
+logger = logging.getLogger("lookonce.server")
+
+MAX_NAMED = 8
+MAX_NAME = 60
+"""Unknown fields that a warning names, and characters of each."""
+MAX_LOGGED = 100
+"""Different fields that a process logs: clients can think of as many as they like."""
+LIKENESS = 0.75
+"""How alike a field must be to be the one that was meant."""
+
+
+class UnknownFields:
+    """What one API process does with fields that it does not know."""
+
+    def __init__(self, *, strict: bool = False) -> None:
+        """`strict`: they are refused."""
+        self._strict = strict
+        self._logged: set[str] = set()
+
+    def judge(self, names: Sequence[str], kind: type[msgspec.Struct]) -> str:
+        """The warning for a request of this kind; raises `BadRequestError` where it is refused."""
+        described = [_described(name, kind) for name in names[:MAX_NAMED]]
+        if self._strict:
+            raise BadRequestError(
+                f"{described[0]} is not a field of this request",
+                param=names[0][:MAX_NAME],
+                code="unknown_parameter",
+            )
+        for name, text in zip(names[:MAX_NAMED], described, strict=True):
+            self._log(name[:MAX_NAME], text)
+        more = len(names) - len(described)
+        listed = ", ".join(described) + (f" and {more} more" if more else "")
+        return f"ignored unknown fields: {listed}"
+
+    def _log(self, name: str, described: str) -> None:
+        if name in self._logged or len(self._logged) >= MAX_LOGGED:
+            return
+        self._logged.add(name)
+        logger.warning("an unknown field of a request was ignored (logged once): %s", described)
+
+
+def unknown_fields(body: bytes, kind: type[msgspec.Struct]) -> list[str]:
+    """Names of the fields in a body, which can be decoded as `kind`, that ask for something and
+    that nothing reads: `temprature`, `stream_options.foo`."""
+    return list(_unknown(body, kind, ""))
+
+
+def _unknown(body: bytes, kind: type[msgspec.Struct], prefix: str) -> Iterator[str]:
+    declared = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    for name, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
+        raw = bytes(value)
+        if name in declared:
+            inner = _member(declared[name])
+            if inner is not None and raw.lstrip().startswith(b"{"):
+                yield from _unknown(raw, inner, f"{prefix}{name}.")
+        elif raw not in HARMLESS_VALUES and (prefix or name not in ACCEPTED_FIELDS):
+            yield prefix + name
+
+
+@cache
+def strict_kind(
+    kind: type[msgspec.Struct], accepted: frozenset[str] = ACCEPTED_FIELDS
+) -> type[msgspec.Struct]:
+    """`kind` as a struct that refuses to decode unknown fields, but for those that are `accepted`.
+
+    Decoding with it finds out at no cost that there are none.
+    """
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    added: list[tuple[str, Any, Any]] = [
+        (name, msgspec.Raw | None, None) for name in accepted if name not in fields
+    ]
+    for name, declared in fields.items():
+        inner = _member(declared)
+        if inner is not None:
+            added.append((name, strict_kind(inner, frozenset()) | None, None))
+    return msgspec.defstruct(
+        kind.__name__, added, bases=(kind,), kw_only=True, forbid_unknown_fields=True
+    )
+
+
+def _member(declared: Any) -> type[msgspec.Struct] | None:
+    """The struct that an optional field holds; None for any other field."""
+    if typing.get_origin(declared) not in (typing.Union, types.UnionType):
+        return None
+    members = [each for each in typing.get_args(declared) if each is not type(None)]
+    one = members[0] if len(members) == 1 else None
+    if isinstance(one, type) and issubclass(one, msgspec.Struct):
+        return None if one.__struct_config__.tag is not None else one
+    return None
+
+
+def _described(name: str, kind: type[msgspec.Struct]) -> str:
+    """The name in ASCII, with the field that was probably meant."""
+    shown = json.dumps(name[:MAX_NAME])[1:-1]
+    unsupported = kind.unsupported_fields() if issubclass(kind, RefusesUnsupported) else ()
+    likely = [field for field in kind.__struct_fields__ if field not in unsupported]
+    close = difflib.get_close_matches(name[:MAX_NAME], likely, 1, LIKENESS)
+    return f"{shown} (did you mean {close[0]}?)" if close else shown

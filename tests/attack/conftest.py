@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.attacked_server import AttackedServer, key_options
+from tests.support.live_server import LiveServer
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[AttackedServer]:
+    """nano, served to two tenants."""
+    with LiveServer(*key_options()) as live:
+        yield AttackedServer(live)

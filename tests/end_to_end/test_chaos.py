@@ -1,0 +1,161 @@
+"""Random processes of a server with three API processes are killed under mixed load.
+
+`make soak` kills more often: `CHAOS_KILLS` says how often.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from tests.support.chaos import (
+    API,
+    ENGINE,
+    WORKER,
+    Chaos,
+    ask,
+    num_descriptors,
+    num_mappings,
+    of_kind,
+    processes,
+    shared_memory,
+)
+from tests.support.drawing import text_part
+from tests.support.live_server import LiveServer, until
+from tests.support.traffic import PlannedRequest, drawn, plans, working_set
+
+NUM_KILLS = int(os.environ.get("CHAOS_KILLS", "6"))
+IN_SOAK = "CHAOS_KILLS" in os.environ
+PATIENCE = 120.0
+SLACK_BYTES = 64 << 20
+"""Of shared memory: other programs on this machine have some, too."""
+COUNTERS = ("request_success_total:stop", "media_decodes_total:image", "mm_cache_queries_total")
+
+
+@pytest.fixture(scope="module")
+def crowd():
+    with LiveServer(
+        "--api-processes", "3",
+        "--mm-processor-cache-gb", "0.05",
+        "--limit-mm-per-prompt", "image=4,audio=4",
+    ) as live:  # fmt: skip
+        until(lambda: len(of_kind(live, WORKER)) >= 3, 60, live.log)
+        yield live
+
+
+def question(number: int) -> PlannedRequest:
+    medium = drawn(number)
+    content = [medium.part, text_part(medium.question)]
+    body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 8}
+    return PlannedRequest(body, medium.answer)
+
+
+def test_a_new_picture_is_decoded_once_whichever_processes_get_it(crowd):
+    before = crowd.metrics()
+    host, _, port = crowd.url.removeprefix("http://").partition(":")
+
+    async def everybody():
+        asked = [question(1000 + number) for number in range(6) for _ in range(8)]
+        return await asyncio.gather(*(ask(host, int(port), each) for each in asked))
+
+    assert all(seen.as_planned for seen in asyncio.run(everybody()))
+    after = crowd.metrics()
+    made = {name: after[name] - before.get(name, 0.0) for name in COUNTERS}
+    assert made == {
+        "request_success_total:stop": 48,
+        "media_decodes_total:image": 6,
+        "mm_cache_queries_total": 48,
+    }
+    assert after["mm_cache_hits_total"] - before["mm_cache_hits_total"] == 42
+
+
+def with_new_pictures(requests):
+    """Every third request is about a picture that nobody has seen."""
+    for number, plan in enumerate(requests):
+        yield plan
+        if number % 2:
+            yield question(10_000 + number)
+
+
+def test_nobody_notices_whose_processes_live(crowd):
+    media = working_set(num_pictures=30, num_sounds=10)
+    shmem = shared_memory()
+    steady = {pid: num_descriptors(pid) for pid in of_kind(crowd, "lookonce.cli")}
+    before = crowd.metrics()
+    chaos = Chaos(crowd, list(with_new_pictures(plans(media, 1000, seed=5))))
+    chaos.run(NUM_KILLS, PATIENCE)
+    assert {ENGINE, API, WORKER} <= set(chaos.kills)
+    failed = [f"{seen.status} {seen.body[:300]}" for seen in chaos.failed_bystanders()]
+    assert not failed, "\n".join(failed)
+
+    until(lambda: len(of_kind(crowd, API)) == 3, PATIENCE, crowd.log)
+    found = settled(crowd)
+    counted = success(found) - success(before)
+    assert chaos.num_successes <= counted <= chaos.num_successes + chaos.num_cut_off
+    assert found["e2e_request_latency_seconds_count"] == success(found)
+    assert found["mm_cache_bytes"] == found["mm_store_listed_bytes"]
+    for name in COUNTERS:
+        assert found[name] >= before.get(name, 0.0)
+    assert len(of_kind(crowd, ENGINE)) == 1
+    assert len(of_kind(crowd, WORKER)) <= 3 * 4
+    for pid, num in steady.items():
+        assert num_descriptors(pid) <= num + 2, "the supervisor loses descriptors"
+    for pid in of_kind(crowd, API):
+        assert num_mappings(pid) <= 64
+    if IN_SOAK:
+        assert shared_memory() <= shmem + SLACK_BYTES
+
+
+def success(found):
+    return sum(value for name, value in found.items() if name.startswith("request_success_total"))
+
+
+def settled(live):
+    """The metrics when nothing runs; every process tells the same ones."""
+
+    def quiet():
+        found = live.metrics()
+        names = ("num_requests_running", "num_requests_waiting", "mm_store_requests")
+        return not any(found.get(name, 1.0) for name in names)
+
+    until(quiet, PATIENCE, live.log)
+    told = [live.metrics() for _ in range(6)]
+    assert len({success(each) for each in told}) == 1
+    return told[0]
+
+
+def test_aborts_and_resets_reach_processes_that_were_restarted(crowd):
+    async def scenario():
+        host, _, port = crowd.url.removeprefix("http://").partition(":")
+        ids = [f"long-{number}" for number in range(6)]
+        plain = {"role": "user", "content": "On and on"}
+        body = {"messages": [plain], "max_tokens": 3000, "ignore_eos": True}
+        asked = [
+            asyncio.create_task(
+                ask(host, int(port), PlannedRequest({**body, "request_id": i}, None))
+            )
+            for i in ids
+        ]
+        ended: set[str] = set()
+        deadline = time.monotonic() + 60
+        while ended != set(ids) and time.monotonic() < deadline:
+            answer = await asyncio.to_thread(
+                crowd.post, "/inference/v1/abort_requests", {"request_ids": ids}
+            )
+            ended |= set(answer.json()["aborted"])
+        return ended, ids, await asyncio.gather(*asked)
+
+    ended, ids, seen = asyncio.run(scenario())
+    assert ended == set(ids)
+    assert all('"abort"' in each.body for each in seen)
+    for tier in ("mm", "encoder", "prefix"):
+        assert crowd.post(f"/reset_{tier}_cache").status_code == 200
+    assert settled(crowd)["mm_cache_bytes"] == 0
+
+
+def test_nothing_is_left_when_it_ends(crowd):
+    assert crowd.stop() == 0
+    assert processes(crowd) == {}

@@ -1,0 +1,351 @@
+"""Which connections are closed when; the protocol has a transport of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+
+import pytest
+
+from lookonce.config import ConnectionConfig
+from lookonce.server.http.connections import (
+    Acceptor,
+    Connections,
+    HttpProtocol,
+    _client_address,
+    allowed_connections,
+)
+from lookonce.server.process import uvicorn_config
+from lookonce.types.counts import Counts
+from tests.support.raw_sockets import VERSION, is_open
+
+POST = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n"
+
+
+class Wire(asyncio.Transport):
+    """A connection's transport, which keeps what is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = b""
+        self.state = "open"
+
+    def write(self, data):
+        self.written += data
+
+    def is_closing(self):
+        return self.state != "open"
+
+    def close(self):
+        self.state = "closed"
+
+    def abort(self):
+        self.state = "aborted"
+
+    def can_write_eof(self):
+        return True
+
+    def write_eof(self):
+        self.state = "half closed"
+
+    def pause_reading(self):
+        pass
+
+    def resume_reading(self):
+        pass
+
+
+class Running:
+    """Connections of an application that answers when `go` is set, and reads bodies first."""
+
+    def __init__(self, **limits):
+        self.counts = Counts()
+        self.table = Connections(ConnectionConfig(**limits), self.counts)
+        self.go = asyncio.Event()
+        self.time = self.table.now
+        self.outcomes = []
+
+    async def app(self, scope, receive, send):
+        while (message := await receive()).get("more_body"):
+            pass
+        self.outcomes.append(message["type"])
+        await self.go.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    def connect(self, address="a"):
+        protocol, wire = self.protocol(address), Wire()
+        self.table.add(protocol)
+        protocol.connection_made(wire)
+        return protocol, wire
+
+    def protocol(self, address):
+        config = uvicorn_config(self.app)
+        config.load()
+        server = type("State", (), {"connections": set(), "tasks": set(), "total_requests": 0})()
+        server.default_headers = []
+        return HttpProtocol(config, server, {}, connections=self.table, address=address)
+
+    def pass_seconds(self, seconds):
+        """As if so much time had passed; the table looks once a second."""
+        for _ in range(seconds):
+            self.time += 1.0
+            self.table.sweep(self.time)
+
+
+def on_connections(scenario, **limits):
+    async def whole():
+        await scenario(Running(**limits))
+
+    asyncio.run(whole())
+
+
+async def until(condition):
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.01)
+
+
+async def settle():
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_a_client_that_does_not_read_its_answer_is_given_up():
+    async def scenario(running):
+        protocol, wire = running.connect()
+        running.go.set()
+        protocol.data_received(VERSION)
+        await settle()
+        assert b"200 OK" in wire.written
+        protocol.pause_writing()
+        running.pass_seconds(59)
+        assert wire.state == "open"
+        running.pass_seconds(3)
+        assert wire.state == "aborted"
+        assert running.counts.read()["http_refused_total:write_timeout"].numbers == (1,)
+
+    on_connections(scenario)
+
+
+def test_one_that_reads_slowly_is_not():
+    async def scenario(running):
+        protocol, wire = running.connect()
+        protocol.data_received(VERSION)
+        for _ in range(5):
+            protocol.pause_writing()
+            running.pass_seconds(50)
+            protocol.resume_writing()
+        assert wire.state == "open"
+
+    on_connections(scenario)
+
+
+def test_a_request_that_is_served_has_all_the_time_it_takes():
+    async def scenario(running):
+        protocol, wire = running.connect()
+        protocol.data_received(VERSION)
+        await settle()
+        running.pass_seconds(1000)
+        assert wire.state == "open"
+        assert not running.table.evict_one()
+        running.go.set()
+        await settle()
+        running.pass_seconds(74)
+        assert wire.state == "open"
+        running.pass_seconds(3)
+        assert wire.state == "aborted"
+
+    on_connections(scenario)
+
+
+def test_a_body_that_keeps_its_pace_is_read_and_one_that_does_not_is_told():
+    async def scenario(running):
+        protocol, wire = running.connect()
+        protocol.data_received(POST)
+        for second in range(1, 9):  # 9,000 bytes a second: more than 8 KiB
+            protocol.data_received(b"x" * 9000)
+            await settle()
+            running.pass_seconds(1)
+            assert wire.state == "open", second
+        for _ in range(33):  # and now 100
+            protocol.data_received(b"x" * 100)
+            await settle()
+            running.pass_seconds(1)
+        await settle()
+        assert b"408 " in wire.written
+        assert b"body_timeout" in wire.written
+        assert running.outcomes == ["http.disconnect"]
+
+    on_connections(scenario)
+
+
+def test_a_body_that_nobody_reads_yet_is_not_late():
+    """The application has not asked for it: uvicorn does not read on."""
+
+    async def scenario(running):
+        protocol, wire = running.connect()
+        protocol.data_received(POST + b"x" * 70_000)
+        assert protocol.flow.read_paused
+        running.pass_seconds(1000)
+        assert wire.state == "open"
+
+    on_connections(scenario)
+
+
+def test_after_a_pause_of_the_process_nobody_is_blamed():
+    async def scenario(running):
+        protocol, wire = running.connect()
+        protocol.data_received(VERSION[:9])
+        running.time += 60.0
+        running.table.sweep(running.time)
+        assert wire.state == "open"
+        running.pass_seconds(1)
+        assert b"408 " in wire.written
+
+    on_connections(scenario)
+
+
+def test_no_pause_is_earned_by_what_came_before():
+    async def scenario(running):
+        protocol, wire = running.connect()
+        protocol.data_received(POST + b"x" * 60_000)
+        await settle()
+        running.pass_seconds(29)
+        assert wire.state == "open"
+        running.pass_seconds(4)
+        assert b"408 " in wire.written
+
+    on_connections(scenario)
+
+
+def test_room_is_made_by_the_address_that_has_most_and_never_by_who_is_served():
+    async def scenario(running):
+        held = {}
+        for name in ("known", "silent", "half"):
+            held[name] = running.connect("many")
+        held["honest"] = running.connect("one")
+        held["served"] = running.connect("many")
+        held["served"][0].data_received(VERSION)
+        running.go.set()
+        held["known"][0].data_received(VERSION)
+        held["half"][0].data_received(VERSION[:9])
+        held["sending"] = running.connect("many")
+        held["sending"][0].data_received(POST)
+        await settle()
+        running.go.clear()
+        held["served"][0].data_received(VERSION)
+        await settle()
+
+        def closed():
+            return [name for name, (_, wire) in held.items() if wire.state == "aborted"]
+
+        for expected in ("silent", "half", "known", "sending"):
+            before = closed()
+            assert running.table.evict_one()
+            assert set(closed()) - set(before) == {expected}
+            for protocol, wire in held.values():
+                if wire.state == "aborted":
+                    running.table.remove(protocol)
+        assert running.table.evict_one()
+        assert held["honest"][1].state == "aborted"
+        running.table.remove(held["honest"][0])
+        assert not running.table.evict_one()
+        assert held["served"][1].state == "open"
+        assert running.table.total == 1
+
+    on_connections(scenario)
+
+
+def test_a_connection_counts_until_it_is_lost_and_once():
+    async def scenario(running):
+        protocol, _ = running.connect()
+        assert (running.table.total, running.table.full("a")) == (1, True)
+        protocol.connection_lost(None)
+        running.table.remove(protocol)
+        assert (running.table.total, running.table.full("a")) == (0, False)
+        assert not running.table.full(None)
+
+    on_connections(scenario, max_per_address=1)
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        (("127.0.0.1", 5), "127.0.0.1"),
+        (("2001:db8:1:2:3:4:5:6", 5, 0, 0), "2001:db8:1:2::/64"),
+        (("2001:db8:1:2::9", 5, 0, 0), "2001:db8:1:2::/64"),
+        (("fe80::1%eth0", 5, 0, 2), "fe80::/64"),
+        (("::ffff:10.0.0.1", 5, 0, 0), "10.0.0.1"),
+        ("", None),
+    ],
+)
+def test_connections_are_counted_by_who_can_have_the_address(peer, address):
+    assert _client_address(peer) == address
+
+
+def test_descriptors_are_kept_for_those_who_are_served(caplog):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+        many = allowed_connections(ConnectionConfig(max_connections=10_000_000))
+        raised = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        assert raised == min(hard, 65_536) or hard == resource.RLIM_INFINITY
+        assert 0 < many <= raised - 64
+        assert "instead of 10000000" in caplog.text
+        assert allowed_connections(ConnectionConfig(max_connections=10)) == 10
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def connection(listener):
+    return socket.create_connection(listener.getsockname())
+
+
+def test_of_connections_closed_before_they_were_looked_at_none_is_left():
+    async def scenario(running):
+        running.table.most = 2
+        running.go.set()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            acceptor = Acceptor(listener, running.table, running.protocol, None)
+            clients = [connection(listener) for _ in range(50)]
+            acceptor.resume()
+            last = connection(listener)
+            last.sendall(VERSION)
+            await until(lambda: running.outcomes)
+            assert running.table.total <= 2
+            for client in [*clients, last]:
+                client.close()
+            await until(lambda: running.table.total == 0)
+            acceptor.close()
+            await acceptor.wait_closed()
+
+    on_connections(scenario)
+
+
+def test_without_room_new_connections_wait_until_one_ends():
+    """Neither is served: room comes when one leaves."""
+
+    async def scenario(running):
+        running.table.most = 1
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            acceptor = Acceptor(listener, running.table, running.protocol, None)
+            acceptor.resume()
+            with connection(listener) as first:
+                first.sendall(VERSION)
+                await until(lambda: running.outcomes)
+                second = connection(listener)
+                second.sendall(VERSION)
+                await asyncio.sleep(0.05)
+                assert len(running.outcomes) == running.table.total == 1
+                first.close()
+                await until(lambda: len(running.outcomes) == 2)
+                running.go.set()
+                await settle()
+                assert is_open(second)
+                second.close()
+            acceptor.close()
+            await acceptor.wait_closed()
+
+    on_connections(scenario)

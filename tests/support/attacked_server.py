@@ -1,0 +1,104 @@
+"""A real server with two tenants, one of which attacks while the other asks what has known answers.
+
+Canaries are requests whose answers were asked for before the attack: the same must come during it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from tests.support.live_server import LiveServer
+
+ATTACKER, OTHER = "mallory", "alice"
+"""Tenants; their keys are their names."""
+PROMPTS = ("a red", "The picture shows", "1 2 3 4", "hello")
+MIB = 1 << 20
+REQUEST_SECONDS = 120.0
+
+
+def key_options() -> list[str]:
+    return [word for name in (ATTACKER, OTHER) for word in ("--api-key", f"{name}:{name}")]
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process's memory that are in use."""
+    fields = Path(f"/proc/{pid}/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass
+class Canaries:
+    """What the other tenant saw meanwhile."""
+
+    num_asked: int = 0
+    wrong: list[str] = field(default_factory=list)
+    slowest: float = 0.0
+    """Seconds."""
+
+    def check(self) -> None:
+        assert self.num_asked > 0
+        assert self.wrong == []
+
+
+class AttackedServer:
+    def __init__(self, live: LiveServer) -> None:
+        self.live = live
+        self._expected = {prompt: self._complete(prompt) for prompt in PROMPTS}
+
+    def client(self, tenant: str) -> httpx.Client:
+        return httpx.Client(
+            base_url=self.live.url,
+            headers={"Authorization": f"Bearer {tenant}"},
+            timeout=REQUEST_SECONDS,
+        )
+
+    def complete(self, tenant: str, **fields: object) -> httpx.Response:
+        """A short greedy completion with these fields."""
+        body = {"prompt": "a", "max_tokens": 4, "temperature": 0, **fields}
+        with self.client(tenant) as client:
+            return client.post("/v1/completions", json=body)
+
+    def engine_memory(self) -> int:
+        pid = self.live.engine_pid()
+        assert pid is not None
+        return resident(pid)
+
+    @contextmanager
+    def canaries(self) -> Iterator[Canaries]:
+        """The other tenant asks on and on while the block runs."""
+        seen, stop = Canaries(), threading.Event()
+        thread = threading.Thread(target=self._ask_on, args=(seen, stop))
+        thread.start()
+        try:
+            yield seen
+        finally:
+            stop.set()
+            thread.join()
+
+    def _ask_on(self, seen: Canaries, stop: threading.Event) -> None:
+        while not stop.is_set():
+            for prompt in PROMPTS:
+                began = time.monotonic()
+                try:
+                    answer = self._complete(prompt)
+                except (httpx.HTTPError, AssertionError) as error:
+                    seen.wrong.append(f"{prompt}: {error!r}")
+                else:
+                    if answer != self._expected[prompt]:
+                        seen.wrong.append(f"{prompt}: {answer!r}")
+                seen.slowest = max(seen.slowest, time.monotonic() - began)
+                seen.num_asked += 1
+
+    def _complete(self, prompt: str) -> str:
+        response = self.complete(OTHER, prompt=prompt, max_tokens=8)
+        assert response.status_code == 200, response.text
+        text: str = response.json()["choices"][0]["text"]
+        return text

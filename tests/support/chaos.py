@@ -1,0 +1,272 @@
+"""Kills processes of a live server at random under mixed load, and judges what its clients saw.
+
+A request has failed by right if one of its own processes was killed: the API process that held its
+connection, the engine, or the media worker that may have worked for it. All others are bystanders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.support.live_server import LiveServer
+from tests.support.traffic import PlannedRequest
+
+ENGINE, API, WORKER = "lookonce.engine.process", "lookonce.server.process", "lookonce.render.media"
+KINDS = (ENGINE, API, WORKER)
+OF_A_WORKER = ("its decoder crashed", "media cannot be processed now")
+"""What a request is told whose media worker was killed: while it worked, or again and again before
+it could."""
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def processes(server: LiveServer) -> dict[int, str]:
+    """pid → command line of every living process of the server, zombies left out."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                state, _, _, session = _stat(int(folder.name))
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if session == server.process.pid and state != "Z":
+                found[int(folder.name)] = command
+    return found
+
+
+def of_kind(server: LiveServer, kind: str) -> list[int]:
+    return sorted(pid for pid, command in processes(server).items() if kind in command)
+
+
+def _stat(pid: int) -> tuple[str, int, int, int]:
+    """State, parent, process group and session."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[1]), int(fields[2]), int(fields[3])
+
+
+def num_descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def num_mappings(pid: int) -> int:
+    """Mappings of shared memory without a name, and of files in the server's socket folder."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return sum("memfd:" in line or "/lookonce-" in line for line in lines)
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory on this machine."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("Shmem:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no Shmem in /proc/meminfo")
+
+
+def client_ports(pid: int) -> set[int]:
+    """The ports of the clients whose connections this process holds."""
+    inodes = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes.add(os.readlink(fd))
+        except OSError:
+            continue
+    ports = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, _, remote, *rest = line.split()
+        if f"socket:[{rest[6]}]" in inodes:
+            ports.add(int(remote.partition(":")[2], 16))
+    return ports
+
+
+# --- load -----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one client saw."""
+
+    plan: PlannedRequest
+    port: int
+    began: float
+    ended: float = 0.0
+    status: int = 0
+    """0: the connection ended before a whole answer had come."""
+    body: str = ""
+
+    @property
+    def succeeded(self) -> bool:
+        return self.status == 200 and '"error"' not in self.body
+
+    @property
+    def as_planned(self) -> bool:
+        if self.plan.refused:
+            return self.status == 400
+        return self.succeeded and self.plan.answer in (None, said(self.body))
+
+
+def said(body: str) -> str:
+    """The answer of a response, streamed or not."""
+    if not body.startswith("data:"):
+        return str(json.loads(body)["choices"][0]["message"]["content"])
+    events = [json.loads(line[6:]) for line in body.splitlines() if line.startswith("data: {")]
+    return "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+
+
+async def ask(host: str, port: int, plan: PlannedRequest) -> Seen:
+    """One request on a connection of its own."""
+    reader, writer = await asyncio.open_connection(host, port)
+    seen = Seen(plan, writer.get_extra_info("sockname")[1], time.monotonic())
+    body = json.dumps(plan.body).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    try:
+        writer.write(head.encode() + body)
+        answer = await reader.read()
+        seen.status, seen.body = _parse(answer)
+    except OSError:
+        pass
+    finally:
+        seen.ended = time.monotonic()
+        writer.close()
+    return seen
+
+
+def _parse(answer: bytes) -> tuple[int, str]:
+    """Status and body; status 0 for an answer that was cut off."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    lines = head.decode("latin-1").lower().split("\r\n")
+    if not head or len(lines[0].split()) < 2:
+        return 0, ""
+    status = int(lines[0].split()[1])
+    headers = dict(line.split(": ", 1) for line in lines[1:])
+    if "content-length" in headers:
+        return (status if len(body) == int(headers["content-length"]) else 0), body.decode()
+    whole = b""
+    while body:
+        size, _, rest = body.partition(b"\r\n")
+        length = int(size, 16) if size else -1
+        if length == 0:
+            return status, whole.decode()
+        if length < 0 or len(rest) < length + 2:
+            break
+        whole, body = whole + rest[:length], rest[length + 2 :]
+    return 0, whole.decode(errors="replace")
+
+
+# --- kills ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Chaos:
+    """Load by `concurrency` clients on a server, and what was killed under it."""
+
+    server: LiveServer
+    plans: Sequence[PlannedRequest]
+    concurrency: int = 8
+    seed: int = 0
+    seen: list[Seen] = field(default_factory=list)
+    kills: list[str] = field(default_factory=list)
+    _lost_ports: dict[int, list[float]] = field(default_factory=dict)
+    """Port → when the API process that held its connection was killed."""
+    _crashed: list[tuple[set[int], float]] = field(default_factory=list)
+    """Ports of an API process, and when one of its workers was killed."""
+    _outages: list[tuple[float, float]] = field(default_factory=list)
+    """From the kill of an engine until all answer that they are ready again."""
+
+    def run(self, num_kills: int, patience: float) -> None:
+        """Load the server, kill `num_kills` times, and let every request end."""
+        asyncio.run(self._run(num_kills, patience))
+
+    async def _run(self, num_kills: int, patience: float) -> None:
+        rng, stopped = random.Random(self.seed), asyncio.Event()
+        plans = iter_for_ever(self.plans)
+        clients = [
+            asyncio.create_task(self._client(plans, stopped)) for _ in range(self.concurrency)
+        ]
+        try:
+            for number in range(num_kills):
+                await asyncio.sleep(rng.uniform(0.2, 1.5))
+                kind = KINDS[number % 3] if number < 3 else rng.choice([API, API, WORKER, ENGINE])
+                async with asyncio.timeout(patience):
+                    await self._kill(kind, rng)
+            await asyncio.sleep(1.0)
+        finally:
+            stopped.set()
+            async with asyncio.timeout(patience):
+                await asyncio.gather(*clients)
+
+    async def _client(self, plans: Iterator[PlannedRequest], stopped: asyncio.Event) -> None:
+        host, _, port = self.server.url.removeprefix("http://").partition(":")
+        while not stopped.is_set():
+            self.seen.append(await ask(host, int(port), next(plans)))
+
+    async def _kill(self, kind: str, rng: random.Random) -> None:
+        while not (candidates := of_kind(self.server, kind)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        pid = rng.choice(candidates)
+        try:
+            os.kill(pid, signal.SIGSTOP)  # so that it takes no connection while we look
+            _, parent, _, _ = _stat(pid)
+            now = time.monotonic()
+            if kind == API:
+                for port in client_ports(pid):
+                    self._lost_ports.setdefault(port, []).append(now)
+            elif kind == WORKER:
+                self._crashed.append((client_ports(parent), now))
+            os.kill(pid, signal.SIGKILL)
+        except OSError:
+            return  # it has ended by itself: a worker of a process killed before
+        self.kills.append(kind)
+        if kind == ENGINE:
+            await self._until_ready()
+            self._outages.append((now, time.monotonic()))
+
+    async def _until_ready(self) -> None:
+        """Until many connections in a row, to whatever processes, are told so."""
+        await asyncio.sleep(0.5)
+        in_a_row = 0
+        while in_a_row < 12:
+            response = await asyncio.to_thread(self.server.get, "/ready")
+            in_a_row = in_a_row + 1 if response.status_code == 200 else 0
+            if not in_a_row:
+                await asyncio.sleep(0.1)
+
+    # --- judging ------------------------------------------------------------------------------
+
+    def failed_bystanders(self) -> list[Seen]:
+        return [seen for seen in self.seen if not seen.as_planned and not self._by_right(seen)]
+
+    def _by_right(self, seen: Seen) -> bool:
+        lost = any(
+            at <= seen.ended for at in self._lost_ports.get(seen.port, ()) if at >= seen.began
+        )
+        out = any(seen.began < end and begin < seen.ended for begin, end in self._outages)
+        crashed = any(told in seen.body for told in OF_A_WORKER)
+        hit = any(seen.port in ports and at < seen.ended for ports, at in self._crashed)
+        return lost or out or (crashed and hit)
+
+    @property
+    def num_successes(self) -> int:
+        return sum(seen.succeeded for seen in self.seen)
+
+    @property
+    def num_cut_off(self) -> int:
+        """Requests that the server may have answered completely although nobody saw it."""
+        return sum(seen.status == 0 for seen in self.seen)
+
+
+def iter_for_ever(plans: Sequence[PlannedRequest]) -> Iterator[PlannedRequest]:
+    while True:
+        yield from plans

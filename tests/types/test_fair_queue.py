@@ -1,0 +1,79 @@
+"""Tenants take turns by the cost of their jobs."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lookonce.types.fair_queue import FairQueue
+
+QUANTUM = 10
+LARGEST = 50
+
+
+def drained(queue):
+    return [job for _, job in iter(queue.pop, None)]
+
+
+def test_a_small_job_does_not_wait_for_another_tenant_s_large_ones():
+    queue = FairQueue(QUANTUM)
+    for number in range(6):
+        queue.push("large", f"large {number}", 1000)
+    queue.push("small", "small", 3)
+    assert drained(queue)[0] == "small"
+
+
+def test_a_tenant_that_may_not_begin_keeps_its_place():
+    queue = FairQueue(QUANTUM)
+    queue.push("a", "a", 5)
+    queue.push("b", "b", 5)
+    assert queue.pop(lambda tenant: tenant == "b") == ("b", "b")
+    assert queue.pop(lambda tenant: tenant == "b") is None
+    assert queue.pop() == ("a", "a")
+
+
+def test_a_removed_job_is_not_taken():
+    queue = FairQueue(QUANTUM)
+    jobs = [["first"], ["second"]]
+    for job in jobs:
+        queue.push("a", job, 5)
+    assert queue.remove("a", jobs[0])
+    assert not queue.remove("a", jobs[0])
+    assert not queue.remove("b", jobs[1])
+    assert drained(queue) == [["second"]]
+    assert len(queue) == 0
+
+
+JOBS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, LARGEST)), max_size=60)
+
+
+@given(JOBS)
+def test_nothing_is_lost_and_each_tenant_s_order_is_kept(jobs):
+    queue = FairQueue(QUANTUM)
+    for number, (tenant, cost) in enumerate(jobs):
+        queue.push(tenant, number, cost)
+    taken = drained(queue)
+    assert sorted(taken) == list(range(len(jobs)))
+    for tenant in "abc":
+        own = [number for number in taken if jobs[number][0] == tenant]
+        assert own == sorted(own)
+
+
+@given(JOBS)
+def test_waiting_tenants_get_equal_shares(jobs):
+    """Within what a turn can add and the largest job can take (Shreedhar and Varghese, theorem 1:
+    credit stays below quantum + largest cost)."""
+    queue = FairQueue(QUANTUM)
+    waiting = {tenant: deque() for tenant in "abc"}
+    for number, (tenant, cost) in enumerate(jobs):
+        queue.push(tenant, number, cost)
+        waiting[tenant].append(cost)
+    waiting = {tenant: costs for tenant, costs in waiting.items() if costs}
+    served = Counter()
+    while all(waiting.values()) and waiting:
+        tenant, number = queue.pop()
+        served[tenant] += waiting[tenant].popleft()
+        shares = [served[tenant] for tenant in waiting]
+        assert max(shares) - min(shares) <= 2 * (QUANTUM + LARGEST)
