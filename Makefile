@@ -48,9 +48,10 @@ $(LMCACHE_VENV)/.installed: pyproject.toml setup.py
 test-lmcache: $(LMCACHE_VENV)/.installed
 	@$(LMCACHE_VENV)/bin/python -m pytest tests/kv/test_lmcache.py tests/kv/test_tiers.py
 
-# Every text-only type that transformers knows: served as listed, or refused.
+# Every text-only type that transformers knows, served as listed or refused, and all types with media that
+# the general family serves.
 test-models: $(STAMP)
-	@ALL_MODELS=1 $(BIN)/python -m pytest --numprocesses 2 --timeout 3600 tests/model/test_general_text.py
+	@ALL_MODELS=1 $(BIN)/python -m pytest --numprocesses 2 --timeout 3600 tests/model/test_general_text.py tests/model/test_general_media.py
 
 # The web page in a real browser. Skipped by name where Chromium cannot be installed.
 test-page: $(STAMP)

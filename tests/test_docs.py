@@ -10,7 +10,7 @@ import pytest
 
 from lookonce.render.families.pixtral import PixtralProcessing
 from lookonce.render.families.registry import FAMILIES
-from lookonce.types.model import GENERAL_TEXT, SUPPORTED
+from lookonce.types.model import GENERAL_MEDIA, GENERAL_TEXT, SUPPORTED
 from tools.structure import documented_walk
 
 ROOT = Path(__file__).parents[1]
@@ -67,6 +67,17 @@ def test_the_types_of_the_general_family_are_listed() -> None:
     section = (ROOT / "docs" / "models.md").read_text().partition("one general family")[2]
     listed = section.partition("\n\n")[2].partition("\n\n")[0]
     assert tuple(re.findall(r"`([^`]+)`", listed)) == GENERAL_TEXT
+
+
+def test_the_types_with_media_of_the_general_family_are_listed() -> None:
+    section = (ROOT / "docs" / "models.md").read_text().partition("## Other models with media")[2]
+    listed = dict(re.findall(r"\* (\w+): ([^*]+)", section.partition("\n\n")[2]))
+    found = {
+        name: tuple(media.split("_and_"))
+        for media, names in listed.items()
+        for name in re.findall(r"`([^`]+)`", names.partition("\n\n")[0])
+    }
+    assert found == GENERAL_MEDIA
 
 
 @pytest.mark.parametrize(("kind", "options"), [(row[0].strip("`"), row[3]) for row in TABLE])

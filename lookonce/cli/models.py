@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-from lookonce.types.model import GENERAL_TEXT, SUPPORTED, UNSERVABLE
+from lookonce.types.model import GENERAL_MEDIA, GENERAL_TEXT, SUPPORTED, UNSERVABLE
 
 OWN = "greedy answers, media, chunks, preemption, negative controls"
 GENERAL = "greedy answers, chunks, preemption; compared again on loading"
+MEDIA = "greedy answers, media, chunks, preemption; compared again on loading"
 
 
 class ServedType(NamedTuple):
@@ -17,7 +18,7 @@ class ServedType(NamedTuple):
     model_type: str
     media: tuple[str, ...]
     served_by: str
-    """"own": a family written for the type; "general": the family for any decoder."""
+    """"own": a family written for the type; "general": one family for all others."""
     proven: str
     """What is compared with transformers, token for token, on random weights."""
 
@@ -25,6 +26,7 @@ class ServedType(NamedTuple):
 def served_types() -> list[ServedType]:
     own = [ServedType(name, media, "own", OWN) for name, media in SUPPORTED.items()]
     general = [ServedType(name, (), "general", GENERAL) for name in GENERAL_TEXT]
+    general += [ServedType(name, media, "general", MEDIA) for name, media in GENERAL_MEDIA.items()]
     return sorted(own + general)
 
 
@@ -41,6 +43,6 @@ def print_models(*, as_json: bool) -> None:
     for reason, types in UNSERVABLE.items():
         print(f"not served, {reason}: {', '.join(types)}")
     print(
-        f"\n{len(rows)} types are served. Other text-only types of transformers are tried: loading "
-        "compares them with transformers and refuses what differs."
+        f"\n{len(rows)} types are served. Other types of transformers are tried: loading compares "
+        "them with transformers and refuses what differs."
     )

@@ -86,7 +86,8 @@ def _patch_vision_module(module: nn.Module) -> bool:
         patches = _noise((3, *module.weight.shape[1:]), module.weight)
         return _replace_forward(module, _PatchEmbedding(module), (patches,))
     if _is_vision_attention(module):
-        return _replace_forward(module, _VisionAttention(module), _sample_windows(module))
+        with suppress(AttributeError):  # of the same name and another kind
+            return _replace_forward(module, _VisionAttention(module), _sample_windows(module))
     return False
 
 
@@ -116,7 +117,10 @@ def _replace_forward(
     module: nn.Module, replacement: Callable[..., Tensor], arguments: tuple[Any, ...]
 ) -> bool:
     """Replace the module's forward if both give the same for these arguments."""
-    theirs, ours = module(*arguments), replacement(*arguments)
+    try:
+        theirs, ours = module(*arguments), replacement(*arguments)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False  # a module of the same name and another shape
     tolerance = TOLERANCE.get(theirs.dtype, 0.0) * max(1.0, float(theirs.abs().max()))
     if ours.numel() != theirs.numel():
         return False

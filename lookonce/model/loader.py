@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,19 +21,21 @@ from transformers.utils.hub import cached_file
 
 from lookonce.config import ModelConfig
 from lookonce.errors import ModelLoadError
-from lookonce.model.attention.hf_attention import ATTENTION_NAME
+from lookonce.model.attention.hf_attention import ATTENTION_NAME, set_text_attention
 from lookonce.model.bf16_products import widen_products
 from lookonce.model.encoder_runner import DTYPES
 from lookonce.model.families.base import Model, ModelFamily
-from lookonce.model.families.general import GeneralTextFamily
+from lookonce.model.families.general import GeneralMediaFamily, GeneralTextFamily
 from lookonce.model.families.registry import family_for
 from lookonce.model.fused_modules import fuse_norms, patch_vision_modules
 from lookonce.model.kv_pages import KVPages
-from lookonce.model.proof import prove
+from lookonce.model.proof import prove, prove_media
+from lookonce.types.media import MediaExample
 from lookonce.types.model import ModelInfo
 
 Progress = Callable[[int, int], None]
 """Called with (weights loaded, weights in all), from (0, all) to (all, all)."""
+Examples = Callable[[], Sequence[MediaExample]]
 Json = dict[str, Any]
 
 
@@ -51,8 +53,12 @@ class LoadedModel:
         return KVPages(layout, num_blocks, self.device)
 
 
-def load_model(config: ModelConfig, progress: Progress | None = None) -> LoadedModel:
+def load_model(
+    config: ModelConfig, progress: Progress | None = None, examples: Examples | None = None
+) -> LoadedModel:
     """Load weights and bind them to their family.
+
+    `examples` makes prompts for the comparison of a model with media that has no family of its own.
 
     Raises `ModelLoadError` that says what is wrong: no such folder, a broken config, a model type,
     quantization or rope that is not supported, no safetensors, missing or unknown weights, or a bad
@@ -67,6 +73,8 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> LoadedM
     family = family_class(model.to(device))
     if isinstance(family, GeneralTextFamily):
         prove(family, dtype, device)
+    if isinstance(family, GeneralMediaFamily):
+        prove_media(family, examples() if examples else (), dtype, device)
     return LoadedModel(model, family, _model_info(config, family, digest), dtype, device)
 
 
@@ -137,8 +145,7 @@ def _read_weights(
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"the weights of {config.folder} do not load: {error}") from error
     _check_names(config.folder, family, loading)
-    composite = model.config.get_text_config(decoder=True) is not model.config
-    model.set_attn_implementation({"text_config": ATTENTION_NAME} if composite else ATTENTION_NAME)
+    set_text_attention(model, ATTENTION_NAME)
     model.eval().requires_grad_(False)
     fuse_norms(model)
     patch_vision_modules(model)

@@ -2,26 +2,32 @@
 
 Two random prompts are computed by transformers, each alone, and by `TextModel` over paged keys and
 values: both in one batch, cut into chunks, the last tokens one at a time. All logits must agree.
-Sliding windows are made so short meanwhile that the prompts exceed them.
+Sliding windows are made so short meanwhile that the prompts exceed them. Models with media are also
+compared on prompts with random pictures or sounds.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lookonce.model.attention.hf_attention import ATTENTION_NAME
+from lookonce.model.attention.hf_attention import ATTENTION_NAME, set_text_attention
 from lookonce.model.attention.reference import ReferenceBackend
-from lookonce.model.families.general import FORWARD_ERRORS, GeneralTextFamily
+from lookonce.model.encoder_runner import item_tensors, to_tensor
+from lookonce.model.families.general import FORWARD_ERRORS, GeneralMediaFamily, GeneralTextFamily
+from lookonce.model.input_batch import MropePositions
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.step_inputs import AttentionMetadataBuilder, StepInputs
 from lookonce.model.text_model import TextModel
+from lookonce.types.media import MODALITIES, Array, MediaExample, MediaFeature, Modality, feature_at
 
 LENGTHS = (23, 37)
 CUTS = ((0, 9, 21, 22, 23), (0, 20, 35, 36, 37))
@@ -30,9 +36,39 @@ BLOCK_SIZE = 8
 SHORT_WINDOW = 7
 WINDOW_NAME = re.compile(r"\w*window(_size)?|local_attention")
 """Attributes of configs and modules that hold the length of a sliding window."""
+MOST_COMPARED = 128
+"""Positions of one prompt. Tiles of pictures make thousands, whose logits would take gigabytes."""
 SAME_SCALE = 1e-2
 LARGEST_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.12, torch.float16: 0.05}
 """Root mean square of the difference of logits over that of the logits around their mean."""
+
+
+class Prompt(NamedTuple):
+    """A prompt for both ways of computing."""
+
+    token_ids: Tensor
+    """[T], on the CPU."""
+    arguments: dict[str, Tensor] = {}
+    """What transformers' forward gets beside token ids."""
+    features: tuple[MediaFeature, ...] = ()
+    rows: Tensor | None = None
+    """Encoder rows [N, W] of all items; None without any."""
+
+    @property
+    def compared(self) -> Tensor:
+        """Positions [C] whose logits are compared, the last one among them."""
+        length = len(self.token_ids)
+        return torch.linspace(0, length - 1, min(length, MOST_COMPARED)).round().long()
+
+    @property
+    def embed_positions(self) -> list[int]:
+        """Positions [N] of the encoder rows."""
+        return [
+            feature.offset + index
+            for feature in self.features
+            for start, end in feature.is_embed or ((0, feature.length),)
+            for index in range(start, end)
+        ]
 
 
 @torch.inference_mode()
@@ -42,15 +78,9 @@ def prove(family: GeneralTextFamily, dtype: torch.dtype, device: torch.device) -
     Raises `ModelLoadError` where that is exceeded, or where either way cannot be run.
     """
     prompts = [_prompt(family, length, seed) for seed, length in enumerate(LENGTHS)]
-    with _short_windows(family.model):
-        try:
-            theirs = torch.cat([_own_logits(family, prompt.to(device)) for prompt in prompts])
-        except FORWARD_ERRORS as error:
-            raise family.unservable(f"transformers cannot run it ({error})") from error
-        try:
-            ours = torch.cat(_served_logits(family, prompts, dtype, device))
-        except FORWARD_ERRORS as error:
-            raise family.unservable(f"it cannot be computed in chunks ({error})") from error
+    with _short_windows(family):
+        theirs = torch.cat(_transformers_logits(family, prompts, device))
+        ours = torch.cat(_our_logits(family, prompts, CUTS, dtype, device))
     family.logit_scale = _scale(family, ours, theirs)
     found = _error(ours * family.logit_scale, theirs)
     if not found <= LARGEST_ERROR[dtype]:
@@ -61,55 +91,265 @@ def prove(family: GeneralTextFamily, dtype: torch.dtype, device: torch.device) -
     return found
 
 
-def _prompt(family: GeneralTextFamily, length: int, seed: int) -> Tensor:
+@torch.inference_mode()
+def prove_media(
+    family: GeneralMediaFamily,
+    examples: Sequence[MediaExample],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """Compare prompts with media, after `prove`; sets what of `family` depends on them.
+
+    Each item is encoded alone. Prompts are cut inside their items and not; if both differ from
+    transformers, items are taken to attend to themselves in both directions, and are not cut.
+    Raises `ModelLoadError` as `prove` does.
+    """
+    if not examples:
+        raise family.unservable("there are no prompts with media to compare it on")
+    family.modalities = _modalities(examples)
+    family.attend_both_ways((), 0)
+    prompts = [_media_prompt(family, example, dtype, device) for example in examples]
+    with _short_windows(family):
+        theirs = _transformers_logits(family, prompts, device)
+        cut = [_cuts_inside(prompt) for prompt in prompts]
+        whole = [(0, len(prompt.token_ids)) for prompt in prompts]
+        found = max(
+            _largest_error(_our_logits(family, prompts, cuts, dtype, device), theirs)
+            for cuts in (cut, whole)
+        )
+        if not found <= LARGEST_ERROR[dtype] and (length := _same_length(prompts)):
+            family.attend_both_ways(family.modalities, length)
+            cuts = [_cuts_outside(prompt) for prompt in prompts]
+            both = _largest_error(_our_logits(family, prompts, cuts, dtype, device), theirs)
+            if both <= LARGEST_ERROR[dtype]:
+                return both
+    if not found <= LARGEST_ERROR[dtype]:
+        raise family.unservable(
+            f"with {' and '.join(family.modalities)}, its logits differ from transformers' by "
+            f"{found:.2g} of their spread"
+        )
+    return found
+
+
+def _modalities(examples: Sequence[MediaExample]) -> tuple[Modality, ...]:
+    seen = {item.modality for example in examples for _, item in example.items}
+    return tuple(modality for modality in MODALITIES if modality in seen)
+
+
+def _prompt(family: GeneralTextFamily, length: int, seed: int) -> Prompt:
+    """Random tokens without those of media."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, family.vocab_size, (length,), generator=generator)
+    ids = torch.randint(0, family.vocab_size, (length,), generator=generator)
+    reserved = torch.tensor(sorted(family.reserved_tokens), dtype=ids.dtype)
+    free = next(token for token in range(family.vocab_size) if token not in reserved)
+    return Prompt(torch.where(torch.isin(ids, reserved), free, ids))
 
 
-def _own_logits(family: GeneralTextFamily, prompt: Tensor) -> Tensor:
-    """transformers' logits [T, V] of a prompt [T], without a cache."""
-    model = family.model
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-    try:
-        logits: Tensor = model(input_ids=prompt[None], use_cache=False).logits[0].float()
-    finally:
-        model.set_attn_implementation(ATTENTION_NAME)
-    return logits
+def _media_prompt(
+    family: GeneralMediaFamily, example: MediaExample, dtype: torch.dtype, device: torch.device
+) -> Prompt:
+    """The prompt with encoder rows of its items. Raises `ModelLoadError`."""
+    features, rows = [], []
+    for start, item in example.items:
+        key = b"%d" % start
+        features.append(feature_at(key, item.modality, item.expansion, start))
+        tensors = item_tensors(item, dtype=dtype, device=device)
+        try:
+            (output,) = family.encode(item.modality, [tensors])
+        except FORWARD_ERRORS as error:
+            raise family.unservable(f"its {item.modality} cannot be encoded ({error})") from error
+        expected = (item.expansion.num_embeds, family.row_width)
+        if output.shape != expected:
+            raise family.unservable(
+                f"an encoded {item.modality} has the shape {tuple(output.shape)}, but its prompt "
+                f"has places for {expected}"
+            )
+        rows.append(output.to(dtype))
+    arguments = {name: _to_device(array, dtype, device) for name, array in example.arrays.items()}
+    ids = torch.tensor(example.token_ids)
+    return Prompt(ids, arguments, tuple(features), torch.cat(rows))
 
 
-def _served_logits(
-    family: GeneralTextFamily, prompts: Sequence[Tensor], dtype: torch.dtype, device: torch.device
+def _to_device(array: Array, dtype: torch.dtype, device: torch.device) -> Tensor:
+    tensor = to_tensor(array)
+    return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+
+
+def _cuts_inside(prompt: Prompt) -> tuple[int, ...]:
+    """Ends of chunks: in the first item, before its last row, in the last item, before the end."""
+    length, first, last = len(prompt.token_ids), prompt.features[0], prompt.features[-1]
+    ends = {first.offset + first.length // 3, first.end - 1, last.offset + last.length // 2}
+    return (0, *sorted({max(end, 1) for end in ends} | {length - 1}), length)
+
+
+def _cuts_outside(prompt: Prompt) -> tuple[int, ...]:
+    """Ends of chunks: before the first item, after it, after the last one, and at the end."""
+    length, first, last = len(prompt.token_ids), prompt.features[0], prompt.features[-1]
+    return (0, first.offset, first.end, last.end, length - 1, length)
+
+
+def _same_length(prompts: Sequence[Prompt]) -> int:
+    """Tokens of every item; 0 if they differ."""
+    lengths = {feature.length for prompt in prompts for feature in prompt.features}
+    return lengths.pop() if len(lengths) == 1 else 0
+
+
+def _transformers_logits(
+    family: GeneralTextFamily, prompts: Sequence[Prompt], device: torch.device
 ) -> list[Tensor]:
-    """Our logits [T, V] of each prompt."""
-    blocks = -(-max(LENGTHS) // BLOCK_SIZE)
-    # The blocks of the prompts alternate, so that neither's are in one piece.
+    """transformers' logits [C, V] of each prompt, without a cache."""
+    model = family.model
+    set_text_attention(model, "sdpa" if model._supports_sdpa else "eager")
+    try:
+        return [_own_logits(model, prompt, device) for prompt in prompts]
+    except FORWARD_ERRORS as error:
+        raise family.unservable(f"transformers cannot run it ({error})") from error
+    finally:
+        set_text_attention(model, ATTENTION_NAME)
+
+
+def _own_logits(model: Any, prompt: Prompt, device: torch.device) -> Tensor:
+    ids = prompt.token_ids.to(device)[None]
+    if hasattr(model.base_model, "rope_deltas"):
+        model.base_model.rope_deltas = None  # of the prompt before
+    compared = prompt.compared.to(device)
+    chosen = "logits_to_keep" in inspect.signature(model.forward).parameters
+    kept = {"logits_to_keep": compared} if chosen else {}
+    output = model(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        use_cache=False,
+        **kept,
+        **prompt.arguments,
+    )
+    logits: Tensor = output.logits[0].float()
+    return logits if len(logits) == len(compared) else logits[compared]
+
+
+def _our_logits(
+    family: GeneralTextFamily,
+    prompts: Sequence[Prompt],
+    cuts: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Tensor]:
+    """Our logits [C, V] of each prompt, cut into chunks that end at its `cuts`.
+
+    All prompts advance by one chunk in each step, while they have any.
+    """
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    blocks = -(-max(lengths) // BLOCK_SIZE)
+    # The blocks of the prompts alternate, so that no prompt's are in one piece.
     tables = np.arange(blocks * len(prompts), dtype=np.int32).reshape(blocks, -1).T.copy()
     pages = KVPages(family.kv_layout(BLOCK_SIZE, dtype), tables.size, device)
     text = TextModel(family, dtype, device, ReferenceBackend(), pages)
     builder = AttentionMetadataBuilder(
         max_num_seqs=len(prompts),
-        max_num_tokens=sum(LENGTHS),
+        max_num_tokens=sum(lengths),
         max_blocks_per_seq=blocks,
         block_size=BLOCK_SIZE,
         device=device,
     )
-    logits: list[list[Tensor]] = [[] for _ in prompts]
-    for step in range(len(CUTS[0]) - 1):
-        spans = [(cut[step], cut[step + 1]) for cut in CUTS]
-        lens = [end - start for start, end in spans]
-        metadata = builder.build(
-            lens,
-            [end for _, end in spans],
-            tables,
-            num_decodes=len(lens) if max(lens) == 1 else 0,
-        )
-        ids = torch.cat([p[start:end] for p, (start, end) in zip(prompts, spans, strict=True)])
-        positions = torch.cat([torch.arange(start, end) for start, end in spans])[None]
-        inputs = StepInputs(ids.to(device), positions.to(device), metadata, (), None, None)
-        hidden = text.hidden_states(inputs, None)
-        for index, part in enumerate(torch.split(text.compute_logits(hidden), lens)):
-            logits[index].append(part)
-    return [torch.cat(parts) for parts in logits]
+    hidden: list[list[Tensor]] = [[] for _ in prompts]
+    for step in range(max(map(len, cuts)) - 1):
+        chunks = [
+            Chunk(index, prompt, cut[step], cut[step + 1])
+            for index, (prompt, cut) in enumerate(zip(prompts, cuts, strict=True))
+            if step + 1 < len(cut) and cut[step] < cut[step + 1]
+        ]
+        if not chunks:
+            continue
+        inputs, rows = _step_inputs(family, chunks, tables, builder, device)
+        try:
+            computed = text.hidden_states(inputs, rows)
+        except FORWARD_ERRORS as error:
+            raise family.unservable(f"it cannot be computed in chunks ({error})") from error
+        parts = torch.split(computed, [chunk.length for chunk in chunks])
+        for chunk, part in zip(chunks, parts, strict=True):
+            hidden[chunk.number].append(part)
+    return [
+        text.compute_logits(torch.cat(states)[prompt.compared.to(device)])
+        for prompt, states in zip(prompts, hidden, strict=True)
+    ]
+
+
+class Chunk(NamedTuple):
+    number: int
+    """The prompt's number."""
+    prompt: Prompt
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+
+def _step_inputs(
+    family: GeneralTextFamily,
+    chunks: Sequence[Chunk],
+    tables: NDArray[np.int32],
+    builder: AttentionMetadataBuilder,
+    device: torch.device,
+) -> tuple[StepInputs, Tensor | None]:
+    """The inputs of one step, and the encoder rows of its tokens."""
+    lens = [chunk.length for chunk in chunks]
+    spans = [_spans_both_ways(family, chunk) for chunk in chunks]
+    metadata = builder.build(
+        lens,
+        [chunk.end for chunk in chunks],
+        tables,
+        rows=np.array([chunk.number for chunk in chunks]),
+        num_decodes=len(lens) if max(lens) == 1 else 0,
+        bidirectional=spans if any(spans) else (),
+    )
+    ids = torch.cat([chunk.prompt.token_ids[chunk.start : chunk.end] for chunk in chunks])
+    at: list[int] = []
+    rows: list[Tensor] = []
+    first = 0
+    for chunk in chunks:
+        for row, position in enumerate(chunk.prompt.embed_positions):
+            if chunk.start <= position < chunk.end and chunk.prompt.rows is not None:
+                at.append(first + position - chunk.start)
+                rows.append(chunk.prompt.rows[row])
+        first += chunk.length
+    embed_at = torch.tensor(at, dtype=torch.int64)
+    ids[embed_at] = 0
+    inputs = StepInputs(
+        ids.to(device),
+        _positions(family, chunks).to(device),
+        metadata,
+        (),
+        embed_at.to(device) if at else None,
+        None,
+    )
+    return inputs, torch.stack(rows) if rows else None
+
+
+def _spans_both_ways(family: GeneralTextFamily, chunk: Chunk) -> list[tuple[int, int]]:
+    return [
+        (feature.offset, feature.end)
+        for feature in chunk.prompt.features
+        if feature.modality in family.unsplittable
+        and chunk.start <= feature.offset
+        and feature.end <= chunk.end
+    ]
+
+
+def _positions(family: GeneralTextFamily, chunks: Sequence[Chunk]) -> Tensor:
+    """[1, T], or [3, 1, T] with multi-axis rope."""
+    if family.position_axes == 1:
+        return torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks])[None]
+    parts = []
+    for chunk in chunks:
+        part = np.empty((3, chunk.length), np.int64)
+        MropePositions(chunk.prompt.features).fill(chunk.start, part)
+        parts.append(torch.from_numpy(part))
+    return torch.cat(parts, 1)[:, None]
+
+
+def _largest_error(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    return max(_error(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 def _scale(family: GeneralTextFamily, ours: Tensor, theirs: Tensor) -> float:
@@ -133,13 +373,13 @@ def _error(ours: Tensor, theirs: Tensor) -> float:
 
 
 @contextmanager
-def _short_windows(model: Any) -> Iterator[None]:
-    """In this block every sliding window of the model has `SHORT_WINDOW` tokens."""
-    holders = {id(module): module for module in model.modules()}
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    holders |= {id(config): config for config in configs if config is not None}
-    text = model.config.get_text_config(decoder=True)
-    holders[id(text)] = text
+def _short_windows(family: GeneralTextFamily) -> Iterator[None]:
+    """In this block every sliding window of the text model has `SHORT_WINDOW` tokens."""
+    holders: dict[int, Any] = {id(module): module for module in family.decoder.modules()}
+    configs = [getattr(module, "config", None) for module in family.decoder.modules()]
+    holders |= {
+        id(config): config for config in (*configs, family.text_config) if config is not None
+    }
     saved = [
         (holder, name, value)
         for holder in holders.values()

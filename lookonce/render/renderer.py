@@ -91,6 +91,9 @@ class Renderer:
         )
         self._own_slabs = own_slabs
         self._limits = dict(limits or {})
+        if family is not None and family.max_items is not None:
+            most = family.max_items
+            self._limits = {name: min(limit, most) for name, limit in self._limits.items()}
         self.token_cache = TokenCache() if token_cache is None else token_cache
 
     # --- prompts ------------------------------------------------------------------------------

@@ -190,6 +190,19 @@ class ProcessedItem(msgspec.Struct, frozen=True, array_like=True):
         return sum(array.nbytes for array in self.arrays.values() if array.place is None)
 
 
+class MediaExample(msgspec.Struct, frozen=True):
+    """A prompt with media, once as a renderer makes it and once as transformers' processor does.
+
+    Both have the same token ids. A model is compared with transformers on such prompts.
+    """
+
+    token_ids: tuple[int, ...]
+    items: tuple[tuple[int, ProcessedItem], ...]
+    """`(position where its expansion begins, item)` in order."""
+    arrays: dict[str, Array]
+    """What transformers' processor makes of the whole prompt beside token ids."""
+
+
 ITEM_OVERHEAD = 512
 """Bytes charged per item beside its arrays (names, expansion, bookkeeping)."""
 

@@ -143,6 +143,45 @@ GENERAL_TEXT: tuple[str, ...] = (
 """Types of text-only models that the general family serves, each compared with transformers by
 `make test-models`. Other types of text-only models are tried: loading compares them, too."""
 
+GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
+    "audioflamingo3": ("audio",),
+    "aya_vision": ("image",),
+    "deepseek_vl": ("image",),
+    "exaone4_5": ("image",),
+    "glm46v": ("image",),
+    "glm4v": ("image",),
+    "glm4v_moe": ("image",),
+    "glm_ocr": ("image",),
+    "glmasr": ("audio",),
+    "hyperclovax_vision_v2": ("image",),
+    "idefics2": ("image",),
+    "internvl": ("image",),
+    "janus": ("image",),
+    "lighton_ocr": ("image",),
+    "llava_next": ("image",),
+    "llava_next_video": ("image",),
+    "llava_onevision": ("image",),
+    "moss_transcribe_diarize": ("audio",),
+    "paddleocr_vl": ("image",),
+    "qianfan_ocr": ("image",),
+    "qwen3_asr": ("audio",),
+    "video_llama_3": ("image",),
+    "video_llava": ("image",),
+    "vipllava": ("image",),
+}
+"""Types of models with media that the general family serves, each compared with transformers by
+`make test-models`. Other types are tried: loading compares them, too."""
+
+ONE_IN_A_PROMPT: tuple[str, ...] = (
+    "audioflamingo3",
+    "glmasr",
+    "idefics2",
+    "llava_onevision",
+    "qwen3_asr",
+)
+"""Types of `GENERAL_MEDIA` whose processor takes one item in a prompt, or treats several otherwise
+than each alone: they are served with one."""
+
 UNSERVABLE: dict[str, tuple[str, ...]] = {
     "its decoder cannot be run": (
         "axk2",
@@ -230,6 +269,30 @@ MEDIA_CONFIG = re.compile(
 """Names of the parts of a config that describe an encoder of media."""
 
 
+MEDIA_TOKENS: dict[Modality, tuple[str, ...]] = {
+    "image": ("image_token_id", "image_token_index"),
+    "audio": ("audio_token_id", "audio_token_index"),
+}
+"""Modality → names in a config of the token whose positions take encoder outputs."""
+MEDIA_PARTS: dict[Modality, re.Pattern[str]] = {
+    "image": re.compile(r"vision|visual|vit|image"),
+    "audio": re.compile(r"audio|speech|sound|acoustic|encoder"),
+}
+
+
+def general_modalities(config: Mapping[str, object]) -> tuple[Modality, ...]:
+    """The media that the general family gives a model: those with an encoder and a token."""
+    parts = [
+        name for name, value in config.items() if value is not None and MEDIA_CONFIG.fullmatch(name)
+    ]
+    return tuple(
+        modality
+        for modality, names in MEDIA_TOKENS.items()
+        if any(type(config.get(name)) is int for name in names)
+        and any(MEDIA_PARTS[modality].search(part) for part in parts)
+    )
+
+
 def takes_media(config: Mapping[str, object]) -> bool:
     """Whether a Hugging Face config describes a model that sees or hears."""
     return any(value is not None and MEDIA_CONFIG.fullmatch(name) for name, value in config.items())
@@ -238,21 +301,23 @@ def takes_media(config: Mapping[str, object]) -> bool:
 def check_served(config: Mapping[str, object]) -> None:
     """Raises `ModelLoadError` for a config whose type certainly is not served.
 
-    Types of text-only models that are not listed pass: what they are is found out on loading.
+    Types that are not listed pass: what they are is found out on loading.
     """
     model_type = str(config.get("model_type", ""))
-    if model_type in SUPPORTED or model_type in GENERAL_TEXT:
+    if model_type in SUPPORTED or model_type in GENERAL_TEXT or model_type in GENERAL_MEDIA:
         return
     for reason, types in UNSERVABLE.items():
         if model_type in types:
             raise unsupported(model_type, reason)
-    if not model_type or takes_media(config) or config.get("is_encoder_decoder"):
+    if not model_type or config.get("is_encoder_decoder"):
         raise unsupported(model_type)
+    if takes_media(config) and not general_modalities(config):
+        raise unsupported(model_type, "its config names no token for its pictures or sounds")
 
 
 def unsupported(model_type: str, reason: str = "") -> ModelLoadError:
     """What to raise for a type that is not served: why, and the types that have a similar name."""
-    known = sorted({*SUPPORTED, *GENERAL_TEXT})
+    known = sorted({*SUPPORTED, *GENERAL_TEXT, *GENERAL_MEDIA})
     near = difflib.get_close_matches(model_type, known, n=3)
     nearest = f" (did you mean {' or '.join(near)}?)" if near else ""
     because = f": {reason}" if reason else ""

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lookonce.cli.main import main
-from lookonce.types.model import GENERAL_TEXT, SUPPORTED, UNSERVABLE
+from lookonce.types.model import GENERAL_MEDIA, GENERAL_TEXT, SUPPORTED, UNSERVABLE
 
 
 def run(monkeypatch, capsys, *arguments: str) -> str:
@@ -22,7 +22,7 @@ def test_every_type_is_listed_once_with_its_media(monkeypatch, capsys):
     rows = json.loads(run(monkeypatch, capsys, "--json"))
     media = {row["model_type"]: tuple(row["media"]) for row in rows}
     assert len(rows) == len(media)
-    assert media == {**SUPPORTED, **dict.fromkeys(GENERAL_TEXT, ())}
+    assert media == {**SUPPORTED, **dict.fromkeys(GENERAL_TEXT, ()), **GENERAL_MEDIA}
     assert {row["served_by"] for row in rows if row["model_type"] in SUPPORTED} == {"own"}
 
 

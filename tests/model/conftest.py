@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.model.builds import VARIANTS, in_use
-from tests.support.model.serving import Subject, make_subject
+from tests.support.model.serving import Subject, make_general_subject, make_subject
+from tests.support.model_folders.make import GENERAL_MEDIA
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +17,8 @@ def subjects(folder) -> Callable[[str], Subject]:
 
     def get(kind: str) -> Subject:
         if kind not in made:
-            made[kind] = make_subject(folder(kind))
+            make = make_general_subject if kind.startswith(GENERAL_MEDIA) else make_subject
+            made[kind] = make(folder(kind))
         return made[kind]
 
     return get

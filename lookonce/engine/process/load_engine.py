@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,6 +28,7 @@ from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.select import resolve_block_size, select_backend
 from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.runner import Runner, ThreadCounts
+from lookonce.render.families.registry import media_examples
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,9 @@ def load_engine(
     """
     threads = ThreadCounts.of_machine()
     items = WarmUpItems(settings)  # processed while weights load
-    loaded = load_model(settings.model, progress)
+    model = settings.model
+    examples = partial(media_examples, model.folder, model.dtype)
+    loaded = load_model(model, progress, examples)
     backend, block_size = attention_of(loaded, settings.kv)
     num_blocks = _num_blocks(loaded, settings.kv, block_size)
     loaded = _fitted(loaded, num_blocks * block_size)

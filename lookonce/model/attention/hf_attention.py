@@ -23,6 +23,22 @@ from lookonce.model.attention.backend import AttentionCall, ForwardContext
 ATTENTION_NAME = "lookonce_paged"
 
 
+def set_text_attention(model: Any, name: str) -> None:
+    """Let the text model of a transformers model use this attention, and its encoders what they do.
+
+    A config that is its text model's own and has parts for encoders is told so part by part.
+    """
+    text = model.config.get_text_config(decoder=True)
+    parts = {part: getattr(model.config, part, None) for part in model.config.sub_configs}
+    named = next((part for part, config in parts.items() if config is text), None)
+    if named is not None:
+        model.set_attn_implementation({named: name})
+    elif text is not model.config:
+        model.set_attn_implementation({"text_config": name})
+    else:
+        model.set_attn_implementation(name)
+
+
 _context: ContextVar[ForwardContext | None] = ContextVar("paged_forward_context", default=None)
 
 

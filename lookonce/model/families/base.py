@@ -34,10 +34,10 @@ class ModelFamily:
 
     model_types: ClassVar[tuple[str, ...]] = ()
     """`model_type` of the configs this class serves."""
-    modalities: ClassVar[tuple[Modality, ...]] = ()
-    unsplittable: ClassVar[tuple[Modality, ...]] = ()
+    modalities: tuple[Modality, ...] = ()
+    unsplittable: tuple[Modality, ...] = ()
     """Modalities whose items attend to themselves in both directions."""
-    position_axes: ClassVar[PositionAxes] = 1
+    position_axes: PositionAxes = 1
     dropped_weights: ClassVar[tuple[str, ...]] = (
         r"(^|\.)rotary_emb\.",
         r"(^|\.)(inv_freq|position_ids)$",

@@ -16,8 +16,8 @@ class Qwen2_5VLFamily(ModelFamily):  # noqa: N801
     """Items: `pixel_values` [t * h * w, patch], `image_grid_thw` [3] in patches."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl")
-    modalities: ClassVar[tuple[Modality, ...]] = ("image",)
-    position_axes: ClassVar[PositionAxes] = 3
+    modalities: tuple[Modality, ...] = ("image",)
+    position_axes: PositionAxes = 3
 
     def batch_key(self, modality: Modality, item: Tensors) -> Hashable:
         return modality

@@ -8,7 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lookonce.model.families.base import ModelFamily, TextFamily
 from lookonce.model.families.gemma3 import Gemma3Family
-from lookonce.model.families.general import GeneralTextFamily
+from lookonce.model.families.general import GeneralMediaFamily, GeneralTextFamily
 from lookonce.model.families.idefics3 import Idefics3Family
 from lookonce.model.families.llava import LlavaFamily
 from lookonce.model.families.qwen2_5_omni import Qwen2_5OmniFamily
@@ -16,7 +16,7 @@ from lookonce.model.families.qwen2_5_vl import Qwen2_5VLFamily
 from lookonce.model.families.qwen2_audio import Qwen2AudioFamily
 from lookonce.model.families.qwen3_vl import Qwen3VLFamily
 from lookonce.model.families.voxtral import VoxtralFamily
-from lookonce.types.model import check_served, unsupported
+from lookonce.types.model import check_served, general_modalities, unsupported
 
 FAMILIES: dict[str, type[ModelFamily]] = {
     model_type: family
@@ -41,6 +41,8 @@ def family_for(config: Mapping[str, object]) -> type[ModelFamily]:
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     check_served(config)
+    if general_modalities(config):
+        return GeneralMediaFamily
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise unsupported(model_type, "transformers knows no text model of this type")
     return GeneralTextFamily

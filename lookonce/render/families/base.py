@@ -42,9 +42,13 @@ class ProcessorFamily(ABC):
     """One loaded family. `dtype` is the model's; floating-point arrays of items have it."""
 
     model_types: ClassVar[tuple[str, ...]] = ()
-    modalities: ClassVar[tuple[Modality, ...]] = ()
+    modalities: tuple[Modality, ...] = ()
     arithmetic: ClassVar[int] = 1
     """Version of this family's own code; increased when it makes other arrays."""
+    max_items: int | None = None
+    """Most items of one modality in a prompt; None: no limit of its own."""
+    needs_torch: ClassVar[bool] = False
+    """Whether `process` needs torch, which workers otherwise go without."""
     sampling_rate: int = 0
     """Hz of the samples that `process` takes; 0 for families without sound."""
     max_audio_seconds: float = 0.0

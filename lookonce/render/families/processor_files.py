@@ -44,6 +44,8 @@ class ProcessorFiles(msgspec.Struct, frozen=True):
     """processor_config.json: the arguments of the processor class."""
     tokenizer: str | None = None
     """Path of tokenizer.json; None if there is none."""
+    folder: str = ""
+    """The folder or hub id that the files are of."""
 
     def described(self) -> list[Json]:
         """The content that decides how media is processed, without paths."""
@@ -74,6 +76,7 @@ def read_processor_files(folder: str | Path) -> ProcessorFiles:
         preprocessor=_read_json(folder, "preprocessor_config.json"),
         processor=_read_json(folder, "processor_config.json"),
         tokenizer=None if tokenizer is None else str(tokenizer),
+        folder=str(folder),
     )
 
 
@@ -131,10 +134,15 @@ class ProcessorTokenizer:
 
     def token(self, text: str) -> int:
         """The id of a text that is one token. Raises `ModelLoadError` if it is not."""
-        found = self._tokenizer.token_to_id(text)
+        found = self.find(text)
         if found is None:
             raise ModelLoadError(f"the tokenizer has no token {text}")
-        return int(found)
+        return found
+
+    def find(self, text: str) -> int | None:
+        """The id of a text that is one token; None if it is not."""
+        found: int | None = self._tokenizer.token_to_id(text)
+        return found
 
 
 def image_processor(config: Json, *allowed: str) -> Any:
@@ -150,3 +158,50 @@ def whisper_feature_extractor(config: Json) -> Any:
     """The extractor, of which `whisper` uses only the settings and the mel filters."""
     module = import_module("transformers.models.whisper.feature_extraction_whisper")
     return module.WhisperFeatureExtractor.from_dict(dict(config))
+
+
+def full_processor(files: ProcessorFiles) -> Any:
+    """transformers' processor of the folder: tokenizer, picture processor, feature extractor.
+
+    The part for films is left out: it needs torchvision, and nothing here uses it. Raises
+    `ModelLoadError` where transformers has no processor for this type, or not without torchvision.
+    """
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    try:
+        named = files.processor.get("processor_class") or files.preprocessor.get("processor_class")
+        base = getattr(transformers, str(named), None)
+        if base is None:
+            base = PROCESSOR_MAPPING[type(transformers.AutoConfig.from_pretrained(files.folder))]
+        kind = _without_films(base)
+        parts = [_part(name, files) for name in kind.get_attributes()]
+        settings, _ = kind.get_processor_dict(files.folder)
+        return kind.from_args_and_dict(parts, settings)
+    except (ImportError, KeyError, OSError, TypeError, ValueError, AttributeError) as error:
+        raise ModelLoadError(f"transformers cannot build its processor ({error})") from error
+
+
+def _part(name: str, files: ProcessorFiles) -> Any:
+    import transformers
+
+    if name == "video_processor":
+        return None
+    if name == "tokenizer":
+        return transformers.AutoTokenizer.from_pretrained(files.folder)
+    if name == "image_processor":
+        return transformers.AutoImageProcessor.from_pretrained(files.folder, backend="pil")
+    if name in ("feature_extractor", "audio_processor"):
+        return transformers.AutoFeatureExtractor.from_pretrained(files.folder)
+    raise ValueError(f"it has an unknown part {name}")
+
+
+def _without_films(base: Any) -> Any:
+    """The class, which accepts that it has no part for films."""
+
+    def check(self: Any, name: str, value: object) -> Any:
+        if name == "video_processor" and value is None:
+            return type(None)
+        return base.check_argument_for_proper_class(self, name, value)
+
+    return type(base.__name__, (base,), {"check_argument_for_proper_class": check})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.families.gemma3 import Gemma3Processing
+from lookonce.render.families.general import GeneralProcessing
 from lookonce.render.families.idefics3 import Idefics3Processing
 from lookonce.render.families.llava import LlavaProcessing
 from lookonce.render.families.pixtral import PixtralProcessing
@@ -14,7 +16,8 @@ from lookonce.render.families.qwen2_5_omni import Qwen2_5OmniProcessing
 from lookonce.render.families.qwen2_5_vl import Qwen2_5VLProcessing
 from lookonce.render.families.qwen2_audio import Qwen2AudioProcessing
 from lookonce.render.families.voxtral import VoxtralProcessing
-from lookonce.types.model import check_served
+from lookonce.types.media import MediaExample
+from lookonce.types.model import check_served, general_modalities, unsupported
 
 FAMILIES: dict[str, type[ProcessorFamily]] = {
     model_type: family
@@ -45,7 +48,25 @@ def load_family(folder: str | Path, dtype: str) -> ProcessorFamily | None:
     if family is not None:
         return family(files, dtype)
     check_served(files.config)
-    return None
+    return GeneralProcessing(files, dtype) if general_modalities(files.config) else None
+
+
+def media_examples(folder: str | Path, dtype: str) -> tuple[MediaExample, ...]:
+    """Prompts on which loading compares a model of a type that has no family of its own.
+
+    Raises `ModelLoadError` where transformers cannot build or run the model's processor.
+    """
+    family = load_family(folder, dtype)
+    if not isinstance(family, GeneralProcessing):
+        return ()
+    model_type = str(family.files.config["model_type"])
+    try:
+        return family.examples()
+    except (ModelLoadError, UnprocessableMediaError) as error:
+        raise unsupported(model_type, error.message) from error
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"its processor takes no prompt with several items ({error})"
+        raise unsupported(model_type, reason[:300]) from error
 
 
 def _family_class(model_type: str, config: Json) -> type[ProcessorFamily] | None:

@@ -70,6 +70,8 @@ NICENESS = 5
 BASE_MEMORY = 4 << 30
 BYTES_PER_PIXEL = 64
 """Address space a worker may use: `BASE_MEMORY`, and this much per pixel of the largest picture."""
+TORCH_MEMORY = 8 << 30
+"""Address space that torch's libraries take beside that, bytes."""
 WARM_UP_SIDE = 1024
 TEXT_CODECS = ("ascii", "latin-1", "utf-8", "utf-16", "utf-16-le", "utf-16-be", "cp1252")
 """Encodings of texts in media files, which Python loads when they are first used."""
@@ -209,14 +211,24 @@ def _configured(link: MessageSocket, requests: MessageDecoder[WorkerRequest]) ->
     settings = request.settings
     try:
         processing = Processing(settings)
+        if processing.family.needs_torch:
+            _allow_torch()
         warm_up(processing, settings.max_image_pixels)
     except LookOnceError as error:
         send_error(link, error)
         return None
-    decoding = BASE_MEMORY + BYTES_PER_PIXEL * settings.max_image_pixels
-    limit_resources(decoding + request.slab_bytes)
+    memory = BASE_MEMORY + BYTES_PER_PIXEL * settings.max_image_pixels
+    if processing.family.needs_torch:
+        memory += TORCH_MEMORY
+    limit_resources(memory + request.slab_bytes)
     send(link, WorkerReady(close_sandbox()))
     return processing
+
+
+def _allow_torch() -> None:
+    """Transformers has not been imported yet: then it would know of no torch for good."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
+    sys.modules.pop("torch", None)
 
 
 def _serve(

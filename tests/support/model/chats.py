@@ -29,6 +29,7 @@ from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.renderer import Renderer
 from lookonce.types.request import RenderedPrompt
 from tests.support.model.cases import Case
+from tests.support.model_folders.general_media import MEDIA_KINDS
 from tests.support.render import hugging_face
 from tests.support.render.doubles import FakeLoader
 
@@ -84,7 +85,7 @@ def chat_case(folder: Path, parts: Sequence[Part], pool: PoolInProcess | None = 
 def render(
     folder: Path, parts: Sequence[Part], pool: PoolInProcess | None = None
 ) -> RenderedPrompt:
-    return render_content(folder, [_sent_part(part) for part in parts], pool)
+    return render_content(folder, [sent_part(part) for part in parts], pool)
 
 
 def render_content(
@@ -99,7 +100,7 @@ def reference(folder: Path, parts: Sequence[Part]) -> dict[str, torch.Tensor]:
     """Arguments of `generate`, without anything of ours."""
     conversation = [{"role": "user", "content": [_hugging_face_part(part) for part in parts]}]
     kind = hugging_face.model_type(folder)
-    if kind in hugging_face.PROCESSORS:
+    if kind in (*hugging_face.PROCESSORS, *MEDIA_KINDS):
         return hugging_face.chat_inputs(folder, conversation)
     if kind == "voxtral":
         return _voxtral_reference(folder, parts, conversation)
@@ -123,7 +124,7 @@ def _voxtral_reference(
     return inputs
 
 
-def _sent_part(part: Part) -> Json:
+def sent_part(part: Part) -> Json:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     data = base64.b64encode(_encoded(part)).decode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from lookonce.config import ModelConfig, SchedulerConfig
 from lookonce.core.block_pool import BlockPool
@@ -24,11 +26,15 @@ from lookonce.model.attention.select import select_backend
 from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.runner import Runner
 from lookonce.model.step_inputs import StepInputs
-from lookonce.types.model import ModelInfo
+from lookonce.render.families.registry import media_examples
+from lookonce.types.media import Modality
+from lookonce.types.model import ONE_IN_A_PROMPT, ModelInfo
 from lookonce.types.request import GenerateRequest, PromptLogprob
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import StepPlan, StepResult
-from tests.support.model.cases import Case, CaseMaker, array, picture, sound
+from tests.support.model.cases import Case, CaseMaker, Part, array, picture, sound
+from tests.support.model.chats import PoolInProcess, chat_case
+from tests.support.render import hugging_face
 
 NUM_TOKENS = 24
 NEAR_TIE = 1e-4
@@ -89,6 +95,36 @@ def make_subject(folder: Path) -> Subject:
     return Subject(loaded, cases, expected_answers(folder, loaded.info, cases))
 
 
+def make_general_subject(folder: Path) -> Subject:
+    """Of a type with media and no family of its own; items are from the renderer, and what plain
+    Hugging Face gets of each prompt is from its whole processor."""
+    loaded = load_general(folder)
+    cases = general_cases(folder, loaded.info.modalities)
+    for case in cases:
+        assert case.token_ids.tolist() == case.reference["input_ids"][0].tolist()
+    return Subject(loaded, cases, expected_answers(folder, loaded.info, cases))
+
+
+def load_general(folder: Path, **options: Any) -> LoadedModel:
+    config = ModelConfig(folder=str(folder), served_name="test", **options)
+    return load_model(config, None, partial(media_examples, folder, config.dtype))
+
+
+def general_cases(folder: Path, modalities: Sequence[Modality]) -> list[Case]:
+    """As `media_cases`, in a client's messages."""
+    pool, kind = PoolInProcess(folder), hugging_face.model_type(folder)
+    chats: list[tuple[Part, ...]] = []
+    media = {"image": pictures(), "audio": sounds()}
+    for modality in modalities:
+        one, two, three = media[modality]
+        chats += [("See: ", one, " what is it?"), (TEXT,)]
+        several = (two, " and B ", three, " or ", one) if kind not in ONE_IN_A_PROMPT else (two,)
+        chats += [("A", *several, " which?"), chats[-2]]
+    if len(modalities) > 1:
+        chats.append(("Both ", media["image"][1], " and ", media["audio"][1], " now"))
+    return [chat_case(folder, chat, pool) for chat in chats]
+
+
 def text_cases(maker: CaseMaker) -> list[Case]:
     return [maker.case(TEXT * 3), maker.case("Hi"), maker.case(TEXT * 3 + "now"), maker.case(TEXT)]
 
@@ -123,6 +159,8 @@ def expected_answers(folder: Path, info: ModelInfo, cases: list[Case]) -> list[A
 def reference_model(folder: Path, info: ModelInfo) -> Any:
     """Plain Hugging Face's, fp32; it never stops by itself."""
     auto = AutoModelForMultimodalLM if info.modalities else AutoModelForCausalLM
+    if info.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        auto = AutoModelForSeq2SeqLM
     model = auto.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0

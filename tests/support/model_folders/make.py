@@ -16,6 +16,7 @@ from lookonce.errors import ConfigError
 from tests.support.model_folders.audio import SOUND_KINDS
 from tests.support.model_folders.base import SCALES, FolderKind, Json
 from tests.support.model_folders.general import general_kind
+from tests.support.model_folders.general_media import MEDIA_KINDS
 from tests.support.model_folders.qwen import QWEN_KINDS
 from tests.support.model_folders.text import TEXT_KINDS
 from tests.support.model_folders.vision import VISION_KINDS
@@ -23,6 +24,8 @@ from tests.support.model_folders.vision import VISION_KINDS
 KINDS: dict[str, FolderKind] = {**TEXT_KINDS, **VISION_KINDS, **QWEN_KINDS, **SOUND_KINDS}
 GENERAL_TEXT = "text:"
 """Before a `model_type`: a random folder from the defaults of its config."""
+GENERAL_MEDIA = "media:"
+"""Before a `model_type` with media and no family of its own."""
 FolderMaker = Callable[..., Path]
 """The fixture `folder`: `folder(kind, seed=0, scale="tiny")` returns the folder of that kind."""
 CORPUS = (
@@ -43,7 +46,7 @@ def make_folder(
 
     Raises `ConfigError` for an unknown kind or scale.
     """
-    known = kind in KINDS or kind.startswith(GENERAL_TEXT)
+    known = kind in KINDS or kind.startswith((GENERAL_TEXT, GENERAL_MEDIA))
     if not known or scale not in SCALES:
         raise ConfigError(
             f"no random folder {kind!r} at scale {scale!r}; kinds: {', '.join(KINDS)}; "
@@ -62,9 +65,11 @@ def make_folder(
 
 
 def kind_named(kind: str) -> FolderKind:
-    """One of `KINDS`, or the kind of "text:TYPE"."""
+    """One of `KINDS`, or the kind of "text:TYPE" or "media:TYPE"."""
     if kind.startswith(GENERAL_TEXT):
         return general_kind(kind.removeprefix(GENERAL_TEXT))
+    if kind.startswith(GENERAL_MEDIA):
+        return MEDIA_KINDS[kind.removeprefix(GENERAL_MEDIA)]
     return KINDS[kind]
 
 
@@ -99,10 +104,12 @@ def write_model(
 ) -> None:
     """Build the model of a transformers config with random weights and save it."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
     auto = AutoModelForMultimodalLM if config.sub_configs else AutoModelForCausalLM
+    if type(config) in AutoModelForSeq2SeqLM._model_mapping:
+        auto = AutoModelForSeq2SeqLM
     with torch.random.fork_rng(devices=[]):
         model = auto.from_config(config)
     randomise(model, seed)

@@ -15,7 +15,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer, ProcessorMixin
+import transformers
+from transformers import (
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    AutoTokenizer,
+    ProcessorMixin,
+)
 
 PROCESSORS = {
     "llava": "llava.processing_llava.LlavaProcessor",
@@ -59,7 +65,9 @@ def processor(folder: Path) -> Any:
     tokenizer = _tokenizer(folder)
     given = _read_json(folder / "processor_config.json")
     given.pop("processor_class", None)
-    if kind == "qwen2_audio":
+    if kind not in PROCESSORS:
+        built = _general_processor(folder, given)
+    elif kind == "qwen2_audio":
         built = _class(kind)(feature_extractor(folder), tokenizer)
     elif kind == "qwen2_5_omni_thinker":
         extractor = feature_extractor(folder)
@@ -75,7 +83,8 @@ def processor(folder: Path) -> Any:
 def model_type(folder: Path) -> str:
     config = _read_json(folder / "config.json")
     pixtral = (config.get("vision_config") or {}).get("model_type") == "pixtral"
-    return "mistral3" if pixtral else str(config["model_type"])
+    of_mistral = pixtral and config["model_type"] == "llava"
+    return "mistral3" if of_mistral else str(config["model_type"])
 
 
 def image_arrays(folder: Path, image: Any, **options: Any) -> dict[str, Any]:
@@ -154,6 +163,21 @@ def voxtral_features(folder: Path, wave: np.ndarray) -> np.ndarray:
         SimpleNamespace(feature_extractor=extractor), [wave], **settings
     )
     return np.asarray(features)
+
+
+def _general_processor(folder: Path, given: dict[str, Any]) -> Any:
+    """Of a type that is not in `PROCESSORS`: the class that the folder names."""
+    named = _read_json(folder / "processor_config.json")["processor_class"]
+    base = getattr(transformers, named)
+    made = {
+        "tokenizer": lambda: _tokenizer(folder),
+        "image_processor": lambda: image_processor(folder),
+        "feature_extractor": lambda: AutoFeatureExtractor.from_pretrained(folder),
+        "audio_processor": lambda: AutoFeatureExtractor.from_pretrained(folder),
+        "video_processor": lambda: None,
+    }
+    parts = {name: made[name]() for name in base.get_attributes()}
+    return _without_video(base)(**parts, **given)
 
 
 def _class(kind: str) -> Any:

@@ -1,0 +1,252 @@
+"""Models with media and no family of their own: transformers' whole processor runs on each item.
+
+What the processor makes of one placeholder is the item's expansion, and everything that it gives
+beside token ids is the item's arrays. Nothing is known of an item before it is processed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from importlib.metadata import version
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+from PIL import Image
+
+from lookonce.errors import ModelLoadError, UnprocessableMediaError
+from lookonce.render.families.arrays import Arrays, float_array, refuse_arrays, stored_array
+from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
+from lookonce.render.families.processor_files import (
+    ProcessorFiles,
+    ProcessorTokenizer,
+    full_processor,
+)
+from lookonce.types.media import (
+    ITEM_SIZE,
+    Array,
+    Expansion,
+    MediaExample,
+    Modality,
+    ProcessedItem,
+)
+from lookonce.types.model import MEDIA_TOKENS, ONE_IN_A_PROMPT, general_modalities
+
+NOT_OF_ITEMS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+"""What a processor gives by token of the prompt."""
+ARGUMENTS: dict[Modality, str] = {"image": "images", "audio": "audio"}
+LONGEST_SOUND = 30.0
+"""Seconds; the window of Whisper's extractor, which cuts what is longer without an error."""
+EXAMPLE_PICTURES = ((128, 60), (70, 90), (128, 60))
+EXAMPLE_SECONDS = (0.9, 1.6, 0.9)
+"""Two are of one size, so that only their contents tell them apart."""
+
+
+PLACEHOLDERS: dict[str, dict[Modality, str]] = {
+    "gemma3": {"image": "<start_of_image>"},
+    "gemma3n": {"image": "<image_soft_token>", "audio": "<audio_soft_token>"},
+    "qianfan_ocr": {"image": "<image>"},
+}
+"""Type → what its templates write for an item, where that is another token than its config and
+processor_config.json name."""
+TEXT_AROUND: dict[str, tuple[str, str]] = {"gemma3": ("\n\n", "\n\n"), "gemma3n": ("\n\n", "\n\n")}
+"""Type → texts that its processor adds before and after an item, which may merge with others."""
+
+
+class GeneralProcessing(ProcessorFamily):
+    """Items have whatever arrays the model's processor gives for one item."""
+
+    needs_torch = True
+
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
+        super().__init__(files, dtype)
+        self.modalities = general_modalities(files.config)
+        self.max_items = 1 if files.config.get("model_type") in ONE_IN_A_PROMPT else None
+        self._tokenizer = ProcessorTokenizer(files)
+        self._tokens = {
+            modality: token_id(files.config, *MEDIA_TOKENS[modality])
+            for modality in self.modalities
+        }
+        self._placeholders = {
+            modality: self._find_placeholder(modality) for modality in self._tokens
+        }
+        self._around = TEXT_AROUND.get(str(files.config.get("model_type")), ("", ""))
+        if "audio" in self.modalities:
+            sound = files.feature_extractor
+            self.sampling_rate = int(sound.get("sampling_rate", 16000))
+            self.max_audio_seconds = LONGEST_SOUND
+
+    def placeholder_token_id(self, modality: Modality) -> int:
+        return self._placeholders[modality]
+
+    def _find_placeholder(self, modality: Modality) -> int:
+        """The token that takes rows, unless templates are known to write another one."""
+        known = PLACEHOLDERS.get(str(self.files.config.get("model_type")), {})
+        text = known.get(modality) or self.files.processor.get(f"{modality}_token")
+        found = self._tokenizer.find(text) if isinstance(text, str) else None
+        return self._tokens[modality] if found is None else found
+
+    def text_around_placeholder(self, modality: Modality) -> tuple[str, str]:
+        return self._around
+
+    def fingerprint(self) -> bytes:
+        torch = version("torch").encode()
+        return blake3(super().fingerprint() + self._tokenizer.digest + torch).digest()
+
+    def expansion_of_size(
+        self, modality: Modality, size: tuple[int, ...], options: Options
+    ) -> Expansion:
+        """Raises `ModelLoadError`: only processing says it."""
+        raise ModelLoadError("the tokens of an item are not known before it is processed")
+
+    def expansion_of_arrays(self, modality: Modality, arrays: Arrays) -> Expansion:
+        raise refuse_arrays(
+            f"this model type takes no processed {modality} items: what their tokens are is known "
+            "from the encoded media alone; send that"
+        )
+
+    def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
+        """The processor's arrays as it gives them for a prompt of this item's placeholder."""
+        try:
+            ids, found = self._run(self._placeholder(modality), {modality: [decoded]})
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise UnprocessableMediaError(
+                f"the model's processor refuses the {modality} ({type(error).__name__})"
+            ) from error
+        ids = self._without_text_around(ids)
+        arrays = {name: value for name, value in found.items() if name not in NOT_OF_ITEMS}
+        runs = tuple((token, len(list(same))) for token, same in groupby(ids))
+        expansion = Expansion(runs, self._tokens[modality], self._grid(modality, arrays))
+        if not expansion.num_embeds:
+            raise UnprocessableMediaError(f"the model's processor gives the {modality} no tokens")
+        return ProcessedItem(modality, arrays, expansion)
+
+    def examples(self) -> tuple[MediaExample, ...]:
+        """Prompts with one random item of each modality, with three, and with one of each; where
+        only one may be in a prompt, with one and with another.
+
+        Raises `ModelLoadError` where an item's tokens in a prompt are not those that it has alone.
+        """
+        media = {modality: _example_media(modality, self) for modality in self.modalities}
+        if self.max_items is None:
+            for modality, (first, second, _) in media.items():
+                self._check_neighbours(modality, [first, second])
+        several = self.max_items is None
+        orders: list[list[tuple[Modality, int]]] = []
+        for modality in self.modalities:
+            orders.append([(modality, 0)])
+            orders.append([(modality, number) for number in ((0, 1, 2) if several else (1,))])
+        if len(self.modalities) > 1:
+            orders.append([(modality, 1) for modality in self.modalities])
+        return tuple(
+            self._example([(modality, media[modality][number]) for modality, number in order])
+            for order in orders
+        )
+
+    def _example(self, media: Sequence[tuple[Modality, Decoded]]) -> MediaExample:
+        before, after = self._around
+        text = written = "Look\n"
+        given: dict[Modality, list[Decoded]] = {}
+        for number, (modality, decoded) in enumerate(media):
+            placeholder, following = self._placeholder(modality), f"\nand {number} what? "
+            text += placeholder + following
+            written += before + placeholder + after + following
+            given.setdefault(modality, []).append(decoded)
+        waiting = [self.process(modality, decoded, {}) for modality, decoded in media]
+        ids: list[int] = []
+        items: list[tuple[int, ProcessedItem]] = []
+        for token in self._encoded(written):
+            if waiting and token == self._placeholders[waiting[0].modality]:
+                items.append((len(ids), waiting.pop(0)))
+                ids += items[-1][1].expansion.token_ids()
+            else:
+                ids.append(token)
+        theirs, arrays = self._run(text, given)
+        if theirs != ids:
+            raise ModelLoadError(
+                "its processor gives an item other tokens in a prompt than it gives it alone"
+            )
+        return MediaExample(tuple(ids), tuple(items), arrays)
+
+    def _check_neighbours(self, modality: Modality, decoded: list[Decoded]) -> None:
+        """Two items without text between them have the tokens that each has alone."""
+        before, after = (self._encoded(text) for text in self._around)
+        ids: list[int] = []
+        for each in decoded:
+            ids += [*before, *self.process(modality, each, {}).expansion.token_ids(), *after]
+        found, _ = self._run(self._placeholder(modality) * 2, {modality: decoded})
+        if found != ids and not any(self._around):
+            raise ModelLoadError("its processor gives neighbouring items other tokens")
+
+    def _without_text_around(self, ids: list[int]) -> list[int]:
+        before, after = (self._encoded(text) for text in self._around)
+        if ids[: len(before)] == before and ids[len(ids) - len(after) :] == after:
+            return ids[len(before) : len(ids) - len(after)]
+        return ids
+
+    def _run(
+        self, text: str, media: Mapping[Modality, Sequence[Decoded]]
+    ) -> tuple[list[int], dict[str, Array]]:
+        """The token ids and arrays that the processor makes of a prompt."""
+        given: dict[str, list[Any]] = {}
+        for modality, items in media.items():
+            # As `apply_chat_template` gives them: pictures in a list for each prompt.
+            given[ARGUMENTS[modality]] = [list(items)] if modality == "image" else list(items)
+        found = dict(
+            self._processor(text=[text], add_special_tokens=False, return_tensors="pt", **given)
+        )
+        ids = [int(token) for token in found.pop("input_ids")[0]]
+        found.pop("attention_mask", None)
+        return ids, {name: _as_array(name, value, self.dtype) for name, value in found.items()}
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self._processor.tokenizer.encode(text, add_special_tokens=False))
+
+    def _placeholder(self, modality: Modality) -> str:
+        """The text of the placeholder token."""
+        token = self._placeholders[modality]
+        return str(self._processor.tokenizer.convert_ids_to_tokens(token))
+
+    def _grid(self, modality: Modality, arrays: Arrays) -> tuple[int, int, int] | None:
+        """Of pictures whose processor states a grid of patches: the same in merged patches."""
+        stated = arrays.get("image_grid_thw")
+        if modality != "image" or stated is None or stated.shape != (1, 3):
+            return None
+        time, height, width = np.frombuffer(stated.data, stated.dtype).tolist()
+        vision = self.files.config.get("vision_config") or {}
+        merge = int(vision.get("spatial_merge_size", 2))
+        return time, height // merge, width // merge
+
+    @cached_property
+    def _processor(self) -> Any:
+        return full_processor(self.files)
+
+
+def _example_media(modality: Modality, family: ProcessorFamily) -> list[Decoded]:
+    random = np.random.default_rng(0)
+    if modality == "image":
+        sizes = EXAMPLE_PICTURES
+        return [
+            Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
+            for width, height in sizes
+        ]
+    lengths = [int(seconds * family.sampling_rate) for seconds in EXAMPLE_SECONDS]
+    return [random.normal(0, 0.1, length).astype(np.float32) for length in lengths]
+
+
+def _as_array(name: str, value: Any, dtype: str) -> Array:
+    """A processor's tensor, array or list of numbers; floats in the model's dtype.
+
+    Raises `ValueError` for anything else.
+    """
+    if isinstance(value, list) and value and hasattr(value[0], "numpy"):
+        value = [each.numpy() for each in value]
+    values: NDArray[Any] = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+    if values.dtype.kind == "f":
+        return float_array(values.astype(np.float32), dtype)
+    if values.dtype.name not in ITEM_SIZE:
+        raise ValueError(f"{name} is not an array of numbers")
+    return stored_array(values, values.dtype.name)

@@ -1,0 +1,240 @@
+"""Models with media and no family of their own: answered like transformers, or refused.
+
+A few types here; every listed type in `make test-models`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from lookonce.config import ModelConfig
+from lookonce.errors import BadRequestError, ModelLoadError
+from lookonce.model.families.general import GeneralMediaFamily
+from lookonce.model.families.registry import FAMILIES
+from lookonce.model.loader import load_model
+from lookonce.model.proof import _cuts_inside, prove_media
+from lookonce.render.families.registry import FAMILIES as RENDER_FAMILIES
+from lookonce.render.families.registry import load_family, media_examples
+from lookonce.render.media.external_items import item_from_arrays
+from lookonce.types.media import MediaExample
+from lookonce.types.model import GENERAL_MEDIA
+from tests.support.model.cases import MAX_LOGIT_ERROR, picture
+from tests.support.model.chats import render
+from tests.support.model.serving import NUM_TOKENS, Subject, compare, load_general, serve
+from tests.support.model_folders.general_media import MEDIA_KINDS
+
+SAMPLE = (
+    "internvl",  # tiles, with text tokens around each picture's
+    "glm4v",  # positions on three axes
+    "qwen3_asr",  # sound, one in a prompt
+)
+REFUSED = {
+    "ernie4_5_vl_moe": "logits differ",  # its three axes of positions are others than Qwen's
+    "musicflamingo": "takes no prompt with several items",
+}
+ALL = bool(os.environ.get("ALL_MODELS"))
+BLOCK = 4
+
+
+@pytest.fixture(scope="module", params=GENERAL_MEDIA if ALL else SAMPLE)
+def subject(request, subjects) -> Subject:
+    return subjects(f"media:{request.param}")
+
+
+def test_every_listed_type_has_a_random_folder():
+    assert set(MEDIA_KINDS) == {*GENERAL_MEDIA, *REFUSED}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_differs_is_refused_with_the_reason(folder, model_type):
+    with pytest.raises(ModelLoadError, match=REFUSED[model_type]):
+        load_general(folder(f"media:{model_type}"))
+
+
+def test_the_media_are_those_that_are_listed(subject):
+    info = subject.loaded.info
+    assert info.modalities == GENERAL_MEDIA[info.model_type]
+
+
+@pytest.mark.parametrize("budget", [16, 64])
+def test_mixed_batches_and_prefix_hits_change_no_token(subject, budget):
+    budget = max(budget, subject.loaded.info.largest_unsplittable)
+    served = serve(subject.loaded, subject.cases, budget=budget)
+    assert served.stats["prefix_cache_hits_total"] > 0
+    assert_parity(served, subject.expected)
+
+
+def test_forced_preemption_changes_no_token(subject):
+    """Two prompts fit, their answers do not: the later one, which has media, is preempted."""
+    cases, expected = ([all_[i] for i in (1, 0)] for all_ in (subject.cases, subject.expected))
+    lengths = [len(case.token_ids) for case in cases]
+    num_blocks = max((max(lengths) + NUM_TOKENS) // BLOCK + 1, sum(lengths) // BLOCK + 4)
+    budget = max(32, subject.loaded.info.largest_unsplittable)
+    served = serve(subject.loaded, cases, budget=budget, num_blocks=num_blocks, block_size=BLOCK)
+    assert served.stats["num_preemptions_total"] > 0
+    assert_parity(served, expected)
+
+
+def assert_parity(served, expected) -> None:
+    difference = compare(served.answers, expected)
+    assert difference.wrong == 0
+    largest = max(1.0, *(float(answer.logits.abs().max()) for answer in expected))
+    assert difference.max_logit_error < MAX_LOGIT_ERROR * largest
+
+
+def test_a_type_that_is_not_listed_is_tried(folder, monkeypatch):
+    monkeypatch.setattr("lookonce.types.model.GENERAL_MEDIA", {})
+    info = load_general(folder("media:llava_next")).info
+    assert info.modalities == ("image",)
+    family = load_family(folder("media:llava_next"), "float32")
+    assert family.modalities == ("image",)
+
+
+def test_a_prompt_with_more_items_than_its_processor_takes_is_refused(folder):
+    with pytest.raises(BadRequestError, match="2 parts of type image, 1 are allowed"):
+        render(folder("media:idefics2"), ("See ", picture(1), " and ", picture(2)))
+
+
+def test_processed_items_are_refused(folder):
+    family = load_family(folder("media:internvl"), "float32")
+    item = family.process("image", picture(1), {})
+    with pytest.raises(BadRequestError, match="takes no processed image items"):
+        item_from_arrays(family, "image", item.arrays)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_passes(folder, dtype):
+    load_general(folder("media:internvl"), dtype=dtype)
+
+
+# --- what the comparison at load finds ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def proven(folder) -> tuple[GeneralMediaFamily, tuple[MediaExample, ...]]:
+    path = folder("media:internvl")
+    family = load_general(path).family
+    assert isinstance(family, GeneralMediaFamily)
+    return family, media_examples(path, "float32")
+
+
+def assert_refused(family, examples, reason: str = "logits differ") -> None:
+    with pytest.raises(ModelLoadError, match=reason):
+        prove_media(family, examples, torch.float32, torch.device("cpu"))
+
+
+def test_the_comparison_passes_without_a_fault(proven):
+    assert prove_media(*proven, torch.float32, torch.device("cpu")) < 1e-4
+
+
+def test_without_prompts_nothing_is_served(folder):
+    config = ModelConfig(folder=str(folder("media:internvl")), served_name="test")
+    with pytest.raises(ModelLoadError, match="no prompts with media"):
+        load_model(config)
+
+
+def test_items_in_another_order_are_found(proven):
+    """Two pictures of one size, each in the other's place."""
+    family, examples = proven
+    single, several = examples
+    (first, one), between, (last, other) = several.items
+    assert one.expansion == other.expansion
+    swapped = msgspec.structs.replace(several, items=((first, other), between, (last, one)))
+    assert_refused(family, (single, swapped))
+
+
+class Reversed:
+    """`encode` that gives an item's rows in the wrong order."""
+
+    def __init__(self, encode) -> None:
+        self._encode = encode
+
+    def __call__(self, modality, items):
+        return [rows.flip(0) for rows in self._encode(modality, items)]
+
+
+def test_rows_in_another_order_are_found(proven, monkeypatch):
+    family, examples = proven
+    monkeypatch.setattr(family, "encode", Reversed(family.encode))
+    assert_refused(family, examples)
+
+
+def test_rows_of_another_number_are_found(proven, monkeypatch):
+    family, examples = proven
+    encode = family.encode
+    monkeypatch.setattr(family, "encode", lambda *given: [rows[1:] for rows in encode(*given)])
+    assert_refused(family, examples, "has places for")
+
+
+class Shifted(nn.Module):
+    """A decoder whose every chunk begins at position 0."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, *, position_ids, **arguments):
+        return self.decoder(position_ids=position_ids - position_ids[..., :1], **arguments)
+
+
+def test_shifted_positions_are_found(proven, monkeypatch):
+    family, examples = proven
+    monkeypatch.setattr(family, "decoder", Shifted(family.decoder))
+    assert_refused(family, examples)
+
+
+# --- own families' types, served without them ---------------------------------------------------
+
+
+@pytest.fixture
+def without_own(monkeypatch):
+    """Loads a kind as if its type had no family of its own."""
+
+    def load(path):
+        model_type = json.loads((path / "config.json").read_text())["model_type"]
+        for families in (FAMILIES, RENDER_FAMILIES):
+            monkeypatch.delitem(families, model_type)
+        loaded = load_general(path)
+        assert isinstance(loaded.family, GeneralMediaFamily)
+        return loaded, media_examples(path, "float32")
+
+    return load
+
+
+def test_pictures_that_attend_both_ways_are_not_cut(folder, without_own, monkeypatch):
+    loaded, examples = without_own(folder("gemma3"))
+    assert loaded.info.unsplittable == ("image",)
+    assert loaded.info.largest_unsplittable == loaded.family.config.mm_tokens_per_image
+    with monkeypatch.context() as patch:
+        patch.setattr("lookonce.model.proof._cuts_outside", _cuts_inside)
+        assert_refused(loaded.family, examples)
+    with monkeypatch.context() as patch:
+        patch.setattr("lookonce.model.proof._spans_both_ways", lambda *_: [])
+        assert_refused(loaded.family, examples)
+    assert prove_media(loaded.family, examples, torch.float32, torch.device("cpu")) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+def test_positions_on_three_axes_are_found(folder, without_own, kind):
+    loaded, examples = without_own(folder(kind))
+    assert loaded.family.position_axes == 3
+    grid = [item.expansion.grid for example in examples for _, item in example.items]
+    assert None not in grid
+    without = tuple(
+        msgspec.structs.replace(
+            example, items=tuple((start, _without_grid(item)) for start, item in example.items)
+        )
+        for example in examples
+    )
+    assert_refused(loaded.family, without)
+
+
+def _without_grid(item):
+    expansion = msgspec.structs.replace(item.expansion, grid=None)
+    return msgspec.structs.replace(item, expansion=expansion)

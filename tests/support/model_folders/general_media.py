@@ -1,0 +1,777 @@
+"""Random folders of types with media that have no family of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tests.support.model_folders.base import (
+    CHATML,
+    HALF_STATS,
+    PIXELS,
+    QWEN_ROLES,
+    SOUND,
+    Config,
+    FolderKind,
+    Json,
+    Scale,
+)
+
+TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['content'] is string %}
+        {{- message['content'] }}
+    {%- else %}
+        {%- for part in message['content'] %}
+            {%- if part['type'] == 'image' %}
+                {{- 'IMAGE' }}
+            {%- elif part['type'] == 'audio' %}
+                {{- 'AUDIO' }}
+            {%- else %}
+                {{- part['text'] }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+"""ChatML; IMAGE and AUDIO stand for the placeholder tokens."""
+
+Parts = Callable[[Scale, Mapping[str, int]], Json]
+
+
+def _kind(
+    model_type: str,
+    parts: Parts,
+    *,
+    image: str = "",
+    audio: str = "",
+    specials: tuple[str, ...] = (),
+    roles: Mapping[str, str] | None = None,
+    preprocessor: Json,
+    processor: Json | None = None,
+) -> FolderKind:
+    """A kind whose config is `model_type`'s, made of `parts`."""
+    tokens = tuple(token for token in (image, audio) if token)
+    return FolderKind(
+        specials=(*CHATML, *tokens, *specials),
+        roles={**QWEN_ROLES, **(roles or {})},
+        template=TEMPLATE.replace("IMAGE", image).replace("AUDIO", audio),
+        config=lambda scale, ids: _config(model_type, parts(scale, ids)),
+        preprocessor=lambda _: preprocessor,
+        processor=processor or {},
+    )
+
+
+def _config(model_type: str, parts: Json) -> Config:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[model_type](**parts)
+
+
+def _text(model_type: str, scale: Scale, ids: Mapping[str, int], **over: Any) -> Json:
+    """A small text config of a plain decoder."""
+    return {"model_type": model_type, **scale.text(ids, head_dim=scale.head_dim), **over}
+
+
+def _vision(scale: Scale, **over: Any) -> Json:
+    return {
+        "hidden_size": scale.vision_hidden,
+        "intermediate_size": 2 * scale.vision_hidden,
+        "num_hidden_layers": scale.vision_layers,
+        "num_attention_heads": 2,
+        **over,
+    }
+
+
+def _internvl(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _vision(scale, image_size=[56, 56], patch_size=[14, 14]),
+        "text_config": _text("qwen2", scale, ids),
+        "image_token_id": ids["<IMG_CONTEXT>"],
+        "image_seq_length": 4,
+        "tie_word_embeddings": False,
+    }
+
+
+def _clip(scale: Scale, **over: Any) -> Json:
+    return _vision(scale, model_type="clip_vision_model", image_size=28, patch_size=14, **over) | {
+        "num_hidden_layers": scale.vision_layers + 1
+    }
+
+
+def _siglip(scale: Scale, **over: Any) -> Json:
+    sizes = {"image_size": 28, "patch_size": 14, "vision_use_head": False, **over}
+    return _vision(scale, model_type="siglip_vision_model", **sizes)
+
+
+def _llava_next(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _clip(scale),
+        "text_config": _text("mistral", scale, ids, sliding_window=None),
+        "image_token_index": ids["<image>"],
+        "image_grid_pinpoints": PINPOINTS,
+        "tie_word_embeddings": False,
+    }
+
+
+def _llava_onevision(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _siglip(scale),
+        "text_config": _text("qwen2", scale, ids),
+        "image_token_index": ids["<image>"],
+        "video_token_index": ids["<video>"],
+        "image_grid_pinpoints": PINPOINTS,
+        "tie_word_embeddings": False,
+    }
+
+
+def _aya_vision(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _siglip(scale, image_size=56),
+        "text_config": _text("cohere2", scale, ids, sliding_window=12, logit_scale=0.5),
+        "image_token_index": ids["<|IMG_PATCH|>"],
+        "tie_word_embeddings": True,
+    }
+
+
+def _deepseek_vl(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _siglip(scale),
+        "text_config": _text("llama", scale, ids),
+        "image_token_id": ids["<image_placeholder>"],
+        "tie_word_embeddings": False,
+    }
+
+
+def _janus(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": {
+            "hidden_size": scale.vision_hidden,
+            "num_hidden_layers": scale.vision_layers,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+            "mlp_ratio": 2.0,
+            "projection_dim": scale.hidden,
+            "num_image_tokens": 4,
+        },
+        "vq_config": {
+            "embed_dim": 8,
+            "num_embeddings": 16,
+            "latent_channels": 8,
+            "base_channels": 32,
+            "channel_multiplier": [1, 1],
+            "num_res_blocks": 1,
+            "num_patches": 2,
+            "projection_dim": scale.hidden,
+            "image_token_embed_dim": scale.hidden,
+        },
+        "text_config": _text("llama", scale, ids),
+        "image_token_id": ids["<image_placeholder>"],
+        "tie_word_embeddings": False,
+    }
+
+
+def _lighton_ocr(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _vision(
+            scale, model_type="pixtral", image_size=128, patch_size=14, head_dim=16
+        ),
+        "text_config": _text("qwen3", scale, ids),
+        "image_token_id": ids["<|image_pad|>"],
+        "tie_word_embeddings": False,
+    }
+
+
+def _grid_vision(scale: Scale, **over: Any) -> Json:
+    """An encoder of patches in one sequence."""
+    return {
+        "depth": scale.vision_layers,
+        "hidden_size": scale.vision_hidden,
+        "intermediate_size": 2 * scale.vision_hidden,
+        "num_heads": 2,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        **over,
+    }
+
+
+def _glm_text(model_type: str, scale: Scale, ids: Mapping[str, int], **over: Any) -> Json:
+    mrope = {**scale.mrope(), "partial_rotary_factor": 1.0}
+    return _text(model_type, scale, ids, rope_parameters=mrope, **over)
+
+
+def _glm(vision: str, text: str) -> Parts:
+    def parts(scale: Scale, ids: Mapping[str, int]) -> Json:
+        sizes = {"image_size": 56, "temporal_patch_size": 2, "out_hidden_size": scale.hidden}
+        return {
+            "vision_config": _grid_vision(scale, model_type=vision, **sizes),
+            "text_config": _glm_text(text, scale, ids),
+            "image_token_id": ids["<|image|>"],
+            "video_token_id": ids["<|video|>"],
+            "image_start_token_id": ids["<|begin_of_image|>"],
+            "image_end_token_id": ids["<|end_of_image|>"],
+            "video_start_token_id": ids["<|begin_of_video|>"],
+            "video_end_token_id": ids["<|end_of_video|>"],
+            "tie_word_embeddings": False,
+        }
+
+    return parts
+
+
+def _idefics2(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _vision(scale, image_size=56, patch_size=14),
+        "perceiver_config": {
+            "hidden_size": scale.hidden,
+            "resampler_n_latents": 4,
+            "resampler_depth": 1,
+            "resampler_n_heads": 2,
+            "resampler_head_dim": 16,
+            "num_key_value_heads": 1,
+        },
+        "text_config": _text("mistral", scale, ids, sliding_window=None),
+        "image_token_id": ids["<image>"],
+        "tie_word_embeddings": False,
+    }
+
+
+def _vipllava(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _clip(scale),
+        "text_config": _text("llama", scale, ids),
+        "image_token_index": ids["<image>"],
+        "vision_feature_layers": [-1, -2],
+        "image_seq_length": 4,
+        "tie_word_embeddings": False,
+    }
+
+
+def _video_llama_3(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _vision(scale, patch_size=14),
+        "text_config": _text("qwen2", scale, ids),
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "tie_word_embeddings": False,
+    }
+
+
+def _paddleocr_vl(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _vision(scale, image_size=56, patch_size=14, spatial_merge_size=2),
+        "text_config": _text("paddleocr_vl_text", scale, ids, rope_parameters=scale.mrope()),
+        "image_token_id": ids["<|IMAGE_PLACEHOLDER|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|IMAGE_START|>"],
+        "vision_end_token_id": ids["<|IMAGE_END|>"],
+        "tie_word_embeddings": False,
+    }
+
+
+def _exaone(scale: Scale, ids: Mapping[str, int]) -> Json:
+    vision = _grid_vision(
+        scale,
+        num_key_value_heads=1,
+        window_size=56,
+        out_hidden_size=scale.hidden,
+        fullatt_block_indexes=[scale.vision_layers - 1],
+    )
+    layers = ["sliding_attention", "full_attention"] * (scale.layers // 2)
+    return {
+        "vision_config": vision,
+        "text_config": _text("exaone4", scale, ids, sliding_window=12, layer_types=layers),
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "tie_word_embeddings": False,
+    }
+
+
+def _hyperclovax(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": {"model_type": "qwen2_5_vl_vision", **scale.qwen_vision()},
+        "text_config": _text("hyperclovax", scale, ids, logits_scaling=0.5),
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "tie_word_embeddings": False,
+    }
+
+
+def _qwen3_asr(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "audio_config": {
+            "num_mel_bins": 128,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 64,
+            "d_model": 32,
+            "output_dim": scale.hidden,
+            "downsample_hidden_size": 16,
+        },
+        "text_config": _text("qwen3", scale, ids),
+        "audio_token_id": ids["<|audio_pad|>"],
+        "timestamp_token_id": ids["<timestamp>"],
+        "tie_word_embeddings": False,
+    }
+
+
+def _flamingo(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "audio_config": {
+            "num_mel_bins": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "hidden_size": 32,
+            "model_type": "audioflamingo3_encoder",
+        },
+        "text_config": _text("qwen2", scale, ids),
+        "audio_token_id": ids["<sound>"],
+    }
+
+
+def _glmasr(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "audio_config": {
+            "num_mel_bins": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "intermediate_size": 128,
+            "hidden_size": 32,
+        },
+        "text_config": _text("llama", scale, ids),
+        "audio_token_id": ids["<|pad|>"],
+        "tie_word_embeddings": False,
+    }
+
+
+def _glm4v_moe(scale: Scale, ids: Mapping[str, int]) -> Json:
+    parts = _glm("glm4v_moe_vision", "glm4v_moe_text")(scale, ids)
+    experts = {
+        "moe_intermediate_size": 32,
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 4,
+        "first_k_dense_replace": 1,
+    }
+    return {**parts, "text_config": {**parts["text_config"], **experts}}
+
+
+def _ernie(scale: Scale, ids: Mapping[str, int]) -> Json:
+    layers = ["dense", *["sparse"] * (scale.layers - 1)]
+    text = {
+        "rope_parameters": {**scale.mrope(), "mrope_section": [3, 3, 2]},
+        "moe_intermediate_size": [32, 16],
+        "moe_k": 2,
+        "moe_num_experts": 4,
+        "moe_num_shared_experts": 1,
+        "mlp_layer_types": layers,
+    }
+    return {
+        "vision_config": _grid_vision(scale, temporal_merge_size=2),
+        "text_config": _text("ernie4_5_vl_moe_text", scale, ids, **text),
+        "image_token_id": ids["<|IMAGE_PLACEHOLDER|>"],
+        "image_start_token_id": ids["<|IMAGE_START|>"],
+        "image_end_token_id": ids["<|IMAGE_END|>"],
+        "video_token_id": ids["<|VIDEO_PLACEHOLDER|>"],
+        "video_start_token_id": ids["<|VIDEO_START|>"],
+        "video_end_token_id": ids["<|VIDEO_END|>"],
+        "tie_word_embeddings": False,
+    }
+
+
+def _qianfan(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _vision(scale, image_size=[56, 56], patch_size=[14, 14]),
+        "text_config": _text("qwen3", scale, ids),
+        "image_token_id": ids["<IMG_CONTEXT>"],
+        "image_seq_length": 4,
+        "tie_word_embeddings": False,
+    }
+
+
+def _llava_next_video(scale: Scale, ids: Mapping[str, int]) -> Json:
+    parts = _llava_next(scale, ids)
+    return {**parts, "text_config": _text("llama", scale, ids), "video_token_index": ids["<video>"]}
+
+
+def _video_llava(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _clip(scale),
+        "text_config": _text("llama", scale, ids),
+        "image_token_index": ids["<image>"],
+        "video_token_index": ids["<video>"],
+        "image_seq_length": 4,
+        "tie_word_embeddings": False,
+    }
+
+
+def _musicflamingo(scale: Scale, ids: Mapping[str, int]) -> Json:
+    markers = {
+        "audio_bos_token_id": ids["<|sound_bos|>"],
+        "audio_eos_token_id": ids["<|sound_eos|>"],
+        "head_dim": 32,
+    }
+    return {**_flamingo(scale, ids), **markers}
+
+
+def _moss(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "audio_config": {
+            "num_mel_bins": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "hidden_size": 32,
+        },
+        "text_config": _text("qwen3", scale, ids),
+        "audio_token_id": ids["<|audio_pad|>"],
+        "tie_word_embeddings": False,
+    }
+
+
+def _pixels(kind: str, **over: Any) -> Json:
+    return {"image_processor_type": f"{kind}ImageProcessor", **PIXELS, **HALF_STATS, **over}
+
+
+def _square(side: int) -> Json:
+    return {"height": side, "width": side}
+
+
+def _grid_pixels(kind: str, **over: Any) -> Json:
+    sizes = {"shortest_edge": 28 * 28, "longest_edge": 28224, **over.pop("size", {})}
+    given = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, **over}
+    return _pixels(kind, size=sizes, **given)
+
+
+PINPOINTS = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
+WHISPER: Json = {**SOUND, "feature_size": 128, "chunk_length": 30, "nb_max_frames": 3000}
+QWEN_VISION = ("<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+GLM_VISION = (
+    *("<|video|>", "<|begin_of_image|>", "<|end_of_image|>"),
+    *("<|begin_of_video|>", "<|end_of_video|>"),
+)
+
+
+MEDIA_KINDS: dict[str, FolderKind] = {
+    "internvl": _kind(
+        "internvl",
+        _internvl,
+        image="<IMG_CONTEXT>",
+        specials=("<img>", "</img>", "<video>"),
+        roles={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        preprocessor={
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "crop_to_patches": True,
+            "min_patches": 1,
+            "max_patches": 4,
+            "size": {"height": 56, "width": 56},
+            **PIXELS,
+            **HALF_STATS,
+        },
+        processor={"processor_class": "InternVLProcessor", "image_seq_length": 4},
+    ),
+    "llava_next": _kind(
+        "llava_next",
+        _llava_next,
+        image="<image>",
+        roles={"image_token": "<image>"},
+        preprocessor={
+            "image_processor_type": "LlavaNextImageProcessor",
+            "size": {"shortest_edge": 28},
+            "crop_size": {"height": 28, "width": 28},
+            "image_grid_pinpoints": PINPOINTS,
+            "do_center_crop": True,
+            "do_pad": True,
+            **PIXELS,
+            **HALF_STATS,
+        },
+        processor={
+            "processor_class": "LlavaNextProcessor",
+            "patch_size": 14,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+        },
+    ),
+    "llava_onevision": _kind(
+        "llava_onevision",
+        _llava_onevision,
+        image="<image>",
+        specials=("<video>",),
+        preprocessor=_pixels(
+            "LlavaOnevision", size=_square(28), image_grid_pinpoints=PINPOINTS, do_pad=True
+        ),
+        processor={
+            "processor_class": "LlavaOnevisionProcessor",
+            "num_image_tokens": 4,
+            "vision_feature_select_strategy": "full",
+        },
+    ),
+    "aya_vision": _kind(
+        "aya_vision",
+        _aya_vision,
+        image="<image>",
+        specials=(
+            *("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>"),
+            *("TILE_GLOBAL", "TILE_1", "TILE_2", "TILE_3", "TILE_4"),
+        ),
+        preprocessor=_pixels(
+            "GotOcr2", size=_square(56), crop_to_patches=True, min_patches=1, max_patches=4
+        ),
+        processor={
+            "processor_class": "AyaVisionProcessor",
+            "patch_size": 14,
+            "img_size": 56,
+            "downsample_factor": 2,
+            "image_token": "<image>",
+        },
+    ),
+    "deepseek_vl": _kind(
+        "deepseek_vl",
+        _deepseek_vl,
+        image="<image_placeholder>",
+        roles={"image_token": "<image_placeholder>"},
+        preprocessor=_pixels("DeepseekVL", size=_square(28), min_size=14),
+        processor={"processor_class": "DeepseekVLProcessor", "num_image_tokens": 4},
+    ),
+    "janus": _kind(
+        "janus",
+        _janus,
+        image="<image_placeholder>",
+        specials=("<begin_of_image>", "<end_of_image>"),
+        roles={
+            "image_token": "<image_placeholder>",
+            "boi_token": "<begin_of_image>",
+            "eoi_token": "<end_of_image>",
+        },
+        preprocessor=_pixels("Janus", size=_square(28), min_size=14),
+        processor={"processor_class": "JanusProcessor", "num_image_tokens": 4},
+    ),
+    "lighton_ocr": _kind(
+        "lighton_ocr",
+        _lighton_ocr,
+        image="<|image_pad|>",
+        specials=("<|vision_pad|>", "<|vision_end|>"),
+        roles={
+            "image_token": "<|image_pad|>",
+            "image_break_token": "<|vision_pad|>",
+            "image_end_token": "<|vision_end|>",
+        },
+        preprocessor=_pixels("Pixtral", size={"longest_edge": 112}, patch_size=14),
+        processor={"processor_class": "LightOnOcrProcessor", "patch_size": 14},
+    ),
+    "glm4v": _kind(
+        "glm4v",
+        _glm("glm4v_vision", "glm4v_text"),
+        image="<|image|>",
+        specials=GLM_VISION,
+        preprocessor=_grid_pixels("Glm4v"),
+        processor={"processor_class": "Glm4vProcessor"},
+    ),
+    "glm46v": _kind(
+        "glm46v",
+        _glm("glm4v_vision", "glm4v_text"),
+        image="<|image|>",
+        specials=GLM_VISION,
+        preprocessor=_grid_pixels("Glm46V"),
+        processor={"processor_class": "Glm46VProcessor"},
+    ),
+    "glm_ocr": _kind(
+        "glm_ocr",
+        _glm("glm_ocr_vision", "glm_ocr_text"),
+        image="<|image|>",
+        specials=GLM_VISION,
+        preprocessor=_grid_pixels("Glm46V"),
+        processor={"processor_class": "Glm46VProcessor"},
+    ),
+    "idefics2": _kind(
+        "idefics2",
+        _idefics2,
+        image="<image>",
+        specials=("<fake_token_around_image>", "<end_of_utterance>"),
+        roles={"image_token": "<image>", "image_boundary_token": "<fake_token_around_image>"},
+        preprocessor=_pixels(
+            "Idefics2", size={"shortest_edge": 28, "longest_edge": 56}, do_image_splitting=False
+        ),
+        processor={"processor_class": "Idefics2Processor", "image_seq_len": 4},
+    ),
+    "vipllava": _kind(
+        "vipllava",
+        _vipllava,
+        image="<image>",
+        roles={"image_token": "<image>"},
+        preprocessor=_pixels(
+            "CLIP", size={"shortest_edge": 28}, crop_size=_square(28), do_center_crop=True
+        ),
+        processor={
+            "processor_class": "LlavaProcessor",
+            "patch_size": 14,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+        },
+    ),
+    "video_llama_3": _kind(
+        "video_llama_3",
+        _video_llama_3,
+        image="<|image_pad|>",
+        specials=QWEN_VISION,
+        preprocessor=_grid_pixels("VideoLlama3", temporal_patch_size=1),
+        processor={"processor_class": "VideoLlama3Processor"},
+    ),
+    "paddleocr_vl": _kind(
+        "paddleocr_vl",
+        _paddleocr_vl,
+        image="<|IMAGE_PLACEHOLDER|>",
+        specials=("<|IMAGE_START|>", "<|IMAGE_END|>", "<|video_pad|>"),
+        roles={"image_token": "<|IMAGE_PLACEHOLDER|>"},
+        preprocessor=_grid_pixels("PaddleOCRVL", temporal_patch_size=1),
+        processor={"processor_class": "PaddleOCRVLProcessor"},
+    ),
+    "exaone4_5": _kind(
+        "exaone4_5",
+        _exaone,
+        image="<|image_pad|>",
+        specials=QWEN_VISION,
+        preprocessor=_grid_pixels("Qwen2VL"),
+        processor={"processor_class": "Exaone4_5_Processor"},
+    ),
+    "hyperclovax_vision_v2": _kind(
+        "hyperclovax_vision_v2",
+        _hyperclovax,
+        image="<|image_pad|>",
+        specials=QWEN_VISION,
+        preprocessor=_grid_pixels("Qwen2VL"),
+        processor={"processor_class": "HyperCLOVAXVisionV2Processor"},
+    ),
+    "qwen3_asr": _kind(
+        "qwen3_asr",
+        _qwen3_asr,
+        audio="<|audio_pad|>",
+        specials=("<|audio_start|>", "<|audio_end|>", "<timestamp>"),
+        roles={
+            "audio_token": "<|audio_pad|>",
+            "audio_bos_token": "<|audio_start|>",
+            "audio_eos_token": "<|audio_end|>",
+        },
+        preprocessor={**WHISPER, "feature_extractor_type": "Qwen3ASRFeatureExtractor"},
+        processor={"processor_class": "Qwen3ASRProcessor"},
+    ),
+    "audioflamingo3": _kind(
+        "audioflamingo3",
+        _flamingo,
+        audio="<sound>",
+        preprocessor=WHISPER,
+        processor={"processor_class": "AudioFlamingo3Processor"},
+    ),
+    "glmasr": _kind(
+        "glmasr",
+        _glmasr,
+        audio="<|pad|>",
+        preprocessor=WHISPER,
+        processor={"processor_class": "GlmAsrProcessor"},
+    ),
+    "glm4v_moe": _kind(
+        "glm4v_moe",
+        _glm4v_moe,
+        image="<|image|>",
+        specials=GLM_VISION,
+        preprocessor=_grid_pixels("Glm4v"),
+        processor={"processor_class": "Glm4vProcessor"},
+    ),
+    "ernie4_5_vl_moe": _kind(
+        "ernie4_5_vl_moe",
+        _ernie,
+        image="<|IMAGE_PLACEHOLDER|>",
+        specials=(
+            *("<|IMAGE_START|>", "<|IMAGE_END|>"),
+            *("<|VIDEO_PLACEHOLDER|>", "<|VIDEO_START|>", "<|VIDEO_END|>"),
+        ),
+        roles={
+            "image_token": "<|IMAGE_PLACEHOLDER|>",
+            "image_start_token": "<|IMAGE_START|>",
+            "image_end_token": "<|IMAGE_END|>",
+            "video_token": "<|VIDEO_PLACEHOLDER|>",
+            "video_start_token": "<|VIDEO_START|>",
+            "video_end_token": "<|VIDEO_END|>",
+        },
+        preprocessor=_grid_pixels("Ernie4_5_VLMoe", temporal_patch_size=1),
+        processor={"processor_class": "Ernie4_5_VLMoeProcessor"},
+    ),
+    "qianfan_ocr": _kind(
+        "qianfan_ocr",
+        _qianfan,
+        image="<image>",
+        specials=("<img>", "</img>", "<IMG_CONTEXT>"),
+        roles={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+        },
+        preprocessor=_pixels(
+            "GotOcr2", size=_square(56), crop_to_patches=True, min_patches=1, max_patches=4
+        ),
+        processor={"processor_class": "QianfanOCRProcessor", "image_seq_length": 4},
+    ),
+    "llava_next_video": _kind(
+        "llava_next_video",
+        _llava_next_video,
+        image="<image>",
+        specials=("<video>",),
+        roles={"image_token": "<image>", "video_token": "<video>"},
+        preprocessor=_pixels(
+            "LlavaNext",
+            size={"shortest_edge": 28},
+            crop_size=_square(28),
+            image_grid_pinpoints=PINPOINTS,
+            do_center_crop=True,
+            do_pad=True,
+        ),
+        processor={
+            "processor_class": "LlavaNextVideoProcessor",
+            "patch_size": 14,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+        },
+    ),
+    "video_llava": _kind(
+        "video_llava",
+        _video_llava,
+        image="<image>",
+        specials=("<video>",),
+        roles={"image_token": "<image>", "video_token": "<video>"},
+        preprocessor=_pixels(
+            "VideoLlava", size={"shortest_edge": 28}, crop_size=_square(28), do_center_crop=True
+        ),
+        processor={"processor_class": "VideoLlavaProcessor", "patch_size": 14},
+    ),
+    "musicflamingo": _kind(
+        "musicflamingo",
+        _musicflamingo,
+        audio="<sound>",
+        specials=("<|sound_bos|>", "<|sound_eos|>"),
+        preprocessor=WHISPER,
+        processor={"processor_class": "MusicFlamingoProcessor"},
+    ),
+    "moss_transcribe_diarize": _kind(
+        "moss_transcribe_diarize",
+        _moss,
+        audio="<|audio_pad|>",
+        specials=("<|audio_start|>", "<|audio_end|>"),
+        preprocessor={
+            **WHISPER,
+            "feature_extractor_type": "MossTranscribeDiarizeFeatureExtractor",
+        },
+        processor={"processor_class": "MossTranscribeDiarizeProcessor"},
+    ),
+}
+"""By `model_type`. Every size is tiny, and every picture takes several tiles."""
