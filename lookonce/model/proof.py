@@ -43,7 +43,7 @@ LARGEST_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.12, torch.float16: 0.05}
 """Root mean square of the difference of logits over that of the logits around their mean."""
 
 
-class Prompt(NamedTuple):
+class ProofPrompt(NamedTuple):
     """A prompt for both ways of computing."""
 
     token_ids: Tensor
@@ -136,18 +136,18 @@ def _modalities(examples: Sequence[MediaExample]) -> tuple[Modality, ...]:
     return tuple(modality for modality in MODALITIES if modality in seen)
 
 
-def _prompt(family: GeneralTextFamily, length: int, seed: int) -> Prompt:
+def _prompt(family: GeneralTextFamily, length: int, seed: int) -> ProofPrompt:
     """Random tokens without those of media."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, family.vocab_size, (length,), generator=generator)
     reserved = torch.tensor(sorted(family.reserved_tokens), dtype=ids.dtype)
     free = next(token for token in range(family.vocab_size) if token not in reserved)
-    return Prompt(torch.where(torch.isin(ids, reserved), free, ids))
+    return ProofPrompt(torch.where(torch.isin(ids, reserved), free, ids))
 
 
 def _media_prompt(
     family: GeneralMediaFamily, example: MediaExample, dtype: torch.dtype, device: torch.device
-) -> Prompt:
+) -> ProofPrompt:
     """The prompt with encoder rows of its items. Raises `ModelLoadError`."""
     features, rows = [], []
     for start, item in example.items:
@@ -167,7 +167,7 @@ def _media_prompt(
         rows.append(output.to(dtype))
     arguments = {name: _to_device(array, dtype, device) for name, array in example.arrays.items()}
     ids = torch.tensor(example.token_ids)
-    return Prompt(ids, arguments, tuple(features), torch.cat(rows))
+    return ProofPrompt(ids, arguments, tuple(features), torch.cat(rows))
 
 
 def _to_device(array: Array, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -175,27 +175,27 @@ def _to_device(array: Array, dtype: torch.dtype, device: torch.device) -> Tensor
     return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
 
 
-def _cuts_inside(prompt: Prompt) -> tuple[int, ...]:
+def _cuts_inside(prompt: ProofPrompt) -> tuple[int, ...]:
     """Ends of chunks: in the first item, before its last row, in the last item, before the end."""
     length, first, last = len(prompt.token_ids), prompt.features[0], prompt.features[-1]
     ends = {first.offset + first.length // 3, first.end - 1, last.offset + last.length // 2}
     return (0, *sorted({max(end, 1) for end in ends} | {length - 1}), length)
 
 
-def _cuts_outside(prompt: Prompt) -> tuple[int, ...]:
+def _cuts_outside(prompt: ProofPrompt) -> tuple[int, ...]:
     """Ends of chunks: before the first item, after it, after the last one, and at the end."""
     length, first, last = len(prompt.token_ids), prompt.features[0], prompt.features[-1]
     return (0, first.offset, first.end, last.end, length - 1, length)
 
 
-def _same_length(prompts: Sequence[Prompt]) -> int:
+def _same_length(prompts: Sequence[ProofPrompt]) -> int:
     """Tokens of every item; 0 if they differ."""
     lengths = {feature.length for prompt in prompts for feature in prompt.features}
     return lengths.pop() if len(lengths) == 1 else 0
 
 
 def _transformers_logits(
-    family: GeneralTextFamily, prompts: Sequence[Prompt], device: torch.device
+    family: GeneralTextFamily, prompts: Sequence[ProofPrompt], device: torch.device
 ) -> list[Tensor]:
     """transformers' logits [C, V] of each prompt, without a cache."""
     model = family.model
@@ -208,7 +208,7 @@ def _transformers_logits(
         set_text_attention(model, ATTENTION_NAME)
 
 
-def _own_logits(model: Any, prompt: Prompt, device: torch.device) -> Tensor:
+def _own_logits(model: Any, prompt: ProofPrompt, device: torch.device) -> Tensor:
     ids = prompt.token_ids.to(device)[None]
     if hasattr(model.base_model, "rope_deltas"):
         model.base_model.rope_deltas = None  # of the prompt before
@@ -228,7 +228,7 @@ def _own_logits(model: Any, prompt: Prompt, device: torch.device) -> Tensor:
 
 def _our_logits(
     family: GeneralTextFamily,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[ProofPrompt],
     cuts: Sequence[Sequence[int]],
     dtype: torch.dtype,
     device: torch.device,
@@ -276,7 +276,7 @@ def _our_logits(
 class Chunk(NamedTuple):
     number: int
     """The prompt's number."""
-    prompt: Prompt
+    prompt: ProofPrompt
     start: int
     end: int
 

@@ -52,7 +52,7 @@ from lookonce.render.prompt.placeholders import match_placeholders, place_media
 from lookonce.render.prompt.token_cache import TokenCache
 from lookonce.types.counts import Counts
 from lookonce.types.media import Array, Modality, ProcessedItem
-from lookonce.types.ports import ItemClaims
+from lookonce.types.ports import ClaimsItems
 from lookonce.types.request import RenderedItem, RenderedPrompt
 from lookonce.types.request_validation import check_prompt_length, check_token_ids
 from lookonce.types.sampling import SamplingParams
@@ -336,7 +336,7 @@ async def open_renderer(
     max_model_len: int | None = None,
     slabs: SlabPool | None = None,
     counts: Counts | None = None,
-    claims: ItemClaims | None = None,
+    claims: ClaimsItems | None = None,
     num_workers: int | None = None,
     wait_for_worker: bool = True,
 ) -> AsyncIterator[Renderer]:

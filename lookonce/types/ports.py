@@ -44,7 +44,7 @@ Publish = Callable[[ProcessedItem], Awaitable[None]]
 """Sends an item to the engine as soon as it is made, for other API processes that wait for it."""
 
 
-class ItemClaims(Protocol):
+class ClaimsItems(Protocol):
     """Lets one API process at a time make an item; `engine.client.item_claims` implements it.
 
     Inside the block the item may be made, and is then published; None means that it has been made

@@ -10,22 +10,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from lookonce.errors import QueueFullError, http_status
-from lookonce.render.media.fair_queue import LONG_SECONDS, QUANTUM, FairQueue, QueuedJob
+from lookonce.render.media.fair_queue import LONG_SECONDS, QUANTUM, MediaQueue, QueuedJob
 
 SHORT, LONG = 0.2, 5.0
 
 
-def new_queue(max_waiting: int = 1000, per_tenant: int = 1000) -> FairQueue[str]:
-    return FairQueue(max_waiting=max_waiting, max_waiting_per_tenant=per_tenant)
+def new_queue(max_waiting: int = 1000, per_tenant: int = 1000) -> MediaQueue[str]:
+    return MediaQueue(max_waiting=max_waiting, max_waiting_per_tenant=per_tenant)
 
 
-def push(queue: FairQueue[str], tenant: str, seconds: float, job: str = "") -> QueuedJob[str]:
+def push(queue: MediaQueue[str], tenant: str, seconds: float, job: str = "") -> QueuedJob[str]:
     queued = QueuedJob(job, tenant, seconds)
     queue.push(queued)
     return queued
 
 
-def served(queue: FairQueue[str], count: int, *, long: bool = True) -> list[str]:
+def served(queue: MediaQueue[str], count: int, *, long: bool = True) -> list[str]:
     """The tenants of the next jobs."""
     taken = [queue.pop(long=long) for _ in range(count)]
     return [queued.tenant for queued in taken if queued is not None]
@@ -174,7 +174,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue: FairQueue[int] = FairQueue(max_waiting=12, max_waiting_per_tenant=5)
+        self.queue: MediaQueue[int] = MediaQueue(max_waiting=12, max_waiting_per_tenant=5)
         self.waiting: dict[str, list[QueuedJob[int]]] = {}
 
     @rule(target=jobs, tenant=st.sampled_from("abc"), seconds=st.floats(0.001, 10.0))

@@ -46,7 +46,6 @@ from lookonce.engine.process.grammar_worker import (
     GrammarLimits,
     GrammarRefused,
     GrammarTried,
-    LinkClosedError,
     Ready,
     TryGrammar,
     parser_limits,
@@ -58,11 +57,13 @@ from lookonce.engine.process.grammar_worker import (
 from lookonce.errors import (
     BadRequestError,
     LookOnceError,
+    ProtocolError,
     QueueFullError,
     RequestFailedError,
     UnavailableError,
     error_from_wire,
 )
+from lookonce.ipc.framing import MessageSocket
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.fair_queue import FairQueue
 from lookonce.types.sampling import CompiledGrammar, Grammar
@@ -275,10 +276,11 @@ class GrammarWorker:
         self._answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
         self.ended = False
         try:
-            self._link, self._process = _start(command)
+            link, self._process = _start(command)
         except OSError as error:
             logger.warning("no grammar worker can be started: %s", error)
             raise _no_worker() from None
+        self._link = MessageSocket(link)
         self._stop = weakref.finalize(self, _end, self._process, self._link)
 
     @property
@@ -295,8 +297,8 @@ class GrammarWorker:
         try:
             send(self._link, configured)
             if not isinstance(receive(self._link, self._answers), Ready):
-                raise LinkClosedError
-        except (OSError, LinkClosedError, msgspec.MsgspecError):
+                raise ProtocolError("the worker answers something else")
+        except (OSError, ProtocolError, msgspec.MsgspecError):
             self.ended = True
             logger.warning("a grammar worker did not start")
             raise _no_worker() from None
@@ -337,7 +339,7 @@ class GrammarWorker:
             raise UnavailableError(
                 f"{grammar.param}: the server had no time to compile the grammar"
             ) from None
-        except (OSError, LinkClosedError, msgspec.MsgspecError):
+        except (OSError, ProtocolError, msgspec.MsgspecError):
             raise self._why_it_ended(grammar) from None
 
     def _why_it_ended(self, grammar: Grammar) -> LookOnceError:
@@ -367,7 +369,7 @@ class GrammarWorker:
         self._stop()
 
 
-def _end(process: subprocess.Popen[bytes], link: socket.socket) -> None:
+def _end(process: subprocess.Popen[bytes], link: MessageSocket) -> None:
     process.kill()
     link.close()
     with contextlib.suppress(subprocess.TimeoutExpired):

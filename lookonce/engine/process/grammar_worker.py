@@ -33,14 +33,13 @@ from llguidance import LLMatcher
 from llguidance._lib import LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
-from lookonce.errors import BadRequestError, error_to_wire
+from lookonce.errors import BadRequestError, ProtocolError, error_to_wire
+from lookonce.ipc.framing import MessageSocket
 from lookonce.types.sampling import JSON_SPACES, Grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-HEADER_BYTES = 4
-MAX_MESSAGE_BYTES = 256 << 20
 NICENESS = 10
 """Workers run at lower priority than the engine and the API processes, which share the cores."""
 MAX_REASON = 400
@@ -112,40 +111,18 @@ Job = Configure | TryGrammar
 Answer = Ready | GrammarTried | GrammarRefused
 
 
-class LinkClosedError(Exception):
-    """The other side has ended."""
+def send(link: MessageSocket, message: msgspec.Struct) -> None:
+    """Raises `OSError` when the other side has ended."""
+    link.send([msgspec.msgpack.encode(message)])
 
 
-def send(link: socket.socket, message: msgspec.Struct) -> None:
-    body = msgspec.msgpack.encode(message)
-    link.sendall(len(body).to_bytes(HEADER_BYTES, "little") + body)
+def receive(link: MessageSocket, decoder: msgspec.msgpack.Decoder[M]) -> M:
+    """Raises `OSError` or `ProtocolError` when the other side has ended or sends something else.
 
-
-def receive(link: socket.socket, decoder: msgspec.msgpack.Decoder[M]) -> M:
-    """Raises `LinkClosedError`, and the socket's `TimeoutError` before the message has begun."""
-    header = _read(link, HEADER_BYTES)
-    size = int.from_bytes(header, "little")
-    if size > MAX_MESSAGE_BYTES:
-        raise LinkClosedError
-    return decoder.decode(_read(link, size))
-
-
-def _read(link: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view, filled = memoryview(data), 0
-    while filled < size:
-        try:
-            count = link.recv_into(view[filled:])
-        except ConnectionError:
-            raise LinkClosedError from None
-        except TimeoutError:
-            if filled == 0 and size == HEADER_BYTES:
-                raise
-            continue
-        if count == 0:
-            raise LinkClosedError
-        filled += count
-    return data
+    After a `TimeoutError` it may be called again.
+    """
+    (head, *_), _ = link.receive()
+    return decoder.decode(head)
 
 
 # --- compiling ------------------------------------------------------------------------------------
@@ -325,12 +302,12 @@ def _limit_memory(more: int) -> None:
 # --- the process ----------------------------------------------------------------------------------
 
 
-def serve(link: socket.socket) -> None:
+def serve(link: MessageSocket) -> None:
     """Answer until the engine closes its end."""
     jobs = msgspec.msgpack.Decoder(Job)
     configured = receive(link, jobs)
     if not isinstance(configured, Configure):
-        raise LinkClosedError
+        raise ProtocolError("the first message is no configuration")
     trial = GrammarTrial(configured)
     base = resident_bytes()
     _limit_memory(configured.limits.memory_bytes)
@@ -365,8 +342,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    with socket.socket(fileno=int(sys.argv[1])) as link, contextlib.suppress(LinkClosedError):
-        serve(link)
+    with contextlib.suppress(OSError, ProtocolError):
+        serve(MessageSocket(socket.socket(fileno=int(sys.argv[1]))))
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ class QueueLimitError(QueueFullError):
         self.reason = reason
 
 
-class FairQueue(Generic[J]):
+class MediaQueue(Generic[J]):
     """Not for several threads: the pool holds a lock."""
 
     def __init__(self, *, max_waiting: int, max_waiting_per_tenant: int) -> None:

@@ -1,6 +1,6 @@
 """A bounded pool of worker processes for decoding and processing, off the event loop.
 
-    run ──▶ FairQueue (bounded: 429) ──▶ one thread per worker ──▶ worker process (sandboxed)
+    run ──▶ MediaQueue (bounded: 429) ──▶ one thread per worker ──▶ worker process (sandboxed)
                                          blocks on its socket       decode + process
                   a guard thread kills workers: past the job's CPU deadline, client left
 
@@ -48,7 +48,7 @@ from lookonce.errors import (
 from lookonce.ipc.codec import SlabReference
 from lookonce.ipc.framing import MessageSocket, close_fds
 from lookonce.render.media.cost import cpu_deadline
-from lookonce.render.media.fair_queue import FairQueue, QueuedJob
+from lookonce.render.media.fair_queue import MediaQueue, QueuedJob
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
 from lookonce.render.media.sandbox import SandboxReport
 from lookonce.render.media.worker import (
@@ -175,7 +175,7 @@ class MediaPool:
         for reason in KILL_REASONS:
             self.killed[reason] += 0
         self._waiting = counts.count("media_waiting", gauge=True)
-        self._queue: FairQueue[_Work] = FairQueue(
+        self._queue: MediaQueue[_Work] = MediaQueue(
             max_waiting=max_queue,
             max_waiting_per_tenant=max_queue_per_tenant or max_queue,
         )

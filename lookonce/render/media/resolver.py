@@ -47,7 +47,7 @@ from lookonce.render.media.processing import MediaJob, Processed, ProcessingSett
 from lookonce.render.media.single_flight import SingleFlight
 from lookonce.types.counts import Counts
 from lookonce.types.media import Expansion, Modality, ProcessedItem
-from lookonce.types.ports import ItemClaims, ItemDirectory, Publish
+from lookonce.types.ports import ClaimsItems, ItemDirectory, Publish
 from lookonce.types.request import ProcessorOutcome, RenderedItem
 
 MAX_SIDE_BY_SIDE = 32
@@ -187,7 +187,7 @@ Make = Callable[[ResolvedPart], Coroutine[Any, Any, Processed | None]]
 
 
 class Unclaimed:
-    """The `ItemClaims` of a process that is alone."""
+    """The `ClaimsItems` of a process that is alone."""
 
     @asynccontextmanager
     async def claimed(self, key: bytes) -> AsyncIterator[Publish | None]:
@@ -212,7 +212,7 @@ class MediaResolver:
         cost_limits: CostLimits = UNLIMITED,
         algorithm: HashAlgorithm = "blake3",
         stats: RenderStats | None = None,
-        claims: ItemClaims | None = None,
+        claims: ClaimsItems | None = None,
     ) -> None:
         """`max_bytes` limits the encoded bytes of inline media, `cost_limits` what decoding one
         item may cost; without `claims` nobody else makes items."""
@@ -544,7 +544,7 @@ async def open_resolver(
     uuids: NameBindings,
     slabs: SlabPool | None = None,
     counts: Counts | None = None,
-    claims: ItemClaims | None = None,
+    claims: ClaimsItems | None = None,
     num_workers: int | None = None,
     wait_for_worker: bool = True,
 ) -> AsyncIterator[MediaResolver]:

@@ -13,7 +13,7 @@ from lookonce.errors import UnprocessableMediaError
 from lookonce.render.media.loader import MediaSource, for_part
 from lookonce.render.media.processing import MediaJob, Processed
 from lookonce.types.media import Array, Expansion, Modality, ProcessedItem
-from lookonce.types.ports import ItemClaims, Publish
+from lookonce.types.ports import ClaimsItems, Publish
 
 PLACEHOLDERS: dict[Modality, int] = {"image": 9, "audio": 3}
 
@@ -81,7 +81,7 @@ class ClaimDesk:
         self.published: dict[bytes, ProcessedItem] = {}
         self.forgetful = False
 
-    def of(self, directory: Directory) -> ItemClaims:
+    def of(self, directory: Directory) -> ClaimsItems:
         return _Claims(self, directory)
 
 
