@@ -55,6 +55,8 @@ class GeneralTextFamily(ModelFamily):
         super().__init__(model)
         if self.decoder is model:
             self.decoder = getattr(model, "model", model)
+        elif self.decoder.get_output_embeddings() is not None:
+            self.decoder = getattr(self.decoder, "model", self.decoder)  # a whole text model
         if self.decoder is model or self.lm_head is None or self.embed_tokens is None:
             raise self.unservable("it has no decoder with embeddings and an output head apart")
         self._attention = self._observe()
@@ -148,6 +150,8 @@ class AnyMediaModel:
 AUTO_CLASSES = (AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
 """Audio Flamingo and its kin, which are decoders, too, are known to the second one alone."""
 ENCODERS: dict[Modality, str] = {"image": "get_image_features", "audio": "get_audio_features"}
+PROJECTED_LATER = ("llama4",)
+"""Types whose forward applies the projector to what `get_image_features` gives."""
 TOKEN_NAME = re.compile(r"\w*token_(id|index)")
 
 
@@ -198,7 +202,10 @@ class GeneralMediaFamily(GeneralTextFamily):
         rows = []
         for item in items:
             known = {name: value for name, value in item.items() if name in named}
-            rows.append(_rows(encoder(**known)))
+            output = _rows(encoder(**known))
+            if self.config.model_type in PROJECTED_LATER:
+                output = self.model.multi_modal_projector(output)
+            rows.append(output)
         return rows
 
     def _encoder(self, modality: Modality) -> Any:
