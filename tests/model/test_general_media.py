@@ -36,7 +36,7 @@ SAMPLE = (
     "qwen3_asr",  # sound, one in a prompt
 )
 REFUSED = {
-    "ernie4_5_vl_moe": "logits differ",  # its three axes of positions are others than Qwen's
+    "ernie4_5_vl_moe": "logits differ",  # its experts are chosen by what kind of token it is
     "musicflamingo": "takes no prompt with several items",
 }
 NEED_TORCHVISION = ("cohere2_vision", "llama4")
