@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoConfig,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
 
 from lookonce.errors import ModelLoadError
 from lookonce.model.attention.backend import (
@@ -55,7 +60,7 @@ class GeneralTextFamily(ModelFamily):
         super().__init__(model)
         if self.decoder is model:
             self.decoder = getattr(model, "model", model)
-        elif self.decoder.get_output_embeddings() is not None:
+        elif isinstance(self.decoder, PreTrainedModel) and self.decoder.get_output_embeddings():
             self.decoder = getattr(self.decoder, "model", self.decoder)  # a whole text model
         if self.decoder is model or self.lm_head is None or self.embed_tokens is None:
             raise self.unservable("it has no decoder with embeddings and an output head apart")
