@@ -10,6 +10,14 @@ engine us     CPU time of the whole engine process per step, waiting for the nex
 token us      CPU time of the API process per streamed token, up to its listener
 own us        CPU time of both processes per step
 
+Another table hands items of 1, 25 and 100 MB from a media worker over to the encoder, with both
+types of processor cache, in steady state: the cache is full, and each item replaces another one.
+
+handover ms   from the end of decoding in the worker until the encoder has read the item (a sum);
+              writing it is one copy in the worker. The lower quartile of 15 items
+copies        the same, in copies of that size between two warm buffers, timed in that worker too
+API CPU ms    CPU time of the API process per item, beyond reading the request
+
 Two processes speak over the real channel, without a model, a millisecond between steps. With
 `--against FOLDER` the same is measured with the LookOnce of another checkout, in turn; ratio is the
 median of each turn's ratio.
@@ -30,6 +38,10 @@ from benchmarks.report import Report, median, publish
 TURNS = 5
 ROOT = Path(__file__).parents[1]
 PROBE = Path(__file__).with_name("link_probe.py")
+HANDOVER_PROBE = Path(__file__).with_name("handover_probe.py")
+SIZES = (1, 25, 100)
+"""Megabytes of the items that are handed over."""
+PARTS = ("handover", "channel")
 FIGURES = {
     "idle_p99_ms": "idle p99 ms",
     "late_p99_ms": "late p99 ms",
@@ -52,10 +64,34 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout")
     parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    publish([channel_report(options.against, options.turns)], options.json)
+    made = {"handover": handover_report, "channel": channel_report}
+    publish([made[part](options.against, options.turns) for part in options.parts], options.json)
     return 0
+
+
+def handover_report(against: Path | None, turns: int) -> Report:
+    """One row for each size and way."""
+    report = Report("handover", ("MB", "", "handover ms", "copies", "API CPU ms"))
+    ways = [("shm", ROOT, "shm"), ("lru", ROOT, "lru")]
+    if against is not None:
+        ways.append(("the other", against.resolve(), "lru"))
+    for size in SIZES:
+        found: dict[str, list[dict[str, float]]] = {name: [] for name, _, _ in ways}
+        for _ in range(turns):
+            for name, checkout, cache_type in ways:
+                arguments = ("api", cache_type, str(size * 1_000_000))
+                found[name].append(probe(checkout, HANDOVER_PROBE, *arguments))
+        for name, figures in found.items():
+            copies = [each["handover_ms"] / each["copy_ms"] for each in figures]
+            took, cpu = (
+                median([each[key] for each in figures]) for key in ("handover_ms", "api_cpu_ms")
+            )
+            report.add(size, name, took, median(copies), cpu)
+    report.notes.append(f"medians of {turns} turns, each in three new processes; the ways in turn")
+    return report
 
 
 def channel_report(against: Path | None, turns: int) -> Report:
@@ -64,9 +100,9 @@ def channel_report(against: Path | None, turns: int) -> Report:
     report = Report("link", ("", "this checkout", *others))
     ours, theirs = [], []
     for _ in range(turns):
-        ours.append(probe(ROOT))
+        ours.append(probe(ROOT, PROBE, "api"))
         if against is not None:
-            theirs.append(probe(against.resolve()))
+            theirs.append(probe(against.resolve(), PROBE, "api"))
     for name, label in FIGURES.items():
         mine, other = [turn[name] for turn in ours], [turn[name] for turn in theirs]
         if against is None:
@@ -78,11 +114,14 @@ def channel_report(against: Path | None, turns: int) -> Report:
     return report
 
 
-def probe(checkout: Path) -> dict[str, float]:
-    """The figures of `link_probe` with the `lookonce` of a checkout."""
+def probe(checkout: Path, script: Path, *arguments: str) -> dict[str, float]:
+    """The figures of a script with the `lookonce` of a checkout."""
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     done = subprocess.run(
-        [sys.executable, str(PROBE), "api"], env=environment, stdout=subprocess.PIPE, check=True
+        [sys.executable, str(script), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        check=True,
     )
     figures: dict[str, float] = json.loads(done.stdout)
     return figures

@@ -130,6 +130,9 @@ class Listener:
     def disconnected(self) -> None:
         raise SystemExit("the engine's end is gone")
 
+    def leased(self, message: object, fds: object) -> None:
+        raise SystemExit("slabs came that nobody asked for")
+
     def received(self, message: object) -> None:
         if isinstance(message, Deltas):
             for delta in message.deltas:

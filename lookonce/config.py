@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import re
 import secrets
 import ssl
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -67,6 +69,7 @@ OPTION_RANGES = {
     "max_media_bytes": Range(1, 1 << 40),
     "max_image_pixels": Range(1, 1 << 40),
     "max_audio_seconds": _SECONDS,
+    "max_decode_seconds": _SECONDS,
     "engine_stall_timeout": _SECONDS,
     "max_connections": _COUNT,
     "max_connections_per_address": _COUNT,
@@ -76,11 +79,16 @@ OPTION_RANGES = {
     "keep_alive_timeout": _SECONDS,
 }
 """Every option that is a number. The most is what no machine has: a slip, or no number at all."""
+MAX_SOCKET_FOLDER = 90
+"""Bytes; a unix socket's path has at most 103 on some systems, and names in it have up to 12."""
 NANO = "nano"
 NANO_FOLDER = Path(__file__).parent / "models" / "nano"
 GIB = 1 << 30
 Word = TypeVar("Word", bound=str)
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral", "qwen3_coder", "harmony")
+ProcessorCacheType = Literal["shm", "lru"]
+"""Where processed media lies: in shared memory, or in messages and then in the engine's memory."""
+DEFAULT_CACHE_TYPE: ProcessorCacheType = "shm" if sys.platform == "linux" else "lru"
 DTYPES = ("float32", "bfloat16", "float16")
 AUTO = "auto"
 """As a `--dtype`: the fastest of this hardware; of two that are as fast, the more exact one."""
@@ -143,9 +151,17 @@ class MediaConfig:
     max_bytes: int = 50 * 1024 * 1024
     max_image_pixels: int = 50_000_000
     max_audio_seconds: float = 600.0
+    max_decode_seconds: float = 10.0
+    """CPU seconds of decoding and processing one item, estimated from its headers."""
     hash_algorithm: Literal["blake3", "sha256"] = "blake3"
     processor_cache_bytes: int = 4 * GIB
     """0 turns the processor cache off. Divided by the number of API processes."""
+    processor_cache_type: ProcessorCacheType = DEFAULT_CACHE_TYPE
+
+    @property
+    def shared_cache_bytes(self) -> int:
+        """`processor_cache_bytes` if its items lie in shared memory, else 0."""
+        return self.processor_cache_bytes if self.processor_cache_type == "shm" else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +291,7 @@ class Options:
     encoder_cache_host_gb: float = 0.0
     encoder_prefetch: bool = True
     mm_processor_cache_gb: float = 4.0
-    mm_processor_cache_type: str = "lru"
+    mm_processor_cache_type: str = DEFAULT_CACHE_TYPE
     mm_hash_algorithm: str = "blake3"
     limit_mm_per_prompt: str = "image=8,audio=2"
     allowed_media_domains: tuple[str, ...] = ()
@@ -285,6 +301,7 @@ class Options:
     max_media_bytes: int = 50 * 1024 * 1024
     max_image_pixels: int = 50_000_000
     max_audio_seconds: float = 600.0
+    max_decode_seconds: float = 10.0
     engine_stall_timeout: float = 120.0
     vllm_metric_names: bool = False
     strict_requests: bool = False
@@ -391,16 +408,19 @@ def _media(options: Options) -> MediaConfig:
         max_bytes=int(options.max_media_bytes),
         max_image_pixels=int(options.max_image_pixels),
         max_audio_seconds=options.max_audio_seconds,
+        max_decode_seconds=options.max_decode_seconds,
         hash_algorithm="sha256" if options.mm_hash_algorithm == "sha256" else "blake3",
-        processor_cache_bytes=_processor_cache_bytes(options),
+        processor_cache_bytes=int(options.mm_processor_cache_gb * GIB),
+        processor_cache_type=_processor_cache_type(options),
     )
 
 
-def _processor_cache_bytes(options: Options) -> int:
-    kind = _one_of("--mm-processor-cache-type", options.mm_processor_cache_type, ("lru", "shm"))
-    if kind == "shm":
-        raise ConfigError("--mm-processor-cache-type: shm is not built yet, lru is")
-    return int(options.mm_processor_cache_gb * GIB)
+def _processor_cache_type(options: Options) -> ProcessorCacheType:
+    allowed: tuple[ProcessorCacheType, ...] = ("shm", "lru")
+    kind = _one_of("--mm-processor-cache-type", options.mm_processor_cache_type, allowed)
+    if kind == "shm" and sys.platform != "linux":
+        raise ConfigError("--mm-processor-cache-type: shm needs Linux; lru works everywhere")
+    return kind
 
 
 def _check_numbers(options: Options) -> None:
@@ -603,6 +623,11 @@ def _existing_file(name: str, path: str | None) -> str | None:
 def _socket_path() -> str:
     """A fresh name in a folder of its own, which whoever binds it creates for this user only.
 
-    Unix socket paths are short (~100 bytes), so it lies in the system's temporary folder.
+    It lies in the system's temporary folder. Raises `ConfigError` where no path is short enough.
     """
-    return str(Path(tempfile.gettempdir()) / f"lookonce-{secrets.token_hex(8)}" / "engine.sock")
+    name = f"lookonce-{secrets.token_hex(8)}"
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        folder = Path(parent, name)
+        if len(os.fsencode(folder)) <= MAX_SOCKET_FOLDER and os.access(parent, os.W_OK):
+            return str(folder / "engine.sock")
+    raise ConfigError("TMPDIR is too long for the path of a unix socket, and /tmp is not writable")

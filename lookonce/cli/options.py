@@ -60,7 +60,8 @@ HELP: dict[str, str] = {
     "encoder_cache_host_gb": "Host memory for encoder outputs that leave the device, GiB.",
     "encoder_prefetch": "Encode media of later chunks and waiting requests where that pays.",
     "mm_processor_cache_gb": "Memory for processed media, GiB; 0 turns this cache off.",
-    "mm_processor_cache_type": "lru: the least recently used goes first. shm is not built yet.",
+    "mm_processor_cache_type": "shm: processed media lies in shared memory, written once and read "
+    "in place (Linux); lru: it travels in messages. Either way the least recently used goes first.",
     "mm_hash_algorithm": "blake3 or sha256: what media are recognised by.",
     "limit_mm_per_prompt": "Media one prompt may have, by modality.",
     "allowed_media_domains": "Fetch media from these domains only; comma-separated or repeated.",
@@ -70,6 +71,7 @@ HELP: dict[str, str] = {
     "max_media_bytes": "Largest encoded media file, bytes.",
     "max_image_pixels": "Largest picture, pixels, checked before it is decoded.",
     "max_audio_seconds": "Longest sound, seconds.",
+    "max_decode_seconds": "CPU seconds that decoding one file may take, by its headers.",
     "engine_stall_timeout": "Seconds a step may take before the engine counts as stuck.",
     "vllm_metric_names": "Export metrics under vLLM's names too.",
     "strict_requests": "Refuse requests with unknown fields, which are ignored otherwise.",
@@ -116,6 +118,7 @@ RENDER_OPTIONS = (
     "max_media_bytes",
     "max_image_pixels",
     "max_audio_seconds",
+    "max_decode_seconds",
     "vllm_metric_names",
     "strict_requests",
 )

@@ -69,6 +69,7 @@ async def open_frontend(
             claims=client.claims,
             num_workers=share_of_workers(config.server.api_processes),
             wait_for_worker=wait_for_worker,
+            slabs=client.slabs if config.media.shared_cache_bytes else None,
         ) as renderer,
         limits_learned(client, renderer),
     ):

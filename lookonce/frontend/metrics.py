@@ -277,6 +277,14 @@ COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
     "mm_cache_bytes": MetricInfo("Bytes of items the API processes list in the processor cache"),
     "mm_store_bytes": MetricInfo("Bytes of items the engine holds, each counted once"),
     "mm_store_listed_bytes": MetricInfo("Bytes the engine accounts to the API processes' lists"),
+    "mm_slab_bytes": MetricInfo("Bytes of shared memory in slabs, in use or free"),
+    "mm_slabs": MetricInfo("Slabs of shared memory, in use or free"),
+    "mm_slab_leases_total": MetricInfo("Slabs the engine made; constant in steady state"),
+    "mm_slab_refusals_total": MetricInfo("Slabs asked for that the engine had no room for"),
+    "mm_slab_grants_total": MetricInfo("Slabs given to writers of processed media"),
+    "mm_slab_reuses_total": MetricInfo("Those that held an item before, so that writing is fast"),
+    "mm_slab_waits_total": MetricInfo("Slabs that a writer had to wait for"),
+    "mm_slab_fallbacks_total": MetricInfo("Arrays sent in messages for want of a slab"),
     "mm_store_requests": MetricInfo("Requests the engine holds items for"),
     "mm_cache_resends_total": MetricInfo("Items the engine should have held and asked for again"),
     "mm_cache_asks_total": MetricInfo("Items the engine asked for after their references came"),
@@ -335,6 +343,13 @@ COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
     ),
     "media_fetches_total": MetricInfo("Media fetched or read", label="modality"),
     "media_queued_total": MetricInfo("Media the decoding workers' queue took", label="modality"),
+    "media_waiting": MetricInfo("Media that wait for a decoding worker"),
+    "media_refused_total": MetricInfo(
+        "Media refused before any decoding worker saw them", label="reason"
+    ),
+    "media_workers_lost_total": MetricInfo(
+        "Decoding workers killed, or ended, before their job was done", label="reason"
+    ),
     "media_decodes_total": MetricInfo("Media decoded", label="modality"),
     "media_processed_total": MetricInfo("Media run through the processor", label="modality"),
     "readonly_media_fetches_total": MetricInfo(

@@ -17,14 +17,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from lookonce.errors import EngineDeadError, ProtocolError
 from lookonce.ipc.codec import (
     MessageEncoder,
+    SlabReference,
     client_message_decoder,
     engine_message_decoder,
     frames_nbytes,
@@ -35,11 +37,12 @@ from lookonce.ipc.messages import (
     ClientMessage,
     EngineMessage,
     Received,
+    SlabsLeased,
     Submit,
     SupplyMedia,
     UpdateCache,
 )
-from lookonce.types.media import Buffer
+from lookonce.types.media import Array, Buffer
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,10 @@ class ChannelListener(Protocol):
     def disconnected(self) -> None: ...
 
     def received(self, message: EngineMessage) -> None: ...
+
+    def leased(self, message: SlabsLeased, fds: Sequence[int]) -> None:
+        """Slabs, with a descriptor of each (fewer where this process could not open all), which
+        the listener closes."""
 
 
 class LinkEvents(Protocol):
@@ -176,14 +183,18 @@ class ClientChannel:
         self._listener.disconnected()
 
     def link_frames(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
-        if fds:
-            close_fds(fds)
-            logger.error("a message from the engine has descriptors that no message takes")
         try:
             message = self._decoder.decode(frames)
         except ProtocolError as error:
+            close_fds(fds)
             logger.error("dropped a message from the engine: %s", error.message)
             return
+        if isinstance(message, SlabsLeased):
+            self._listener.leased(message, fds)
+            return
+        if fds:
+            close_fds(fds)
+            logger.error("a message from the engine has descriptors that it does not take")
         if isinstance(message, Received):
             self._free(message.seq)
         else:
@@ -294,11 +305,17 @@ class Unreadable:
     """The request of the message, where that much can be read."""
 
 
+ReadSenderSlab = Callable[[str, str, tuple[int, ...], int, SlabReference], Array]
+"""`codec.ReadSlab` after the name of the sender; `cache.slabs.SlabOwner.array` is the real one."""
+
+
 class EngineChannel:
     """The engine process's end, owned by one thread; others may `wake` it, or have a `writer`."""
 
-    def __init__(self, link: EngineLink) -> None:
+    def __init__(self, link: EngineLink, read_slab: ReadSenderSlab | None = None) -> None:
+        """`read_slab` makes the arrays that lie in slabs of a sender; None: there are none."""
         self._link = link
+        self._read_slab = read_slab
         self._writer = EngineChannelWriter(link)
         self._decoder = client_message_decoder()
 
@@ -310,8 +327,9 @@ class EngineChannel:
         return [(sender, self._read(sender, frames)) for sender, frames in self._link.poll(timeout)]
 
     def _read(self, sender: str, frames: Sequence[Buffer]) -> ClientMessage | Unreadable:
+        read_slab = None if self._read_slab is None else partial(self._read_slab, sender)
         try:
-            return self._decoder.decode(frames)
+            return self._decoder.decode(frames, read_slab)
         except ProtocolError as error:
             logger.error("cannot read a message from sender %.40r: %s", sender, error.message)
             return Unreadable(request_id_of(frames))

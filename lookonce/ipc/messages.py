@@ -119,8 +119,29 @@ class GetStats(msgspec.Struct, frozen=True, tag="get_stats", array_like=True):
     nonce: int
 
 
+class LeaseSlabs(msgspec.Struct, frozen=True, tag="lease_slabs", array_like=True):
+    """What a sender gives back, and what it asks for (`cache.slab_pool.SlabChanges`)."""
+
+    epoch: int
+    given_back: tuple[int, ...] = ()
+    """Numbers of slabs that the sender does not use any more."""
+    uses: tuple[tuple[int, int], ...] = ()
+    """`(slab, last use)` of what was sent, after a message was lost."""
+    wanted: tuple[tuple[int, int], ...] = ()
+    """`(number of the want, bytes)`; `SlabsLeased` answers each."""
+
+
 ClientMessage = (
-    Hello | Submit | SupplyMedia | UpdateCache | Claim | Unclaim | Abort | ResetCache | GetStats
+    Hello
+    | Submit
+    | SupplyMedia
+    | UpdateCache
+    | Claim
+    | Unclaim
+    | Abort
+    | ResetCache
+    | GetStats
+    | LeaseSlabs
 )
 
 
@@ -133,6 +154,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", array_like=True):
     num_senders: int
     """API processes the budget of the store is divided by."""
     ready: bool
+    slab_bytes: int = 0
+    """Shared memory that the engine leases to all API processes together; 0: none."""
 
 
 class Received(msgspec.Struct, frozen=True, tag="received", array_like=True):
@@ -211,6 +234,27 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", array_like=True):
     """Metric name (without prefix) → value; monotone counters and gauges alike."""
 
 
+class SlabsLeased(msgspec.Struct, frozen=True, tag="slabs_leased", array_like=True):
+    """The answers to `LeaseSlabs.wanted`; one descriptor per slab comes with the message."""
+
+    slabs: tuple[tuple[int, int, int], ...]
+    """`(number of the want, slab number, or 0: there is no room, bytes)`."""
+
+
+class SlabsReleased(msgspec.Struct, frozen=True, tag="slabs_released", array_like=True):
+    """The engine is done with what messages up to these uses have put into these slabs."""
+
+    slabs: tuple[tuple[int, int], ...]
+    """`(slab number, use)`."""
+
+
+class ReclaimSlabs(msgspec.Struct, frozen=True, tag="reclaim_slabs", array_like=True):
+    """The sender is to give back its free slabs, because there is no room for others."""
+
+    ended: bool = False
+    """All leases of the sender have ended (it was taken for dead): it is to forget its slabs."""
+
+
 EngineMessage = (
     Welcome
     | Received
@@ -222,4 +266,7 @@ EngineMessage = (
     | ClearCache
     | Heartbeat
     | Stats
+    | SlabsLeased
+    | SlabsReleased
+    | ReclaimSlabs
 )

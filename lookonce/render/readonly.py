@@ -44,12 +44,11 @@ class Peekable(Protocol):
 class ReadOnlyDirectory:
     """A `resolver.RendererDirectory` with a memory of its own; it pins and counts nothing."""
 
-    capacity_bytes = ITEM_BYTES
-
-    def __init__(self, main: Peekable | None = None) -> None:
+    def __init__(self, main: Peekable | None = None, item_bytes: int = ITEM_BYTES) -> None:
+        self.capacity_bytes = item_bytes
         self._main = main
         self._expansions: OrderedDict[bytes, Expansion] = OrderedDict()
-        self._items: ByteLRU[ProcessedItem] = ByteLRU(ITEM_BYTES)
+        self._items: ByteLRU[ProcessedItem] = ByteLRU(item_bytes)
 
     def lookup(self, key: bytes) -> Expansion | None:
         own = self._expansions.get(key)
@@ -176,7 +175,7 @@ async def open_readonly(
 
     What it counts is in `counts` under names that begin with `readonly_`.
     """
-    memory = ReadOnlyDirectory(directory)
+    memory = ReadOnlyDirectory(directory, _item_bytes(media))
     counts = Counts() if counts is None else counts
     fetched = counts.by_label(f"{COUNTS_PREFIX}media_fetches_total")
     loader = MediaLoader(media, cache_bytes=FETCH_BYTES, fetched=fetched)
@@ -193,3 +192,10 @@ async def open_readonly(
         yield ReadOnlyRenderer(main, resolver, memory, media)
     finally:
         await loader.aclose()
+
+
+def _item_bytes(media: MediaConfig) -> int:
+    """Bytes of items kept. In shared memory they take from the working share of all processes."""
+    if not media.shared_cache_bytes:
+        return ITEM_BYTES
+    return min(ITEM_BYTES, media.shared_cache_bytes // 4)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lookonce.cache.identity import item_key, scope_digest
+from lookonce.cache.slab_pool import OwnSlabs, SlabPool
 from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import BadRequestError
 from lookonce.render.families.base import ProcessorFamily
@@ -75,6 +76,7 @@ class Renderer:
         max_model_len: int | None = None,
         vocab_size: int | None = None,
         token_cache: TokenCache | None = None,
+        own_slabs: OwnSlabs | None = None,
     ) -> None:
         self.tokenizer = encoder.tokenizer
         self.max_model_len = max_model_len
@@ -83,8 +85,11 @@ class Renderer:
         self._family = family
         self._resolver = resolver
         self._external = (
-            None if family is None or resolver is None else ExternalItemResolver(family, resolver)
+            None
+            if family is None or resolver is None
+            else ExternalItemResolver(family, resolver, own_slabs)
         )
+        self._own_slabs = own_slabs
         self._limits = dict(limits or {})
         if family is not None and family.max_items is not None:
             most = family.max_items
@@ -128,7 +133,7 @@ class Renderer:
         check_prompt_length(len(encoded.ids), self.max_model_len, "messages")
         if not chat.sources or self._resolver is None:
             return RenderedPrompt(encoded.ids, scope=scope, text=encoded.text)
-        items = await self._resolver.resolve(chat.sources, scope, kwargs)
+        items = await self._resolver.resolve(chat.sources, scope, kwargs, tenant=tenant)
         try:
             rendered = place_media(encoded.ids, items, positions)
             check_prompt_length(rendered.num_tokens, self.max_model_len, "messages")
@@ -183,7 +188,9 @@ class Renderer:
         check_prompt_length(len(token_ids), self.max_model_len, "token_ids")
         scope = scope_digest(tenant, cache_salt)
         placed = sorted(media, key=lambda each: each.offset)
-        items = await self._external_items(placed, scope, mm_processor_kwargs, trusted=trusted)
+        items = await self._external_items(
+            placed, scope, mm_processor_kwargs, trusted=trusted, tenant=tenant
+        )
         try:
             features = place_external_items(token_ids, placed, items)
             spans = [placeholder_span(f, i) for f, i in zip(features, items, strict=True)]
@@ -203,7 +210,7 @@ class Renderer:
         cache_salt: str | None = None,
         trusted: bool = False,
     ) -> tuple[bytes, ProcessedItem]:
-        """The key and the item of arrays that were processed elsewhere.
+        """The key and the item of arrays that were processed elsewhere. Copies: not for the loop.
 
         Raises `BadRequestError` for arrays that this model's processor could not have made.
         """
@@ -211,6 +218,8 @@ class Renderer:
             raise BadRequestError("the model takes no media")
         digest = storage_digest(name, modality, trusted=trusted)
         item = item_from_arrays(self._family, modality, arrays)
+        if self._own_slabs is not None:
+            item = self._own_slabs.place(item)
         return item_key(scope_digest(tenant, cache_salt), digest), item
 
     @property
@@ -292,6 +301,7 @@ class Renderer:
         kwargs: Mapping[str, Any] | None,
         *,
         trusted: bool,
+        tenant: str,
     ) -> list[RenderedItem]:
         if not media:
             return []
@@ -305,7 +315,7 @@ class Renderer:
                     param=f"features.mm_hashes.{modality}",
                 )
         checked = self._processor_kwargs(kwargs)
-        return await self._external.resolve(media, scope, checked, trusted=trusted)
+        return await self._external.resolve(media, scope, checked, trusted=trusted, tenant=tenant)
 
     def _check_token_ids(
         self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]] = (), param: str = "prompt"
@@ -324,6 +334,7 @@ async def open_renderer(
     uuids: NameBindings,
     chat_template: str | None = None,
     max_model_len: int | None = None,
+    slabs: SlabPool | None = None,
     counts: Counts | None = None,
     claims: ItemClaims | None = None,
     num_workers: int | None = None,
@@ -331,9 +342,9 @@ async def open_renderer(
 ) -> AsyncIterator[Renderer]:
     """Load the tokenizer and, for a model with media, start the worker pool.
 
-    `chat_template` is a file's path; `counts` gets what is counted; `claims` are asked before an
-    item is made; `num_workers` decode media (default: by cores). Raises `ModelLoadError` or
-    `ConfigError`.
+    `chat_template` is a file's path; `slabs` is where processed media goes, None: into private
+    memory; `counts` gets what is counted; `claims` are asked before an item is made; `num_workers`
+    decode media (default: by cores). Raises `ModelLoadError` or `ConfigError`.
     """
     family = load_family(Path(model.folder), model.dtype)
     encoder = await asyncio.to_thread(load_encoder, model.folder, chat_template, family)
@@ -346,6 +357,7 @@ async def open_renderer(
                 family,
                 directory=directory,
                 uuids=uuids,
+                slabs=slabs,
                 counts=counts,
                 claims=claims,
                 num_workers=num_workers,
@@ -360,4 +372,5 @@ async def open_renderer(
             limits=media.limit_per_prompt,
             max_model_len=max_model_len,
             token_cache=TokenCache(counts=counts),
+            own_slabs=None if slabs is None else OwnSlabs(slabs),
         )

@@ -6,7 +6,8 @@ Nothing here imports torch. An `Array` names its dtype as text because NumPy has
 from __future__ import annotations
 
 import sys
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -32,18 +33,49 @@ OWN_ORDER = "@=<" if sys.byteorder == "little" else "@=>!"
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
+FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+"""dtypes of arrays that may lie in shared memory: what is computed with, never an index."""
+
+
+class Slab(Protocol):
+    """A piece of shared memory that holds arrays of one item (`cache.slabs`)."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole slab."""
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether the engine knows the slab by its number now."""
+
+    def next_use(self) -> int:
+        """The number of the next message that refers to the slab, from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlabPlace:
+    """Where an array lies: bytes `offset` and following of a slab."""
+
+    slab: Slab
+    offset: int
+
 
 class Array:
     """An n-dimensional, C-contiguous, little-endian array: dtype name, shape and one flat buffer.
 
-    `data` may be read-only and may be a view into a received message or a shared region; nobody
-    writes it. Raises `ValueError` when dtype, shape and the buffer's size do not agree, and when
-    the buffer is neither of plain bytes nor of that dtype.
+    `data` may be read-only and may be a view into a received message or a slab, which `place`
+    names; nobody writes it. Raises `ValueError` when dtype, shape and the buffer's size do not
+    agree, and when the buffer is neither of plain bytes nor of that dtype.
     """
 
-    __slots__ = ("data", "dtype", "shape")
+    __slots__ = ("_place", "data", "dtype", "shape")
 
-    def __init__(self, dtype: str, shape: tuple[int, ...], data: Buffer) -> None:
+    def __init__(
+        self, dtype: str, shape: tuple[int, ...], data: Buffer, place: SlabPlace | None = None
+    ) -> None:
         size = ITEM_SIZE.get(dtype)
         if size is None:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(ITEM_SIZE)}")
@@ -65,6 +97,14 @@ class Array:
         self.dtype = dtype
         self.shape = shape
         self.data = view.cast("B") if view.nbytes else memoryview(b"")
+        self._place = place
+
+    @property
+    def place(self) -> SlabPlace | None:
+        """Where the array lies in shared memory; None for private memory, and for a slab that the
+        engine does not know any more (`data` stays readable)."""
+        place = self._place
+        return place if place is not None and place.slab.is_leased else None
 
     @property
     def nbytes(self) -> int:
@@ -136,8 +176,18 @@ class ProcessedItem(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        """What every cache accounts for this item, bytes: its arrays plus a flat overhead."""
-        return ITEM_OVERHEAD + sum(array.nbytes for array in self.arrays.values())
+        """What every cache accounts for this item, bytes: its slabs as a whole, its other arrays,
+        and a flat overhead."""
+        slabs: dict[int, int] = {}
+        for array in self.arrays.values():
+            if (place := array.place) is not None:
+                slabs[place.slab.number] = place.slab.nbytes
+        return ITEM_OVERHEAD + self.message_nbytes + sum(slabs.values())
+
+    @property
+    def message_nbytes(self) -> int:
+        """Bytes of the arrays that travel in messages: those that do not lie in slabs."""
+        return sum(array.nbytes for array in self.arrays.values() if array.place is None)
 
 
 class MediaExample(msgspec.Struct, frozen=True):

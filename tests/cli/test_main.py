@@ -119,15 +119,18 @@ def test_so_is_a_count_of_media(monkeypatch, capsys, count):
     assert "--limit-mm-per-prompt" in refused(monkeypatch, capsys, *given)
 
 
-@pytest.mark.parametrize(("kind", "said"), [("shm", "not built yet"), ("fifo", "lru or shm")])
-def test_a_processor_cache_of_another_kind_is_refused(monkeypatch, capsys, kind, said):
-    line = refused(monkeypatch, capsys, "serve", "/nowhere", "--mm-processor-cache-type", kind)
+def test_a_processor_cache_of_another_kind_is_refused(monkeypatch, capsys):
+    line = refused(monkeypatch, capsys, "serve", "/nowhere", "--mm-processor-cache-type", "fifo")
     assert "--mm-processor-cache-type" in line
-    assert said in line
+    assert "shm or lru" in line
 
 
-def test_the_processor_cache_that_is_built_may_be_named():
-    assert resolve(Options(mm_processor_cache_type="lru")).media == resolve(Options()).media
+def test_processed_media_is_shared_where_that_is_possible(monkeypatch, capsys):
+    assert resolve(Options()).media.processor_cache_type == "shm"
+    assert resolve(Options(mm_processor_cache_type="lru")).media.processor_cache_type == "lru"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    line = refused(monkeypatch, capsys, "serve", "/nowhere", "--mm-processor-cache-type", "shm")
+    assert "--mm-processor-cache-type: shm needs Linux" in line
 
 
 def test_a_model_that_is_not_there_is_said_so(tmp_path):

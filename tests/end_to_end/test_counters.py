@@ -23,9 +23,9 @@ BYPASS_GB = "0.0001"
 """107 kB: a sound fits, a picture of 170 kB does not."""
 
 
-@pytest.fixture(scope="module")
-def on() -> Iterator[LiveServer]:
-    with LiveServer("--vllm-metric-names") as server:
+@pytest.fixture(scope="module", params=["shm", "lru"])
+def on(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
+    with LiveServer("--vllm-metric-names", "--mm-processor-cache-type", request.param) as server:
         yield server
 
 

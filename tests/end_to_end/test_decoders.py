@@ -83,7 +83,7 @@ def standing_still(server: LiveServer) -> Iterator[list[int]]:
                 os.kill(pid, signal.SIGCONT)
 
 
-def test_a_worker_killed_with_a_job_in_its_hands_takes_nothing_along(server):
+def test_a_worker_killed_before_it_begins_a_job_takes_nothing_along(server):
     known, struck = drawn(200), drawn(201)
     assert said(ask(server, known)) == known.answer
     with ThreadPoolExecutor(1) as pool, standing_still(server) as stopped:
@@ -92,10 +92,7 @@ def test_a_worker_killed_with_a_job_in_its_hands_takes_nothing_along(server):
         until(lambda: server.metrics()["media_queued_total:image"] > before, 20, server.log)
         for pid in stopped:
             os.kill(pid, signal.SIGKILL)
-        refused = answer.result(60)
-    assert refused.status_code == 422
-    assert refused.json()["error"]["param"] == "messages[0].content[0]"
-    assert "crashed" in refused.json()["error"]["message"]
+        assert said(answer.result(60)) == struck.answer  # it had not begun: another worker made it
     assert server.get("/health").status_code == 200
     assert said(ask(server, known)) == known.answer
     assert said(ask(server, struck)) == struck.answer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -422,7 +423,15 @@ def test_a_killed_supervisor_s_streams_end_whole_and_nothing_is_left(guarded):
     assert socket_folders(guarded) == []
 
 
-def test_what_is_left_when_everything_was_killed_is_removed_at_the_next_start(tmp_path):
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder of which a unix socket's path of at most 107 bytes can begin."""
+    with tempfile.TemporaryDirectory(prefix="lo-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_what_is_left_when_everything_was_killed_is_removed_at_the_next_start(short_path):
+    tmp_path = short_path
     environment = {"TMPDIR": str(tmp_path)}
     stranger = tmp_path / "lookonce-none-of-ours"
     stranger.mkdir()

@@ -32,13 +32,21 @@ def media():
     return working_set(num_pictures=45, num_sounds=15)
 
 
-def small_server(api_processes: int) -> LiveServer:
+def quarter_bytes() -> float:
+    return (45 * PICTURE_BYTES + 15 * SOUND_BYTES) / 4
+
+
+both_types = pytest.mark.parametrize("cache_type", ["shm", "lru"])
+
+
+def small_server(api_processes: int, cache_type: str) -> LiveServer:
     """A quarter of the working set fits the processor cache; little fits the other tiers."""
-    quarter = (45 * PICTURE_BYTES + 15 * SOUND_BYTES) / 4 / GIB
+    quarter = quarter_bytes() / GIB
     return LiveServer(
         "--limit-mm-per-prompt", "image=4,audio=4",
         "--api-processes", str(api_processes),
         "--mm-processor-cache-gb", f"{quarter:.6f}",
+        "--mm-processor-cache-type", cache_type,
         "--kv-cache-gb", "0.02",
         "--encoder-cache-gb", "0.0002",
     )  # fmt: skip
@@ -65,18 +73,23 @@ def soak(server: LiveServer, requests) -> dict[str, float]:
     return found
 
 
-def test_nothing_fails_nothing_is_sent_again_and_both_sides_end_equal(media):
+@both_types
+def test_nothing_fails_nothing_is_sent_again_and_both_sides_end_equal(media, cache_type):
     requests = plans(media, NUM_REQUESTS, seed=3)
     assert sum(plan.refused for plan in requests) > len(requests) * REFUSED / 2
-    with small_server(api_processes=1) as server:
+    with small_server(1, cache_type) as server:
         found = soak(server, requests)
     assert found["mm_cache_resends_total"] == 0
     assert found["mm_store_bytes"] == found["mm_cache_bytes"]
     assert found["mm_cache_asks_total"] > 0, "no reference ever had to be made good"
+    if cache_type == "shm":
+        assert found["mm_slab_reuses_total"] > 0
+        assert found["mm_slab_bytes"] <= 2 * quarter_bytes()
 
 
-def test_two_api_processes_share_one_store(media):
+@both_types
+def test_two_api_processes_share_one_store(media, cache_type):
     requests = plans(media, NUM_REQUESTS // 5, seed=4)
-    with small_server(api_processes=2) as server:
+    with small_server(2, cache_type) as server:
         found = soak(server, requests)
     assert 0 < found["mm_store_bytes"] <= found["mm_cache_bytes"]

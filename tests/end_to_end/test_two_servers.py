@@ -107,7 +107,8 @@ def test_ready_comes_after_warm_up_and_nothing_tells_of_it():
         counted = {
             name: value
             for name, value in found.items()
-            if "_total" in name or "_bytes" in name or name.endswith("_count")
+            if ("_total" in name or "_bytes" in name or name.endswith("_count"))
+            and "mm_slab" not in name  # slabs stay leased, so that their memory is warm
         }
         assert len(counted) > 20
         assert {name: value for name, value in counted.items() if value} == {}

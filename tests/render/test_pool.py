@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from io import BytesIO
@@ -31,6 +32,8 @@ from lookonce.errors import (
     http_status,
 )
 from lookonce.ipc import framing
+from lookonce.render.media import cost
+from lookonce.render.media import pool as pool_module
 from lookonce.render.media.pool import MediaPool, share_of_workers
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
 from tests.support.render.doubles import until
@@ -60,8 +63,13 @@ async def fake_pool(
         await pool.aclose()
 
 
-def job(data: bytes = b"some data") -> MediaJob:
-    return MediaJob("image", data, {})
+def job(data: bytes = b"some data", tenant: str = "", seconds: float = 0.0) -> MediaJob:
+    return MediaJob("image", data, {}, tenant, seconds)
+
+
+def waiting_for(gate: Path, tenant: str = "", seconds: float = 0.0) -> MediaJob:
+    """A job that lasts until the file exists."""
+    return job(b"wait " + bytes(gate), tenant, seconds)
 
 
 def worker_of(processed: Processed) -> int:
@@ -70,22 +78,26 @@ def worker_of(processed: Processed) -> int:
 
 def has_begun(pool: MediaPool) -> bool:
     """Whether the only job has left the queue."""
-    return pool.num_pending == 1 and pool._threads._work_queue.empty()
+    return pool.num_pending == 1 and pool.num_waiting == 0
 
 
 @asynccontextmanager
-async def one_worker_of_two(folder: Path) -> AsyncIterator[MediaPool]:
-    """A pool whose next job needs its second worker, which has not been started: the first one is
-    busy for as long as the block runs."""
+async def two_workers_of_three(folder: Path) -> AsyncIterator[MediaPool]:
+    """A pool whose next job needs its third worker, which has not been started: the others are busy
+    for as long as the block runs."""
     gate = folder / "gate"
-    async with fake_pool(2) as pool:
-        # A thread calls itself idle a moment after its job's result is known.
-        await until(lambda: pool._threads._idle_semaphore._value == 1)
-        busy = asyncio.create_task(pool.run(job(b"wait " + bytes(gate))))
-        await until(lambda: has_begun(pool))
+    async with fake_pool(3) as pool:
+        await pool.run(job())
+        await until(lambda: pool.num_idle == 2)
+        busy = [asyncio.create_task(pool.run(waiting_for(gate))) for _ in range(2)]
+        await until(lambda: pool.num_pending == 2 and pool.num_waiting == 0)
         yield pool
         await asyncio.to_thread(gate.touch)
-        await busy
+        await asyncio.gather(*busy)
+
+
+def environment_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def is_alive(pid: int) -> bool:
@@ -271,6 +283,208 @@ def test_jobs_run_side_by_side(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_long_jobs_of_everybody_leave_one_worker_for_short_ones(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fake_pool(2) as pool:
+            gate = tmp_path / "gate"
+            long = [
+                asyncio.create_task(pool.run(waiting_for(gate, tenant, 5.0))) for tenant in "aab"
+            ]
+            for tenant in "bac":
+                await pool.run(job(tenant=tenant, seconds=0.1))
+            assert not any(task.done() for task in long)
+            gate.touch()
+            await asyncio.gather(*long)
+            assert pool.killed.total() == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_pool_of_one_worker_runs_long_jobs_too(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fake_pool(1) as pool:
+            await pool.run(job(seconds=5.0))
+
+    asyncio.run(scenario())
+
+
+def test_a_newcomers_job_is_served_before_anothers_backlog(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fake_pool(1) as pool:
+            gate = tmp_path / "gate"
+            held = asyncio.create_task(pool.run(waiting_for(gate, "heavy", 0.9)))
+            await until(lambda: has_begun(pool))
+            order: list[str] = []
+
+            async def served(tenant: str) -> None:
+                await pool.run(job(tenant=tenant, seconds=0.5))
+                order.append(tenant)
+
+            backlog = [asyncio.create_task(served("heavy")) for _ in range(20)]
+            await until(lambda: pool.num_waiting == 20)
+            newcomer = asyncio.create_task(served("light"))
+            await until(lambda: pool.num_waiting == 21)
+            gate.touch()
+            await asyncio.gather(held, newcomer, *backlog)
+            assert order.index("light") <= 8
+
+    asyncio.run(scenario())
+
+
+def test_one_tenant_cannot_fill_the_queue(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        pool = MediaPool(
+            settings(), num_workers=1, max_queue=10, max_queue_per_tenant=3, command=FAKE
+        )
+        await pool.start()
+        gate = tmp_path / "gate"
+        tasks = [asyncio.create_task(pool.run(waiting_for(gate, "a")))]
+        await until(lambda: has_begun(pool))
+        tasks += [asyncio.create_task(pool.run(job(tenant="a"))) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="your media") as refused:
+            pool.run(job(tenant="a"))
+        assert http_status(refused.value) == 429
+        tasks.append(asyncio.create_task(pool.run(job(tenant="b"))))
+        await asyncio.sleep(0)
+        gate.touch()
+        await asyncio.gather(*tasks)
+        await pool.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_a_job_that_takes_more_cpu_time_than_its_estimate_allows_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cost, "SHORTEST_DEADLINE", 0.3)
+
+    async def scenario() -> None:
+        async with fake_pool(1) as pool:
+            before = worker_of(await pool.run(job()))
+            with pytest.raises(UnprocessableMediaError, match="takes too long to decode"):
+                await pool.run(job(b"burn", "liar"))
+            assert +pool.killed == {"cpu": 1}
+            assert not is_alive(before)
+            assert worker_of(await pool.run(job())) != before
+
+    asyncio.run(scenario())
+
+
+def test_sleeping_is_not_cpu_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy with other things fails no job."""
+    monkeypatch.setattr(cost, "SHORTEST_DEADLINE", 0.5)
+
+    async def scenario() -> None:
+        async with fake_pool(1) as pool:
+            gate = tmp_path / "gate"
+            task = asyncio.create_task(pool.run(waiting_for(gate)))
+            await asyncio.sleep(0.7)
+            gate.touch()
+            await task
+
+    asyncio.run(scenario())
+
+
+def test_what_a_stopped_job_took_is_charged_to_its_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "SHORTEST_DEADLINE", 0.3)
+
+    async def scenario() -> None:
+        async with fake_pool(1) as pool:
+            with pytest.raises(UnprocessableMediaError):
+                await pool.run(job(b"burn", "liar"))
+            assert pool._queue.debt("liar") > 0.3
+            assert pool._queue.debt("other") == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_long_job_that_nobody_waits_for_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "ABANDONED_TIMEOUT", 0.1)
+
+    async def scenario() -> None:
+        async with fake_pool(1) as pool:
+            before = worker_of(await pool.run(job()))
+            task = asyncio.create_task(pool.run(waiting_for(tmp_path / "never")))
+            await until(lambda: has_begun(pool))
+            task.cancel()
+            assert worker_of(await pool.run(job())) != before
+            assert +pool.killed == {"abandoned": 1}
+
+    asyncio.run(scenario())
+
+
+def test_jobs_of_clients_that_left_are_not_processed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fake_pool(1) as pool:
+            gate, marks = tmp_path / "gate", [tmp_path / str(n) for n in range(5)]
+            held = asyncio.create_task(pool.run(waiting_for(gate)))
+            await until(lambda: has_begun(pool))
+            left = [asyncio.create_task(pool.run(job(b"mark " + bytes(mark)))) for mark in marks]
+            await asyncio.sleep(0)
+            assert pool.num_waiting == 5
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+            assert pool.num_waiting == 0
+            gate.touch()
+            await held
+            await pool.run(job())
+            assert not any(mark.exists() for mark in marks)
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_pool_keeps_neither_the_bytes_nor_the_item_of_its_last_job() -> None:
+    async def scenario() -> None:
+        async with fake_pool(1) as pool:
+            data = np.zeros(100_000, np.uint8)
+            kept = weakref.ref(data)
+            await pool.run(MediaJob("image", data.data))
+            del data
+            await until(lambda: kept() is None)
+
+    asyncio.run(scenario())
+
+
+def test_a_job_whose_worker_died_before_it_began_is_tried_once_more(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fake_pool(1) as pool:
+            before = worker_of(await pool.run(job()))
+            made = await pool.run(job(b"die before " + bytes(tmp_path / "died")))
+            assert worker_of(made) != before
+            assert pool.killed.total() == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_job_is_not_tried_for_ever(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fake_pool(1) as pool:
+            with pytest.raises(UnprocessableMediaError, match="crashed"):
+                await pool.run(job(b"die before " + bytes(tmp_path / "no folder" / "died")))
+            await pool.run(job())
+
+    asyncio.run(scenario())
+
+
+def test_workers_get_no_secrets_in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "LOOKONCE_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"):
+        monkeypatch.setenv(name, "canary")
+    monkeypatch.setenv("HARMLESS", "seen")
+
+    async def scenario() -> None:
+        async with fake_pool(1) as pool:
+            pid = worker_of(await pool.run(job()))
+            environment = environment_of(pid)
+            assert b"canary" not in environment
+            assert b"HARMLESS=seen" in environment
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("folder", "words"),
     [("bad", "bad folder"), ("dead", "did not start"), ("nonsense", "did not start")],
@@ -312,13 +526,13 @@ def test_a_start_that_fails_leaves_nothing_open() -> None:
 def test_a_worker_that_cannot_be_started_now_is_started_later(
     shortage: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second worker is first needed while something is short, or broken."""
+    """The third worker is first needed while something is short, or broken."""
 
     def short() -> None:
         raise shortage
 
     async def scenario() -> None:
-        async with one_worker_of_two(tmp_path) as pool:
+        async with two_workers_of_three(tmp_path) as pool:
             with monkeypatch.context() as patch:
                 patch.setattr(socket, "socketpair", short)
                 for _ in range(2):
@@ -337,12 +551,12 @@ def test_a_thread_that_cannot_be_started_leaves_no_place_taken(
         raise RuntimeError("can't start new thread")
 
     async def scenario() -> None:
-        async with one_worker_of_two(tmp_path) as pool:
+        async with two_workers_of_three(tmp_path) as pool:
             with monkeypatch.context() as patch:
                 patch.setattr(threading.Thread, "start", short)
                 with pytest.raises(UnavailableError):
                     await pool.run(job())
-            assert pool.num_pending == 1
+            assert pool.num_pending == 2
             await pool.run(job())
 
     asyncio.run(scenario())

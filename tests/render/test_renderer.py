@@ -367,6 +367,9 @@ class HerePool:
     async def run(self, job: MediaJob) -> Processed:
         return self.processing.run(job)
 
+    def counts(self) -> dict[str, float]:
+        return {}
+
 
 def png(width, height):
     target = io.BytesIO()

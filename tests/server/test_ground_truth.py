@@ -16,8 +16,11 @@ from lookonce.types.sampling import SamplingParams
 from tests.support.drawing import audio_part, image_part, text_part
 from tests.support.model.cases import picture, sound
 from tests.support.nodes import Node, engine_node, run
+from tests.support.nodes import cache_type as cache_type
 from tests.support.render.origin import Answer, Origin, origin
 from tests.support.server.media import chat, encoded, frontend, inject
+
+pytestmark = pytest.mark.usefixtures("cache_type")
 
 KIND = "qwen2_5_omni"
 INLINE = [*(image_part(picture(n)) for n in range(5)), *(audio_part(sound(n)) for n in range(3))]

@@ -31,16 +31,26 @@ async def stage(node):
         yield node, build_app(node.services)
 
 
+def without_slabs(stats: dict[str, float]) -> dict[str, float]:
+    """Slabs stay leased after warm-up: that is what makes the first picture's memory warm."""
+    return {name: value for name, value in stats.items() if "mm_slab" not in name}
+
+
+def without_slab_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "mm_slab" not in line]
+
+
 def test_every_route_is_warmed_up_with_every_modality_and_the_log_says_so(folder, log):
     async def scenario():
         async with engine_node(folder("qwen2_5_omni")) as node, stage(node) as (_, app):
-            before, stats = node.memory, await node.engine.stats()
+            before, stats = node.memory, without_slabs(await node.engine.stats())
             metrics = (await node.http.get("/metrics")).text
             await warm_up(node.services, app)
             assert len(node.pool.jobs) == 2 * share_of_workers()  # one of each, for every worker
             assert node.memory == before
-            assert await node.engine.stats() == stats
-            assert (await node.http.get("/metrics")).text == metrics
+            assert without_slabs(await node.engine.stats()) == stats
+            after = (await node.http.get("/metrics")).text
+            assert without_slab_lines(after) == without_slab_lines(metrics)
 
     run(scenario())
     warmed = [record.getMessage() for record in log.records]

@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 
+from lookonce.cache import slab_pool
 from lookonce.cache.identity import UuidBindings
+from lookonce.cache.slab_pool import OwnSlabs
+from lookonce.cache.slabs import slab_capacity
 from lookonce.config import Config, Options, resolve
 from lookonce.engine.client.engine_client import EngineClient
 from lookonce.engine.process.build import EngineThreads
@@ -24,6 +28,7 @@ from lookonce.engine.process.load_engine import load_engine
 from lookonce.engine.process_io import engine_settings
 from lookonce.frontend.frontend import RenderOnlyEngine
 from lookonce.frontend.metrics import Metrics
+from lookonce.render.media import external_items
 from lookonce.render.media.loader import MediaLoader
 from lookonce.render.media.processing import MediaJob, Processed
 from lookonce.render.media.resolver import MediaResolver, NameBindings, RendererDirectory
@@ -39,15 +44,20 @@ from tests.support.model.chats import PoolInProcess
 
 
 class CountingPool(PoolInProcess):
-    """Remembers its jobs."""
+    """Remembers its jobs. Puts its items into slabs where there are any."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, slabs: OwnSlabs | None) -> None:
         super().__init__(folder)
         self.jobs: list[MediaJob] = []
+        self._slabs = slabs
 
     async def run(self, job: MediaJob) -> Processed:
         self.jobs.append(job)
-        return await super().run(job)
+        made = await super().run(job)
+        if self._slabs is None:
+            return made
+        item = await asyncio.to_thread(self._slabs.place, made.item)
+        return Processed(item, made.decode_ms, made.process_ms)
 
 
 @dataclass
@@ -93,8 +103,28 @@ class Node:
         )  # fmt: skip
 
 
+class NODES:
+    """What all nodes have where a test says nothing else."""
+
+    cache_type = "shm"
+
+
+@pytest.fixture(params=["shm", "lru"])
+def cache_type(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs a test with both types of processor cache; in slabs even small arrays are shared."""
+    monkeypatch.setattr(NODES, "cache_type", request.param)
+    monkeypatch.setattr(slab_pool, "LARGE", 1)
+    monkeypatch.setattr(external_items, "LARGE", 1)
+    return str(request.param)
+
+
 def make_config(folder: Path, **options: Any) -> Config:
-    plain = {"kv_cache_gb": 0.02, "encoder_cache_gb": 0.05, "mm_processor_cache_gb": 0.05}
+    plain = {
+        "kv_cache_gb": 0.02,
+        "encoder_cache_gb": 0.05,
+        "mm_processor_cache_gb": 0.05,
+        "mm_processor_cache_type": NODES.cache_type,
+    }
     return resolve(Options(**{"model": str(folder), "served_model_name": "m", **plain, **options}))
 
 
@@ -109,7 +139,8 @@ async def engine_node(folder: Path, **options: Any) -> AsyncIterator[Node]:
         connect=hub.client_link,
     )
     with _running_engine(config, hub):
-        async with client, _renderer(config, client.directory, client.sender.uuids) as main:
+        slabs = OwnSlabs(client.slabs) if config.media.shared_cache_bytes else None
+        async with client, _renderer(config, client.directory, client.sender.uuids, slabs) as main:
             await client.wait_ready()
             renderer, pool = main
             async with open_readonly(
@@ -157,7 +188,8 @@ def _running_engine(config: Config, hub: InProcessHub) -> Iterator[None]:
     """A real engine on two threads: step loop and input."""
     settings = engine_settings(config)
     core, preprocessor = load_engine(settings, lambda done, total: None)
-    threads = EngineThreads(hub.engine_link(), num_senders=1, max_queue=64)
+    slab_bytes = slab_capacity(config.media.shared_cache_bytes)
+    threads = EngineThreads(hub.engine_link(), num_senders=1, max_queue=64, slab_bytes=slab_bytes)
     threads.start_input()
     steps = threading.Thread(target=threads.run_steps, args=(core,))
     steps.start()
@@ -172,11 +204,14 @@ def _running_engine(config: Config, hub: InProcessHub) -> Iterator[None]:
 
 @asynccontextmanager
 async def _renderer(
-    config: Config, directory: RendererDirectory, uuids: NameBindings | UuidBindings
+    config: Config,
+    directory: RendererDirectory,
+    uuids: NameBindings | UuidBindings,
+    slabs: OwnSlabs | None = None,
 ) -> AsyncIterator[tuple[Renderer, CountingPool]]:
     """The real renderer, except that it decodes and processes right here."""
     folder = Path(config.model.folder)
-    pool, loader = CountingPool(folder), MediaLoader(config.media)
+    pool, loader = CountingPool(folder, slabs), MediaLoader(config.media)
     tokenizer = Tokenizer.load(folder)
     resolver = MediaResolver(
         family=pool.family,
@@ -191,6 +226,7 @@ async def _renderer(
         family=pool.family,
         resolver=resolver,
         limits=config.media.limit_per_prompt,
+        own_slabs=slabs,
     )
     try:
         yield renderer, pool

@@ -11,13 +11,14 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from types import TracebackType
 from typing import Literal, Self
 
 import msgspec
 
 from lookonce.cache.directory import Directory
+from lookonce.cache.slab_pool import SlabPool
 from lookonce.config import ChannelConfig
 from lookonce.engine.client.delta_stream import DeltaStream, PendingRequest
 from lookonce.engine.client.item_claims import ItemClaims
@@ -42,9 +43,13 @@ from lookonce.ipc.messages import (
     Heartbeat,
     Hints,
     KeyedItem,
+    LeaseSlabs,
+    ReclaimSlabs,
     Rejected,
     ResendMedia,
     ResetCache,
+    SlabsLeased,
+    SlabsReleased,
     Stats,
     SupplyMedia,
     UpdateCache,
@@ -90,10 +95,18 @@ class EngineClient:
         self._health = EngineHealth(config.stall_timeout, clock)
         self._stats_requests = StatsRequests()
         self._requests: dict[str, PendingRequest] = {}
+        self.slabs = SlabPool(self._slabs_changed, counts)
+        """The shared memory that the engine leases to this process; none until its welcome."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slab_bytes = 0
+        """What the engine leases to all API processes together."""
+        self._num_leases_wanted = 0
+        """Slabs that were asked for; descriptors come until all answers have come."""
         self.claims = ItemClaims(self.sender, self._room, self._commit, self._send_if_connected)
         self._resender = Resender(self.sender, self._room, self._commit, self._give_up)
 
     async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
         self._channel.open(self)
         return self
 
@@ -106,6 +119,7 @@ class EngineClient:
         self._lose_engine("the server is shutting down")
         await self._resender.close()
         self._channel.close()
+        self._loop = None
 
     # --- state --------------------------------------------------------------------------------
 
@@ -183,7 +197,7 @@ class EngineClient:
     async def inject(self, items: Iterable[KeyedItem]) -> UpdateCache:
         """Add items to the engine's store; `ops.adds` of the result are those that were added."""
         given = list(items)
-        async with self._channel.room(sum(keyed.item.nbytes for keyed in given)):
+        async with self._channel.room(sum(keyed.item.message_nbytes for keyed in given)):
             self._health.require_ready()
             update = self.sender.update(given)
             self._commit(update)
@@ -256,15 +270,51 @@ class EngineClient:
                     self._resender.start(self._requests[request_id], keys)
             case Heartbeat():
                 self._health.beat(message, self.sender.epoch)
+                self.slabs.sweep()
             case Welcome():
                 self._welcome(message)
             case ClearCache():
                 self._send_if_connected(self.sender.clear(message))
+                self.slabs.settle()
+            case SlabsReleased(slabs):
+                self.slabs.released(slabs)
+            case ReclaimSlabs(ended):
+                self._reclaim_slabs(ended=ended)
             case Hints():
                 self.sender.hint(message)
                 self.claims.answered(message)
             case Stats():
                 self._stats_requests.answer(message)
+
+    def leased(self, message: SlabsLeased, fds: Sequence[int]) -> None:
+        self.slabs.leased(message.slabs, fds)
+        self._num_leases_wanted -= len(message.slabs)
+        if self._num_leases_wanted <= 0:
+            self._channel.expect_fds(False)
+
+    # --- slabs --------------------------------------------------------------------------------
+
+    def _slabs_changed(self) -> None:
+        """There is something to tell the engine; called in any thread."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._send_slab_changes)
+
+    def _send_slab_changes(self) -> None:
+        while self._health.connected and (changes := self.slabs.take_changes()) is not None:
+            if changes.wanted:
+                self._num_leases_wanted += len(changes.wanted)
+                self._channel.expect_fds(True)
+            self._send(
+                LeaseSlabs(self.sender.epoch, changes.given_back, changes.uses, changes.wanted)
+            )
+
+    def _reclaim_slabs(self, *, ended: bool) -> None:
+        if ended:
+            self.slabs.lose()
+            self.slabs.open(self._slab_bytes)
+        else:
+            self.slabs.reclaim()
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -291,7 +341,7 @@ class EngineClient:
         ]
         if not items:
             return nullcontext()
-        nbytes = MESSAGE_OVERHEAD + wire.prompt.nbytes + sum(item.nbytes for item in items)
+        nbytes = MESSAGE_OVERHEAD + wire.prompt.nbytes + sum(i.message_nbytes for i in items)
         return self._channel.room(nbytes)
 
     def _room(self, nbytes: int) -> AbstractAsyncContextManager[None]:
@@ -323,6 +373,8 @@ class EngineClient:
         if message.epoch != self.sender.epoch:
             self.claims.forget_all()
         self.sender.welcome(message)
+        self._slab_bytes = message.slab_bytes
+        self.slabs.open(message.slab_bytes)
         self._health.welcome(message.model, ready=message.ready)
 
     def _lose_engine(self, why: str) -> None:
@@ -330,6 +382,9 @@ class EngineClient:
         self._health.disconnect()
         self.sender.disconnect()
         self.claims.forget_all()
+        self.slabs.lose()
+        self._num_leases_wanted = 0
+        self._channel.expect_fds(False)
         requests, self._requests = self._requests, {}
         if requests:
             logger.error("%s (%d requests fail)", why, len(requests))
@@ -355,6 +410,7 @@ class EngineClient:
             raise  # the next welcome empties the directory anyway
         except Exception:
             self._send(self.sender.resync())
+            self.slabs.settle()
             raise
 
     def _send(self, message: ClientMessage) -> None:
@@ -469,7 +525,7 @@ class Resender:
         parts = lacking()
         made = await asyncio.gather(*(part.recover() for part in parts if part.recover))
         recovered.update((part.key, item) for part, item in zip(parts, made, strict=True))
-        async with self._room(sum(item.nbytes for item in recovered.values())):
+        async with self._room(sum(item.message_nbytes for item in recovered.values())):
             if request.closed:
                 return True
             if lacking():

@@ -102,7 +102,7 @@ class ItemClaims:
         if item.nbytes > self._sender.directory.capacity_bytes:
             return
         try:
-            async with self._room(item.nbytes):
+            async with self._room(item.message_nbytes):
                 if self._sender.has_claim(number):
                     message = self._sender.publish(number, item)
                     if isinstance(message, UpdateCache):

@@ -14,6 +14,7 @@ import secrets
 import threading
 from collections.abc import Callable
 
+from lookonce.cache.slabs import SlabOwner
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
@@ -74,14 +75,19 @@ class EngineThreads:
     The random epoch of its receiver cache tells this engine from earlier ones at the same address.
     """
 
-    def __init__(self, link: EngineLink, *, num_senders: int, max_queue: int) -> None:
-        channel = EngineChannel(link)
+    def __init__(
+        self, link: EngineLink, *, num_senders: int, max_queue: int, slab_bytes: int = 0
+    ) -> None:
+        """`slab_bytes`: shared memory to lease to API processes; 0: none."""
+        self.slabs = SlabOwner(slab_bytes, wake=link.wake)
+        channel = EngineChannel(link, self.slabs.array)
         self.receiver_cache = ReceiverCache(epoch=secrets.randbits(62) + 1)
         self.step_channel = StepChannel(channel.wake, channel.writer())
         self._input = InputThread(
             channel,
             self.receiver_cache,
             self.step_channel,
+            self.slabs,
             num_senders=num_senders,
             max_queue=max_queue,
         )

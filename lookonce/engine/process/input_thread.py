@@ -13,10 +13,12 @@ sends them itself (`step_loop.OutputSender`).
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from lookonce.cache.slabs import SlabOwner
 from lookonce.core.request import Request
 from lookonce.engine.process.engine_core import RequestPreprocessor
 from lookonce.engine.process.grammar import CompiledRequest, GrammarCompilerPool
@@ -53,10 +55,14 @@ from lookonce.ipc.messages import (
     GetStats,
     Heartbeat,
     Hello,
+    LeaseSlabs,
     Received,
+    ReclaimSlabs,
     Rejected,
     ResendMedia,
     ResetCache,
+    SlabsLeased,
+    SlabsReleased,
     Stats,
     Submit,
     SupplyMedia,
@@ -82,6 +88,7 @@ class InputThread:
         channel: EngineChannel,
         receiver_cache: ReceiverCache,
         step_channel: StepChannel,
+        slabs: SlabOwner,
         *,
         num_senders: int,
         max_queue: int,
@@ -89,6 +96,7 @@ class InputThread:
         self._channel = channel
         self._receiver_cache = receiver_cache
         self._step_channel = step_channel
+        self._slabs = slabs
         self._num_senders = num_senders
         self._max_queue = max_queue
         self._preprocessor: RequestPreprocessor | None = None
@@ -138,6 +146,7 @@ class InputThread:
             if self._claims_moved:
                 self._claims_moved = False
                 self._send_hints()
+            self._release_slabs()
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + HEARTBEAT_SECONDS
                 self._beat(on_beat)
@@ -177,6 +186,8 @@ class InputThread:
             case ResetCache(epoch, tier):
                 if epoch == self._receiver_cache.epoch:
                     self._reset(tier)
+            case LeaseSlabs():
+                self._lease_slabs(sender, message)
             case GetStats(nonce):
                 self._step_channel.command(StatsCommand(sender, nonce))
             case Hello():
@@ -189,6 +200,7 @@ class InputThread:
     def _hello(self, sender: str, message: Hello) -> None:
         """A sender has (re)connected: nobody reads what ran for its earlier connection."""
         self._end_requests(sender)
+        self._slabs.end(sender)
         self._lost.pop(sender, None)
         self._senders.add(sender)
         if not self._receiver_cache.hello(sender, message.epoch):
@@ -205,7 +217,9 @@ class InputThread:
 
     def _welcome(self, sender: str, preprocessor: RequestPreprocessor) -> None:
         epoch, model = self._receiver_cache.epoch, preprocessor.model
-        self._send(sender, Welcome(epoch, model, self._num_senders, ready=True))
+        slabs = self._slabs.capacity_bytes
+        welcome = Welcome(epoch, model, self._num_senders, ready=True, slab_bytes=slabs)
+        self._send(sender, welcome)
 
     def _goodbye(self, sender: str) -> None:
         logger.warning("API process disconnected")
@@ -215,10 +229,14 @@ class InputThread:
             del self._lost[next(iter(self._lost))]
         self._receiver_cache.goodbye(sender)
         self._claims_moved = True
+        self._slabs.end(sender)
 
     def _restore_sender(self, sender: str) -> None:
-        """A sender taken for dead is alive: tell it which of its requests have ended meanwhile."""
+        """A sender taken for dead is alive: tell it which of its requests have ended meanwhile,
+        and that its slabs are not leased any more."""
         self._senders.add(sender)
+        if self._slabs.capacity_bytes:
+            self._send(sender, ReclaimSlabs(ended=True))
         for request_id in self._lost.pop(sender):
             self._reject(sender, request_id, _lost_touch())
 
@@ -244,6 +262,33 @@ class InputThread:
         for request_id in ended:
             self._end(request_id)
         return ended
+
+    # --- slabs --------------------------------------------------------------------------------
+
+    def _lease_slabs(self, sender: str, message: LeaseSlabs) -> None:
+        """Answer a sender that asks for slabs; where there is no room for all, ask every sender
+        for its free ones."""
+        if message.epoch != self._receiver_cache.epoch:
+            return
+        leases = self._slabs.change(sender, message.given_back, message.uses, message.wanted)
+        if not leases.slabs:
+            return
+        try:
+            self._send(sender, SlabsLeased(leases.slabs), leases.descriptors)
+        except OSError as error:  # this process has too many descriptors
+            logger.error("slabs cannot be handed over: %s", error.strerror)
+            self._slabs.give_back(sender, [number for _, number, _ in leases.slabs])
+            refused = tuple((want, 0, nbytes) for want, _, nbytes in leases.slabs)
+            self._send(sender, SlabsLeased(refused))
+        finally:
+            for fd in leases.descriptors:
+                os.close(fd)
+        if leases.is_short:
+            self._broadcast(ReclaimSlabs())
+
+    def _release_slabs(self) -> None:
+        for sender, uses in self._slabs.collect().items():
+            self._send(sender, SlabsReleased(uses))
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -375,7 +420,7 @@ class InputThread:
 
     def _handle_outcome(self, outcome: Outcome) -> None:
         if isinstance(outcome, StatsAnswer):
-            counters = outcome.counters | self._receiver_cache.counters()
+            counters = outcome.counters | self._receiver_cache.counters() | self._slabs.counters()
             self._send(outcome.sender, Stats(outcome.nonce, counters))
         elif isinstance(outcome, UnreachableSender):
             self._end_cut_off(outcome)
@@ -417,8 +462,9 @@ class InputThread:
         for sender in list(self._senders):
             self._send(sender, message)
 
-    def _send(self, sender: str, message: EngineMessage) -> None:
-        if sender in self._senders and not self._channel.send(sender, message):
+    def _send(self, sender: str, message: EngineMessage, fds: Sequence[int] = ()) -> None:
+        """Raises `OSError` when there are too many descriptors to send `fds`."""
+        if sender in self._senders and not self._channel.send(sender, message, fds):
             self._goodbye(sender)
 
 

@@ -23,6 +23,7 @@ from typing import NoReturn
 
 import msgspec
 
+from lookonce.cache.slabs import slab_capacity
 from lookonce.engine.process.build import EngineThreads
 from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
 from lookonce.engine.process_io import (
@@ -84,7 +85,10 @@ def serve(settings: EngineSettings, load: Load, progress: ProgressPipe, started:
     """Answer on the channel at once, load the model meanwhile, then step until SIGTERM."""
     link = SocketEngineLink(settings.address)
     threads = EngineThreads(
-        link, num_senders=settings.num_senders, max_queue=settings.scheduler.max_queue
+        link,
+        num_senders=settings.num_senders,
+        max_queue=settings.scheduler.max_queue,
+        slab_bytes=slab_capacity(settings.media.shared_cache_bytes),
     )
     threads.start_input(
         on_beat=lambda stalled: progress.tell(EngineAlive(stalled)),

@@ -5,7 +5,8 @@ NumPy has no bfloat16: its bits are computed here and stored as uint16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,26 @@ EXPONENTS: dict[str, tuple[str, int]] = {
 """dtype name → unsigned integers of its width, and the bits that only NaN and infinity all have."""
 CHECKED_AT_ONCE = 1 << 18
 """Elements; their intermediate values stay in the processor's caches."""
+
+
+class ArrayMemory:
+    """Where processors put the large arrays of an item: private memory, or what `source` gives.
+
+    A media worker's source is memory that the engine reads in place.
+    """
+
+    def __init__(self) -> None:
+        self.source: Callable[[int], NDArray[np.uint8] | None] | None = None
+        """That many bytes of memory, or None: use private memory."""
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+        """An array to be written once, of the type that has the bits of `dtype` (`STORAGE`)."""
+        storage = np.dtype(STORAGE[dtype])
+        if self.source is not None:
+            memory = self.source(math.prod(shape) * storage.itemsize)
+            if memory is not None:
+                return memory.view(storage).reshape(shape)
+        return np.empty(shape, storage)
 
 
 def float_array(values: NDArray[np.float32], dtype: str) -> Array:
@@ -81,8 +102,9 @@ class PixelTable:
     dtype, which saves the processor's passes over double-precision copies.
     """
 
-    def __init__(self, processor: Any, dtype: str) -> None:
+    def __init__(self, processor: Any, dtype: str, memory: ArrayMemory | None = None) -> None:
         """`processor` is a transformers image processor of the PIL backend."""
+        self._memory = memory or ArrayMemory()
         if processor.backend != "pil":
             raise ModelLoadError("the image processor is not one this family knows")
         ramp = np.tile(np.arange(256, dtype=np.uint8), (3, 1))[:, None, :]
@@ -96,7 +118,7 @@ class PixelTable:
 
     def planes(self, pixels: Levels) -> Array:
         """[height, width, 3] → [3, height, width]."""
-        out = np.empty((3, *pixels.shape[:2]), STORAGE[self.dtype])
+        out = self._memory.empty((3, *pixels.shape[:2]), self.dtype)
         for channel in range(3):
             out[channel] = self._levels[channel][pixels[..., channel]]
         return stored_array(out, self.dtype)
@@ -111,7 +133,7 @@ class PixelTable:
         windows = pixels.reshape(
             height // merge, merge, patch, width // merge, merge, patch, 3
         ).transpose(6, 0, 3, 1, 4, 2, 5)
-        out = np.empty((height * width, 3, repeat, patch * patch), STORAGE[self.dtype])
+        out = self._memory.empty((height * width, 3, repeat, patch * patch), self.dtype)
         for channel in range(3):
             levels = windows[channel].reshape(height * width, patch * patch)
             out[:, channel] = self._levels[channel][levels][:, None]

@@ -23,7 +23,7 @@ from PIL import Image, features
 
 from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, ModelLoadError
-from lookonce.render.families.arrays import Arrays, refuse_arrays
+from lookonce.render.families.arrays import ArrayMemory, Arrays, refuse_arrays
 from lookonce.render.families.processor_files import Json, ProcessorFiles
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
@@ -57,6 +57,8 @@ class ProcessorFamily(ABC):
     def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         self.files = files
         self.dtype = dtype
+        self.memory = ArrayMemory()
+        """Where `process` puts large arrays."""
 
     @abstractmethod
     def placeholder_token_id(self, modality: Modality) -> int:

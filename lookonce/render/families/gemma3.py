@@ -78,4 +78,4 @@ class Gemma3Processing(ProcessorFamily):
 
     @cached_property
     def _table(self) -> PixelTable:
-        return PixelTable(self._processor, self.dtype)
+        return PixelTable(self._processor, self.dtype, self.memory)

@@ -20,6 +20,7 @@ from PIL import Image
 
 from lookonce.errors import ModelLoadError
 from lookonce.render.families.arrays import (
+    STORAGE,
     Arrays,
     Levels,
     PixelTable,
@@ -149,8 +150,9 @@ class Idefics3Processing(ProcessorFamily):
     def _planes(self, tiles: list[Levels]) -> Array:
         """[side, side, 3] each → [tiles, 3, side, side]."""
         stacked = self._table.planes(np.concatenate(tiles))  # [3, tiles * side, side]
-        storage = np.frombuffer(stacked.data, f"u{stacked.nbytes // math.prod(stacked.shape)}")
-        parts = storage.reshape(3, len(tiles), self._tile, self._tile).swapaxes(0, 1)
+        storage = np.frombuffer(stacked.data, STORAGE[self.dtype])
+        parts = self.memory.empty((len(tiles), 3, self._tile, self._tile), self.dtype)
+        parts[:] = storage.reshape(3, len(tiles), self._tile, self._tile).swapaxes(0, 1)
         return stored_array(parts, self.dtype)
 
     def _expansion(self, rows: int, columns: int) -> Expansion:

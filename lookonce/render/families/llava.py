@@ -86,7 +86,7 @@ class LlavaProcessing(ProcessorFamily):
 
     @cached_property
     def _table(self) -> PixelTable:
-        return PixelTable(self._processor, self.dtype)
+        return PixelTable(self._processor, self.dtype, self.memory)
 
 
 def _output_size(config: Json) -> tuple[int, int]:

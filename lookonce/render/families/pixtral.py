@@ -122,4 +122,4 @@ class PixtralProcessing(ProcessorFamily):
 
     @cached_property
     def _table(self) -> PixelTable:
-        return PixelTable(self._processor, self.dtype)
+        return PixelTable(self._processor, self.dtype, self.memory)

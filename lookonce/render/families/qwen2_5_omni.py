@@ -28,7 +28,7 @@ class Qwen2_5OmniProcessing(ProcessorFamily):  # noqa: N801
         super().__init__(files, dtype)
         thinker = files.config.get("thinker_config") or files.config
         token = token_id(thinker, "image_token_id", "image_token_index")
-        self.images = QwenImages(files.image_processor, token, dtype)
+        self.images = QwenImages(files.image_processor, token, dtype, self.memory)
         self.audio_token_id = token_id(thinker, "audio_token_id", "audio_token_index")
         sound = files.feature_extractor
         if sound.get("dither"):

@@ -14,6 +14,7 @@ from PIL import Image
 
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.render.families.arrays import (
+    ArrayMemory,
     Arrays,
     PixelTable,
     check_arrays,
@@ -44,7 +45,7 @@ class Qwen2_5VLProcessing(ProcessorFamily):  # noqa: N801
     def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
         token = token_id(files.config, "image_token_id")
-        self.images = QwenImages(files.image_processor, token, dtype)
+        self.images = QwenImages(files.image_processor, token, dtype, self.memory)
 
     def placeholder_token_id(self, modality: Modality) -> int:
         return self.images.token_id
@@ -74,8 +75,11 @@ class Qwen2_5VLProcessing(ProcessorFamily):  # noqa: N801
 class QwenImages:
     """Qwen2-VL's image processor: keeps the aspect ratio, between `min_pixels` and `max_pixels`."""
 
-    def __init__(self, config: Json, token_id: int, dtype: str) -> None:
+    def __init__(
+        self, config: Json, token_id: int, dtype: str, memory: ArrayMemory | None = None
+    ) -> None:
         """`config` is the image processor's; `token_id` the placeholder's."""
+        self._memory = memory
         size = config.get("size") or {}
         self.min_pixels = int(
             config.get("min_pixels") or size.get("shortest_edge") or DEFAULT_MIN_PIXELS
@@ -103,7 +107,7 @@ class QwenImages:
 
     @cached_property
     def _table(self) -> PixelTable:
-        return PixelTable(self._processor, self._dtype)
+        return PixelTable(self._processor, self._dtype, self._memory)
 
     def options(self, kwargs: Mapping[str, object]) -> Options:
         """The pixel bounds if they differ from the folder's. Raises `BadRequestError`."""

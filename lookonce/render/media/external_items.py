@@ -29,6 +29,8 @@ import numpy as np
 import pybase64
 
 from lookonce.cache.identity import external_hash, item_key
+from lookonce.cache.slab_pool import OwnSlabs
+from lookonce.cache.slabs import LARGE
 from lookonce.errors import BadRequestError, LookOnceError, MediaNotCachedError, RequestError
 from lookonce.render.families.arrays import Arrays, check_finite, in_model_dtype, refuse_arrays
 from lookonce.render.families.base import ProcessorFamily
@@ -71,7 +73,14 @@ class ExternalItem:
 class ExternalItemResolver:
     """External items → rendered items; uses the directory and the processing of `resolver`."""
 
-    def __init__(self, family: ProcessorFamily, resolver: MediaResolver) -> None:
+    def __init__(
+        self,
+        family: ProcessorFamily,
+        resolver: MediaResolver,
+        own_slabs: OwnSlabs | None = None,
+    ) -> None:
+        """`own_slabs`: where arrays that came are put; None: they stay where they are."""
+        self._own_slabs = own_slabs
         self._family = family
         self._directory = resolver.directory
         self._resolver = resolver
@@ -83,14 +92,18 @@ class ExternalItemResolver:
         kwargs: Mapping[str, object],
         *,
         trusted: bool,
+        tenant: str = "",
     ) -> list[RenderedItem]:
-        """One rendered item per external item, in order; each is counted once.
+        """One rendered item per external item, in order; each is counted once. Encoded media are
+        processed in the name of `tenant`.
 
         Raises a `RequestError` naming the part; then, as when cancelled, no pin is left.
         """
         encoded = [number for number, each in enumerate(media) if _is_encoded(each)]
         sources = [_source(media[number]) for number in encoded]
-        loaded = await self._resolver.resolve(sources, scope, kwargs) if sources else []
+        loaded = (
+            await self._resolver.resolve(sources, scope, kwargs, tenant=tenant) if sources else []
+        )
         items = dict(zip(encoded, loaded, strict=True))
         made: list[RenderedItem] = []
         try:
@@ -127,6 +140,8 @@ class ExternalItemResolver:
             item = await asyncio.to_thread(self._item, external.modality, data)
         else:
             item = self._item(external.modality, data)
+        if self._own_slabs is not None and item.nbytes >= LARGE:
+            item = await asyncio.to_thread(self._own_slabs.place, item)
         fits = item.nbytes <= self._directory.capacity_bytes
         return RenderedItem(
             key=item_key(scope, digest),

@@ -1,11 +1,16 @@
 """A bounded pool of worker processes for decoding and processing, off the event loop.
 
-    run ──▶ queue (bounded: 429) ──▶ one thread per worker ──▶ worker process
-                                     blocks on its socket       decode + process
+    run ──▶ FairQueue (bounded: 429) ──▶ one thread per worker ──▶ worker process (sandboxed)
+                                         blocks on its socket       decode + process
+                  a guard thread kills workers: past the job's CPU deadline, client left
 
 The threads only send and receive messages; decoding does not hold this process's GIL. When a worker
-dies or hangs, only its job fails, and the next job starts a new worker. When no worker can be
-started (no descriptors, processes or memory left) the job fails with 503; the next job tries again.
+dies or is killed, only its job fails, and its thread starts a new worker; a job that its worker had
+not begun is given to the new one. When no worker can be started (no descriptors, processes or
+memory left) the job fails with 503; the next job tries again.
+
+With two or more workers one is always free of long jobs (`fair_queue.LONG_SECONDS`), whoever sent
+them: a short one waits for short ones only.
 """
 
 from __future__ import annotations
@@ -13,61 +18,123 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeVar, get_args
 
+from lookonce.cache.slab_pool import LeasedSlab, SlabPool
 from lookonce.errors import (
     DrainingError,
     LookOnceError,
     ModelLoadError,
-    QueueFullError,
+    ProtocolError,
     UnavailableError,
     UnprocessableMediaError,
     error_from_wire,
 )
-from lookonce.ipc.framing import MessageSocket
+from lookonce.ipc.codec import SlabReference
+from lookonce.ipc.framing import MessageSocket, close_fds
+from lookonce.render.media.cost import cpu_deadline
+from lookonce.render.media.fair_queue import FairQueue, QueuedJob
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
+from lookonce.render.media.sandbox import SandboxReport
 from lookonce.render.media.worker import (
     ConfigureWorker,
+    DropSlabs,
+    JobBegun,
     JobDone,
     JobFailed,
     JobRequest,
     LinkClosedError,
-    MessageLostError,
+    SlabGranted,
+    SlabWanted,
+    WorkerReady,
     receive,
     reply_decoder,
     send,
 )
-from lookonce.types.media import Array, Modality
+from lookonce.types.counts import Counts
+from lookonce.types.media import Array
 
 MAX_WORKERS = 4
 """Of all API processes of a server together, but at least one in each."""
-MAX_QUEUE = 256
+MAX_QUEUE = 512
 """Media items that may wait for a worker; more are refused with 429."""
+MAX_QUEUE_PER_TENANT = 256
+"""Of one tenant; without keys all clients are one."""
 START_TIMEOUT = 120.0
 JOB_TIMEOUT = 60.0
-"""Seconds after which a worker counts as hung. The limits on media keep normal jobs far below."""
+"""Seconds after which a worker that sends nothing counts as hung. CPU deadlines are shorter."""
+ABANDONED_TIMEOUT = 1.0
+"""Seconds that a job may go on after which nobody waits for it."""
+GUARD_INTERVAL = 0.1
 STOP_TIMEOUT = 2.0
 STARTS_PER_JOB = 3
-"""Workers that are tried for a job when they are killed before they have read it."""
+"""Workers that are tried for a job when they are killed before they have begun it."""
+LEAST_CHARGE = 0.25
+START_COST = 2.0
+"""CPU seconds that a new worker takes, charged to whose job ended the old one."""
+MAX_SLABS_PER_JOB = 16
 WORKER_COMMAND = (sys.executable, "-m", "lookonce.render.media.worker")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
 }
+CPU_CLOCK = 2
+"""With the complement of a process's number: its clock of CPU time (`clock_getcpuclockid`)."""
+SECRETS = re.compile(r"(KEYS?|TOKENS?|SECRETS?|PASSWORDS?|CREDENTIALS?)$|^AWS_|^LOOKONCE_", re.I)
+"""Names of environment variables that a worker does not get: a decoder may be taken over."""
+KillReason = Literal["cpu", "hung", "abandoned", "memory", "crashed"]
+KILL_REASONS: tuple[KillReason, ...] = get_args(KillReason)
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Work:
+    """A job, and the future of its item."""
+
+    job: MediaJob
+    future: Future[Processed] = field(default_factory=Future)
+    abandoned: bool = False
+    """Nobody waits for the item any more."""
+
+
+Queued = QueuedJob[_Work]
+
+
+@dataclass(slots=True)
+class _Running:
+    """What the guard compares with a running job's limits; times are in seconds."""
+
+    worker: _WorkerProcess
+    started: float
+    cpu_before: float
+    killed: KillReason | None = None
+    cpu_at_end: float | None = None
+    """What the job took, once its worker is gone."""
+
+    @property
+    def cpu_used(self) -> float:
+        if self.cpu_at_end is not None:
+            return self.cpu_at_end
+        return self.worker.cpu_seconds() - self.cpu_before
 
 
 def share_of_workers(num_processes: int = 1) -> int:
@@ -78,8 +145,7 @@ def share_of_workers(num_processes: int = 1) -> int:
 
 
 class MediaPool:
-    """`await run(job)` from one event loop. Call `start` or `start_beside` before, `aclose`
-    after."""
+    """`await run(job)` from one event loop. Call `start` before, `aclose` after."""
 
     def __init__(
         self,
@@ -87,78 +153,323 @@ class MediaPool:
         *,
         num_workers: int | None = None,
         max_queue: int = MAX_QUEUE,
+        max_queue_per_tenant: int | None = None,
         job_timeout: float = JOB_TIMEOUT,
         command: Sequence[str] = WORKER_COMMAND,
+        slabs: SlabPool | None = None,
+        slab_bytes: int = 0,
+        counts: Counts | None = None,
     ) -> None:
-        """`max_queue` bounds the jobs that wait for a worker, not counting those being processed;
-        `job_timeout` is in seconds; `command` starts a worker (the descriptor of its socket is
-        appended).
+        """`max_queue` bounds the jobs that wait for a worker, not counting those being processed,
+        and `max_queue_per_tenant` those of one tenant; `job_timeout` is in seconds; `command`
+        starts a worker (the descriptor of its socket is appended). Workers put large arrays into
+        `slabs`, of which each may map `slab_bytes`; None: all arrays are in the messages. `counts`
+        gets what is counted for metrics.
         """
         self.num_workers = num_workers or share_of_workers()
+        counts = Counts() if counts is None else counts
         self.completed: Counter[str] = Counter()
         """Jobs that succeeded, by modality."""
-        self._max_pending = max_queue + self.num_workers
-        self._pending = 0
-        self._workers = _Workers(lambda: _WorkerProcess(command, settings, job_timeout))
-        # A new thread starts its worker before it takes a job, so no job waits for a start while
-        # another worker is free.
-        self._threads = ThreadPoolExecutor(
-            self.num_workers, thread_name_prefix="media", initializer=self._workers.init_thread
+        self.killed = counts.by_label("media_workers_lost_total")
+        """Workers that ended before their job, by the reason."""
+        for reason in KILL_REASONS:
+            self.killed[reason] += 0
+        self._waiting = counts.count("media_waiting", gauge=True)
+        self._queue: FairQueue[_Work] = FairQueue(
+            max_waiting=max_queue,
+            max_waiting_per_tenant=max_queue_per_tenant or max_queue,
+        )
+        self._running: dict[Queued, _Running | None] = {}
+        """Jobs taken by a thread; None until its worker is ready."""
+        self._changed = threading.Condition()
+        """Guards everything here that threads share, and says when it has changed."""
+        self._busy, self._stopping = threading.Event(), threading.Event()
+        """A job is with a worker; the pool closes. The guard waits for them."""
+        self._closed = False
+        self._num_idle = 0
+        self._threads: list[threading.Thread] = []
+        self._guard: threading.Thread | None = None
+        self._workers = _Workers(
+            lambda: _WorkerProcess(command, settings, job_timeout, slabs, slab_bytes)
         )
 
     @property
     def num_pending(self) -> int:
         """Jobs waiting or being processed."""
-        return self._pending
+        return len(self._queue) + len(self._running)
+
+    @property
+    def num_idle(self) -> int:
+        """Threads that wait for a job."""
+        return self._num_idle
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that no worker has taken yet."""
+        return len(self._queue)
 
     async def start(self) -> None:
-        """Start and warm one worker; others start when jobs wait. Raises `ModelLoadError`."""
-        await self._outcome(self._threads.submit(self._workers.ensure_worker))
+        """Start and warm one worker; others start with the first jobs. Raises `ModelLoadError`."""
+        ready: Future[None] = Future()
+        with self._changed:
+            self._guard = threading.Thread(target=self._guard_workers, name="media-guard")
+            self._guard.start()
+            self._add_thread(ready)
+        await self._outcome(ready)
 
     def start_beside(self) -> None:
         """Begin to start one worker; a failure is reported by the jobs that need it."""
-        self._threads.submit(lambda: None)  # each thread starts its worker first
+        with self._changed:
+            self._guard = threading.Thread(target=self._guard_workers, name="media-guard")
+            self._guard.start()
+            self._add_thread()
 
     def run(self, job: MediaJob) -> Coroutine[Any, Any, Processed]:
         """Put the job into the queue now; await the result for the processed item.
 
         Raises `QueueFullError` or `UnavailableError` at once; when awaited `UnavailableError`,
         `UnprocessableMediaError` or `TooLargeError`. No error names a request part (see
-        `loader.for_part`). A cancelled job leaves the queue; a job that has begun is finished.
+        `loader.for_part`). A cancelled job leaves the queue; one that has begun is given up if it
+        takes longer than `ABANDONED_TIMEOUT`.
         """
-        if self._workers.is_closed():
-            raise _draining()
-        if self._pending >= self._max_pending:
-            raise QueueFullError("too many media items are waiting to be processed")
+        queued: Queued = QueuedJob(_Work(job), job.tenant, job.seconds)
+        with self._changed:
+            if self._closed:
+                raise _draining()
+            spare = self.num_workers - len(self._running)
+            self._queue.check_room(job.tenant, spare)
+            self._add_threads()
+            self._queue.push(queued, spare)
+            self._waiting.set(len(self._queue))
+            self._changed.notify()
+        return self._awaited(queued)
+
+    async def _awaited(self, queued: Queued) -> Processed:
         try:
-            future = self._threads.submit(self._workers.work, job)
-        except RuntimeError:  # no new thread can be started; an old one may still run the job
-            raise _out_of_resources() from None
-        self._pending += 1
-        loop = asyncio.get_running_loop()
-        future.add_done_callback(lambda done: _call_on_loop(loop, self._finish, job.modality, done))
-        return self._outcome(future)
+            made = await self._outcome(queued.job.future)
+        except asyncio.CancelledError:
+            self._abandon(queued)
+            raise
+        self.completed[queued.job.job.modality] += 1
+        return made
 
     async def _outcome(self, future: Future[T]) -> T:
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._workers.is_closed() and not (task and task.cancelling()):
+            if self._closed and not (task and task.cancelling()):
                 raise _draining() from None  # the pool was closed; the caller was not cancelled
             raise
 
+    def _abandon(self, queued: Queued) -> None:
+        with self._changed:
+            self._queue.remove(queued)
+            self._waiting.set(len(self._queue))
+            queued.job.abandoned = True
+
     async def aclose(self) -> None:
         """End the workers; waiting jobs are cancelled, running jobs fail."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._changed:
+            self._closed = True
+            waiting = self._queue.drain()
+            self._waiting.set(0)
+            self._changed.notify_all()
+            self._stopping.set()
+            self._busy.set()
+        for queued in waiting:
+            queued.job.future.cancel()
         self._workers.close()
-        await asyncio.to_thread(self._threads.shutdown)
+        await asyncio.to_thread(self._join_threads)
         self._workers.reap()
 
-    def _finish(self, modality: Modality, future: Future[Processed]) -> None:
-        self._pending -= 1
-        if not future.cancelled() and future.exception() is None:
-            self.completed[modality] += 1
+    def _join_threads(self) -> None:
+        for thread in [*self._threads, self._guard]:
+            if thread is not None:
+                thread.join()
+
+    def _add_threads(self) -> None:
+        """Start another worker if all are busy. The second one starts with the first job: a short
+        job must not wait for its start while the first worker does a long one."""
+        wanted = min(2, self.num_workers)
+        if self._num_idle <= len(self._queue):
+            wanted = min(len(self._threads) + 1, self.num_workers)
+        while len(self._threads) < wanted:
+            self._add_thread()
+
+    # --- threads of workers -------------------------------------------------------------------
+
+    def _add_thread(self, ready: Future[None] | None = None) -> None:
+        """Raises `UnavailableError` when the system starts no thread."""
+        number = len(self._threads)
+        thread = threading.Thread(target=self._work, args=(ready,), name=f"media-{number}")
+        try:
+            thread.start()
+        except RuntimeError:
+            raise _out_of_resources() from None
+        self._threads.append(thread)
+
+    def _work(self, ready: Future[None] | None) -> None:
+        """Start a worker, then give it jobs until the pool closes.
+
+        The worker starts before a job is taken, so no job waits for a start while another worker is
+        free. A failure is reported by the jobs that need the worker.
+        """
+        try:
+            self._workers.ensure_worker()
+        except Exception as error:  # noqa: BLE001  see above
+            if ready is not None:
+                ready.set_exception(_draining() if self._closed else error)
+                ready = None
+        if ready is not None:
+            ready.set_result(None)
+        while (queued := self._next()) is not None:
+            self._process(queued)
+            del queued  # its item must not be kept while this thread waits
+            if not self._closed:
+                with contextlib.suppress(Exception):
+                    self._workers.ensure_worker()
+
+    def _next(self) -> Queued | None:
+        """Wait for a job and take it; None when the pool is closed."""
+        with self._changed:
+            while not self._closed:
+                queued = self._queue.pop(long=self._takes_long())
+                if queued is not None:
+                    self._waiting.set(len(self._queue))
+                    self._running[queued] = None
+                    self._busy.set()
+                    return queued
+                self._num_idle += 1
+                self._changed.wait()
+                self._num_idle -= 1
+        return None
+
+    def _takes_long(self) -> bool:
+        """Whether one more long job leaves a worker for short ones."""
+        num_long = sum(queued.is_long for queued in self._running)
+        return self.num_workers == 1 or num_long < self.num_workers - 1
+
+    def _process(self, queued: Queued) -> None:
+        """Give the job to this thread's worker; its outcome goes to the future."""
+        future = queued.job.future
+        try:
+            made = self._make(queued)
+        except BaseException as error:  # noqa: BLE001  the thread serves the next job
+            self._finish(queued)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        else:
+            self._finish(queued)
+            if future.set_running_or_notify_cancel():
+                future.set_result(made)
+
+    def _finish(self, queued: Queued) -> None:
+        with self._changed:
+            del self._running[queued]
+            self._changed.notify()
+
+    def _make(self, queued: Queued) -> Processed:
+        """The item. A job that its worker had not begun when it died is given to another one."""
+        for starts_left in reversed(range(STARTS_PER_JOB)):
+            worker = self._ready_worker()
+            running = self._begin(queued, worker)
+            try:
+                return worker.call(queued.job.job)
+            except LookOnceError:
+                if worker.out_of_memory:
+                    self._count_lost(self._lost(worker, running, hung=False))
+                raise
+            except (LinkClosedError, TimeoutError) as error:
+                if self._closed:
+                    raise _draining() from None
+                reason = self._lost(worker, running, hung=isinstance(error, TimeoutError))
+                if starts_left and not worker.has_begun and reason == "crashed":
+                    continue
+                self._count_lost(reason)
+                raise _lost_worker(queued.job.job, reason) from None
+            except OSError as error:
+                self._workers.discard(worker)
+                logger.warning("a media item cannot be handed over: %s", error)
+                raise _out_of_resources() from None
+            except BaseException:
+                self._workers.discard(worker)
+                raise
+            finally:
+                self._settle(queued, running)
+        raise AssertionError("unreachable")
+
+    def _ready_worker(self) -> _WorkerProcess:
+        """This thread's worker. Raises `UnavailableError`; the next job tries again."""
+        try:
+            return self._workers.ensure_worker()
+        except UnavailableError:
+            raise
+        except Exception as error:
+            if self._closed:
+                raise _draining() from None
+            logger.warning("no media worker can be started: %s", error)
+            raise _out_of_resources() from error
+
+    def _begin(self, queued: Queued, worker: _WorkerProcess) -> _Running:
+        """Let the guard watch the job. Raises `UnavailableError` if its client has left."""
+        worker.limit_cpu(cpu_deadline(queued.seconds))
+        running = _Running(worker, time.monotonic(), worker.cpu_seconds())
+        with self._changed:
+            if queued.job.abandoned:
+                raise UnavailableError("the client has left")
+            self._running[queued] = running
+        return running
+
+    def _lost(self, worker: _WorkerProcess, running: _Running, *, hung: bool) -> KillReason:
+        """Discard a worker that ended before its job, and tell why it ended."""
+        running.cpu_at_end = running.cpu_used + START_COST
+        ended_by = self._workers.discard(worker)
+        if running.killed is not None:
+            return running.killed
+        if worker.out_of_memory:
+            return "memory"
+        if ended_by == signal.SIGXCPU:
+            return "cpu"
+        return "hung" if hung else "crashed"
+
+    def _count_lost(self, reason: KillReason) -> None:
+        with self._changed:
+            self.killed[reason] += 1
+
+    def _settle(self, queued: Queued, running: _Running) -> None:
+        """Charge the tenant what the job really took; a part of its estimate at least, so that
+        others have their turn after a known number of jobs."""
+        used = max(running.cpu_used, LEAST_CHARGE * queued.seconds)
+        with self._changed:
+            self._queue.settle(queued.tenant, used - queued.seconds)
+
+    # --- the guard ----------------------------------------------------------------------------
+
+    def _guard_workers(self) -> None:
+        """Kill workers that pass their limits, until the pool closes."""
+        while not self._closed:
+            self._busy.wait()
+            with self._changed:
+                self._kill_those_past_limits()
+                if not self._running and not self._closed:
+                    self._busy.clear()
+            self._stopping.wait(GUARD_INTERVAL)
+
+    def _kill_those_past_limits(self) -> None:
+        for queued, running in self._running.items():
+            if running is not None and running.killed is None:
+                running.killed = _reason_to_kill(queued, running)
+                if running.killed is not None:
+                    running.worker.kill()
+
+
+def _reason_to_kill(queued: Queued, running: _Running) -> KillReason | None:
+    if running.cpu_used > cpu_deadline(queued.seconds):
+        return "cpu"
+    if queued.job.abandoned and time.monotonic() - running.started > ABANDONED_TIMEOUT:
+        return "abandoned"
+    return None
 
 
 class _Workers:
@@ -170,50 +481,7 @@ class _Workers:
         self._lock = threading.Lock()
         self.processes: set[_WorkerProcess] = set()
         self._closed = False
-
-    def is_closed(self) -> bool:
-        return self._closed
-
-    def init_thread(self) -> None:
-        """Start the worker of a new thread. A failure is reported by the jobs that need the worker.
-
-        Every exception is suppressed: an executor whose initializer raises takes no more jobs.
-        """
-        with contextlib.suppress(Exception):
-            self.ensure_worker()
-
-    def work(self, job: MediaJob) -> Processed:
-        """A job that a worker has not read, because it was killed, goes to another one."""
-        for _ in range(STARTS_PER_JOB - 1):
-            try:
-                return self._work_once(job)
-            except MessageLostError:
-                logger.warning("a media worker has ended")
-        try:
-            return self._work_once(job)
-        except MessageLostError:
-            raise _out_of_resources() from None
-
-    def _work_once(self, job: MediaJob) -> Processed:
-        worker = self._ready()
-        try:
-            return worker.call(job)
-        except LookOnceError:
-            raise
-        except (LinkClosedError, TimeoutError) as error:
-            self._discard(worker)
-            if self.is_closed():
-                raise _draining() from None
-            if isinstance(error, MessageLostError):
-                raise
-            raise _lost_worker(job, hung=isinstance(error, TimeoutError)) from None
-        except OSError as error:
-            self._discard(worker)
-            logger.warning("a media item cannot be handed over: %s", error)
-            raise _out_of_resources() from None
-        except BaseException:
-            self._discard(worker)
-            raise
+        self._sandbox: SandboxReport | None = None
 
     def close(self) -> None:
         """Kill all workers; their threads see the closed links and end."""
@@ -229,39 +497,26 @@ class _Workers:
             worker.stop()
         self.processes.clear()
 
-    def _ready(self) -> _WorkerProcess:
-        """This thread's worker. Raises `UnavailableError`; the next job tries again."""
-        try:
-            return self.ensure_worker()
-        except UnavailableError:
-            raise
-        except Exception as error:
-            if self.is_closed():
-                raise _draining() from None
-            logger.warning("no media worker can be started: %s", error)
-            raise _out_of_resources() from error
-
     def ensure_worker(self) -> _WorkerProcess:
         """This thread's worker, started if there is none or it has ended. `ModelLoadError`."""
         worker: _WorkerProcess | None = getattr(self._thread, "worker", None)
         if worker is not None and worker.alive:
             return worker
         if worker is not None:
-            self._discard(worker)
-        for _ in range(STARTS_PER_JOB):
+            self.discard(worker)
+        for starts_left in reversed(range(STARTS_PER_JOB)):
             worker = self._start_worker()
             try:
                 self._register(worker)
-                worker.configure()
-            except MessageLostError:
-                self._discard(worker)
-            except BaseException:
-                self._discard(worker)
+                self._log_sandbox(worker.configure())
+            except BaseException as error:
+                was_killed = self.discard(worker) == signal.SIGKILL and not self._closed
+                if starts_left and was_killed and isinstance(error, ModelLoadError):
+                    continue
                 raise
-            else:
-                self._thread.worker = worker
-                return worker
-        raise _did_not_start()
+            self._thread.worker = worker
+            return worker
+        raise AssertionError("unreachable")
 
     def _register(self, worker: _WorkerProcess) -> None:
         """Let `close` kill the worker, even while it starts."""
@@ -270,21 +525,44 @@ class _Workers:
                 raise _draining()
             self.processes.add(worker)
 
-    def _discard(self, worker: _WorkerProcess) -> None:
+    def _log_sandbox(self, report: SandboxReport) -> None:
+        """Once: all workers of one kernel have the same guards."""
+        with self._lock:
+            if self._sandbox is not None:
+                return
+            self._sandbox = report
+        if report.active:
+            logger.info("media workers are confined by %s", ", ".join(report.active))
+        for name, problem in report.refused.items():
+            logger.warning("media workers run without %s: %s", name, problem)
+
+    def discard(self, worker: _WorkerProcess) -> int | None:
+        """End the worker; the signal that it had ended by before, if any."""
         self._thread.worker = None
         with self._lock:
             self.processes.discard(worker)
-        worker.stop()
+        return worker.stop()
 
 
 class _WorkerProcess:
-    """One worker process, used by one thread."""
+    """One worker process, used by one thread. Others may only `kill` it, and between jobs tell it
+    which slabs to unmap."""
 
     def __init__(
-        self, command: Sequence[str], settings: ProcessingSettings, job_timeout: float
+        self,
+        command: Sequence[str],
+        settings: ProcessingSettings,
+        job_timeout: float,
+        slabs: SlabPool | None,
+        slab_bytes: int,
     ) -> None:
         """Raises `ModelLoadError` when no process can be started. `configure` it before use."""
         self._settings = settings
+        self._slab_bytes = slab_bytes
+        self._busy = threading.Lock()
+        """Held by whoever uses the link."""
+        self._slab_pool = slabs
+        self._slabs = None if slabs is None else slabs.writer(self._tell_dropped)
         self._job_timeout = job_timeout
         self._replies = reply_decoder()
         try:
@@ -292,26 +570,25 @@ class _WorkerProcess:
         except OSError:
             raise ModelLoadError("a media worker process cannot be started") from None
         self._link = MessageSocket(link)
+        self._cpu_seconds = 0.0
+        self.has_begun = False
+        """The worker has taken up the last job given to it."""
+        self.out_of_memory = False
 
-    def configure(self) -> None:
-        """Blocks for a second or two. Raises `ModelLoadError` when it cannot serve the model, and
-        `MessageLostError` when it was killed meanwhile."""
+    def configure(self) -> SandboxReport:
+        """Blocks for a second or two. Raises `ModelLoadError` when it cannot serve the model."""
         self._link.settimeout(START_TIMEOUT)
         try:
-            send(self._link, ConfigureWorker(self._settings))
+            send(self._link, ConfigureWorker(self._settings, self._slab_bytes))
             reply, _ = receive(self._link, self._replies)
         except (LinkClosedError, OSError):
-            if self._was_killed():
-                raise MessageLostError from None
-            raise _did_not_start() from None
+            raise ModelLoadError("a media worker process did not start") from None
         if isinstance(reply, JobFailed):
             raise error_from_wire(*reply.error)
+        if not isinstance(reply, WorkerReady):
+            raise ModelLoadError("a media worker process did not start")
         self._link.settimeout(self._job_timeout)
-
-    def _was_killed(self) -> bool:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(STOP_TIMEOUT) == -signal.SIGKILL
-        return False
+        return reply.sandbox
 
     @property
     def alive(self) -> bool:
@@ -319,29 +596,119 @@ class _WorkerProcess:
 
     def call(self, job: MediaJob) -> Processed:
         """Raises the job's error; `LinkClosedError` or `TimeoutError` when the worker is lost."""
+        granted: dict[int, LeasedSlab] = {}
+        self.has_begun = False
+        try:
+            with self._busy:
+                self._send_dropped()
+                return self._work(job, granted)
+        finally:
+            if self._slabs is not None:
+                self._slabs.finish(granted.values())
+                self._tell_dropped()
+
+    def _work(self, job: MediaJob, granted: dict[int, LeasedSlab]) -> Processed:
         data = Array("uint8", (memoryview(job.data).nbytes,), job.data)
-        send(self._link, JobRequest(job.modality, job.options, data))
-        reply, _ = receive(self._link, self._replies)
-        if isinstance(reply, JobDone):
-            return reply.processed
-        if isinstance(reply, JobFailed):
-            raise error_from_wire(*reply.error)
-        raise LinkClosedError
+        uses_slabs = self._slab_pool is not None and self._slab_pool.is_open
+        send(self._link, JobRequest(job.modality, job.options, data, uses_slabs))
+        read_slab = partial(_array_in, granted)
+        while True:
+            reply, _ = receive(self._link, self._replies, read_slab)
+            match reply:
+                case JobBegun():
+                    self.has_begun = True
+                case SlabWanted(num_bytes):
+                    self._grant(num_bytes, granted)
+                case JobDone(processed):
+                    return processed
+                case JobFailed(error, out_of_memory):
+                    self.out_of_memory = out_of_memory
+                    raise error_from_wire(*error)
+                case _:
+                    raise LinkClosedError
+
+    def _grant(self, num_bytes: int, granted: dict[int, LeasedSlab]) -> None:
+        """Answer a worker that asks for a slab."""
+        if self._slabs is None or num_bytes < 1 or len(granted) == MAX_SLABS_PER_JOB:
+            raise LinkClosedError
+        grant = self._slabs.grant(num_bytes)
+        if grant is None:
+            send(self._link, SlabGranted(0, 0))
+            return
+        granted[grant.slab.number] = grant.slab
+        fds = () if grant.fd is None else (grant.fd,)
+        try:
+            send(self._link, SlabGranted(grant.slab.number, grant.slab.nbytes), fds)
+        finally:
+            close_fds(fds)
+
+    def _tell_dropped(self) -> None:
+        """Tell the worker which slabs to unmap; one that is busy is told after its job."""
+        if self._busy.acquire(blocking=False):
+            try:
+                self._send_dropped()
+            except (LinkClosedError, OSError):
+                pass  # the worker has ended, and its mappings with it
+            finally:
+                self._busy.release()
+
+    def _send_dropped(self) -> None:
+        dropped = () if self._slabs is None else self._slabs.take_dropped()
+        if dropped:
+            send(self._link, DropSlabs(dropped))
+
+    def cpu_seconds(self) -> float:
+        """CPU time of the process so far; where the system does not tell, the time of a clock."""
+        if sys.platform != "linux":
+            return time.monotonic()
+        with contextlib.suppress(OSError):  # it has ended, and was waited for
+            self._cpu_seconds = time.clock_gettime(~self._process.pid << 3 | CPU_CLOCK)
+        return self._cpu_seconds
+
+    def limit_cpu(self, seconds: float) -> None:
+        """Let the kernel end the process if it takes more CPU time, should this one be gone."""
+        if sys.platform == "linux":
+            limit = math.ceil(self.cpu_seconds() + seconds) + 1
+            with contextlib.suppress(OSError):  # it has just ended
+                resource.prlimit(
+                    self._process.pid, resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY)
+                )
 
     def kill(self) -> None:
         """End the process, from any thread; the thread that waits for it sees the link close."""
         self._process.kill()
 
-    def stop(self) -> None:
-        """End the process and free its resources. If the process has not ended after
-        `STOP_TIMEOUT` it is left to Python, which collects it when it starts another.
+    def stop(self) -> int | None:
+        """End the process and free its resources; the signal that it had ended by, if any.
+
+        If it has not ended after `STOP_TIMEOUT` it is left to Python, which collects it when it
+        starts another.
         """
+        before = self._process.poll()
         self._process.kill()
         self._link.close()
         try:
             self._process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
             logger.warning("media worker %d was killed but has not ended", self._process.pid)
+        if self._slabs is not None:
+            self._slabs.close()
+        return -before if before is not None and before < 0 else None
+
+
+def _array_in(
+    granted: Mapping[int, LeasedSlab],
+    dtype: str,
+    shape: tuple[int, ...],
+    nbytes: int,
+    reference: SlabReference,
+) -> Array:
+    """The array that a worker says it has put into a slab. Raises `ProtocolError` where it names
+    one that it was not granted for this job, or another place or dtype than it may."""
+    number, offset, _ = reference
+    if number not in granted:
+        raise ProtocolError("a worker names a slab that it was not granted")
+    return granted[number].array(dtype, shape, offset, nbytes)
 
 
 def _start(command: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
@@ -354,20 +721,21 @@ def _start(command: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[byte
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **ENVIRONMENT},
+                env={**_without_secrets(os.environ), **ENVIRONMENT},
             )
         except BaseException:
             ours.close()
             raise
 
 
-def _lost_worker(job: MediaJob, *, hung: bool) -> UnprocessableMediaError:
-    what = "takes too long to decode" if hung else "cannot be decoded: its decoder crashed"
+def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not SECRETS.search(name)}
+
+
+def _lost_worker(job: MediaJob, reason: KillReason) -> UnprocessableMediaError:
+    crashed = "cannot be decoded: its decoder crashed"
+    what = crashed if reason == "crashed" else "takes too long to decode"
     return UnprocessableMediaError(f"the {job.modality} {what}")
-
-
-def _did_not_start() -> ModelLoadError:
-    return ModelLoadError("a media worker process did not start")
 
 
 def _out_of_resources() -> UnavailableError:
@@ -376,11 +744,3 @@ def _out_of_resources() -> UnavailableError:
 
 def _draining() -> DrainingError:
     return DrainingError("the server is shutting down")
-
-
-def _call_on_loop(
-    loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object
-) -> None:
-    # The loop may have closed before the job ended; then there is nothing left to count.
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(function, *arguments)

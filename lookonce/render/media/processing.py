@@ -60,6 +60,10 @@ class MediaJob(msgspec.Struct, frozen=True, array_like=True):
     data: bytes | memoryview
     """The encoded media."""
     options: Options = {}
+    tenant: str = ""
+    """Who pays for it."""
+    seconds: float = 0.0
+    """CPU seconds that it will take: `cost.estimate_cost`."""
 
 
 class Processed(msgspec.Struct, frozen=True, array_like=True):

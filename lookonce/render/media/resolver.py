@@ -28,16 +28,21 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from lookonce.cache.identity import HashAlgorithm, item_key, media_hash
+from lookonce.cache.slab_pool import SlabPool
+from lookonce.cache.slabs import slab_capacity
 from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import (
     ConflictError,
     MediaNotCachedError,
     RequestError,
+    TooLargeError,
     UnprocessableMediaError,
 )
 from lookonce.render.families.base import Options
+from lookonce.render.media.cost import UNLIMITED, CostLimits, estimate_cost
+from lookonce.render.media.fair_queue import QueueLimitError
 from lookonce.render.media.loader import OFF_LOOP_BYTES, MediaLoader, MediaSource, for_part
-from lookonce.render.media.pool import MediaPool
+from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT, MediaPool
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
 from lookonce.render.media.single_flight import SingleFlight
 from lookonce.types.counts import Counts
@@ -51,6 +56,8 @@ refused by the pool's bounded queue nor fill it alone."""
 
 MAX_CLAIMS_OF_ONE_PART = 3
 """How often to look for what another API process has made before it is made here, too."""
+REFUSALS = ("estimate", "queue", "tenant")
+"""Why a job is refused before any worker sees it: its cost, a full queue, its tenant's share."""
 
 T = TypeVar("T")
 
@@ -119,6 +126,9 @@ class RenderStats:
         """Hits that waited for the pool, because another part's job for the same key was
         running."""
 
+        self.refused = counts.by_label(f"{prefix}media_refused_total")
+        """Jobs refused before any worker saw them, by `REFUSALS`."""
+
     def by_name(self) -> dict[str, Counter[str]]:
         """The counters by the names of their metrics, without prefix."""
         return {
@@ -132,6 +142,8 @@ class RenderStats:
 
     def show(self, modalities: Iterable[str]) -> None:
         """Let the counts of these modalities appear before anything is counted."""
+        for reason in REFUSALS:
+            self.refused[reason] += 0
         for counter in self.by_name().values():
             for modality in modalities:
                 counter[modality] += 0
@@ -139,6 +151,7 @@ class RenderStats:
     def clear(self) -> None:
         for counter in self.by_name().values():
             counter.clear()
+        self.refused.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,18 +164,20 @@ class ResolvedPart:
     digest: bytes
     key: bytes
     data: bytes | None
+    tenant: str = ""
 
     @property
     def job(self) -> MediaJob:
-        return MediaJob(self.source.modality, self.data or b"", self.options)
+        return MediaJob(self.source.modality, self.data or b"", self.options, self.tenant)
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """State of one call of `resolve`: scope, options, the pins taken, and what to count."""
+    """State of one call of `resolve`: scope, options, who pays, the pins taken, what to count."""
 
     scope: bytes
     options: Mapping[Modality, Options]
+    tenant: str
     pinned: list[RenderedItem] = field(default_factory=list)
     overtaking: Counter[Modality] = field(default_factory=Counter)
     waiting: Counter[Modality] = field(default_factory=Counter)
@@ -194,12 +209,13 @@ class MediaResolver:
         loader: Loader,
         pool: Pool,
         max_bytes: int,
+        cost_limits: CostLimits = UNLIMITED,
         algorithm: HashAlgorithm = "blake3",
         stats: RenderStats | None = None,
         claims: ItemClaims | None = None,
     ) -> None:
-        """`max_bytes` limits the encoded bytes of inline media; without `claims` nobody else makes
-        items."""
+        """`max_bytes` limits the encoded bytes of inline media, `cost_limits` what decoding one
+        item may cost; without `claims` nobody else makes items."""
         self.stats = RenderStats(loader.fetched) if stats is None else stats
         self._family = family
         self._fingerprint = family.fingerprint()
@@ -208,6 +224,7 @@ class MediaResolver:
         self._loader = loader
         self._pool = pool
         self._max_bytes = max_bytes
+        self._cost_limits = cost_limits
         self._algorithm: HashAlgorithm = algorithm
         self._claims = Unclaimed() if claims is None else claims
         self._running: SingleFlight[bytes, Processed | None] = SingleFlight()
@@ -234,19 +251,27 @@ class MediaResolver:
             loader=loader,
             pool=self._pool,
             max_bytes=self._max_bytes,
+            cost_limits=self._cost_limits,
             algorithm=self._algorithm,
             stats=stats,
         )
 
     async def resolve(
-        self, sources: Sequence[MediaSource], scope: bytes, kwargs: Mapping[str, object]
+        self,
+        sources: Sequence[MediaSource],
+        scope: bytes,
+        kwargs: Mapping[str, object],
+        *,
+        tenant: str = "",
     ) -> list[RenderedItem]:
-        """One item per source, in order. `kwargs` are the request's `mm_processor_kwargs`.
+        """One item per source, in order. `kwargs` are the request's `mm_processor_kwargs`; the work
+        is queued in the name of `tenant`.
 
         Raises a `RequestError` that names the part; then, as when cancelled, no pin is left.
         """
         modalities = {source.modality for source in sources}
-        prompt = _Prompt(scope, {m: self._family.item_options(m, kwargs) for m in modalities})
+        options = {m: self._family.item_options(m, kwargs) for m in modalities}
+        prompt = _Prompt(scope, options, tenant)
         try:
             items = await self._resolve_all(sources, prompt)
         except BaseException:
@@ -340,7 +365,8 @@ class MediaResolver:
                 raise ConflictError(
                     f"{source.param}: this uuid is bound to other media", param=source.param
                 )
-        return ResolvedPart(source, options, scope, digest, item_key(scope, digest), data)
+        key = item_key(scope, digest)
+        return ResolvedPart(source, options, scope, digest, key, data, prompt.tenant)
 
     # --- look up ------------------------------------------------------------------------------
 
@@ -451,7 +477,14 @@ class MediaResolver:
 
     async def _run(self, part: ResolvedPart) -> Processed:
         job = part.job
-        working = self._pool.run(job)
+        try:
+            working = self._pool.run(await self._estimated(job))
+        except TooLargeError:
+            self.stats.refused["estimate"] += 1
+            raise
+        except QueueLimitError as error:
+            self.stats.refused[error.reason] += 1
+            raise
         self.stats.queued[job.modality] += 1
         self._num_in_pool += 1
         try:
@@ -461,6 +494,16 @@ class MediaResolver:
         self.stats.decoded[job.modality] += 1
         self.stats.processed[job.modality] += 1
         return made
+
+    async def _estimated(self, job: MediaJob) -> MediaJob:
+        """The job with its cost. Raises `TooLargeError` where that is above the limits."""
+        if len(job.data) > OFF_LOOP_BYTES:
+            seconds = await asyncio.to_thread(
+                estimate_cost, job.modality, job.data, self._cost_limits
+            )
+        else:
+            seconds = estimate_cost(job.modality, job.data, self._cost_limits)
+        return msgspec.structs.replace(job, seconds=seconds)
 
     def _outcome(self, made: Processed, *, joined: bool) -> ProcessorOutcome:
         if joined:
@@ -499,13 +542,16 @@ async def open_resolver(
     *,
     directory: RendererDirectory,
     uuids: NameBindings,
+    slabs: SlabPool | None = None,
     counts: Counts | None = None,
     claims: ItemClaims | None = None,
     num_workers: int | None = None,
     wait_for_worker: bool = True,
 ) -> AsyncIterator[MediaResolver]:
-    """A resolver with a loader and a started worker pool. Raises `ModelLoadError`, unless it does
-    not wait for the first worker."""
+    """A resolver with a loader and a started worker pool, whose workers write into `slabs`.
+
+    Raises `ModelLoadError`, unless it does not wait for the first worker.
+    """
     settings = ProcessingSettings(
         folder=model.folder,
         dtype=model.dtype,
@@ -516,7 +562,14 @@ async def open_resolver(
         counts = Counts() if counts is None else counts
         loader = MediaLoader(media, fetched=counts.by_label("media_fetches_total"))
         stack.push_async_callback(loader.aclose)
-        pool = MediaPool(settings, num_workers=num_workers)
+        pool = MediaPool(
+            settings,
+            num_workers=num_workers,
+            max_queue_per_tenant=MAX_QUEUE_PER_TENANT,
+            slabs=slabs,
+            slab_bytes=slab_capacity(media.shared_cache_bytes),
+            counts=counts,
+        )
         stack.push_async_callback(pool.aclose)
         if wait_for_worker:
             await pool.start()
@@ -529,6 +582,9 @@ async def open_resolver(
             loader=loader,
             pool=pool,
             max_bytes=media.max_bytes,
+            cost_limits=CostLimits(
+                media.max_image_pixels, media.max_audio_seconds, media.max_decode_seconds
+            ),
             algorithm=media.hash_algorithm,
             stats=RenderStats(loader.fetched, counts),
             claims=claims,

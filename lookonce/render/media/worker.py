@@ -3,41 +3,67 @@
     python -m lookonce.render.media.worker FD
 
 A worker decodes files of unknown origin, so it is a process of its own: if a decoder crashes, only
-the job is lost. The worker ends when the pool closes its end of the socket.
+the job is lost, and once it is warmed up it can do no more than decode (`sandbox`). The worker ends
+when the pool closes its end of the socket.
 
 They talk over a pair of unix sockets (`ipc/framing.py`), in msgpack; encoded media (to the worker)
 and large arrays (back) are frames of their own.
+
+Where the pool has slabs (`cache/slabs.py`), a worker asks for one as soon as it knows how large an
+array of floats becomes, and the processor writes it there:
+
+    pool ── JobRequest ──▶ worker ── SlabWanted ──▶ pool ── SlabGranted, descriptor ──▶ worker
+                                                            (the first time)
+         ◀── JobDone: slab number, offset, dtype, shape; other arrays as they are ──
 """
 
 from __future__ import annotations
 
-import errno
+import codecs
+import contextlib
 import io
 import logging
 import math
 import os
-import resource
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-from PIL import Image
+import soundfile
+from numpy.typing import NDArray
+from PIL import ExifTags, Image
 
+from lookonce.cache.slab_pool import arrange
+from lookonce.cache.slabs import ALIGNMENT, LARGE, map_memory
 from lookonce.errors import (
     LookOnceError,
     ProtocolError,
     UnprocessableMediaError,
     error_to_wire,
 )
-from lookonce.ipc.codec import MessageDecoder, MessageEncoder
+from lookonce.ipc.codec import MessageDecoder, MessageEncoder, ReadSlab
 from lookonce.ipc.framing import MessageSocket, close_fds, peer_uid, require_same_user
-from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
-from lookonce.types.media import Array, Modality
+from lookonce.render.media.processing import (
+    IMAGE_FORMATS,
+    MediaJob,
+    Processed,
+    Processing,
+    ProcessingSettings,
+    decode_audio,
+    decode_image,
+)
+from lookonce.render.media.sandbox import (
+    SandboxReport,
+    close_sandbox,
+    die_with_parent,
+    limit_resources,
+)
+from lookonce.types.media import FLOATS, Array, Modality, ProcessedItem, SlabPlace
 
 NICENESS = 5
 """Workers run at lower priority than the event loop and the engine, which share the cores."""
@@ -47,6 +73,15 @@ BYTES_PER_PIXEL = 64
 TORCH_MEMORY = 8 << 30
 """Address space that torch's libraries take beside that, bytes."""
 WARM_UP_SIDE = 1024
+TEXT_CODECS = ("ascii", "latin-1", "utf-8", "utf-16", "utf-16-le", "utf-16-be", "cp1252")
+"""Encodings of texts in media files, which Python loads when they are first used."""
+SOUND_CODECS = (
+    ("WAV", "PCM_16"),
+    ("FLAC", "PCM_16"),
+    ("OGG", "VORBIS"),
+    ("OGG", "OPUS"),
+    ("MP3", "MPEG_LAYER_III"),
+)
 M = TypeVar("M")
 log = logging.getLogger("lookonce.render.media.worker")
 
@@ -55,6 +90,8 @@ class ConfigureWorker(msgspec.Struct, frozen=True, tag="configure", array_like=T
     """The first message to a worker; it answers `WorkerReady` or `JobFailed`."""
 
     settings: ProcessingSettings
+    slab_bytes: int = 0
+    """Slabs that the worker may have to map."""
 
 
 class JobRequest(msgspec.Struct, frozen=True, tag="work", array_like=True):
@@ -65,10 +102,36 @@ class JobRequest(msgspec.Struct, frozen=True, tag="work", array_like=True):
     """`Options`; the decoder has no type `object`."""
     data: Array
     """The encoded media."""
+    uses_slabs: bool = False
+
+
+class DropSlabs(msgspec.Struct, frozen=True, tag="drop_slabs", array_like=True):
+    """The worker is to unmap these slabs; it answers nothing."""
+
+    numbers: tuple[int, ...]
+
+
+class SlabGranted(msgspec.Struct, frozen=True, tag="slab", array_like=True):
+    """A slab for this job, with its descriptor the first time. `number` 0: there is none."""
+
+    number: int
+    num_bytes: int
 
 
 class WorkerReady(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     """The worker takes jobs."""
+
+    sandbox: SandboxReport
+
+
+class JobBegun(msgspec.Struct, frozen=True, tag="begun", array_like=True):
+    """The worker has taken up the job; another answer follows."""
+
+
+class SlabWanted(msgspec.Struct, frozen=True, tag="slab_wanted", array_like=True):
+    """The job needs shared memory; the pool answers `SlabGranted`."""
+
+    num_bytes: int
 
 
 class JobDone(msgspec.Struct, frozen=True, tag="done", array_like=True):
@@ -81,10 +144,12 @@ class JobFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     """The error of a job, or of starting the worker."""
 
     error: tuple[str, str, str | None]
+    out_of_memory: bool = False
+    """The worker ends: what is left of its memory may be in pieces."""
 
 
-WorkerRequest = ConfigureWorker | JobRequest
-WorkerReply = WorkerReady | JobDone | JobFailed
+WorkerRequest = ConfigureWorker | JobRequest | DropSlabs | SlabGranted
+WorkerReply = WorkerReady | JobBegun | SlabWanted | JobDone | JobFailed
 
 
 def request_decoder() -> MessageDecoder[WorkerRequest]:
@@ -101,19 +166,19 @@ class LinkClosedError(Exception):
     """The other process has ended, or sent something that is not a message."""
 
 
-class MessageLostError(LinkClosedError):
-    """The other process has ended without having read the last message."""
-
-
 def main() -> None:
     """Serve jobs on the socket whose descriptor is the only argument, until it closes."""
     _restrict_process()
-    with closing(pool_socket()) as link:
+    with contextlib.closing(pool_socket()) as link:
         requests = request_decoder()
         try:
             processing = _configured(link, requests)
-            while processing is not None:
-                _serve(link, requests, processing)
+            if processing is None:
+                return
+            slabs = WorkerSlabs(link, requests)
+            processing.family.memory.source = slabs.take
+            while True:
+                _serve(link, requests, processing, slabs)
         except LinkClosedError:
             return
 
@@ -129,8 +194,8 @@ def _restrict_process() -> None:
     # Without torch transformers starts in one second instead of four, and takes 70 MB, not 300.
     sys.modules["torch"] = None  # type: ignore[assignment]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides when workers end
+    die_with_parent()
     os.nice(NICENESS)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # C libraries write warnings about broken media straight to descriptor 2: it becomes /dev/null.
     # Python's own messages keep the real one.
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
@@ -152,11 +217,11 @@ def _configured(link: MessageSocket, requests: MessageDecoder[WorkerRequest]) ->
     except LookOnceError as error:
         send_error(link, error)
         return None
-    limit = BASE_MEMORY + BYTES_PER_PIXEL * settings.max_image_pixels
+    memory = BASE_MEMORY + BYTES_PER_PIXEL * settings.max_image_pixels
     if processing.family.needs_torch:
-        limit += TORCH_MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    send(link, WorkerReady())
+        memory += TORCH_MEMORY
+    limit_resources(memory + request.slab_bytes)
+    send(link, WorkerReady(close_sandbox()))
     return processing
 
 
@@ -167,60 +232,195 @@ def _allow_torch() -> None:
 
 
 def _serve(
-    link: MessageSocket, requests: MessageDecoder[WorkerRequest], processing: Processing
+    link: MessageSocket,
+    requests: MessageDecoder[WorkerRequest],
+    processing: Processing,
+    slabs: WorkerSlabs,
 ) -> None:
     request, fds = receive(link, requests)
     close_fds(fds)
+    if isinstance(request, DropSlabs):
+        slabs.unmap(request.numbers)
+        return
     assert isinstance(request, JobRequest)
+    send(link, JobBegun())
+    slabs.begin(usable=request.uses_slabs)
     job = MediaJob(request.modality, request.data.data, request.options)
     try:
         processed = processing.run(job)
-    except LookOnceError as error:
-        send_error(link, error)
-    except Exception as error:  # noqa: BLE001  one bad item must not end the worker
-        log.error("processing %s failed: %r", request.modality, error)
+        processed = msgspec.structs.replace(processed, item=slabs.placed(processed.item))
+    except LinkClosedError:
+        raise
+    except LookOnceError as refused:
+        send_error(link, refused)
+    except MemoryError:
+        error = UnprocessableMediaError(f"the {request.modality} takes too much memory")
+        send(link, JobFailed(error_to_wire(error), out_of_memory=True))
+        raise LinkClosedError from None
+    except Exception as failure:  # noqa: BLE001  one bad item must not end the worker
+        log.error("processing %s failed: %r", request.modality, failure)
         send_error(link, UnprocessableMediaError(f"the {request.modality} cannot be processed"))
     else:
         send(link, JobDone(processed))
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerSlab:
+    """A slab that this worker writes."""
+
+    number: int
+    memory: NDArray[np.uint8]
+    is_leased: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    def next_use(self) -> int:
+        return 0  # the pool does not count them
+
+    def offset_of(self, array: Array) -> int | None:
+        """Where the array starts, if it lies in this slab."""
+        address = np.frombuffer(array.data, np.uint8).ctypes.data
+        offset = int(address - self.memory.ctypes.data)
+        inside = offset >= 0 and offset + array.nbytes <= self.nbytes
+        return offset if inside and offset % ALIGNMENT == 0 else None
+
+
+class WorkerSlabs:
+    """The slabs that this worker has mapped; they stay mapped until the pool says otherwise."""
+
+    def __init__(self, link: MessageSocket, requests: MessageDecoder[WorkerRequest]) -> None:
+        self._link = link
+        self._requests = requests
+        self._mapped: dict[int, WorkerSlab] = {}
+        self._granted: list[WorkerSlab] = []
+        """What the job in progress writes."""
+        self._usable = False
+
+    def begin(self, *, usable: bool) -> None:
+        """A new job; `usable`: it may ask for slabs."""
+        self._usable = usable
+        self._granted = []
+
+    def unmap(self, numbers: Iterable[int]) -> None:
+        self._granted = []
+        for number in numbers:
+            self._mapped.pop(number, None)
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8] | None:
+        """The first bytes of a slab that nobody else writes; None: use private memory."""
+        if not self._usable or num_bytes < LARGE:
+            return None
+        send(self._link, SlabWanted(num_bytes))
+        granted, fds = receive(self._link, self._requests)
+        try:
+            if not isinstance(granted, SlabGranted):
+                raise LinkClosedError
+            if granted.number == 0:
+                return None
+            if fds:
+                memory = map_memory(fds[0], granted.num_bytes, writable=True)
+                self._mapped[granted.number] = WorkerSlab(granted.number, memory)
+        except (OSError, ProtocolError):
+            raise LinkClosedError from None
+        finally:
+            close_fds(fds)
+        slab = self._mapped.get(granted.number)
+        if slab is None:
+            raise LinkClosedError
+        self._granted.append(slab)
+        return slab.memory[:num_bytes]
+
+    def placed(self, item: ProcessedItem) -> ProcessedItem:
+        """The item with its large arrays of floats in slabs; those that the processor has put
+        elsewhere are copied into one."""
+        arrays: dict[str, Array] = {}
+        elsewhere: dict[str, Array] = {}
+        for name, array in item.arrays.items():
+            found = self._place_of(array)
+            arrays[name] = Array(array.dtype, array.shape, array.data, found)
+            if found is None:
+                elsewhere[name] = array
+        offsets = arrange({name: (a.dtype, a.nbytes) for name, a in elsewhere.items()})
+        end = max((offset + elsewhere[name].nbytes for name, offset in offsets.items()), default=0)
+        memory = self.take(end)
+        if memory is not None:
+            for name, offset in offsets.items():
+                array = elsewhere[name]
+                memory[offset : offset + array.nbytes] = np.frombuffer(array.data, np.uint8)
+                place = SlabPlace(self._granted[-1], offset)
+                arrays[name] = Array(array.dtype, array.shape, array.data, place)
+        return ProcessedItem(item.modality, arrays, item.expansion)
+
+    def _place_of(self, array: Array) -> SlabPlace | None:
+        if array.nbytes < LARGE or array.dtype not in FLOATS:
+            return None
+        for slab in self._granted:
+            offset = slab.offset_of(array)
+            if offset is not None:
+                return SlabPlace(slab, offset)
+        return None
+
+
 def warm_up(processing: Processing, max_image_pixels: int) -> None:
-    """Process an item of each modality, so that decoders and processors are loaded, and memory is
-    allocated, before the first real item comes."""
-    Image.preinit()
+    """Process an item of each modality and format, so that decoders and processors are loaded, and
+    memory is allocated, before the first real item comes. Later no file can be opened."""
+    for name in TEXT_CODECS:
+        codecs.lookup(name)
+    Image.init()
     family = processing.family
     if "image" in family.modalities:
         side = min(WARM_UP_SIDE, math.isqrt(max_image_pixels))
-        for file_format in ("PNG", "JPEG"):
-            file = io.BytesIO()
-            Image.new("RGB", (side, side), (127, 127, 127)).save(file, file_format)
-            processing.run(MediaJob("image", file.getvalue()))
+        for file_format in IMAGE_FORMATS:
+            processing.run(MediaJob("image", _sample_picture(file_format, side)))
+        with contextlib.suppress(UnprocessableMediaError):
+            decode_image(b"neither", 1)
     if "audio" in family.modalities:
+        for container, codec in SOUND_CODECS:
+            decode_audio(_sample_sound(container, codec), family.sampling_rate, 1.0)
         family.process("audio", np.zeros(family.sampling_rate, np.float32), {})
+
+
+def _sample_picture(file_format: str, side: int) -> bytes:
+    """A grey picture that lies on its side."""
+    file = io.BytesIO()
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    image = Image.new("RGB", (side, side), (127, 127, 127))
+    image.save(file, file_format, **({} if file_format == "GIF" else {"exif": exif}))
+    return file.getvalue()
+
+
+def _sample_sound(container: str, codec: str) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(4800, np.float32), 48000, codec, format=container)
+    return file.getvalue()
 
 
 def send(
     link: MessageSocket, message: WorkerRequest | WorkerReply, fds: Sequence[int] = ()
 ) -> None:
-    """Raises `MessageLostError` when the other process has ended, or `TimeoutError`."""
+    """Raises `LinkClosedError` when the other process has ended, or `TimeoutError`."""
     try:
         link.send(MessageEncoder().encode(message), fds)
     except ConnectionError:
-        raise MessageLostError from None
+        raise LinkClosedError from None
 
 
-def receive(link: MessageSocket, messages: MessageDecoder[M]) -> tuple[M, Sequence[int]]:
+def receive(
+    link: MessageSocket, messages: MessageDecoder[M], read_slab: ReadSlab | None = None
+) -> tuple[M, Sequence[int]]:
     """The next message and its descriptors. Raises `LinkClosedError`, `TimeoutError` or `OSError`.
 
-    Large arrays are views of the memory that they were received into.
+    Large arrays are views of the memory that they were received into, or what `read_slab` makes.
     """
     try:
         frames, fds = link.receive()
-    except (ConnectionError, ProtocolError) as error:
-        unread = isinstance(error, OSError) and error.errno == errno.ECONNRESET
-        raise (MessageLostError if unread else LinkClosedError) from None
+    except (ConnectionError, ProtocolError):
+        raise LinkClosedError from None
     try:
-        return messages.decode(frames), fds
+        return messages.decode(frames, read_slab), fds
     except ProtocolError:
         close_fds(fds)
         raise LinkClosedError from None

@@ -8,8 +8,11 @@ import pytest
 
 from tests.support.drawing import image_part
 from tests.support.model.cases import picture
+from tests.support.nodes import cache_type as cache_type
 from tests.support.nodes import engine_node, run
 from tests.support.server.media import chat
+
+pytestmark = pytest.mark.usefixtures("cache_type")
 
 ROUTE = "/inference/v1/generate"
 ONE, TWO = image_part(picture(1)), image_part(picture(2))

@@ -11,8 +11,11 @@ import pytest
 
 from tests.support.drawing import audio_part, image_part
 from tests.support.model.cases import picture, sound
+from tests.support.nodes import cache_type as cache_type
 from tests.support.nodes import engine_node, run
 from tests.support.server.media import MEDIA_CACHE_ROUTE, chat, frontend, inject, processors
+
+pytestmark = pytest.mark.usefixtures("cache_type")
 
 RED, BLUE = image_part(picture(1)), image_part(picture(2))
 

@@ -88,13 +88,18 @@ class LivingEngine:
         *,
         num_senders: int = 1,
         ready: bool = True,
+        slab_bytes: int = 0,
     ) -> None:
         self.limits = limits if limits is not None else Limits()
         self.runner = GatedRunner(self.limits)
         self.core, self._preprocessor = fake_engine(self.limits, self.runner)
         self._threads = EngineThreads(
-            hub.engine_link(), num_senders=num_senders, max_queue=self.limits.max_queue
+            hub.engine_link(),
+            num_senders=num_senders,
+            max_queue=self.limits.max_queue,
+            slab_bytes=slab_bytes,
         )
+        self.slabs = self._threads.slabs
         self.receiver_cache = self._threads.receiver_cache
         self.step_channel = self._threads.step_channel
         self._threads.start_input()
@@ -127,15 +132,22 @@ class LivingEngine:
 class World:
     """A hub with an engine that can be replaced, and clients on one event loop."""
 
-    def __init__(self, limits: Limits | None = None, *, num_senders: int = 1) -> None:
+    def __init__(
+        self, limits: Limits | None = None, *, num_senders: int = 1, slab_bytes: int = 0
+    ) -> None:
         self.hub = InProcessHub()
+        self._slab_bytes = slab_bytes
         self._limits = limits
         self._num_senders = num_senders
         self.engine = self.new_engine()
 
     def new_engine(self, *, ready: bool = True) -> LivingEngine:
         self.engine = LivingEngine(
-            self.hub, self._limits, num_senders=self._num_senders, ready=ready
+            self.hub,
+            self._limits,
+            num_senders=self._num_senders,
+            ready=ready,
+            slab_bytes=self._slab_bytes,
         )
         return self.engine
 

@@ -51,6 +51,9 @@ class PoolInProcess:
     async def run(self, job: MediaJob) -> Processed:
         return self.processing.run(job)
 
+    def counts(self) -> dict[str, float]:
+        return {}
+
 
 def make_renderer(folder: Path, pool: PoolInProcess | None = None) -> Renderer:
     tokenizer = Tokenizer.load(folder)

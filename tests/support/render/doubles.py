@@ -45,6 +45,9 @@ class FakePool:
             raise UnprocessableMediaError("the image is broken")
         return Processed(processed_item(job.modality, data), 1.0, 2.0)
 
+    def counts(self) -> dict[str, float]:
+        return {}
+
 
 class FakeLoader:
     """URL → bytes; loading takes as long as `gate` is closed, an unknown URL fails."""

@@ -2,58 +2,157 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from contextlib import closing
+from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
+from lookonce.cache.slabs import map_memory
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
+from lookonce.ipc.codec import MessageDecoder
 from lookonce.ipc.framing import MessageSocket
 from lookonce.render.media.processing import Processed
+from lookonce.render.media.sandbox import SandboxReport
 from lookonce.render.media.worker import (
     ConfigureWorker,
+    DropSlabs,
+    JobBegun,
     JobDone,
     JobRequest,
     LinkClosedError,
+    SlabGranted,
+    SlabWanted,
     WorkerReady,
+    WorkerRequest,
     pool_socket,
     receive,
     request_decoder,
     send,
     send_error,
 )
-from lookonce.types.media import Array, Expansion, ProcessedItem
+from lookonce.types.media import ITEM_SIZE, Array, Expansion, ProcessedItem
 
+Requests = MessageDecoder[WorkerRequest]
+SLAB_BYTES = 1 << 20
 NONSENSE = [b"\xc1"]
 """A frame that holds no msgpack."""
 
 
-def work(link: MessageSocket, job: JobRequest, data: bytes) -> None:
+class Hostile:
+    """What a worker that was taken over may try with the memory that it shares."""
+
+    def __init__(self, link: MessageSocket, requests: Requests) -> None:
+        self.link = link
+        self.requests = requests
+        self.slab: tuple[int, NDArray[np.uint8]] | None = None
+
+    def grant(self, num_bytes: int) -> tuple[int, int]:
+        """The number of a slab, and its descriptor (-1: not the first time)."""
+        send(self.link, SlabWanted(num_bytes))
+        granted, fds = receive(self.link, self.requests)
+        assert isinstance(granted, SlabGranted)
+        if fds:
+            self.slab = granted.number, map_memory(fds[0], granted.num_bytes, writable=True)
+        return granted.number, fds[0] if fds else -1
+
+    def answer(self, job: JobRequest, number: int, offset: int, dtype: str, count: int) -> None:
+        """Say that the item's array lies there."""
+        array = Array(dtype, (count,), bytes(count * ITEM_SIZE[dtype]), Somewhere(number, offset))
+        send(self.link, JobDone(done(job, {"pixels": array})))
+
+    def work(self, job: JobRequest, how: str) -> None:
+        if how == "endless":
+            while True:
+                self.grant(1000)
+        if how in ("none", "negative", "huge"):
+            number, _ = self.grant({"none": 0, "negative": -5, "huge": 1 << 50}[how])
+            self.answer(job, number, 0, "float32", 16)
+            return
+        number, fd = self.grant(SLAB_BYTES)
+        match how:
+            case "cut short":
+                try:
+                    os.ftruncate(fd, 0)
+                except PermissionError:
+                    send_error(self.link, UnprocessableMediaError("it cannot be cut short"))
+            case "pipe":
+                reader, _ = os.pipe()
+                self.link.send(NONSENSE, [reader])
+            case "foreign":
+                self.answer(job, number + 1, 0, "float32", 16)
+            case "beyond":
+                self.answer(job, number, 0, "float32", SLAB_BYTES)
+            case "unaligned":
+                self.answer(job, number, 2, "float32", 16)
+            case "integers":
+                self.answer(job, number, 0, "int64", 16)
+            case "write":
+                self.scribble(1.0)
+                self.answer(job, number, 0, "float32", 16)
+
+    def scribble(self, value: float) -> None:
+        """Write a slab whenever one likes."""
+        assert self.slab is not None
+        self.slab[1].view(np.float32)[:] = value
+
+
+class Somewhere:
+    """A place that a worker invents."""
+
+    is_leased = True
+    nbytes = 0
+
+    def __init__(self, number: int, offset: int) -> None:
+        self.slab = self
+        self.number = number
+        self.offset = offset
+
+    def next_use(self) -> int:
+        return 0
+
+
+def done(job: JobRequest, arrays: dict[str, Array]) -> Processed:
+    arrays["pid"] = Array("int64", (1,), os.getpid().to_bytes(8, "little"))
+    return Processed(ProcessedItem(job.modality, arrays, Expansion(((7, 3),), 7)), 1.5, 2.5)
+
+
+def work(link: MessageSocket, job: JobRequest, data: bytes, hostile: Hostile) -> None:
+    if data.startswith(b"hostile "):
+        hostile.work(job, data[8:].decode())
+        return
+    if data == b"scribble":
+        hostile.scribble(2.0)
     if data == b"crash":
         os.kill(os.getpid(), signal.SIGSEGV)
     if data == b"hang":
         time.sleep(1000)
+    if data == b"burn":
+        while True:
+            pass
     if data == b"nonsense":
         link.send(NONSENSE)
         return
     if data == b"refuse":
         send_error(link, UnprocessableMediaError("refused"))
         return
+    if data.startswith(b"mark "):
+        Path(os.fsdecode(data[5:])).touch()
     if data.startswith(b"wait "):
         while not os.path.exists(data[5:]):
             time.sleep(0.001)
-    pid = os.getpid().to_bytes(8, "little")
     arrays = {
         "data": Array("uint8", (len(data),), data),
         "nothing": Array("float32", (0, 3), b""),
-        "pid": Array("int64", (1,), pid),
     }
-    item = ProcessedItem(job.modality, arrays, Expansion(((7, 3),), 7))
-    send(link, JobDone(Processed(item, 1.5, 2.5)))
+    send(link, JobDone(done(job, arrays)))
 
 
 def main() -> None:
-    with closing(pool_socket()) as link:
+    with contextlib.closing(pool_socket()) as link:
         requests = request_decoder()
         try:
             configure, _ = receive(link, requests)
@@ -67,11 +166,20 @@ def main() -> None:
                 link.send(NONSENSE)
             if configure.settings.folder == "mute":
                 time.sleep(1000)
-            send(link, WorkerReady())
+            send(link, WorkerReady(SandboxReport()))
+            hostile = Hostile(link, requests)
             while True:
                 job, _ = receive(link, requests)
+                if isinstance(job, DropSlabs):
+                    continue  # it keeps them mapped
                 assert isinstance(job, JobRequest)
-                work(link, job, bytes(job.data.data))
+                data = bytes(job.data.data)
+                if data.startswith(b"die before ") and not os.path.exists(data[11:]):
+                    with contextlib.suppress(OSError):
+                        Path(os.fsdecode(data[11:])).touch()
+                    return
+                send(link, JobBegun())
+                work(link, job, data, hostile)
         except LinkClosedError:
             return
 

@@ -1,0 +1,128 @@
+"""One tenant sends pictures that are dear to decode; another one is served meanwhile.
+
+Run by `make attack`. The canaries are new small pictures of the other tenant, one after another,
+each of which must be decoded.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.support.drawing import encoded, picture, text_part
+from tests.support.live_server import LiveServer
+from tests.support.render.bombs import Scan, progressive_jpeg
+
+pytestmark = [
+    pytest.mark.attack,
+    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="with one core all share one worker"),
+]
+SIDE = 6900
+"""47.6 megapixels: below `--max-image-pixels`."""
+REFINING = Scan(refining=True)
+NUM_ATTACKS = 8
+SLOWEST_CANARY = 2.0
+"""Seconds; on a busy machine ten times what a canary takes without an attack."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with LiveServer("--api-key", "villain:v", "--api-key", "canary:c") as live:
+        with ThreadPoolExecutor(1) as other:  # one worker is busy: the canary needs the second one
+            heavy = other.submit(post, live, "v", progressive_jpeg(2400, [REFINING] * 98))
+            canaries_until(live, [heavy])
+        yield live
+
+
+def new_picture(number: int) -> bytes:
+    image = picture(("red", "circle"))
+    image.putpixel((0, 0), (number % 256, number // 256 % 256, 1))
+    return encoded(image)
+
+
+def post(server: LiveServer, key: str, data: bytes, timeout: float = 300) -> httpx.Response:
+    url = "data:image/jpeg;base64," + base64.b64encode(data).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}, text_part("What?")]
+    body = {"model": "nano", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.post(
+        f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=timeout
+    )
+
+
+def canaries_until(server: LiveServer, attacks: list[Future[httpx.Response]]) -> list[float]:
+    """The latencies of one canary after another, until all attacks have been answered."""
+    latencies: list[float] = []
+    while not all(each.done() for each in attacks) or not latencies:
+        start = time.monotonic()
+        answer = post(server, "c", new_picture(hash((start, len(latencies))) & 0xFFFF))
+        latencies.append(time.monotonic() - start)
+        assert answer.status_code == 200, answer.text
+        time.sleep(0.1)
+    return latencies
+
+
+def attack(server: LiveServer, files: list[bytes]) -> Counter[int]:
+    """The statuses of the attacks, during which no canary was slow."""
+    alone = max(canaries_until(server, []) for _ in range(3))
+    with ThreadPoolExecutor(len(files)) as villains:
+        attacks = [villains.submit(post, server, "v", data) for data in files]
+        latencies = canaries_until(server, attacks)
+        statuses = Counter(each.result().status_code for each in attacks)
+    assert max(latencies) < max(SLOWEST_CANARY, 10 * alone[0]), (alone, latencies)
+    return statuses
+
+
+def test_scan_bombs_are_refused(server: LiveServer) -> None:
+    """600 scans of 47.6 megapixels in 300 KB: they held both workers for a minute."""
+    bombs = [progressive_jpeg(SIDE + number, [REFINING] * 600) for number in range(NUM_ATTACKS)]
+    statuses = attack(server, bombs)
+    assert statuses == {413: NUM_ATTACKS}
+
+
+def test_the_dearest_legal_pictures_delay_nobody_else(server: LiveServer) -> None:
+    pictures = [progressive_jpeg(SIDE + number, [REFINING] * 98) for number in range(4)]
+    statuses = attack(server, pictures)
+    assert statuses == {200: 4}
+
+
+def test_large_plain_pictures_delay_nobody_else(server: LiveServer) -> None:
+    pictures = [progressive_jpeg(SIDE + number, []) for number in range(NUM_ATTACKS)]
+    statuses = attack(server, pictures)
+    assert statuses == {200: NUM_ATTACKS}
+
+
+def test_a_flood_of_small_pictures_is_shared_fairly(server: LiveServer) -> None:
+    """More than the tenant's part of the queue: what is too much is refused, to it alone."""
+    statuses = attack(server, [new_picture(70_000 + n) for n in range(300)])
+    assert set(statuses) <= {200, 429}
+    assert statuses[200]
+
+
+def test_villains_that_leave_do_not_keep_workers_busy(server: LiveServer) -> None:
+    pictures = [
+        progressive_jpeg(SIDE + 20 + number, [REFINING] * 98) for number in range(NUM_ATTACKS)
+    ]
+
+    def leave(data: bytes) -> httpx.Response:
+        try:
+            return post(server, "v", data, timeout=0.5)
+        except httpx.TimeoutException:
+            return httpx.Response(499)
+
+    before = server.metrics()["media_decodes_total:image"]
+    with ThreadPoolExecutor(len(pictures)) as villains:
+        attacks = [villains.submit(leave, data) for data in pictures]
+        latencies = canaries_until(server, attacks)
+    time.sleep(3)
+    metrics = server.metrics()
+    assert metrics["media_waiting"] == 0
+    assert metrics["media_decodes_total:image"] - before == len(latencies)
+    assert metrics["media_workers_lost_total:abandoned"] <= 2

@@ -1,0 +1,84 @@
+"""Shared memory of a real server whose processes are killed: nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from tests.support.live_server import LiveServer, until
+from tests.support.traffic import drawn
+
+NAME = "memfd:lookonce-slab"
+
+
+def processes(server: LiveServer) -> dict[int, str]:
+    """pid → command line of every process of the server."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        try:
+            session = (folder / "stat").read_text().rpartition(")")[2].split()[3]
+            if int(session) == server.process.pid:
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().decode()
+        except (OSError, IndexError, ValueError):
+            continue
+    return found
+
+
+def of_kind(server: LiveServer, kind: str) -> list[int]:
+    return [pid for pid, command in processes(server).items() if kind in command]
+
+
+def mappings(pid: int) -> int:
+    return Path(f"/proc/{pid}/maps").read_text().count(NAME)
+
+
+def descriptors(pid: int) -> int:
+    links = (os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir())
+    return sum(NAME in link for link in links)
+
+
+def ask(server: LiveServer, number: int) -> str:
+    body = {
+        "messages": [{"role": "user", "content": [drawn(number).part]}],
+        "temperature": 0,
+        "max_tokens": 4,
+    }
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+def test_killed_workers_and_engines_leave_no_mapping_and_no_descriptor():
+    with LiveServer("--mm-processor-cache-type", "shm") as server:
+        answers = [ask(server, number) for number in range(4)]
+        workers = of_kind(server, "lookonce.render.media.worker")
+        assert sum(map(mappings, workers)) >= 4
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
+        server.post("/reset_mm_cache")
+        for number in range(100, 104):  # a new worker, and new slabs
+            ask(server, number)
+        engine = server.engine_pid()
+        assert engine is not None
+        os.kill(engine, signal.SIGKILL)
+        until(lambda: server.get("/ready").status_code != 200, 30, server.log)
+        until(lambda: server.get("/ready").status_code == 200, 60, server.log)
+        assert [ask(server, number) for number in range(4)] == answers
+        found = server.metrics()
+        (engine,) = of_kind(server, "lookonce.engine.process")
+        assert mappings(engine) == found["mm_slabs"]
+
+        workers = of_kind(server, "lookonce.render.media.worker")
+
+        def settled() -> bool:
+            """Idle workers are told what to unmap; only spare slabs have a descriptor, in the API
+            process."""
+            return sum(map(mappings, workers)) <= found["mm_slabs"]
+
+        until(settled, 10, lambda: str([mappings(pid) for pid in workers]))
+        assert [descriptors(pid) for pid in (engine, *workers)] == [0] * (1 + len(workers))
+        others = set(processes(server)) - {engine, *workers}
+        assert sum(map(descriptors, others)) <= found["mm_slabs"] - 4, "of spare slabs"
+        assert all(mappings(pid) <= found["mm_slabs"] for pid in others)
+    assert processes(server) == {}

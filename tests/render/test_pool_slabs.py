@@ -1,0 +1,215 @@
+"""Media workers that write into slabs: the real one, and one that was taken over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from lookonce.cache.slabs import LARGE
+from lookonce.errors import UnprocessableMediaError
+from lookonce.render.media.pool import MediaPool
+from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
+from lookonce.types.media import Array
+from tests.support.drawing import encoded, picture
+from tests.support.render.doubles import until
+from tests.support.render.slab_engine import SlabEngine
+
+FAKE = (sys.executable, "-m", "tests.support.render.fake_worker")
+CAPACITY = 64 << 20
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mappings(pid: int | str = "self") -> int:
+    return Path(f"/proc/{pid}/maps").read_text().count("memfd:lookonce-slab")
+
+
+@asynccontextmanager
+async def pool_with_slabs(
+    engine: SlabEngine, *, command: tuple[str, ...] = FAKE, folder: str = "any", workers: int = 1
+) -> AsyncIterator[MediaPool]:
+    pool = MediaPool(
+        ProcessingSettings(folder, "float32", 1_000_000, 20.0),
+        num_workers=workers,
+        command=command,
+        slabs=engine.pool,
+        slab_bytes=CAPACITY,
+    )
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.aclose()
+        engine.pool.check_integrity()
+        engine.owner.check_integrity()
+
+
+def job(how: str) -> MediaJob:
+    return MediaJob("image", how.encode(), {})
+
+
+def worker_of(processed: Processed) -> int:
+    return int.from_bytes(processed.item.arrays["pid"].data, "little")
+
+
+def test_a_real_worker_writes_a_picture_where_it_is_read(nano_folder: Path) -> None:
+    """The same numbers as without slabs, in memory that is used again."""
+    plain = Processing(ProcessingSettings(str(nano_folder), "float32", 1_000_000, 20.0))
+    colours = ("red", "green", "blue", "black")
+    files = [encoded(picture((colour, "circle"), side=224)) for colour in colours]
+
+    async def scenario() -> None:
+        engine = SlabEngine(CAPACITY)
+        command = (sys.executable, "-m", "lookonce.render.media.worker")
+        async with pool_with_slabs(engine, command=command, folder=str(nano_folder)) as pool:
+            for data in files:
+                made = await pool.run(MediaJob("image", data, {}))
+                assert made.item == plain.run(MediaJob("image", data, {})).item
+                arrays = made.item.arrays
+                assert (arrays["pixel_values"].place is not None) is (
+                    arrays["pixel_values"].nbytes >= LARGE
+                )
+                assert arrays["image_grid_thw"].place is None
+                del made, arrays
+            assert engine.pool.num_fallbacks == 0
+            assert engine.pool.num_reuses >= 1
+
+    asyncio.run(scenario())
+
+
+def test_a_real_worker_copies_what_its_processor_has_put_elsewhere(nano_folder: Path) -> None:
+    """Sound: the feature extractor returns an array of its own."""
+    samples = np.sin(np.arange(16_000 * 3) / 30).astype(np.float32)
+    file = BytesIO()
+    soundfile.write(file, samples, 16_000, format="WAV")
+    data = file.getvalue()
+    plain = Processing(ProcessingSettings(str(nano_folder), "float32", 1_000_000, 20.0))
+
+    async def scenario() -> None:
+        engine = SlabEngine(CAPACITY)
+        command = (sys.executable, "-m", "lookonce.render.media.worker")
+        async with pool_with_slabs(engine, command=command, folder=str(nano_folder)) as pool:
+            made = await pool.run(MediaJob("audio", data, {}))
+            assert made.item == plain.run(MediaJob("audio", data, {})).item
+            large = [a for a in made.item.arrays.values() if a.nbytes >= LARGE]
+            assert large
+            assert all(array.place is not None for array in large)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "none", "negative", "huge", "endless", "pipe", "foreign", "beyond", "unaligned", "integers",
+    ],
+)  # fmt: skip
+def test_a_worker_that_breaks_the_rules_is_ended_and_only_its_job_fails(how: str) -> None:
+    async def scenario() -> None:
+        engine = SlabEngine(CAPACITY)
+        before = descriptors()
+        async with pool_with_slabs(engine) as pool:
+            first = worker_of(await pool.run(job("hello")))
+            with pytest.raises(UnprocessableMediaError, match="crashed"):
+                await pool.run(job(f"hostile {how}"))
+            made = await pool.run(job("hostile write"))
+            assert worker_of(made) != first
+            assert np.frombuffer(made.item.arrays["pixels"].data, np.float32)[0] == 1.0
+        del made
+        engine.pool.sweep()
+        engine.pool.reclaim()
+        assert engine.pool.leased_sizes() == {}
+        assert engine.owner.nbytes == 0
+        assert descriptors() == before
+
+    asyncio.run(scenario())
+
+
+def test_a_slab_cannot_be_cut_short_by_its_worker() -> None:
+    async def scenario() -> None:
+        engine = SlabEngine(CAPACITY)
+        async with pool_with_slabs(engine) as pool:
+            with pytest.raises(UnprocessableMediaError, match="it cannot be cut short"):
+                await pool.run(job("hostile cut short"))
+            assert worker_of(await pool.run(job("hello"))), "it still works"
+
+    asyncio.run(scenario())
+
+
+def test_contents_that_change_spoil_the_item_of_that_worker_alone() -> None:
+    async def scenario() -> None:
+        engine = SlabEngine(CAPACITY)
+        async with pool_with_slabs(engine) as spoiler, pool_with_slabs(engine) as other:
+            mine = (await other.run(job("hostile write"))).item.arrays["pixels"]
+            spoilt = (await spoiler.run(job("hostile write"))).item.arrays["pixels"]
+            read = read_by_engine(engine, spoilt)
+            await spoiler.run(job("scribble"))
+            assert np.frombuffer(read.data, np.float32).tolist() == [2.0] * 16
+            assert np.frombuffer(mine.data, np.float32).tolist() == [1.0] * 16
+            assert (read.dtype, read.shape) == ("float32", (16,)), "they were copied"
+            del read, mine, spoilt
+
+    asyncio.run(scenario())
+
+
+def read_by_engine(engine: SlabEngine, array: Array) -> Array:
+    place = array.place
+    assert place is not None
+    reference = (place.slab.number, place.offset, place.slab.next_use())
+    return engine.owner.array("a", array.dtype, array.shape, array.nbytes, reference)
+
+
+def test_a_killed_worker_leaves_no_slab_no_mapping_and_no_descriptor() -> None:
+    """What the engine still reads stays readable; everything else is destroyed."""
+
+    async def scenario() -> None:
+        engine = SlabEngine(CAPACITY)
+        before = descriptors(), mappings()
+        async with pool_with_slabs(engine) as pool:
+            made = await pool.run(job("hostile write"))
+            array = made.item.arrays["pixels"]
+            read = read_by_engine(engine, array)
+            assert mappings(worker_of(made)) == 1
+            with pytest.raises(UnprocessableMediaError, match="crashed"):
+                await pool.run(job("crash"))
+            assert len(engine.owner.leased("a")) == 1, "the spare one was given back"
+            del made, array
+            assert np.frombuffer(read.data, np.float32)[0] == 1.0
+            del read
+            engine.pool.released(engine.owner.collect()["a"])
+            assert engine.owner.nbytes == 0
+            assert engine.pool.leased_sizes() == {}
+        assert (descriptors(), mappings()) == before
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_worker_unmaps_what_is_given_back(nano_folder: Path) -> None:
+    async def scenario() -> None:
+        engine = SlabEngine(CAPACITY)
+        command = (sys.executable, "-m", "lookonce.render.media.worker")
+        async with pool_with_slabs(engine, command=command, folder=str(nano_folder)) as pool:
+            made = await pool.run(
+                MediaJob("image", encoded(picture(("red", "circle"), side=224)), {})
+            )
+            assert made.item.arrays["pixel_values"].place is not None
+            (worker,) = pool._workers.processes
+            assert mappings(worker._process.pid) == 1
+            del made
+            await asyncio.sleep(0.01)  # the loop lets go of the job's result
+            engine.pool.reclaim()
+            await until(lambda: mappings(worker._process.pid) == 0)
+            assert engine.owner.nbytes == 0
+
+    asyncio.run(scenario())
