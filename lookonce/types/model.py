@@ -146,6 +146,7 @@ GENERAL_TEXT: tuple[str, ...] = (
 GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "audioflamingo3": ("audio",),
     "aya_vision": ("image",),
+    "cohere2_vision": ("image",),
     "deepseek_vl": ("image",),
     "exaone4_5": ("image",),
     "glm46v": ("image",),
@@ -158,6 +159,7 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "internvl": ("image",),
     "janus": ("image",),
     "lighton_ocr": ("image",),
+    "llama4": ("image",),
     "llava_next": ("image",),
     "llava_next_video": ("image",),
     "llava_onevision": ("image",),

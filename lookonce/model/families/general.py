@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoConfig,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
 
 from lookonce.errors import ModelLoadError
 from lookonce.model.attention.backend import (
@@ -55,6 +60,8 @@ class GeneralTextFamily(ModelFamily):
         super().__init__(model)
         if self.decoder is model:
             self.decoder = getattr(model, "model", model)
+        elif isinstance(self.decoder, PreTrainedModel) and self.decoder.get_output_embeddings():
+            self.decoder = getattr(self.decoder, "model", self.decoder)  # a whole text model
         if self.decoder is model or self.lm_head is None or self.embed_tokens is None:
             raise self.unservable("it has no decoder with embeddings and an output head apart")
         self._attention = self._observe()
@@ -148,6 +155,8 @@ class AnyMediaModel:
 AUTO_CLASSES = (AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
 """Audio Flamingo and its kin, which are decoders, too, are known to the second one alone."""
 ENCODERS: dict[Modality, str] = {"image": "get_image_features", "audio": "get_audio_features"}
+PROJECTED_LATER = ("llama4",)
+"""Types whose forward applies the projector to what `get_image_features` gives."""
 TOKEN_NAME = re.compile(r"\w*token_(id|index)")
 
 
@@ -198,7 +207,10 @@ class GeneralMediaFamily(GeneralTextFamily):
         rows = []
         for item in items:
             known = {name: value for name, value in item.items() if name in named}
-            rows.append(_rows(encoder(**known)))
+            output = _rows(encoder(**known))
+            if self.config.model_type in PROJECTED_LATER:
+                output = self.model.multi_modal_projector(output)
+            rows.append(output)
         return rows
 
     def _encoder(self, modality: Modality) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
@@ -93,8 +94,9 @@ class GeneralProcessing(ProcessorFamily):
         return self._around
 
     def fingerprint(self) -> bytes:
-        torch = version("torch").encode()
-        return blake3(super().fingerprint() + self._tokenizer.digest + torch).digest()
+        torch = [version(name) for name in ("torch", "torchvision") if find_spec(name)]
+        described = super().fingerprint() + self._tokenizer.digest + " ".join(torch).encode()
+        return blake3(described).digest()
 
     def expansion_of_size(
         self, modality: Modality, size: tuple[int, ...], options: Options
@@ -237,14 +239,21 @@ def _example_media(modality: Modality, family: ProcessorFamily) -> list[Decoded]
     return [random.normal(0, 0.1, length).astype(np.float32) for length in lengths]
 
 
+def _as_numpy(value: Any) -> Any:
+    """A tensor's numbers, bfloat16 widened to float32; anything else as it is."""
+    if not hasattr(value, "numpy"):
+        return value
+    return (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
+
+
 def _as_array(name: str, value: Any, dtype: str) -> Array:
     """A processor's tensor, array or list of numbers; floats in the model's dtype.
 
     Raises `ValueError` for anything else.
     """
     if isinstance(value, list) and value and hasattr(value[0], "numpy"):
-        value = [each.numpy() for each in value]
-    values: NDArray[Any] = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+        value = [_as_numpy(each) for each in value]
+    values: NDArray[Any] = np.asarray(_as_numpy(value))
     if values.dtype.kind == "f":
         return float_array(values.astype(np.float32), dtype)
     if values.dtype.name not in ITEM_SIZE:

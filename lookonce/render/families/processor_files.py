@@ -190,7 +190,10 @@ def _part(name: str, files: ProcessorFiles) -> Any:
     if name == "tokenizer":
         return transformers.AutoTokenizer.from_pretrained(files.folder)
     if name == "image_processor":
-        return transformers.AutoImageProcessor.from_pretrained(files.folder, backend="pil")
+        try:
+            return transformers.AutoImageProcessor.from_pretrained(files.folder, backend="pil")
+        except ValueError:  # there is none of this backend
+            return transformers.AutoImageProcessor.from_pretrained(files.folder)
     if name in ("feature_extractor", "audio_processor"):
         return transformers.AutoFeatureExtractor.from_pretrained(files.folder)
     raise ValueError(f"it has an unknown part {name}")

@@ -159,7 +159,7 @@ def expected_answers(folder: Path, info: ModelInfo, cases: list[Case]) -> list[A
 def reference_model(folder: Path, info: ModelInfo) -> Any:
     """Plain Hugging Face's, fp32; it never stops by itself."""
     auto = AutoModelForMultimodalLM if info.modalities else AutoModelForCausalLM
-    if info.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+    if info.modalities and info.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         auto = AutoModelForSeq2SeqLM
     model = auto.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None

@@ -435,6 +435,43 @@ def _moss(scale: Scale, ids: Mapping[str, int]) -> Json:
     }
 
 
+def _cohere2_vision(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _siglip(scale, image_size=56),
+        "text_config": _text("cohere2", scale, ids, sliding_window=12, logit_scale=0.5),
+        "image_token_id": ids["<|IMG_PATCH|>"],
+        "alignment_intermediate_size": 64,
+        "tie_word_embeddings": True,
+    }
+
+
+def _llama4(scale: Scale, ids: Mapping[str, int]) -> Json:
+    text = {
+        "intermediate_size_mlp": scale.ffn,
+        "num_local_experts": 4,
+        "moe_layers": list(range(1, scale.layers, 2)),
+        "no_rope_layers": [1, 1, 1, 0],
+        "attention_chunk_size": 512,
+        "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+    }
+    return {
+        "vision_config": _vision(
+            scale,
+            image_size=56,
+            patch_size=14,
+            intermediate_size=4 * scale.vision_hidden,
+            vision_output_dim=scale.hidden,
+            projector_input_dim=64,
+            projector_output_dim=64,
+        ),
+        "text_config": _text("llama4_text", scale, ids, **text),
+        "image_token_index": ids["<|patch|>"],
+        "boi_token_index": ids["<|image_start|>"],
+        "eoi_token_index": ids["<|image_end|>"],
+        "tie_word_embeddings": False,
+    }
+
+
 def _pixels(kind: str, **over: Any) -> Json:
     return {"image_processor_type": f"{kind}ImageProcessor", **PIXELS, **HALF_STATS, **over}
 
@@ -772,6 +809,36 @@ MEDIA_KINDS: dict[str, FolderKind] = {
             "feature_extractor_type": "MossTranscribeDiarizeFeatureExtractor",
         },
         processor={"processor_class": "MossTranscribeDiarizeProcessor"},
+    ),
+    "cohere2_vision": _kind(
+        "cohere2_vision",
+        _cohere2_vision,
+        image="<|IMG_PATCH|>",
+        specials=("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"),
+        roles={
+            "image_token": "<|IMG_PATCH|>",
+            "boi_token": "<|START_OF_IMG|>",
+            "eoi_token": "<|END_OF_IMG|>",
+            "img_line_break_token": "<|IMG_LINE_BREAK|>",
+        },
+        preprocessor=_pixels("Cohere2Vision", size=_square(56), max_patches=4, patch_size=2),
+        processor={"processor_class": "Cohere2VisionProcessor"},
+    ),
+    "llama4": _kind(
+        "llama4",
+        _llama4,
+        image="<|image|>",
+        specials=(
+            *("<|image_start|>", "<|image_end|>", "<|patch|>"),
+            *("<|tile_x_separator|>", "<|tile_y_separator|>"),
+        ),
+        preprocessor=_pixels("Llama4", size=_square(56), max_patches=4),
+        processor={
+            "processor_class": "Llama4Processor",
+            "patch_size": 14,
+            "pixel_shuffle_ratio": 0.5,
+            "image_token": "<|image|>",
+        },
     ),
 }
 """By `model_type`. Every size is tiny, and every picture takes several tiles."""

@@ -108,12 +108,13 @@ def write_model(
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
     auto = AutoModelForMultimodalLM if config.sub_configs else AutoModelForCausalLM
-    if type(config) in AutoModelForSeq2SeqLM._model_mapping:
+    if config.sub_configs and type(config) not in auto._model_mapping:
         auto = AutoModelForSeq2SeqLM
     with torch.random.fork_rng(devices=[]):
         model = auto.from_config(config)
     randomise(model, seed)
-    model.to(getattr(torch, dtype))
+    if dtype != "float32":
+        model.to(getattr(torch, dtype))
     if model.generation_config.eos_token_id is None:
         model.generation_config.eos_token_id = eos_token_id
     disable_progress_bar()

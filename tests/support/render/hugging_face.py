@@ -47,7 +47,10 @@ def _tokenizer(folder: Path) -> Any:
 
 @cache
 def image_processor(folder: Path) -> Any:
-    return AutoImageProcessor.from_pretrained(folder, backend="pil")
+    try:
+        return AutoImageProcessor.from_pretrained(folder, backend="pil")
+    except ValueError:  # there is none of this backend
+        return AutoImageProcessor.from_pretrained(folder)
 
 
 @cache
@@ -126,7 +129,8 @@ def chat_inputs(folder: Path, conversation: list[dict[str, Any]]) -> dict[str, A
         return_dict=True,
         return_tensors="pt",
     )
-    return dict(found)
+    # Llama 4's processor gives bfloat16 to whatever model.
+    return {k: v.float() if v.is_floating_point() else v for k, v in found.items()}
 
 
 def text_inputs(folder: Path, text: str) -> dict[str, Any]:
