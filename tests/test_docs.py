@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lookonce.cli.models import served_types
 from lookonce.render.families.pixtral import PixtralProcessing
 from lookonce.render.families.registry import FAMILIES
 from lookonce.types.model import GENERAL_MEDIA, GENERAL_TEXT, SUPPORTED
@@ -61,6 +62,13 @@ def test_the_table_lists_every_type_with_its_media() -> None:
     listed = {kind.strip("`"): media for kind, _, media, _ in TABLE}
     assert listed == {kind: ", ".join(media) for kind, media in SUPPORTED.items()}
     assert list(listed) == sorted(listed)
+
+
+def test_the_readme_counts_the_types_that_are_served() -> None:
+    types = served_types()
+    media = sum(bool(row.media) for row in types)
+    assert f"lists the {len(types)} types" in (ROOT / "README.md").read_text()
+    assert f"served, {media} of them" in (ROOT / "README.md").read_text()
 
 
 def test_the_types_of_the_general_family_are_listed() -> None:
