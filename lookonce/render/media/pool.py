@@ -20,7 +20,6 @@ import contextlib
 import logging
 import math
 import os
-import re
 import resource
 import signal
 import socket
@@ -50,7 +49,7 @@ from lookonce.ipc.framing import MessageSocket, close_fds
 from lookonce.render.media.cost import cpu_deadline
 from lookonce.render.media.fair_queue import FairQueue, QueuedJob
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
-from lookonce.render.media.sandbox import SandboxReport
+from lookonce.render.media.sandbox import SandboxReport, without_secrets
 from lookonce.render.media.worker import (
     ConfigureWorker,
     DropSlabs,
@@ -96,8 +95,6 @@ ENVIRONMENT = {
 }
 CPU_CLOCK = 2
 """With the complement of a process's number: its clock of CPU time (`clock_getcpuclockid`)."""
-SECRETS = re.compile(r"(KEYS?|TOKENS?|SECRETS?|PASSWORDS?|CREDENTIALS?)$|^AWS_|^LOOKONCE_", re.I)
-"""Names of environment variables that a worker does not get: a decoder may be taken over."""
 KillReason = Literal["cpu", "hung", "abandoned", "memory", "crashed"]
 KILL_REASONS: tuple[KillReason, ...] = get_args(KillReason)
 
@@ -721,15 +718,11 @@ def _start(command: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[byte
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**_without_secrets(os.environ), **ENVIRONMENT},
+                env={**without_secrets(os.environ), **ENVIRONMENT},
             )
         except BaseException:
             ours.close()
             raise
-
-
-def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if not SECRETS.search(name)}
 
 
 def _lost_worker(job: MediaJob, reason: KillReason) -> UnprocessableMediaError:
