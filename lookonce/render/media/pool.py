@@ -66,7 +66,7 @@ from lookonce.render.media.worker import (
     send,
 )
 from lookonce.types.counts import Counts
-from lookonce.types.media import Array
+from lookonce.types.media import Array, ProcessedItem
 
 MAX_WORKERS = 4
 """Of all API processes of a server together, but at least one in each."""
@@ -87,6 +87,8 @@ LEAST_CHARGE = 0.25
 START_COST = 2.0
 """CPU seconds that a new worker takes, charged to whose job ended the old one."""
 MAX_SLABS_PER_JOB = 16
+MAX_EXPANSION = 1 << 24
+"""Prompt tokens of one item: more than any context, and few enough to be written out."""
 WORKER_COMMAND = (sys.executable, "-m", "lookonce.render.media.worker")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -617,6 +619,7 @@ class _WorkerProcess:
                 case SlabWanted(num_bytes):
                     self._grant(num_bytes, granted)
                 case JobDone(processed):
+                    _check_expansion(processed.item, job)
                     return processed
                 case JobFailed(error, out_of_memory):
                     self.out_of_memory = out_of_memory
@@ -706,6 +709,21 @@ def _array_in(
     if number not in granted:
         raise ProtocolError("a worker names a slab that it was not granted")
     return granted[number].array(dtype, shape, offset, nbytes)
+
+
+def _check_expansion(item: ProcessedItem, job: MediaJob) -> None:
+    """Raises `LinkClosedError` for an expansion that no prompt can have, or another modality: this
+    process writes out as many tokens as the worker says."""
+    tokens, counts = zip(*item.expansion.runs, strict=True) if item.expansion.runs else ((), ())
+    possible = (
+        item.modality == job.modality
+        and item.expansion.num_embeds > 0
+        and all(0 <= token < 1 << 31 for token in tokens)
+        and all(count > 0 for count in counts)
+        and sum(counts) <= MAX_EXPANSION
+    )
+    if not possible:
+        raise LinkClosedError
 
 
 def _start(command: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
