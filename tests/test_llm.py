@@ -12,9 +12,13 @@ import pytest
 from PIL import Image
 
 from lookonce import LLM, SamplingParams, media_hash
+from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, ConfigError, UnavailableError
+from lookonce.frontend.frontend import max_prompts_rendered
 from lookonce.frontend.tools.calls import content_of, tool_calling
+from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT
 from lookonce.render.media.processing import MediaJob, Processing, ProcessingSettings
+from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE
 from tests.support.drawing import ask, encoded, picture
 from tests.support.live_server import until
 
@@ -176,6 +180,14 @@ def test_the_package_exports_are_lazy():
     )
     assert done.stdout == "False\n"
     assert len(media_hash(encoded(RED_SQUARE), modality="image")) == 32
+
+
+@pytest.mark.parametrize("limit", [1, 10, 1000])
+def test_prompts_rendered_side_by_side_leave_room_for_items_that_are_asked_for_again(limit):
+    """All of an `LLM` is one tenant to the media pool."""
+    media = MediaConfig(limit_per_prompt={"image": limit})
+    at_a_time = max_prompts_rendered(media) * min(limit, MAX_SIDE_BY_SIDE)
+    assert 0 < 2 * at_a_time <= MAX_QUEUE_PER_TENANT
 
 
 def test_an_injected_picture_is_neither_decoded_nor_processed(llm, nano_folder):

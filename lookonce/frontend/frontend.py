@@ -17,7 +17,7 @@ from lookonce.errors import LookOnceError, NotReadyError
 from lookonce.frontend.metrics import Metrics
 from lookonce.frontend.sampling_params import SamplingDefaults, read_defaults
 from lookonce.frontend.tools.formats import ToolDialect, choose_dialect
-from lookonce.render.media.pool import MAX_QUEUE, share_of_workers
+from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT, share_of_workers
 from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE
 from lookonce.render.renderer import Renderer, open_renderer
 from lookonce.types.counts import Counts
@@ -102,10 +102,10 @@ async def limits_learned(client: EngineClient, renderer: Renderer) -> AsyncItera
 
 
 def max_prompts_rendered(media: MediaConfig) -> int:
-    """Prompts to render side by side at most: their media fill half of the media pool's queue,
-    since the engine may ask for some items a second time."""
+    """Prompts to render side by side at most: their media fill half of what one tenant may have in
+    the media pool's queue, since the engine may ask for some items a second time."""
     per_prompt = min(MAX_SIDE_BY_SIDE, sum(media.limit_per_prompt.values()))
-    return MAX_QUEUE // 2 // max(1, per_prompt)
+    return MAX_QUEUE_PER_TENANT // 2 // max(1, per_prompt)
 
 
 def dialect_of(config: Config, renderer: Renderer) -> ToolDialect | None:

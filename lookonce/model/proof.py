@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -113,7 +113,7 @@ def prove_media(
         theirs = _transformers_logits(family, prompts, device)
         cut = [_cuts_inside(prompt) for prompt in prompts]
         whole = [(0, len(prompt.token_ids)) for prompt in prompts]
-        found = max(
+        found = largest(
             _largest_error(_our_logits(family, prompts, cuts, dtype, device), theirs)
             for cuts in (cut, whole)
         )
@@ -349,7 +349,12 @@ def _positions(family: GeneralTextFamily, chunks: Sequence[Chunk]) -> Tensor:
 
 
 def _largest_error(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    return max(_error(one, other) for one, other in zip(ours, theirs, strict=True))
+    return largest(_error(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def largest(errors: Iterable[float]) -> float:
+    """The largest of some errors, NaN if one of them is: `max` may pass it over."""
+    return float(np.max(list(errors)))
 
 
 def _scale(family: GeneralTextFamily, ours: Tensor, theirs: Tensor) -> float:

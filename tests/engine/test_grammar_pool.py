@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from lookonce.engine.process.grammar import (
     GrammarCache,
     GrammarCompiler,
     GrammarCompilerPool,
+    GrammarWorker,
     grammar_key,
 )
 from lookonce.engine.process.grammar_worker import GrammarLimits
@@ -183,6 +185,23 @@ def test_a_grammar_that_somebody_still_waits_for_goes_on():
         assert finished(pool, "other") == {"other": None}
 
 
+def test_without_a_thread_a_request_fails_alone(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with pooled() as (pool, compiler):
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            pool.begin(SimpleNamespace(request_id="a", grammar=None), grammar("x"), compiler, True)
+        (failed,) = pool.take()
+        assert isinstance(failed.error, UnavailableError)
+        assert len(pool) == 0
+        pool.begin(SimpleNamespace(request_id="b", grammar=None), grammar("x"), compiler, True)
+        done = []
+        soon(lambda: done.extend(pool.take()) or done)
+        assert done[0].error is None
+
+
 def test_a_request_that_leaves_when_its_grammar_is_done_is_not_returned():
     with pooled() as (pool, compiler):
         begin(pool, compiler, "first", "one")
@@ -285,6 +304,21 @@ def test_a_worker_that_dies_fails_one_grammar_at_most():
     worker.kill()
     worker._process.wait(PATIENCE)
     assert compiler.compile(grammar("[a-z]{5}"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+def test_a_worker_does_not_get_the_secrets_of_the_environment(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "canary")
+    worker = GrammarWorker(GrammarLimits())
+    try:
+        soon(lambda: b"OMP_NUM_THREADS=1" in environment_of(worker))
+        assert b"canary" not in environment_of(worker)
+    finally:
+        worker.stop()
+
+
+def environment_of(worker):
+    return Path(f"/proc/{worker.pid}/environ").read_bytes()
 
 
 def test_a_grammar_that_gets_no_processor_is_the_server_s_fault():

@@ -48,7 +48,7 @@ def end(running):
 
 @pytest.fixture
 def address(tmp_path):
-    return f"ipc://{tmp_path}/lookonce-0/engine.sock"
+    return f"{tmp_path}/lookonce-0/engine.sock"
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_the_next_server_removes_what_killed_processes_left(address, folder, tmp
     with process("socket_folder", address) as supervisor:
         os.kill(supervisor.pid, signal.SIGKILL)
         supervisor.wait(30)
-    other = f"ipc://{tmp_path}/lookonce-1/engine.sock"
+    other = f"{tmp_path}/lookonce-1/engine.sock"
     with socket_folder(other):
         assert not folder.exists()
 
@@ -93,7 +93,7 @@ def test_the_next_server_removes_what_killed_processes_left(address, folder, tmp
 def test_what_is_used_or_none_of_ours_stays(address, folder, tmp_path):
     foreign = tmp_path / "lookonce-foreign"
     foreign.mkdir()
-    with process("socket_folder", address), socket_folder(f"ipc://{tmp_path}/lookonce-2/e"):
+    with process("socket_folder", address), socket_folder(f"{tmp_path}/lookonce-2/e"):
         remove_abandoned_folders(tmp_path)
         assert folder.exists()
         assert foreign.exists()

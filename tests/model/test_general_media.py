@@ -6,6 +6,7 @@ A few types here; every listed type in `make test-models`.
 from __future__ import annotations
 
 import json
+import math
 import os
 
 import msgspec
@@ -19,7 +20,7 @@ from lookonce.errors import BadRequestError, ModelLoadError
 from lookonce.model.families.general import GeneralMediaFamily
 from lookonce.model.families.registry import FAMILIES
 from lookonce.model.loader import load_model
-from lookonce.model.proof import _cuts_inside, prove_media
+from lookonce.model.proof import _cuts_inside, largest, prove_media
 from lookonce.render.families.registry import FAMILIES as RENDER_FAMILIES
 from lookonce.render.families.registry import load_family, media_examples
 from lookonce.render.media.external_items import item_from_arrays
@@ -242,3 +243,8 @@ def test_positions_on_three_axes_are_found(folder, without_own, kind):
 def _without_grid(item):
     expansion = msgspec.structs.replace(item.expansion, grid=None)
     return msgspec.structs.replace(item, expansion=expansion)
+
+
+def test_an_error_that_is_not_a_number_is_the_largest() -> None:
+    assert largest([0.1, 0.3]) == 0.3
+    assert math.isnan(largest([0.1, math.nan]))

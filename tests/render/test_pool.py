@@ -37,6 +37,7 @@ from lookonce.render.media import pool as pool_module
 from lookonce.render.media.pool import MediaPool, share_of_workers
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
 from tests.support.render.doubles import until
+from tests.support.render.fake_worker import EXPANSIONS
 
 FAKE = (sys.executable, "-m", "tests.support.render.fake_worker")
 
@@ -382,6 +383,18 @@ def test_sleeping_is_not_cpu_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             await asyncio.sleep(0.7)
             gate.touch()
             await task
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("expansion", sorted(EXPANSIONS))
+def test_a_worker_that_names_an_impossible_expansion_is_ended(expansion: bytes) -> None:
+    async def scenario() -> None:
+        async with fake_pool(1) as pool:
+            before = worker_of(await pool.run(job()))
+            with pytest.raises(UnprocessableMediaError, match="crashed"):
+                await pool.run(job(expansion))
+            assert worker_of(await pool.run(job())) != before
 
     asyncio.run(scenario())
 

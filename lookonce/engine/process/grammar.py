@@ -64,6 +64,7 @@ from lookonce.errors import (
     error_from_wire,
 )
 from lookonce.ipc.framing import MessageSocket
+from lookonce.render.media.sandbox import without_secrets
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.fair_queue import FairQueue
 from lookonce.types.sampling import CompiledGrammar, Grammar
@@ -387,7 +388,11 @@ def _start(command: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[byte
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                env={
+                    **without_secrets(os.environ),
+                    "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                },
             )
         except BaseException:
             ours.close()
@@ -537,9 +542,11 @@ class GrammarCompilerPool:
                 self._settle(request, complete, error)
                 return
             if job is None:
+                if not self._has_thread_for_one_more():
+                    self._settle(request, complete, _no_worker())
+                    return
                 job = self._jobs[key] = _Job(key, grammar, compile)
                 self._queue.push(tenant, job, BASE_COST + grammar.nbytes)
-                self._start_thread_if_needed()
                 self._changed.notify()
             job.requests[request.request_id] = request, complete
             self._job_of[request.request_id] = job
@@ -579,12 +586,18 @@ class GrammarCompilerPool:
     def _num_jobs(self, tenant: str) -> int:
         return sum(owner == tenant for owner, _ in self._jobs)
 
-    def _start_thread_if_needed(self) -> None:
-        if self._num_idle < len(self._queue) and len(self._threads) < self._num_workers:
+    def _has_thread_for_one_more(self) -> bool:
+        """Start another thread if all are busy; False where there is none and none can be had."""
+        if self._num_idle <= len(self._queue) and len(self._threads) < self._num_workers:
             name = f"grammar-{len(self._threads)}"
             thread = threading.Thread(target=self._work, name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the input thread, which calls this, must not end with it
+                logger.warning("no thread for compiling grammars can be started")
+            else:
+                self._threads.append(thread)
+        return bool(self._threads)
 
     def _settle(
         self, request: Request, complete: bool, result: CompiledGrammar | LookOnceError

@@ -22,7 +22,7 @@ _LOCK = "lock"
 
 @contextmanager
 def socket_folder(address: str) -> Iterator[Path]:
-    """The folder of an `ipc://` endpoint: created for this user alone, removed at the end."""
+    """The folder of a socket's path: created for this user alone, removed at the end."""
     folder = folder_of(address)
     remove_abandoned_folders(folder.parent)
     lock = _created(folder)
@@ -49,8 +49,8 @@ def joined_socket_folder(address: str) -> Iterator[Path]:
 
 
 def folder_of(address: str) -> Path:
-    """The folder of an `ipc://` endpoint."""
-    return Path(address.removeprefix("ipc://")).parent
+    """The folder of a socket's path."""
+    return Path(address).parent
 
 
 def remove_abandoned_folders(parent: Path) -> None:

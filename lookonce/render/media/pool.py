@@ -20,7 +20,6 @@ import contextlib
 import logging
 import math
 import os
-import re
 import resource
 import signal
 import socket
@@ -50,7 +49,7 @@ from lookonce.ipc.framing import MessageSocket, close_fds
 from lookonce.render.media.cost import cpu_deadline
 from lookonce.render.media.fair_queue import MediaQueue, QueuedJob
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
-from lookonce.render.media.sandbox import SandboxReport
+from lookonce.render.media.sandbox import SandboxReport, without_secrets
 from lookonce.render.media.worker import (
     ConfigureWorker,
     DropSlabs,
@@ -67,7 +66,7 @@ from lookonce.render.media.worker import (
     send,
 )
 from lookonce.types.counts import Counts
-from lookonce.types.media import Array
+from lookonce.types.media import Array, ProcessedItem
 
 MAX_WORKERS = 4
 """Of all API processes of a server together, but at least one in each."""
@@ -88,6 +87,8 @@ LEAST_CHARGE = 0.25
 START_COST = 2.0
 """CPU seconds that a new worker takes, charged to whose job ended the old one."""
 MAX_SLABS_PER_JOB = 16
+MAX_EXPANSION = 1 << 24
+"""Prompt tokens of one item: more than any context, and few enough to be written out."""
 WORKER_COMMAND = (sys.executable, "-m", "lookonce.render.media.worker")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -96,8 +97,6 @@ ENVIRONMENT = {
 }
 CPU_CLOCK = 2
 """With the complement of a process's number: its clock of CPU time (`clock_getcpuclockid`)."""
-SECRETS = re.compile(r"(KEYS?|TOKENS?|SECRETS?|PASSWORDS?|CREDENTIALS?)$|^AWS_|^LOOKONCE_", re.I)
-"""Names of environment variables that a worker does not get: a decoder may be taken over."""
 KillReason = Literal["cpu", "hung", "abandoned", "memory", "crashed"]
 KILL_REASONS: tuple[KillReason, ...] = get_args(KillReason)
 
@@ -620,6 +619,7 @@ class _WorkerProcess:
                 case SlabWanted(num_bytes):
                     self._grant(num_bytes, granted)
                 case JobDone(processed):
+                    _check_expansion(processed.item, job)
                     return processed
                 case JobFailed(error, out_of_memory):
                     self.out_of_memory = out_of_memory
@@ -711,6 +711,21 @@ def _array_in(
     return granted[number].array(dtype, shape, offset, nbytes)
 
 
+def _check_expansion(item: ProcessedItem, job: MediaJob) -> None:
+    """Raises `LinkClosedError` for an expansion that no prompt can have, or another modality: this
+    process writes out as many tokens as the worker says."""
+    tokens, counts = zip(*item.expansion.runs, strict=True) if item.expansion.runs else ((), ())
+    possible = (
+        item.modality == job.modality
+        and item.expansion.num_embeds > 0
+        and all(0 <= token < 1 << 31 for token in tokens)
+        and all(count > 0 for count in counts)
+        and sum(counts) <= MAX_EXPANSION
+    )
+    if not possible:
+        raise LinkClosedError
+
+
 def _start(command: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """This process's end of the socket, and the new process."""
     ours, theirs = socket.socketpair()
@@ -721,15 +736,11 @@ def _start(command: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[byte
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**_without_secrets(os.environ), **ENVIRONMENT},
+                env={**without_secrets(os.environ), **ENVIRONMENT},
             )
         except BaseException:
             ours.close()
             raise
-
-
-def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if not SECRETS.search(name)}
 
 
 def _lost_worker(job: MediaJob, reason: KillReason) -> UnprocessableMediaError:

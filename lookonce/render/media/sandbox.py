@@ -19,15 +19,18 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import resource
 import signal
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 MAX_OPEN_FILES = 64
+SECRETS = re.compile(r"(KEYS?|TOKENS?|SECRETS?|PASSWORDS?|CREDENTIALS?)$|^AWS_|^LOOKONCE_", re.I)
+"""Names of environment variables that a worker does not get: a library may be taken over."""
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CAPABILITY_VERSION_3 = 0x20080522
@@ -79,6 +82,11 @@ class SandboxReport(msgspec.Struct, frozen=True, array_like=True):
 
     active: tuple[str, ...] = ()
     refused: dict[str, str] = {}
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment a process may have that works on what strangers send."""
+    return {name: value for name, value in environment.items() if not SECRETS.search(name)}
 
 
 def die_with_parent() -> None:
