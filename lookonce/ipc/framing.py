@@ -41,7 +41,9 @@ MAX_PIECES = 64
 """Pieces that one `sendmsg` takes; the system's limit is 1024."""
 MAX_FDS = 253
 """Descriptors of one message: Linux's own limit (SCM_MAX_FD)."""
-MAX_FRAMES = 1 << 24
+MAX_FRAMES = 1 << 14
+"""Frames of one message beside the first. Each costs its receiver some microseconds, however short
+it is, and the engine's input thread serves nobody else meanwhile."""
 MAX_FRAME_BYTES = 1 << 40
 
 DONTWAIT = int(socket.MSG_DONTWAIT)

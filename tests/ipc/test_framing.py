@@ -267,6 +267,7 @@ def test_an_event_loop_reads_and_writes_a_slice_at_once():
         (GREETED + HEADER.pack(3, 0, 0, MARK + 1) + b"abc", "mark"),
         (GREETED + HEADER.pack(1 << 63, 0, 0, MARK), "message of"),
         (GREETED + HEADER.pack(1, MAX_FRAMES + 1, 0, MARK), "message of"),
+        (GREETED + HEADER.pack(1, 1_000_000, 0, MARK), "message of"),  # its reader would stall
         (GREETED + HEADER.pack(0, 1, 0, MARK) + b"\xff" * 8, "frame of"),
         (GREETED + HEADER.pack(3, 0, 1, MARK) + b"abc", "1 descriptors declared, 0"),
         (GREETED + HEADER.pack(3, 0, 65_535, MARK) + b"abc", "descriptors declared"),
