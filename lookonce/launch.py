@@ -118,7 +118,8 @@ class Supervisor:
             return
         server = dataclasses.replace(self._config.server, api_keys=keys)
         self._config = dataclasses.replace(self._config, server=server)  # of processes to come
-        logger.info("SIGHUP: %d API keys, and the TLS certificate if there is one", len(keys))
+        told = f"{len(keys)} API keys" if keys else "no API keys, as before"
+        logger.info("SIGHUP: %s, and the TLS certificate if there is one", told)
         line = msgspec.json.encode(ReloadedSettings(keys))
         for api in self._apis:
             api.tell(line)

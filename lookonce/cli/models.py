@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from lookonce.types.model import GENERAL_MEDIA, GENERAL_TEXT, SUPPORTED, UNSERVABLE
 
-OWN = "greedy answers, media, chunks, preemption, negative controls"
+OWN = "greedy answers, chunks, preemption, negative controls"
+OWN_MEDIA = "greedy answers, media, chunks, preemption, negative controls"
 GENERAL = "greedy answers, chunks, preemption; compared again on loading"
 MEDIA = "greedy answers, media, chunks, preemption; compared again on loading"
 
@@ -24,7 +25,10 @@ class ServedType(NamedTuple):
 
 
 def served_types() -> list[ServedType]:
-    own = [ServedType(name, media, "own", OWN) for name, media in SUPPORTED.items()]
+    own = [
+        ServedType(name, media, "own", OWN_MEDIA if media else OWN)
+        for name, media in SUPPORTED.items()
+    ]
     general = [ServedType(name, (), "general", GENERAL) for name in GENERAL_TEXT]
     general += [ServedType(name, media, "general", MEDIA) for name, media in GENERAL_MEDIA.items()]
     return sorted(own + general)

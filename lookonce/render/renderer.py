@@ -272,7 +272,12 @@ class Renderer:
         return self.tokenizer.token_text(token_id)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens included."""
+        """The text of token ids, special tokens included.
+
+        Raises `BadRequestError` for an id outside the vocabulary, which no text stands for.
+        """
+        vocab_size = max(self.vocab_size or 0, self.tokenizer.vocab_size)
+        check_token_ids(token_ids, vocab_size, frozenset(), (), "tokens")
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def counts(self) -> dict[str, float]:

@@ -265,7 +265,8 @@ class DrainOnSignal:
             self._server.reload_certificate(self._services.config.server)
         except ConfigError as error:
             logger.error("SIGHUP: %s; the certificate stays what it was", error.message)
-        logger.info("%d API keys are accepted from now on", len(keys))
+        if keys:
+            logger.info("%d API keys are accepted from now on", len(keys))
 
 
 def main() -> None:

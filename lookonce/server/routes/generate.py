@@ -6,6 +6,7 @@ requests of this route as in the answers of the render routes.
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, cast
@@ -37,6 +38,7 @@ from lookonce.frontend.responses import (
 from lookonce.frontend.sampling_params import grammar_of
 from lookonce.render.media.external_items import ExternalItem, encode_kwargs
 from lookonce.server.http.body import parse, receive
+from lookonce.server.http.unknown_fields import LIKENESS
 from lookonce.server.routes.serving_base import ServingContext, open_context, respond
 from lookonce.types.media import MODALITIES, MediaFeature, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
@@ -74,7 +76,6 @@ IGNORED_PARAMS = frozenset(
     }
 )
 """Parameters that vLLM's frontends send; they are ignored, for no token depends on them."""
-NOTHING_ASKED: tuple[object, ...] = (False, "", [], {})
 KNOWN_PARAMS = IGNORED_PARAMS.union(
     SamplingParams.__struct_fields__, StructuredFields.__struct_fields__
 )
@@ -120,9 +121,12 @@ def sampling_of(raw: bytes) -> SamplingParams:
     grammar = grammar_of(parse(raw, StructuredFields))
     given = {name: value for name, value in fields.items() if value is not None}
     for name, value in given.items():
-        if name not in KNOWN_PARAMS and value not in NOTHING_ASKED:
+        if name not in KNOWN_PARAMS and not _asks_nothing(value):
+            close = difflib.get_close_matches(name[:60], KNOWN_PARAMS, 1, LIKENESS)
+            meant = f" (did you mean {close[0]}?)" if close else ""
             raise BadRequestError(
-                f"sampling_params: {name[:60]!r} is no sampling parameter", param="sampling_params"
+                f"sampling_params: {name[:60]!r} is no sampling parameter{meant}",
+                param="sampling_params",
             )
     if given.get("detokenize") is False and given.get("stop"):
         raise BadRequestError(
@@ -137,6 +141,11 @@ def sampling_of(raw: bytes) -> SamplingParams:
     except msgspec.ValidationError as error:
         raise BadRequestError(f"sampling_params: {error}", param="sampling_params") from None
     return sampling if grammar is None else msgspec.structs.replace(sampling, grammar=grammar)
+
+
+def _asks_nothing(value: object) -> bool:
+    """Whether a value is `false` or empty. A number never is: 0 asks for something."""
+    return value is False or (isinstance(value, str | list | dict) and not value)
 
 
 class GenerateResponseBuilder:

@@ -132,6 +132,16 @@ def test_small_bodies_and_media_are_read_on_the_loop_without_a_detour(body):
     assert received(json.dumps(body).encode()).made_in == threading.get_ident()
 
 
+def test_token_ids_outside_of_the_vocabulary_are_named_and_not_left_out_of_the_text(folder):
+    async def scenario() -> None:
+        async with engine_node(folder("nano")) as node:
+            answer = await node.post("/detokenize", {"tokens": [5, 999_999]})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "tokens[1]"
+
+    run(scenario())
+
+
 def test_more_tokens_than_the_model_takes_are_not_decoded(folder):
     async def scenario() -> None:
         async with engine_node(folder("nano")) as node:

@@ -193,7 +193,9 @@ def test_the_prompt_is_scored_where_asked(folder):
     on_rendered(folder, scenario)
 
 
-@pytest.mark.parametrize("wrong", [[], "hot", {"max_new_tokens": 3}, {"stpo": "x"}])
+@pytest.mark.parametrize(
+    "wrong", [[], "hot", {"max_new_tokens": 3}, {"stpo": "x"}, {"temprature": 0}, {"top_j": 0.0}]
+)
 def test_sampling_params_that_mean_nothing_here_are_refused(folder, wrong):
     async def scenario(node, body):
         answer = await node.post(ROUTE, {**body, "sampling_params": wrong})
