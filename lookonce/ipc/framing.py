@@ -143,7 +143,9 @@ class FrameReader:
                           start                                     end
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_message_bytes: int = MAX_FRAME_BYTES) -> None:
+        """A message whose frames have more than `max_message_bytes` together is malformed."""
+        self._max_message_bytes = max_message_bytes
         self.peer: str | None = None
         """The name in the peer's greeting; None until it has come."""
         self._scratch = bytearray(SCRATCH_BYTES)
@@ -289,7 +291,7 @@ class FrameReader:
         """The header of a message has come."""
         if mark != MARK:
             raise ProtocolError("a header without its mark")
-        if size > MAX_FRAME_BYTES or others > MAX_FRAMES:
+        if size > self._max_message_bytes or others > MAX_FRAMES:
             raise ProtocolError(f"a message of {others} frames beside one of {size} bytes")
         if num_fds and self._fds_lost:
             close_fds(self._fds)
@@ -329,6 +331,8 @@ class FrameReader:
         self._table = None
         if max(self._sizes) > MAX_FRAME_BYTES:
             raise ProtocolError(f"a frame of {max(self._sizes)} bytes")
+        if sum(self._sizes) > self._max_message_bytes:
+            raise ProtocolError(f"a message of {sum(self._sizes)} bytes")
 
     def _copied(self, size: int) -> bytes:
         start = self._start
@@ -346,12 +350,18 @@ class FrameReader:
 class MessageSocket:
     """One end of a connection that blocks, used by one thread at a time."""
 
-    def __init__(self, link: socket.socket, *, takes_fds: bool = False) -> None:
+    def __init__(
+        self,
+        link: socket.socket,
+        *,
+        takes_fds: bool = False,
+        max_message_bytes: int = MAX_FRAME_BYTES,
+    ) -> None:
         """`takes_fds`: the peer may send descriptors; elsewhere a message that declares some is
-        malformed."""
+        malformed, and so is one of more than `max_message_bytes`."""
         self._link = link
         self._receive_once = FrameReader.receive_with_fds if takes_fds else FrameReader.receive
-        self._reader = FrameReader()
+        self._reader = FrameReader(max_message_bytes)
         self._unsent = SendQueue()
         self._unsent.put([greeting()])
         self._received: deque[Message] = deque()

@@ -451,3 +451,15 @@ def test_another_user_is_refused():
     require_same_user(None)
     with pytest.raises(ProtocolError, match="belongs to user"):
         require_same_user(os.geteuid() + 1)
+
+
+def test_a_message_beyond_the_receivers_limit_ends_the_connection():
+    ours, theirs = socket.socketpair()
+    limited, sender = MessageSocket(ours, max_message_bytes=100_000), MessageSocket(theirs)
+    sender.send([b"x", bytes(60_000)])
+    assert [len(frame) for frame in limited.receive()[0]] == [1, 60_000]
+    sender.send([b"x", bytes(60_000), bytes(60_000)])
+    with pytest.raises(ProtocolError, match="120001 bytes"):
+        limited.receive()
+    limited.close()
+    sender.close()

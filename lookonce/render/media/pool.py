@@ -86,6 +86,10 @@ STARTS_PER_JOB = 3
 LEAST_CHARGE = 0.25
 START_COST = 2.0
 """CPU seconds that a new worker takes, charged to whose job ended the old one."""
+ITEM_BASE_BYTES = 256 << 20
+ITEM_BYTES_PER_PIXEL = 64
+"""A worker may send an item of at most so many bytes, so that one that was taken over cannot fill
+this process's memory. float32 takes 12 per pixel of the largest picture, 24 with doubled frames."""
 MAX_SLABS_PER_JOB = 16
 MAX_EXPANSION = 1 << 24
 """Prompt tokens of one item: more than any context, and few enough to be written out."""
@@ -568,7 +572,8 @@ class _WorkerProcess:
             link, self._process = _start(command)
         except OSError:
             raise ModelLoadError("a media worker process cannot be started") from None
-        self._link = MessageSocket(link)
+        most = ITEM_BASE_BYTES + ITEM_BYTES_PER_PIXEL * settings.max_image_pixels
+        self._link = MessageSocket(link, max_message_bytes=most)
         self._cpu_seconds = 0.0
         self.has_begun = False
         """The worker has taken up the last job given to it."""
