@@ -238,6 +238,7 @@ def test_no_bytes_end_otherwise_than_in_a_cost_or_a_refusal(
         assert 0 < estimate_cost(modality, head + rest, LIMITS) <= LIMITS.max_cpu_seconds
 
 
+@example(number=0, changes=[(205, 17)], length=207)  # a segment that ends beyond the data
 @given(
     number=st.integers(0, 9),
     changes=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=6),

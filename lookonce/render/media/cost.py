@@ -294,7 +294,8 @@ class _Jpeg:
         """
         found = self._find_marker(at)
         if not self._num_scans:
-            self._stray_bytes += (len(self._data) if found is None else found) - at
+            end = len(self._data) if found is None else found
+            self._stray_bytes += max(0, end - at)  # a segment may claim to end beyond the data
         return None if found is None else (found + 2, self._data[found + 1])
 
     def _find_marker(self, at: int) -> int | None:
