@@ -33,7 +33,7 @@ while has forgotten its claims; it ignores a claim that it knows."""
 
 
 class ItemClaims:
-    """The claims of one API process; implements `types.ports.ItemClaims`.
+    """The claims of one API process; implements `types.ports.ClaimsItems`.
 
     `room` waits for bytes on the channel, `commit` sends a change of the cache, and `send` sends
     any other message if the engine is connected.

@@ -21,7 +21,6 @@ import hashlib
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -64,7 +63,7 @@ from lookonce.errors import (
     error_from_wire,
 )
 from lookonce.ipc.framing import MessageSocket
-from lookonce.render.media.sandbox import without_secrets
+from lookonce.ipc.worker_process import start_worker
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.fair_queue import FairQueue
 from lookonce.types.sampling import CompiledGrammar, Grammar
@@ -277,7 +276,7 @@ class GrammarWorker:
         self._answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
         self.ended = False
         try:
-            link, self._process = _start(command)
+            link, self._process = start_worker(command, stderr=subprocess.DEVNULL)
         except OSError as error:
             logger.warning("no grammar worker can be started: %s", error)
             raise _no_worker() from None
@@ -375,28 +374,6 @@ def _end(process: subprocess.Popen[bytes], link: MessageSocket) -> None:
     link.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_SECONDS)
-
-
-def _start(command: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """This process's end of the socket, and the new process."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        try:
-            return ours, subprocess.Popen(
-                [*command, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={
-                    **without_secrets(os.environ),
-                    "OMP_NUM_THREADS": "1",
-                    "OPENBLAS_NUM_THREADS": "1",
-                },
-            )
-        except BaseException:
-            ours.close()
-            raise
 
 
 def _no_worker() -> UnavailableError:

@@ -22,7 +22,6 @@ import math
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -46,10 +45,11 @@ from lookonce.errors import (
 )
 from lookonce.ipc.codec import SlabReference
 from lookonce.ipc.framing import MessageSocket, close_fds
+from lookonce.ipc.worker_process import start_worker
 from lookonce.render.media.cost import cpu_deadline
 from lookonce.render.media.fair_queue import MediaQueue, QueuedJob
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
-from lookonce.render.media.sandbox import SandboxReport, without_secrets
+from lookonce.render.media.sandbox import SandboxReport
 from lookonce.render.media.worker import (
     ConfigureWorker,
     DropSlabs,
@@ -94,11 +94,6 @@ MAX_SLABS_PER_JOB = 16
 MAX_EXPANSION = 1 << 24
 """Prompt tokens of one item: more than any context, and few enough to be written out."""
 WORKER_COMMAND = (sys.executable, "-m", "lookonce.render.media.worker")
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-}
 CPU_CLOCK = 2
 """With the complement of a process's number: its clock of CPU time (`clock_getcpuclockid`)."""
 KillReason = Literal["cpu", "hung", "abandoned", "memory", "crashed"]
@@ -569,7 +564,7 @@ class _WorkerProcess:
         self._job_timeout = job_timeout
         self._replies = reply_decoder()
         try:
-            link, self._process = _start(command)
+            link, self._process = start_worker(command)
         except OSError:
             raise ModelLoadError("a media worker process cannot be started") from None
         most = ITEM_BASE_BYTES + ITEM_BYTES_PER_PIXEL * settings.max_image_pixels
@@ -729,23 +724,6 @@ def _check_expansion(item: ProcessedItem, job: MediaJob) -> None:
     )
     if not possible:
         raise LinkClosedError
-
-
-def _start(command: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """This process's end of the socket, and the new process."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        try:
-            return ours, subprocess.Popen(
-                [*command, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**without_secrets(os.environ), **ENVIRONMENT},
-            )
-        except BaseException:
-            ours.close()
-            raise
 
 
 def _lost_worker(job: MediaJob, reason: KillReason) -> UnprocessableMediaError:

@@ -19,17 +19,15 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import re
 import resource
 import signal
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 
 MAX_OPEN_FILES = 64
-SECRETS = re.compile(r"(KEYS?|TOKENS?|SECRETS?|PASSWORDS?|CREDENTIALS?)$|^AWS_|^LOOKONCE_", re.I)
 """Names of environment variables that a worker does not get: a library may be taken over."""
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
@@ -82,11 +80,6 @@ class SandboxReport(msgspec.Struct, frozen=True, array_like=True):
 
     active: tuple[str, ...] = ()
     refused: dict[str, str] = {}
-
-
-def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of an environment a process may have that works on what strangers send."""
-    return {name: value for name, value in environment.items() if not SECRETS.search(name)}
 
 
 def die_with_parent() -> None:

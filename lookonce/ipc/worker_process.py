@@ -1,0 +1,46 @@
+"""Starts a process that works on what strangers send, joined to this one by a socket."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SECRETS = re.compile(r"(KEYS?|TOKENS?|SECRETS?|PASSWORDS?|CREDENTIALS?)$|^AWS_|^LOOKONCE_", re.I)
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+}
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment such a process may have."""
+    return {name: value for name, value in environment.items() if not SECRETS.search(name)}
+
+
+def start_worker(
+    command: Sequence[str], **options: Any
+) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """This process's end of the socket, and the new process.
+
+    The descriptor of the worker's end is appended to `command`; `options` are `Popen`'s. Raises
+    `OSError`.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            return ours, subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**without_secrets(os.environ), **ENVIRONMENT},
+                **options,
+            )
+        except BaseException:
+            ours.close()
+            raise
