@@ -26,9 +26,15 @@ from lookonce.render.families.registry import load_family, media_examples
 from lookonce.render.media.external_items import item_from_arrays
 from lookonce.types.media import MediaExample
 from lookonce.types.model import GENERAL_MEDIA
-from tests.support.model.cases import MAX_LOGIT_ERROR, picture
+from tests.support.model.cases import picture
 from tests.support.model.chats import render
-from tests.support.model.serving import NUM_TOKENS, Subject, compare, load_general, serve
+from tests.support.model.serving import (
+    Subject,
+    assert_parity,
+    blocks_for_preemption,
+    load_general,
+    serve,
+)
 from tests.support.model_folders.general_media import MEDIA_KINDS
 
 SAMPLE = (
@@ -78,19 +84,11 @@ def test_mixed_batches_and_prefix_hits_change_no_token(subject, budget):
 def test_forced_preemption_changes_no_token(subject):
     """Two prompts fit, their answers do not: the later one, which has media, is preempted."""
     cases, expected = ([all_[i] for i in (1, 0)] for all_ in (subject.cases, subject.expected))
-    lengths = [len(case.token_ids) for case in cases]
-    num_blocks = max((max(lengths) + NUM_TOKENS) // BLOCK + 1, sum(lengths) // BLOCK + 4)
+    num_blocks = blocks_for_preemption(cases, BLOCK)
     budget = max(32, subject.loaded.info.largest_unsplittable)
     served = serve(subject.loaded, cases, budget=budget, num_blocks=num_blocks, block_size=BLOCK)
     assert served.stats["num_preemptions_total"] > 0
     assert_parity(served, expected)
-
-
-def assert_parity(served, expected) -> None:
-    difference = compare(served.answers, expected)
-    assert difference.wrong == 0
-    largest = max(1.0, *(float(answer.logits.abs().max()) for answer in expected))
-    assert difference.max_logit_error < MAX_LOGIT_ERROR * largest
 
 
 def test_a_type_that_is_not_listed_is_tried(folder, monkeypatch):

@@ -18,8 +18,7 @@ from lookonce.model.families.general import GeneralTextFamily
 from lookonce.model.loader import load_model
 from lookonce.model.proof import prove
 from lookonce.types.model import GENERAL_TEXT, SUPPORTED, UNSERVABLE
-from tests.support.model.cases import MAX_LOGIT_ERROR
-from tests.support.model.serving import NUM_TOKENS, Subject, compare, serve
+from tests.support.model.serving import Subject, assert_parity, blocks_for_preemption, serve
 
 SAMPLE = (
     "cohere2",  # sliding windows in some layers, scaled logits, parallel residuals
@@ -53,18 +52,10 @@ def test_mixed_batches_and_prefix_hits_change_no_token(subject, budget):
 
 def test_forced_preemption_changes_no_token(subject):
     cases, expected = subject.cases[:2], subject.expected[:2]
-    lengths = [len(case.token_ids) for case in cases]
-    num_blocks = max((max(lengths) + NUM_TOKENS) // BLOCK + 1, sum(lengths) // BLOCK + 4)
+    num_blocks = blocks_for_preemption(cases, BLOCK)
     served = serve(subject.loaded, cases, budget=32, num_blocks=num_blocks, block_size=BLOCK)
     assert served.stats["num_preemptions_total"] > 0
     assert_parity(served, expected)
-
-
-def assert_parity(served, expected) -> None:
-    difference = compare(served.answers, expected)
-    assert difference.wrong == 0
-    largest = max(1.0, *(float(answer.logits.abs().max()) for answer in expected))
-    assert difference.max_logit_error < MAX_LOGIT_ERROR * largest
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

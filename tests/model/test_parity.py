@@ -8,7 +8,7 @@ import pytest
 
 from lookonce.types.model import SUPPORTED
 from tests.support.model.cases import KINDS, MAX_LOGIT_ERROR
-from tests.support.model.serving import NUM_TOKENS, Subject, compare, serve
+from tests.support.model.serving import Subject, blocks_for_preemption, compare, serve
 
 BLOCK = 4
 
@@ -44,8 +44,7 @@ def test_forced_preemption_changes_no_token(subject, record_property):
     """Two prompts fit, their answers do not: the later one, which has the media, is preempted."""
     picked = [1, 0]
     cases, expected = ([all_[i] for i in picked] for all_ in (subject.cases, subject.expected))
-    lengths = [len(case.token_ids) for case in cases]
-    num_blocks = max((max(lengths) + NUM_TOKENS) // BLOCK + 1, sum(lengths) // BLOCK + 4)
+    num_blocks = blocks_for_preemption(cases, BLOCK)
     served = serve(subject.loaded, cases, budget=32, num_blocks=num_blocks, block_size=BLOCK)
     assert served.stats["num_preemptions_total"] > 0
     assert_parity(served, expected, record_property)

@@ -32,7 +32,7 @@ from lookonce.types.model import ONE_IN_A_PROMPT, ModelInfo
 from lookonce.types.request import GenerateRequest, PromptLogprob
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import StepPlan, StepResult
-from tests.support.model.cases import Case, CaseMaker, Part, array, picture, sound
+from tests.support.model.cases import MAX_LOGIT_ERROR, Case, CaseMaker, Part, array, picture, sound
 from tests.support.model.chats import PoolInProcess, chat_case
 from tests.support.render import hugging_face
 
@@ -289,3 +289,17 @@ def compare(answers: Sequence[Answer], expected: Sequence[Answer]) -> Difference
             total.near_ties += best - second < NEAR_TIE
             total.wrong += best - second >= NEAR_TIE
     return total
+
+
+def assert_parity(served: Served, expected: Sequence[Answer]) -> None:
+    """No answer parts from the reference, and no logit differs by more than rounding."""
+    difference = compare(served.answers, expected)
+    assert difference.wrong == 0
+    largest = max(1.0, *(float(answer.logits.abs().max()) for answer in expected))
+    assert difference.max_logit_error < MAX_LOGIT_ERROR * largest
+
+
+def blocks_for_preemption(cases: Sequence[Case], block_size: int) -> int:
+    """KV blocks in which two prompts fit, but not their answers."""
+    lengths = [len(case.token_ids) for case in cases]
+    return max((max(lengths) + NUM_TOKENS) // block_size + 1, sum(lengths) // block_size + 4)
