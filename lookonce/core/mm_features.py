@@ -311,6 +311,40 @@ class EncoderInputs(MultiModalFeatures):
         return np.zeros(length, dtype=np.bool_)
 
 
+class FrameInputs(MultiModalFeatures):
+    """The one clip of a request whose model adds a row of sound to each token.
+
+    It begins at position 0 and goes on beyond the prompt: its rows are for the tokens that are
+    generated, too. So its output is held from the first chunk until the sequence has come to its
+    end. The runner adds the rows; no position takes one as its embedding.
+    """
+
+    __slots__ = ()
+
+    def append(self, feature: MediaFeature) -> None:
+        index = len(self)
+        _check_shape(feature, index)
+        if index or feature.offset != 0 or feature.is_embed is not None:
+            raise BadRequestError(
+                f"item {index} is at offset {feature.offset}"
+                f"{'' if feature.is_embed is None else ' with is_embed ranges'}; this model takes "
+                "one clip, at offset 0, whole",
+                param="features",
+            )
+        self._store(feature)
+
+    def extend(self, features: tuple[MediaFeature, ...]) -> None:
+        for feature in features:
+            self.append(feature)
+
+    def embed_slices(self, start: int, end: int) -> tuple[EmbedSlice, ...]:
+        """None: see above."""
+        return ()
+
+    def covered(self, length: int) -> NDArray[np.bool_]:
+        return np.zeros(length, dtype=np.bool_)
+
+
 def feature_slices(feature: MediaFeature, start: int, end: int) -> list[EmbedSlice]:
     """The rows of one feature's output that positions `[start, end)` take."""
     slices: list[EmbedSlice] = []

@@ -27,7 +27,7 @@ from lookonce.core.preemption import Preemption, SessionEviction
 from lookonce.core.request import Request, Sequence, SequenceState
 from lookonce.core.scheduler_state import SchedulerState
 from lookonce.types.kv import ExternalCacheStats
-from lookonce.types.media import Modality
+from lookonce.types.media import Array, Modality
 from lookonce.types.model import ModelInfo
 from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan
 
@@ -374,6 +374,8 @@ class Admission:
         """External tiers are asked before a request's first admission only, which is the one that
         its statistics report; and not for a prompt whose log-probabilities are computed."""
         asked = not request.reuse_stats.admitted and request.prompt_logprobs is None
+        if request.frames is not None:
+            return None  # a prompt's last tokens may still wait for their frames
         return self._kv_connector if asked else None
 
     def _admit(
@@ -419,6 +421,8 @@ class Chunker:
         """
         start = sequence.num_computed
         end = min(len(sequence.tokens), start + step.tokens)
+        if sequence.request.frames is not None:
+            end = min(end, sequence.request.frames.total)
         end = self._keep_whole(sequence.request.features, start, end)
         if end <= start:
             return Shortage.TOKENS
@@ -469,6 +473,9 @@ def _announce(sequence: Sequence) -> NewSequence:
     """What the runner is told of a sequence that it does not know."""
     sequence.announced = True
     request = sequence.request
+    frames: tuple[Array, ...] = ()
+    if request.session is not None and request.frames is not None:
+        frames = request.session.take_unsent_frames()
     return NewSequence(
         seq_id=sequence.seq_id,
         token_ids=sequence.tokens.view(),
@@ -477,4 +484,5 @@ def _announce(sequence: Sequence) -> NewSequence:
         sampling=request.sampling,
         sample_index=sequence.index,
         grammar=request.grammar,
+        frames=frames,
     )

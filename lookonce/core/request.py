@@ -19,6 +19,7 @@ A full KV block is found again by its hash:
 The scope is in every hash through the root, so two tenants never share a block. An item is hashed
 with its full key, its offset from the block's start and everything about its shape that changes
 what is computed (length, rows, embed ranges within the block, grid): equal hashes mean equal K/V.
+Where a live session adds a frame of sound to each token, the frames' digests are hashed too.
 Digests are not truncated (32 bytes): two contents with one hash would give a wrong answer.
 
 Hashing a block takes a microsecond, and a long prompt that is cached has thousands of them. So the
@@ -38,9 +39,10 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from lookonce.core.frame_digests import FrameDigests
 from lookonce.core.mm_features import MultiModalFeatures
 from lookonce.types.kv import ExternalCacheStats
-from lookonce.types.media import MediaFeature, ProcessedItem
+from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.request import (
     MAX_LISTED_ITEMS,
     EncoderOutcome,
@@ -64,7 +66,9 @@ class Request:
         "arrival",
         "eos_token_ids",
         "features",
+        "frames",
         "grammar",
+        "initial_frames",
         "items",
         "items_in_order",
         "last_missing_end",
@@ -101,6 +105,10 @@ class Request:
         self.prompt = prompt
         self.num_prompt_tokens = len(prompt)
         self.features = features
+        self.frames: FrameDigests | None = None
+        """Of a live session that adds a frame of sound to each token: those that it has."""
+        self.initial_frames = request.frames
+        """The first of them, until the session is opened."""
         self.root_hash = root_hash(request.scope)
         self.items = items
         """Key → item, of those the engine holds; kept, since preemption computes them again."""
@@ -270,7 +278,13 @@ class Sequence:
         request, hashes = self.request, self.block_hashes
         known = len(hashes)
         extend_chain(
-            hashes, request.root_hash, self.tokens, request.features, block_size, num_blocks
+            hashes,
+            request.root_hash,
+            self.tokens,
+            request.features,
+            block_size,
+            num_blocks,
+            request.frames,
         )
         cache = self.block_hash_cache
         if cache is not None and request.session is None:  # a session forgets what was hashed
@@ -283,6 +297,8 @@ class Sequence:
         else by a few blocks."""
         hashes = self.block_hashes
         first, cache = len(hashes), self.block_hash_cache
+        if self.request.frames is not None:
+            cache = None  # a run's key does not name them
         if cache is not None and first % HASH_RUN == 0 and first + HASH_RUN <= limit:
             known = cache.get(self._run_key(block_size, first))
             if known is not None:
@@ -406,6 +422,10 @@ class Session:
     """Tokens of all `inputs`."""
     num_computed_features: int = 0
     """Leading features whose positions are all computed."""
+    frame_inputs: deque[Array] = field(default_factory=deque)
+    """Frames of sound that came and are not appended yet, oldest first."""
+    unsent_frames: list[Array] = field(default_factory=list)
+    """Frames that the runner gets with the sequence, which it does not know yet."""
 
     def add_input(self, added: SessionInput) -> None:
         self.inputs.append(added)
@@ -415,6 +435,12 @@ class Session:
         """Remove and return the oldest input. Raises `IndexError` where there is none."""
         taken = self.inputs.popleft()
         self.num_pending_tokens -= len(taken.token_ids)
+        return taken
+
+    def take_unsent_frames(self) -> tuple[Array, ...]:
+        """Remove and return the frames that the runner gets with the sequence."""
+        taken = tuple(self.unsent_frames)
+        self.unsent_frames.clear()
         return taken
 
     def next_token_limit(self, num_tokens: int) -> int:
@@ -500,6 +526,7 @@ _PLAIN_ITEM = struct.Struct("<32sBqqq")
 _SHAPED_ITEM = struct.Struct("<32sBqqqqqqq")
 _RANGE = struct.Struct("<qq")
 _PLAIN, _SHAPED = 0, 1
+_FRAMES = b"frames\0"
 
 
 def root_hash(scope: bytes) -> bytes:
@@ -514,6 +541,7 @@ def extend_chain(
     features: MultiModalFeatures,
     block_size: int,
     num_blocks: int,
+    frames: FrameDigests | None = None,
 ) -> None:
     """Append hashes until `chain` covers `num_blocks` full blocks."""
     parent, known = chain[-1] if chain else root, len(chain)
@@ -527,6 +555,9 @@ def extend_chain(
         if has_items:
             start = (known + block) * block_size
             hashed += _describe_all(features, start, start + block_size)
+        if frames is not None:
+            start = (known + block) * block_size
+            hashed += _FRAMES + frames.between(start, start + block_size)
         parent = blake3(hashed).digest()
         chain.append(parent)
 

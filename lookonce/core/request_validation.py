@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
-from lookonce.core.mm_features import EncoderInputs, MultiModalFeatures
+from lookonce.core.frame_digests import FrameDigests
+from lookonce.core.mm_features import EncoderInputs, FrameInputs, MultiModalFeatures
 from lookonce.core.request import Request, SessionInput
 from lookonce.errors import BadRequestError, TooLargeError
-from lookonce.types.media import MediaFeature, ProcessedItem
+from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest
 from lookonce.types.request_validation import check_prompt_capacity, check_token_array
@@ -41,7 +42,27 @@ class RequestValidator:
         self._check_items(features)
         check_token_array(prompt, self._model.vocab_size, features.covered)
         in_order = check_rows(features, items)
-        return Request(request, prompt, features, items, self._model.eos_token_ids, in_order)
+        if request.frames is not None:
+            self.check_frames(request.frames)
+        eos_token_ids = self._model.eos_token_ids
+        built = Request(request, prompt, features, items, eos_token_ids, in_order)
+        if request.frames is not None:
+            built.frames = FrameDigests()
+            built.frames.extend(request.frames)
+        return built
+
+    def check_frames(self, frames: Array) -> None:
+        """Refuse frames of sound that this model does not take."""
+        shape, dtype = self._model.frame_shape, self._model.dtype
+        if not shape:
+            raise BadRequestError("this model takes no frames of sound", param="frames")
+        if frames.dtype != dtype or frames.shape[1:] != shape or not frames.shape[0]:
+            wanted = ", ".join(map(str, shape))
+            raise BadRequestError(
+                f"the frames are {frames.dtype} of shape {frames.shape}; this model takes {dtype} "
+                f"of shape (n, {wanted})",
+                param="frames",
+            )
 
     @property
     def longest_sequence(self) -> int:
@@ -79,9 +100,15 @@ class RequestValidator:
         limit = self.longest_sequence
         if request.sampling.max_tokens is not None:
             limit = min(limit, request.num_prompt_tokens + request.sampling.max_tokens)
+        if request.frames is not None:
+            return min(self.longest_sequence, request.frames.total + 1)
+        if isinstance(request.features, FrameInputs) and request.features.end:
+            limit = min(limit, request.features.end)  # the sound's end
         return limit
 
     def _collect(self, features: tuple[MediaFeature, ...]) -> MultiModalFeatures:
+        if self._model.frame_shape:
+            return FrameInputs(features)
         if not self._model.encoder_decoder:
             return MultiModalFeatures(features)
         if len(features) > 1:  # two requests that each hold one of two would wait for ever
@@ -118,6 +145,13 @@ class RequestValidator:
 
 
 def _check_end(features: MultiModalFeatures, num_tokens: int) -> None:
+    if isinstance(features, FrameInputs):
+        if features.end and features.end <= num_tokens:
+            raise BadRequestError(
+                f"the sound has {features.end} frames; a prompt of {num_tokens} tokens needs more",
+                param="features",
+            )
+        return
     if features.end > num_tokens:
         raise BadRequestError(
             f"item {len(features) - 1} ends at position {features.end}; the prompt has "

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from lookonce.config import SchedulerConfig
 from lookonce.core.encoder_scheduling import EncodeOwners
+from lookonce.core.frame_digests import FrameDigests
 from lookonce.core.kv_connector_state import KVConnectorState
+from lookonce.core.mm_features import FrameInputs
 from lookonce.core.planning import Planner
 from lookonce.core.preemption import Preemption
 from lookonce.core.request import Request, Sequence, SequenceState
@@ -23,7 +25,7 @@ from lookonce.core.request_validation import RequestValidator, check_rows
 from lookonce.core.scheduler_state import SchedulerOutput, SchedulerState
 from lookonce.core.sessions import Sessions
 from lookonce.errors import BadRequestError, ConfigError, LookOnceError, QueueFullError
-from lookonce.types.media import MediaFeature, ProcessedItem
+from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import ExternalPrefixCache
 from lookonce.types.request import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
@@ -123,6 +125,8 @@ class Scheduler:
             raise QueueFullError(f"{self._max_queue} requests are waiting already")
         if live:
             self._sessions.open(built)
+        elif built.frames is not None:
+            raise BadRequestError("only a live session has frames of sound", param="frames")
         token_limit = self.validator.token_limit(built)
         for index in range(built.sampling.n):
             built.sequences.append(
@@ -150,6 +154,15 @@ class Scheduler:
         request = self._state.queues.requests.get(request_id)
         if request is not None:
             self._sessions.extend(request, token_ids, features, items)
+
+    def extend_frames(self, request_id: str, frames: Array) -> None:
+        """Append frames of sound to a live session, which generates one token for each.
+
+        Otherwise as `extend`.
+        """
+        request = self._state.queues.requests.get(request_id)
+        if request is not None:
+            self._sessions.extend_frames(request, frames)
 
     def supply(self, request_id: str, items: Mapping[bytes, ProcessedItem]) -> None:
         """Add items that were asked for through `SchedulerOutput.needs`.
@@ -286,6 +299,8 @@ class UpdateFromOutput:
                 if entry.sample:
                     logprob = None if logprobs is None else logprobs[sampled]
                     self._append_token(sequence, token_ids[sampled], logprob)
+                elif sequence.request.frames is not None:
+                    self._pause_without_frames(sequence, sequence.request.frames)
             sampled += entry.sample
         if self._kv_connector is not None:
             self._kv_connector.store_registered()
@@ -336,8 +351,17 @@ class UpdateFromOutput:
         request = sequence.request
         if request.session is not None:
             request.session.release_computed(request.features, request.items, sequence.num_computed)
+        if request.frames is not None:
+            block_size = self._state.block_pool.block_size
+            request.frames.forget_before(sequence.num_computed - sequence.num_computed % block_size)
         if sequence.state is SequenceState.PREFILLING:
             self._state.accept_once_covered(sequence)
+
+    def _pause_without_frames(self, sequence: Sequence, frames: FrameDigests) -> None:
+        """Pause a session within its prompt, where the next position has no frame yet."""
+        computing = sequence.state is SequenceState.PREFILLING
+        if computing and sequence.num_computed >= frames.total:
+            self._state.pause(sequence)
 
     def _register_blocks(self, sequence: Sequence) -> None:
         """Register full blocks under their hashes, unless a reset made their K/V outdated."""
@@ -370,7 +394,7 @@ class UpdateFromOutput:
         sequence.tokens.append(token_id)
         state.counters.generation_tokens += 1
         reason, stop_token_id = finish_reason(sequence, token_id)
-        pausing = reason is not None and _awaits_extension(sequence)
+        pausing = reason is not None and _awaits_extension(sequence, reason)
         if pausing:
             reason = stop_token_id = None
         delta = TokenDelta(request.request_id, sequence.index, [token_id], reason, stop_token_id)
@@ -408,11 +432,17 @@ def finish_reason(sequence: Sequence, token_id: int) -> tuple[FinishReason | Non
     if token_id in request.stop_token_ids:
         return "stop", token_id
     if sequence.num_computed + 1 >= sequence.token_limit:  # all but the new token are computed
-        return "length", None
+        features = request.features
+        ends_with_sound = isinstance(features, FrameInputs) and sequence.token_limit == features.end
+        return "stop" if ends_with_sound else "length", None
     return None, None
 
 
-def _awaits_extension(sequence: Sequence) -> bool:
-    """Whether the sequence pauses instead of ending: a live session with room for more tokens."""
+def _awaits_extension(sequence: Sequence, reason: FinishReason) -> bool:
+    """Whether the sequence pauses instead of ending: a live session with room for more tokens.
+
+    One with a token for each frame of sound ends where its model says so."""
     session = sequence.request.session
-    return session is not None and len(sequence.tokens) < session.limit
+    if session is None or (sequence.request.frames is not None and reason != "length"):
+        return False
+    return len(sequence.tokens) < session.limit

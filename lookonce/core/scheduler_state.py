@@ -220,7 +220,10 @@ class SchedulerState:
         Log-probabilities of the prompt, where wanted, are results of computing it: positions
         without them are computed although their K/V may be cached.
         """
-        limit = self.max_cached_blocks(len(sequence.tokens))
+        num_tokens = len(sequence.tokens)
+        if sequence.request.frames is not None:
+            num_tokens = min(num_tokens, sequence.request.frames.total)
+        limit = self.max_cached_blocks(num_tokens)
         scored = sequence.request.prompt_logprobs
         if scored is None or sequence.index:
             return limit

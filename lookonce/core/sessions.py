@@ -20,15 +20,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lookonce.core.mm_features import EncoderInputs
+from lookonce.core.frame_digests import FrameDigests
+from lookonce.core.mm_features import EncoderInputs, FrameInputs
 from lookonce.core.preemption import Preemption
 from lookonce.core.request import Request, Sequence, SequenceState, Session, SessionInput
 from lookonce.core.request_validation import RequestValidator, refuse_unused_items
 from lookonce.core.scheduler_state import SchedulerState
 from lookonce.errors import BadRequestError, TooLargeError
-from lookonce.types.media import MediaFeature, ProcessedItem
+from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.step import Extension
 
+NO_TOKENS = np.zeros(0, np.int32)
 NOT_ADMITTED = (SequenceState.WAITING, SequenceState.LOADING)
 
 
@@ -61,6 +63,11 @@ class Sessions:
             raise BadRequestError("a live session brings its items along", param="features")
         if isinstance(request.features, EncoderInputs):
             raise BadRequestError("a live session has a decoder alone", param="live")
+        if isinstance(request.features, FrameInputs) and (request.frames is None or request.items):
+            raise BadRequestError(
+                "a live session of this model begins with frames of sound, and has no clip",
+                param="frames",
+            )
         refuse_unused_items(request.features, request.items)
         request.items_in_order = None
         request.session = Session(
@@ -69,6 +76,9 @@ class Sessions:
             block_size=self._state.block_pool.block_size,
             remaining_keys=Counter(request.features.keys),
         )
+        if request.initial_frames is not None:
+            request.session.unsent_frames.append(request.initial_frames)
+            request.initial_frames = None
 
     def extend(
         self,
@@ -81,6 +91,8 @@ class Sessions:
         session = request.session
         if session is None:
             raise BadRequestError(f"{request.request_id!r} is no live session", param="request_id")
+        if request.frames is not None:
+            raise BadRequestError("this session is extended by frames of sound", param="prompt")
         added = self._validator.build_session_input(token_ids, features, items)
         num_pending = session.num_pending_tokens + len(added.token_ids)
         total = len(request.sequences[0].tokens) + num_pending
@@ -92,6 +104,24 @@ class Sessions:
         session.add_input(added)
         self.extended[request.request_id] = request
 
+    def extend_frames(self, request: Request, frames: Array) -> None:
+        """As `extend`, by frames of sound [n, *frame shape]."""
+        session = request.session
+        if session is None or request.frames is None:
+            raise BadRequestError(
+                f"{request.request_id!r} is no live session of sound", param="request_id"
+            )
+        self._validator.check_frames(frames)
+        pending = sum(each.shape[0] for each in session.frame_inputs)
+        total = request.frames.total + pending + frames.shape[0]
+        if total >= session.limit:
+            raise TooLargeError(
+                f"the session would have {total} frames; the limit is {session.limit - 1}",
+                param="frames",
+            )
+        session.frame_inputs.append(frames)
+        self.extended[request.request_id] = request
+
     def append_inputs(self) -> None:
         """Append the queued inputs of all admitted sessions; called before a step is planned."""
         for request in list(self.extended.values()):
@@ -100,7 +130,10 @@ class Sessions:
                 del self.extended[request.request_id]
             elif sequence.state not in NOT_ADMITTED and request.session is not None:
                 del self.extended[request.request_id]
-                self._append_all(request, request.session, sequence)
+                if request.frames is None:
+                    self._append_all(request, request.session, sequence)
+                else:
+                    self._append_frames(request.frames, request.session, sequence)
 
     def _append_all(self, request: Request, session: Session, sequence: Sequence) -> None:
         if len(sequence.tokens) + session.num_pending_tokens >= session.limit:
@@ -115,6 +148,25 @@ class Sessions:
         num_missing = self._state.block_pool.blocks_for(num_tokens) - len(sequence.block_ids)
         if num_missing > 0:
             self._preemption.grow(sequence, num_missing)
+
+    def _append_frames(self, frames: FrameDigests, session: Session, sequence: Sequence) -> None:
+        """The session computes on to the position of its last frame."""
+        while session.frame_inputs:
+            added = session.frame_inputs.popleft()
+            frames.extend(added)
+            if sequence.announced:
+                start = len(sequence.tokens)
+                self._state.extensions.append(
+                    Extension(sequence.seq_id, start, NO_TOKENS, (), added)
+                )
+            else:
+                session.unsent_frames.append(added)
+        sequence.token_limit = min(session.limit, frames.total + 1)
+        if sequence.state is SequenceState.IDLE:
+            self._state.resume_prefill(sequence)
+            blocks = self._state.block_pool.blocks_for(len(sequence.tokens))
+            if blocks > len(sequence.block_ids):
+                self._preemption.grow(sequence, blocks - len(sequence.block_ids))
 
     def _append(
         self, request: Request, session: Session, sequence: Sequence, added: SessionInput

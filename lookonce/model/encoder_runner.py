@@ -95,6 +95,10 @@ class EncoderRunner:
             self._encode_group(modality, jobs, report)
         return report
 
+    def output(self, key: bytes) -> Tensor:
+        """The output [num_embeds, row_width]. Raises `KeyError` for a key that is not held."""
+        return self._outputs[key]
+
     def rows(self, slices: Sequence[EmbedSlice]) -> Tensor:
         """The rows of all slices in order. Raises `KeyError` for a key that is not held."""
         parts = [self._outputs[part.key][part.start : part.end] for part in slices]

@@ -231,6 +231,7 @@ def _model_info(config: ModelConfig, family: ModelFamily, digest: str) -> ModelI
         unsplittable=family.unsplittable,
         largest_unsplittable=family.largest_unsplittable,
         weights_digest=digest,
+        frame_shape=() if family.frame_encoder is None else family.frame_encoder.frame_shape,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Container, Iterator, Sequence
@@ -14,12 +15,14 @@ from torch import Tensor
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.encoder_runner import COMPUTE_ERRORS, EncodeReport, EncoderRunner
+from lookonce.model.frame_rows import FrameRows
 from lookonce.model.input_batch import InputBatch
 from lookonce.model.kv_pages import KVPages, PageCopier
 from lookonce.model.loader import LoadedModel
 from lookonce.model.logits_processors import FAILED
 from lookonce.model.sampler import PromptLogprobScorer, Sampler, SamplerOutput
 from lookonce.model.step_inputs import StepInputBuilder, StepInputs
+from lookonce.model.streaming_encoder import StreamingEncoder
 from lookonce.model.text_model import TextModel, sampled_rows
 from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan, StepResult
@@ -50,6 +53,11 @@ class Runner:
         self._kv_pages = kv_pages
         self.text_model = TextModel(family, loaded.dtype, loaded.device, backend, kv_pages)
         self._encoder = EncoderRunner(family, loaded.dtype, loaded.device)
+        self.frame_rows: FrameRows | None = None
+        """Where a row of sound is added to each token."""
+        if family.frame_encoder is not None:
+            streaming = StreamingEncoder(family.frame_encoder, loaded.dtype, loaded.device)
+            self.frame_rows = FrameRows(streaming, self._encoder, loaded.dtype)
         self._sampler = Sampler(loaded.info.vocab_size, loaded.info.eos_token_ids)
         self._batch = InputBatch(
             max_num_seqs=max_num_seqs,
@@ -82,13 +90,19 @@ class Runner:
             self._add(new)
         for extension in plan.extended:
             self._batch.extend(extension)
-            self._sampler.extend(extension.seq_id, extension.start, extension.token_ids)
+            if len(extension.token_ids):
+                self._sampler.extend(extension.seq_id, extension.start, extension.token_ids)
+            if self.frame_rows is not None:
+                self.frame_rows.extend(extension)
         report = self._encoder.execute(plan)
         for chunk in plan.scheduled:
             if chunk.new_block_ids:
                 self._batch.append_blocks(self._batch.row_of(chunk.seq_id), chunk.new_block_ids)
         output = _StepOutput()
-        self._compute(self._computable(plan.scheduled, report.failed, output), output)
+        computable = self._computable(plan.scheduled, report.failed, output)
+        if self.frame_rows is not None:
+            computable = self._with_rows(self.frame_rows, computable, report.failed, output)
+        self._compute(computable, output)
         return output.result(plan, report)
 
     def _remove(self, seq_ids: Sequence[int]) -> None:
@@ -96,6 +110,8 @@ class Runner:
         self._prompt_logprobs.remove(seq_ids)
         for seq_id in seq_ids:
             self._sampler.remove(seq_id)
+        if self.frame_rows is not None:
+            self.frame_rows.remove(seq_ids)
 
     def _add(self, new: NewSequence) -> None:
         self._batch.add(new, mrope=self._family.position_axes > 1)
@@ -103,6 +119,8 @@ class Runner:
         prompt = new.token_ids[: new.num_prompt_tokens]
         output = new.token_ids[new.num_prompt_tokens :]
         self._sampler.add(new.seq_id, new.sampling, new.sample_index, prompt, output, new.grammar)
+        if self.frame_rows is not None:
+            self.frame_rows.add(new)
 
     def _computable(
         self,
@@ -121,6 +139,20 @@ class Runner:
             elif not any(key in failed_items for key in missing):
                 output.fail(chunk.seq_id, "an encoder output is missing")
         return kept
+
+    @staticmethod
+    def _with_rows(
+        frame_rows: FrameRows,
+        scheduled: Sequence[ScheduledSequence],
+        failed_items: Container[bytes],
+        output: _StepOutput,
+    ) -> list[ScheduledSequence]:
+        """The sequences for which every row of sound is at hand; the others fail."""
+        failed = frame_rows.prepare(scheduled, failed_items)
+        for seq_id, error in failed.items():
+            if error is not None:
+                output.fail(seq_id, error.message)
+        return [chunk for chunk in scheduled if chunk.seq_id not in failed]
 
     def _compute(self, chunks: Sequence[ScheduledSequence], output: _StepOutput) -> None:
         """Compute all chunks in one call; if that fails, each alone, so that only faulty ones fail.
@@ -142,7 +174,7 @@ class Runner:
                 self._compute([chunk], output)
 
     def _compute_batch(self, chunks: Sequence[ScheduledSequence], output: _StepOutput) -> None:
-        inputs = self._inputs.build(chunks)
+        inputs = self._build_inputs(chunks)
         sampled = [chunk for chunk in chunks if chunk.sample]
         seq_ids = [chunk.seq_id for chunk in sampled]
         hidden, parts = None, self._prompt_logprobs.parts(chunks)
@@ -159,6 +191,14 @@ class Runner:
         self._batch.write_tokens(seq_ids, positions, sampled_tokens.token_ids)
         output.add(seq_ids, sampled_tokens)
 
+    def _build_inputs(self, chunks: Sequence[ScheduledSequence]) -> StepInputs:
+        inputs = self._inputs.build(chunks)
+        found = None if self.frame_rows is None else self.frame_rows.rows(chunks)
+        if found is None:
+            return inputs
+        rows, at = found
+        return dataclasses.replace(inputs, embed_at=at, frame_rows=rows)
+
     def logits(
         self, inputs: StepInputs, seq_ids: Sequence[int], hidden: Tensor | None = None
     ) -> Tensor:
@@ -172,6 +212,8 @@ class Runner:
 
     def _encoder_rows(self, inputs: StepInputs) -> Tensor | None:
         """[N, W] encoder rows for the tokens `inputs.embed_at`; None without any."""
+        if inputs.frame_rows is not None:
+            return inputs.frame_rows
         return None if inputs.embed_at is None else self._encoder.rows(inputs.embeds)
 
 

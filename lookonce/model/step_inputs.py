@@ -38,6 +38,8 @@ class StepInputs:
     """[N] indices into T of the rows of all `embeds` in order; None without any."""
     sample_rows: Tensor | None
     """[S] indices into T of the last token of each sampled sequence; None: all T tokens are."""
+    frame_rows: Tensor | None = None
+    """[N, H] rows of sound that are added to the tokens `embed_at`; then `embeds` is empty."""
 
 
 class StepInputBuilder:

@@ -50,6 +50,7 @@ PLAIN_DECODERS = frozenset(
         "Qwen2VLTextModel",
         "Qwen2_5_VLTextModel",
         "Qwen2_5OmniThinkerTextModel",
+        "VoxtralRealtimeTextModel",
     }
 )
 """Classes in transformers whose forward does nothing between or beside their layers."""

@@ -37,6 +37,11 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     encoder_decoder: bool = False
     """Items are inputs that cross-attention reads at every step; they take no prompt positions, and
     `unsplittable` is empty. No family of ours is one."""
+    frame_shape: tuple[int, ...] = ()
+    """Not empty: a row of sound is added to the embedding of every token, those that are generated
+    included, and this is the shape of one frame, of which the encoder makes one row. A request has
+    one clip, whose rows begin at position 0 and go on beyond the prompt; a live session has frames
+    instead, and generates one token for each."""
 
 
 SUPPORTED: dict[str, tuple[Modality, ...]] = {
@@ -61,6 +66,7 @@ SUPPORTED: dict[str, tuple[Modality, ...]] = {
     "qwen3_vl_moe": ("image",),
     "smolvlm": ("image",),
     "voxtral": ("audio",),
+    "voxtral_realtime": ("audio",),
 }
 
 

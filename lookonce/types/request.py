@@ -40,6 +40,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`time.monotonic()` when the server received it (one clock for all processes of a machine)."""
     tenant: str = ""
     """Whose request it is: tenants take turns where something is short."""
+    frames: Array | None = None
+    """[n, *ModelInfo.frame_shape] in the model's dtype: the frames of sound that a live session
+    begins with."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):

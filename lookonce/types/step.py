@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookonce.errors import LookOnceError
-from lookonce.types.media import MediaFeature, ProcessedItem
+from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.sampling import CompiledGrammar, SamplingParams
 
@@ -32,6 +32,9 @@ class NewSequence:
     """Which of the request's n samples: with a seed, draws use seed + sample_index."""
     grammar: CompiledGrammar | None = None
     """What its tokens must conform to."""
+    frames: tuple[Array, ...] = ()
+    """Of a live session whose model adds a frame of sound to each token: those of the first
+    positions, each array [n, *frame shape]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class Extension:
     """[num_appended]; the runner copies it."""
     features: tuple[MediaFeature, ...]
     """The items among them, in order, at offsets of the whole sequence."""
+    frames: Array | None = None
+    """[n, *frame shape]: the frames of sound of the next n positions that have none."""
 
 
 class EmbedSlice(msgspec.Struct, frozen=True, gc=False):

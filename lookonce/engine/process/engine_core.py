@@ -20,7 +20,7 @@ from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.engine.process.grammar import Compile
 from lookonce.errors import RequestFailedError
-from lookonce.types.media import MediaFeature, ProcessedItem
+from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import ExternalPrefixCache, ModelRunner
 from lookonce.types.request import GenerateRequest
@@ -83,6 +83,10 @@ class EngineCore:
     ) -> None:
         """Append tokens and items to a live session (`Scheduler.extend`)."""
         self._scheduler.extend(request_id, token_ids, features, items)
+
+    def extend_frames(self, request_id: str, frames: Array) -> None:
+        """Append frames of sound to a live session (`Scheduler.extend_frames`)."""
+        self._scheduler.extend_frames(request_id, frames)
 
     def take_in(self, request: Request) -> None:
         """As `add`, for a request that was built before (`RequestPreprocessor.preprocess`)."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lookonce.model.attention.backend import AttentionFeatures
 from lookonce.model.kv_pages import kv_layout
+from lookonce.model.streaming_encoder import FrameEncoder
 from lookonce.types.kv import KVLayout
 from lookonce.types.media import Modality
 
@@ -83,6 +84,11 @@ class ModelFamily:
     def row_width(self) -> int:
         """W, the width of an encoder row."""
         return self.hidden_size
+
+    @property
+    def frame_encoder(self) -> FrameEncoder | None:
+        """Encodes sound frame by frame, where a row of it is added to each token; else None."""
+        return None
 
     @property
     def largest_unsplittable(self) -> int:

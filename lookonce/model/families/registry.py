@@ -16,6 +16,7 @@ from lookonce.model.families.qwen2_5_vl import Qwen2_5VLFamily
 from lookonce.model.families.qwen2_audio import Qwen2AudioFamily
 from lookonce.model.families.qwen3_vl import Qwen3VLFamily
 from lookonce.model.families.voxtral import VoxtralFamily
+from lookonce.model.families.voxtral_realtime import VoxtralRealtimeFamily
 from lookonce.types.model import check_served, general_modalities, unsupported
 
 FAMILIES: dict[str, type[ModelFamily]] = {
@@ -30,6 +31,7 @@ FAMILIES: dict[str, type[ModelFamily]] = {
         Qwen2_5OmniFamily,
         Qwen2AudioFamily,
         VoxtralFamily,
+        VoxtralRealtimeFamily,
     )
     for model_type in family.model_types
 }

@@ -59,6 +59,46 @@ def _voxtral(scale: Scale, ids: Mapping[str, int]) -> Config:
     )
 
 
+def _voxtral_realtime(scale: Scale, ids: Mapping[str, int]) -> Config:
+    """A text window shorter than the prompts, an encoder's of 5 frames, and heads wider than hidden
+    size over heads."""
+    from transformers import VoxtralRealtimeConfig
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    audio = {
+        "hidden_size": scale.vision_hidden,
+        "intermediate_size": 2 * scale.vision_hidden,
+        "num_hidden_layers": scale.vision_layers,
+        "num_attention_heads": 2,
+        "head_dim": scale.vision_hidden,
+        "num_mel_bins": 32,
+        "sliding_window": 20,
+        "rope_parameters": rope,
+    }
+    text = {
+        **scale.text(ids, head_dim=scale.head_dim),
+        "sliding_window": 24,
+        "rope_parameters": rope,
+    }
+    # Published models tie their embeddings; random ones would repeat the last token for ever.
+    return VoxtralRealtimeConfig(
+        audio_config=audio, text_config=text, default_num_delay_tokens=4, tie_word_embeddings=False
+    )
+
+
+def _realtime_preprocessor(_: Scale) -> Json:
+    return {
+        "feature_extractor_type": "VoxtralRealtimeFeatureExtractor",
+        "processor_class": "VoxtralRealtimeProcessor",
+        "feature_size": 32,
+        "sampling_rate": 16000,
+        "hop_length": 160,
+        "n_fft": 400,
+        "win_length": 400,
+        "global_log_mel_max": 1.5,
+    }
+
+
 def _preprocessor(name: str) -> Json:
     return {"processor_class": name, **SOUND, "feature_size": 32, "chunk_length": SECONDS}
 
@@ -89,5 +129,13 @@ SOUND_KINDS: dict[str, FolderKind] = {
         adds_bos=True,
         config=_voxtral,
         preprocessor=lambda _: _preprocessor("VoxtralProcessor"),
+    ),
+    "voxtral_realtime": FolderKind(
+        specials=(*VOXTRAL_TOKENS, *VOXTRAL_FILLER, "[AUDIO]", "[STREAMING_PAD]"),
+        roles=MISTRAL_ROLES,
+        template=templates.VOXTRAL,
+        adds_bos=True,
+        config=_voxtral_realtime,
+        preprocessor=_realtime_preprocessor,
     ),
 }

@@ -1,0 +1,262 @@
+"""A causal audio encoder that hears many sounds at once, each frame by frame and at its own place.
+
+What the encoder must remember of a sound is a `Stream`:
+
+    convolutions   the last inputs of each convolution
+    attention      keys and values of the positions that are still within the sliding window, in
+                   pages of a pool that all streams share
+
+    blocks      [ 7 ][ 2 ][ 9 ]          pages of the pool, in order of their positions
+    positions   ├────┼────┼──┐           `origin` is the first row's; `position` is the next one
+             origin          position
+
+A page whose positions are all behind the window is given back, so a stream has as many pages after
+a day as after a minute. Keys are stored after their rotation, and attention depends on distances
+alone: it counts positions from `origin`, and never sees how far the sound has come. One run takes
+frames of any number of streams, one after the other without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lookonce.model.attention.backend import (
+    AttentionBackend,
+    AttentionFeatures,
+    AttentionMetadata,
+    ForwardContext,
+)
+from lookonce.model.attention.select import select_backend
+from lookonce.model.kv_pages import KVPages, kv_layout
+from lookonce.model.step_inputs import AttentionMetadataBuilder, CopyFence
+
+MAX_FRAMES = 256
+"""Frames of one run."""
+
+
+class EncoderShape(NamedTuple):
+    """The sizes of an encoder that a pool of its states depends on."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    window: int
+    """Positions that a position attends to, its own included."""
+    positions_per_frame: int
+
+
+ConvState = tuple[Tensor, ...]
+"""The last inputs of each convolution, each [channels, inputs]."""
+
+
+class FrameEncoder(Protocol):
+    """What a family computes of its encoder."""
+
+    @property
+    def encoder_shape(self) -> EncoderShape: ...
+
+    @property
+    def frame_shape(self) -> tuple[int, ...]:
+        """Of what it makes one row of."""
+        ...
+
+    def initial_conv_state(self) -> ConvState:
+        """That of a sound which has not begun: zeros."""
+        ...
+
+    def convolve(self, frames: Tensor, states: ConvState) -> tuple[Tensor, ConvState]:
+        """Frames [B, n, *frame_shape] and states, each [B, channels, inputs] → inputs of the first
+        layer [B, n * positions_per_frame, E] and the states after them."""
+        ...
+
+    def attend(self, hidden: Tensor, positions: Tensor, step: ForwardContext) -> Tensor:
+        """The layers and the projector: hidden [P, E] at absolute positions [P] → rows
+        [P / positions_per_frame, H]."""
+        ...
+
+
+class Stream:
+    """What the encoder remembers of one sound; made by `StreamingEncoder.open`."""
+
+    __slots__ = ("blocks", "conv_state", "origin", "position")
+
+    def __init__(self, conv_state: ConvState) -> None:
+        self.conv_state = conv_state
+        self.blocks: list[int] = []
+        self.origin = 0
+        self.position = 0
+
+
+class StreamingEncoder:
+    """Encodes frames of many streams in one run. `window` is another than the encoder's in tests
+    of what depends on it."""
+
+    def __init__(
+        self,
+        family: FrameEncoder,
+        dtype: torch.dtype,
+        device: torch.device,
+        window: int | None = None,
+    ) -> None:
+        self._family, self.device = family, device
+        self.shape = shape = family.encoder_shape
+        self.window = shape.window if window is None else window
+        features = AttentionFeatures(dtype, shape.head_dim, sliding_window=True)
+        self._backend: AttentionBackend = select_backend(device, features)
+        self._block_size = self._backend.default_block_size
+        self._layout = kv_layout(
+            shape.num_layers, self._block_size, shape.num_kv_heads, shape.head_dim, dtype
+        )
+        self._pages = KVPages(self._layout, self._pages_of(MAX_FRAMES), device)
+        self._free = list(range(self._pages.num_blocks))
+        self._metadata = _MetadataBuffers(self._block_size, device)
+
+    def _pages_of(self, num_frames: int) -> int:
+        """Pages of a stream that takes so many frames at once."""
+        positions = self.window + num_frames * self.shape.positions_per_frame
+        return -(-positions // self._block_size) + 1
+
+    @property
+    def num_pages_used(self) -> int:
+        """Pages that streams hold."""
+        return self._pages.num_blocks - len(self._free)
+
+    def open(self) -> Stream:
+        return Stream(self._family.initial_conv_state())
+
+    def close(self, stream: Stream) -> None:
+        """Give back the pages of a stream that hears no more."""
+        self._free += stream.blocks
+        stream.blocks = []
+
+    def encode(self, work: Sequence[tuple[Stream, Tensor]]) -> list[Tensor]:
+        """Rows [n, H] for the next frames [n, *frame shape] of each stream, n >= 1.
+
+        At most `MAX_FRAMES` frames in all. A stream is changed only once all are encoded, so after
+        an error the same frames can be encoded again.
+        """
+        hidden, conv_states = self._convolve(work)
+        counts = [len(frames) for _, frames in work]
+        steps = [count * self.shape.positions_per_frame for count in counts]
+        streams = [stream for stream, _ in work]
+        for stream, step in zip(streams, steps, strict=True):
+            self._grow(stream, step)
+        positions = torch.cat(
+            [torch.arange(s.position, s.position + n) for s, n in zip(streams, steps, strict=True)]
+        )
+        metadata = self._metadata.build(streams, steps)
+        context = ForwardContext(metadata, self._backend, self._pages)
+        rows = self._family.attend(torch.cat(hidden), positions.to(self.device), context)
+        self._metadata.mark()
+        for stream, step, state in zip(streams, steps, conv_states, strict=True):
+            stream.position += step
+            stream.conv_state = state
+            self._drop_behind(stream)
+        return list(torch.split(rows, counts))
+
+    def encode_whole(self, sounds: Sequence[Tensor]) -> list[Tensor]:
+        """Rows [n, H] of each sound, given from beginning to end, [n, *frame shape]."""
+        streams = [self.open() for _ in sounds]
+        parts: list[list[Tensor]] = [[] for _ in sounds]
+        done = [0] * len(sounds)
+        try:
+            while True:
+                picked, work, left = [], [], MAX_FRAMES
+                for index, sound in enumerate(sounds):
+                    count = min(left, len(sound) - done[index])
+                    if count:
+                        picked.append(index)
+                        work.append((streams[index], sound[done[index] : done[index] + count]))
+                        left -= count
+                if not work:
+                    return [torch.cat(rows) for rows in parts]
+                for index, rows in zip(picked, self.encode(work), strict=True):
+                    parts[index].append(rows)
+                    done[index] += len(rows)
+        finally:
+            for stream in streams:
+                self.close(stream)
+
+    def _convolve(
+        self, work: Sequence[tuple[Stream, Tensor]]
+    ) -> tuple[list[Tensor], list[ConvState]]:
+        """Streams with equally many frames in one call: in most runs all have one."""
+        hidden: list[Tensor | None] = [None] * len(work)
+        states: list[ConvState | None] = [None] * len(work)
+        by_length: dict[int, list[int]] = {}
+        for index, (_, frames) in enumerate(work):
+            by_length.setdefault(len(frames), []).append(index)
+        for indices in by_length.values():
+            given = torch.stack([work[index][1] for index in indices])
+            before = zip(*(work[index][0].conv_state for index in indices), strict=True)
+            out, after = self._family.convolve(given, tuple(torch.stack(part) for part in before))
+            for row, index in enumerate(indices):
+                hidden[index] = out[row]
+                states[index] = tuple(part[row].clone() for part in after)
+        return [each for each in hidden if each is not None], [s for s in states if s is not None]
+
+    def _grow(self, stream: Stream, num_positions: int) -> None:
+        end = stream.position + num_positions - stream.origin
+        missing = -(-end // self._block_size) - len(stream.blocks)
+        if missing > len(self._free):
+            self._enlarge(missing)
+        for _ in range(missing):
+            stream.blocks.append(self._free.pop())
+
+    def _enlarge(self, missing: int) -> None:
+        """More pages, at least twice as many; what the old ones hold is copied."""
+        old, count = self._pages, self._pages.num_blocks
+        pages = KVPages(self._layout, max(2 * count, count + missing), self.device)
+        for before, after in zip(old.layers, pages.layers, strict=True):
+            after.keys[:count].copy_(before.keys)
+            after.values[:count].copy_(before.values)
+        self._free += range(count, pages.num_blocks)
+        self._pages = pages
+
+    def _drop_behind(self, stream: Stream) -> None:
+        """Give back the pages of which the next position sees nothing."""
+        first_seen = stream.position - self.window + 1
+        passed = max(0, (first_seen - stream.origin) // self._block_size)
+        if passed:
+            self._free += stream.blocks[:passed]
+            del stream.blocks[:passed]
+            stream.origin += passed * self._block_size
+
+
+class _MetadataBuffers:
+    """Attention metadata of a run, in buffers that grow with the largest run so far."""
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self._block_size, self._device = block_size, device
+        self._sizes = (0, 0, 0)
+        self._builder: AttentionMetadataBuilder | None = None
+        self._fence = CopyFence(device)
+
+    def build(self, streams: Sequence[Stream], steps: Sequence[int]) -> AttentionMetadata:
+        """`steps`: new positions of each stream. Positions count from each stream's origin."""
+        longest = max(len(stream.blocks) for stream in streams)
+        needed = (len(streams), sum(steps), longest)
+        self._fence.wait()
+        if self._builder is None or any(n > size for n, size in zip(needed, self._sizes)):
+            self._sizes = tuple(max(2 * n, s) for n, s in zip(needed, self._sizes, strict=True))
+            self._builder = AttentionMetadataBuilder(
+                max_num_seqs=self._sizes[0],
+                max_num_tokens=self._sizes[1],
+                max_blocks_per_seq=self._sizes[2],
+                block_size=self._block_size,
+                device=self._device,
+            )
+        tables = np.zeros((len(streams), longest), np.int32)
+        for row, stream in zip(tables, streams, strict=True):
+            row[: len(stream.blocks)] = stream.blocks
+        ends = [s.position + n - s.origin for s, n in zip(streams, steps, strict=True)]
+        return self._builder.build(steps, ends, tables)
+
+    def mark(self) -> None:
+        """The run is enqueued."""
+        self._fence.mark()
