@@ -1,6 +1,6 @@
 """Digests of the frames of sound that a live session adds to its tokens, for the hashes of blocks.
 
-Equal sound from the beginning gives equal hashes, and so equal prefixes, in whatever pieces it came.
+Equal sound from the beginning gives equal hashes, in whatever pieces it came.
 """
 
 from __future__ import annotations

@@ -100,6 +100,11 @@ class FrameRows:
     def num_live(self) -> int:
         return len(self._live)
 
+    @property
+    def num_pages_used(self) -> int:
+        """Pages of the encoder that live sessions hold."""
+        return self._encoder.num_pages_used
+
     def add(self, new: NewSequence) -> None:
         if new.frames:
             self._live[new.seq_id] = _Live(self._encoder.open())

@@ -19,6 +19,7 @@ frames of any number of streams, one after the other without padding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import gt
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -233,7 +234,8 @@ class _MetadataBuffers:
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         self._block_size, self._device = block_size, device
-        self._sizes = (0, 0, 0)
+        self._sizes = [0, 0, 0]
+        """Streams, positions of a run, and pages of a stream that the buffers have room for."""
         self._builder: AttentionMetadataBuilder | None = None
         self._fence = CopyFence(device)
 
@@ -242,8 +244,8 @@ class _MetadataBuffers:
         longest = max(len(stream.blocks) for stream in streams)
         needed = (len(streams), sum(steps), longest)
         self._fence.wait()
-        if self._builder is None or any(n > size for n, size in zip(needed, self._sizes)):
-            self._sizes = tuple(max(2 * n, s) for n, s in zip(needed, self._sizes, strict=True))
+        if self._builder is None or any(map(gt, needed, self._sizes)):
+            self._sizes = [max(2 * n, size) for n, size in zip(needed, self._sizes, strict=True)]
             self._builder = AttentionMetadataBuilder(
                 max_num_seqs=self._sizes[0],
                 max_num_tokens=self._sizes[1],

@@ -47,8 +47,14 @@ from lookonce.render.prompt.encoder import (
     chat_options,
     load_encoder,
 )
-from lookonce.render.prompt.messages import has_many_values, in_thread_if, read_messages
-from lookonce.render.prompt.placeholders import match_placeholders, place_media
+from lookonce.render.prompt.messages import (
+    ParsedMessages,
+    check_sound_alone,
+    has_many_values,
+    in_thread_if,
+    read_messages,
+)
+from lookonce.render.prompt.placeholders import match_placeholders, place_media, place_sound
 from lookonce.render.prompt.token_cache import TokenCache
 from lookonce.types.counts import Counts
 from lookonce.types.media import Array, Modality, ProcessedItem
@@ -119,6 +125,9 @@ class Renderer:
             large, read_messages, messages, placeholder_ids, self._limits, self.max_model_len
         )
         scope = scope_digest(tenant, cache_salt)
+        if self._family is not None and self._family.whole_prompt is not None:
+            check_sound_alone(chat)
+            return await self._render_sound(self._family.whole_prompt, chat, scope, kwargs, tenant)
         encoded = await self._encoder.encode_chat(
             chat.conversation,
             chosen,
@@ -143,6 +152,35 @@ class Renderer:
         rendered.scope, rendered.text = scope, encoded.text
         return rendered
 
+    async def _render_sound(
+        self,
+        whole_prompt: tuple[int, ...],
+        chat: ParsedMessages,
+        scope: bytes,
+        kwargs: Mapping[str, Any],
+        tenant: str,
+    ) -> RenderedPrompt:
+        """The prompt of a model that takes one sound and no text."""
+        assert self._resolver is not None
+        items = await self._resolver.resolve(chat.sources, scope, kwargs, tenant=tenant)
+        try:
+            rendered = place_sound(whole_prompt, items[0])
+            # Every frame of the sound takes a token.
+            check_prompt_length(items[0].expansion.length, self.max_model_len, "messages")
+        except BaseException:
+            self._resolver.release(items)
+            raise
+        rendered.scope = scope
+        return rendered
+
+    def _check_takes_text(self, param: str) -> None:
+        if self._family is not None and self._family.whole_prompt is not None:
+            raise BadRequestError(
+                f"{param}: this model's prompt is one sound; send it in a chat or to "
+                "/v1/audio/transcriptions",
+                param=param,
+            )
+
     async def render_completion(
         self,
         prompt: str | Sequence[int],
@@ -152,6 +190,7 @@ class Renderer:
         add_special_tokens: bool = True,
     ) -> RenderedPrompt:
         """Render a plain prompt: token ids, or a text, in which media tokens are ordinary text."""
+        self._check_takes_text("prompt")
         scope = scope_digest(tenant, cache_salt)
         if isinstance(prompt, str):
             encoded = await self._encoder.encode_text(
@@ -185,6 +224,7 @@ class Renderer:
         `trusted`: the client may name its arrays by a MediaHash. Raises a `RequestError` that names
         the part at fault. After an error or a cancellation no pin is left.
         """
+        self._check_takes_text("token_ids")
         check_prompt_length(len(token_ids), self.max_model_len, "token_ids")
         scope = scope_digest(tenant, cache_salt)
         placed = sorted(media, key=lambda each: each.offset)

@@ -76,15 +76,20 @@ def processed_items(
     ]
 
 
-def warm_up(core: EngineCore, items: Sequence[ProcessedItem]) -> None:
+def warm_up(
+    core: EngineCore, items: Sequence[ProcessedItem], *, frame_per_token: bool = False
+) -> None:
     """Answer a text, and a prompt with each item. A failure is a warning.
+
+    `frame_per_token`: rows of the item are added to the tokens, as `ModelInfo.frame_shape` says.
 
     The caller drops `core` afterwards; its runner has freed everything by then.
     """
     _warm_up_with("text", core, _request("text", None), {})
     for item in items:
         key = _key(item)
-        _warm_up_with(item.modality, core, _request(item.modality, item), {key: item})
+        request = _request(item.modality, item, frame_per_token=frame_per_token)
+        _warm_up_with(item.modality, core, request, {key: item})
     core.reset_encoder_cache()
     while core.step() is not None:
         pass
@@ -116,14 +121,17 @@ def _run(core: EngineCore) -> None:
             raise RequestFailedError("nothing can be scheduled")
 
 
-def _request(name: str, item: ProcessedItem | None) -> GenerateRequest:
-    """A short text with the item, if any, in its middle."""
+def _request(
+    name: str, item: ProcessedItem | None, *, frame_per_token: bool = False
+) -> GenerateRequest:
+    """A short text with the item, if any, in its middle, or with its first rows added."""
     text = [0] * (TEXT_TOKENS // 2)
-    placeholder = [] if item is None else item.expansion.token_ids()
+    placeholder = [] if item is None or frame_per_token else item.expansion.token_ids()
     ids = np.array([*text, *placeholder, *text], dtype=np.int32)
     features: tuple[MediaFeature, ...] = ()
     if item is not None:
-        features = (feature_at(_key(item), item.modality, item.expansion, len(text)),)
+        start = 0 if frame_per_token else len(text)
+        features = (feature_at(_key(item), item.modality, item.expansion, start),)
     return GenerateRequest(
         request_id=f"warm-up {name}",
         scope=SCOPE,

@@ -47,6 +47,9 @@ class ProcessorFamily(ABC):
     """Version of this family's own code; increased when it makes other arrays."""
     max_items: int | None = None
     """Most items of one modality in a prompt; None: no limit of its own."""
+    whole_prompt: tuple[int, ...] | None = None
+    """Token ids of every prompt, where a model takes one sound and no text. Rows of the sound are
+    added to these tokens and to those that are generated, from position 0 on."""
     needs_torch: ClassVar[bool] = False
     """Whether `process` needs torch, which workers otherwise go without."""
     sampling_rate: int = 0

@@ -91,6 +91,12 @@ def _read_json(folder: str | Path, name: str) -> Json:
         raise ModelLoadError(f"{name} of {folder} is not a JSON object") from None
 
 
+def read_file(folder: str | Path, name: str) -> bytes | None:
+    """A file of a folder or hub id; None if there is none."""
+    path = _file(folder, name)
+    return None if path is None else path.read_bytes()
+
+
 def _file(folder: str | Path, name: str) -> Path | None:
     if Path(folder).is_dir():
         path = Path(folder) / name

@@ -106,7 +106,7 @@ def _levels(samples: NDArray[np.float32], settings: MelSettings) -> NDArray[np.f
     # Frames after the clip's last one still overlap it, and their level counts for the maximum.
     tail = -(-settings.n_fft // (2 * settings.hop_length))
     frames = num_frames(len(samples), settings.hop_length) + tail
-    spectrum = _log_spectrum(_padded(samples, settings), settings)
+    spectrum = log_spectrum(_padded(samples, settings), settings)
     spectrum = spectrum[: min(frames, settings.max_samples // settings.hop_length)]
     return _floored(spectrum)
 
@@ -119,7 +119,7 @@ def _levels_at_the_end(samples: NDArray[np.float32], settings: MelSettings) -> N
     signal = np.zeros(min(before, settings.max_samples))
     signal[len(signal) - len(samples) :] = samples
     mirrored = np.pad(signal, settings.n_fft // 2, mode="reflect")
-    return _floored(_log_spectrum(mirrored, settings)[: len(signal) // hop])
+    return _floored(log_spectrum(mirrored, settings)[: len(signal) // hop])
 
 
 def _floored(levels: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -139,7 +139,7 @@ def _padded(samples: NDArray[np.float32], settings: MelSettings) -> NDArray[np.f
     return np.pad(silent, settings.n_fft // 2, mode="reflect")
 
 
-def _log_spectrum(signal: NDArray[np.float64], settings: MelSettings) -> NDArray[np.float64]:
+def log_spectrum(signal: NDArray[np.float64], settings: MelSettings) -> NDArray[np.float64]:
     """log10 of the mel power of every frame, [frames, mel bins]."""
     n_fft = settings.n_fft
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(n_fft) / n_fft)

@@ -67,6 +67,22 @@ def read_messages(
     return chat
 
 
+def check_sound_alone(chat: ParsedMessages) -> None:
+    """Raise `BadRequestError` unless the messages are one sound and no text, which this model would
+    not see."""
+    for number, message in enumerate(chat.conversation):
+        where, content = f"messages[{number}].content", message.get("content")
+        texts = [content] if isinstance(content, str) else [p.get("text") for p in content or ()]
+        if any(text and text.strip() for text in texts) or message.get("tool_calls"):
+            raise BadRequestError(
+                f"{where}: this model transcribes sound and takes no text", param=where
+            )
+    if len(chat.sources) != 1:
+        raise BadRequestError(
+            f"the messages have {len(chat.sources)} sounds; this model takes one", param="messages"
+        )
+
+
 def _check_count(messages: Sequence[object], most: int) -> None:
     """Refuse too many messages or parts: each takes at least one token."""
     if len(messages) > most:

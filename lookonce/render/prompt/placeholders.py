@@ -138,6 +138,12 @@ def place_media(
     return RenderedPrompt(whole, tuple(features), [items[index] for _, index in positions])
 
 
+def place_sound(whole_prompt: Sequence[int], item: RenderedItem) -> RenderedPrompt:
+    """The prompt of a model whose sound is added to the tokens, from position 0 on."""
+    feature = feature_at(item.key, item.modality, item.expansion, 0)
+    return RenderedPrompt(whole_prompt, (feature,), [item])
+
+
 def match_placeholders(
     token_ids: Sequence[int] | NDArray[np.int32],
     modalities: Sequence[Modality],

@@ -102,6 +102,8 @@ def reference(folder: Path, parts: Sequence[Part]) -> dict[str, torch.Tensor]:
     kind = hugging_face.model_type(folder)
     if kind in (*hugging_face.PROCESSORS, *MEDIA_KINDS):
         return hugging_face.chat_inputs(folder, conversation)
+    if kind == "voxtral_realtime":
+        return hugging_face.realtime_inputs(folder, [_decoded(part) for part in parts])
     if kind == "voxtral":
         return _voxtral_reference(folder, parts, conversation)
     return hugging_face.text_inputs(folder, "".join(map(str, parts)))

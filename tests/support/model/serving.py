@@ -66,6 +66,8 @@ class Served:
     stats: dict[str, float]
     scored: dict[int, list[PromptLogprob]]
     """By case: log-probabilities of its prompt, where they were asked for."""
+    reasons: list[str]
+    """Why each answer ended."""
 
 
 class CapturingRunner(Runner):
@@ -205,6 +207,7 @@ def serve(
     info: ModelInfo | None = None,
     edit: PlanEdit = lambda plan: plan,
     prompt_logprobs: Mapping[int, int] = MappingProxyType({}),
+    num_tokens: int | None = NUM_TOKENS,
 ) -> Served:
     """Answers of an `EngineCore` to all cases; one arrives every step: prefills and decodes mix.
 
@@ -233,24 +236,30 @@ def serve(
     )
     core = EngineCore(scheduler, runner)
     tokens: dict[str, list[int]] = {str(i): [] for i in range(len(cases))}
+    reasons: dict[str, str] = {}
     scored: dict[int, list[PromptLogprob]] = {}
     waiting = list(enumerate(cases))
     while waiting or core.has_work:
         if waiting:
             index, case = waiting.pop(0)
-            core.add(_request(index, case, prompt_logprobs.get(index)), case.items)
+            request = _request(index, case, prompt_logprobs.get(index), num_tokens)
+            core.add(request, case.items)
         output = core.step()
         for delta in output.deltas if output else ():
             assert delta.error is None, delta.error
             tokens[delta.request_id] += delta.token_ids
+            if delta.finish_reason is not None:
+                reasons[delta.request_id] = delta.finish_reason
             if delta.prompt_logprobs is not None:
                 scored[int(delta.request_id)] = delta.prompt_logprobs
     core.check_integrity()
     answers = [Answer(tokens[str(i)], torch.stack(runner.captured[i])) for i in range(len(cases))]
-    return Served(answers, core.stats(), scored)
+    return Served(answers, core.stats(), scored, [reasons[str(i)] for i in range(len(cases))])
 
 
-def _request(index: int, case: Case, prompt_logprobs: int | None) -> GenerateRequest:
+def _request(
+    index: int, case: Case, prompt_logprobs: int | None, num_tokens: int | None
+) -> GenerateRequest:
     return GenerateRequest(
         request_id=str(index),
         scope=bytes(32),
@@ -258,7 +267,7 @@ def _request(index: int, case: Case, prompt_logprobs: int | None) -> GenerateReq
         features=case.features,
         sampling=SamplingParams(
             temperature=0,
-            max_tokens=NUM_TOKENS,
+            max_tokens=num_tokens,
             ignore_eos=True,
             prompt_logprobs=prompt_logprobs,
         ),

@@ -169,6 +169,22 @@ def voxtral_features(folder: Path, wave: np.ndarray) -> np.ndarray:
     return np.asarray(features)
 
 
+def realtime_inputs(folder: Path, waves: list[np.ndarray]) -> dict[str, Any]:
+    """Token ids and features for Voxtral Realtime's `generate`: mistral_common, which writes its prompt and the
+    silence around the sound, is not at hand, so its rule is written down here."""
+    import torch
+
+    (wave,) = waves
+    delay = _read_json(folder / "config.json")["default_num_delay_tokens"]
+    after = -len(wave) % 1280 + 1280 * (delay + 1 + 10)
+    padded = np.pad(wave, (1280 * 32, after))
+    extractor = AutoFeatureExtractor.from_pretrained(folder)
+    found = extractor(padded, sampling_rate=16000, return_tensors="pt")
+    begin, pad = _tokenizer(folder).convert_tokens_to_ids(["<s>", "[STREAMING_PAD]"])
+    tokens = torch.tensor([[begin] + [pad] * (32 + delay)])
+    return {"input_ids": tokens, "features": found["input_features"]}
+
+
 def _general_processor(folder: Path, given: dict[str, Any]) -> Any:
     """Of a type that is not in `PROCESSORS`: the class that the folder names."""
     named = _read_json(folder / "processor_config.json")["processor_class"]
