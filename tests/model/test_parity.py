@@ -22,8 +22,9 @@ def test_every_supported_type_is_compared(folder):
     compared = {
         json.loads((folder(kind) / "config.json").read_text())["model_type"] for kind in KINDS
     }
-    # A whole Omni folder is compared with its thinker's: see test_omni_whole.
-    assert {*compared, "qwen2_5_omni"} == set(SUPPORTED)
+    # A whole Omni folder is compared with its thinker's: see test_omni_whole. Voxtral Realtime
+    # takes a sound and no text: see test_voxtral_realtime.
+    assert {*compared, "qwen2_5_omni", "voxtral_realtime"} == set(SUPPORTED)
 
 
 def assert_parity(served, expected, report) -> None:

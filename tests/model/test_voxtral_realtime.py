@@ -335,7 +335,7 @@ def test_wrong_frames_are_refused_and_change_nothing(subject, prompt, pieces):
     frames = frames_of(pieces[0])
     for wrong in (frames[:0], frames[:, :-1], frames[:, :, :-1]):
         with pytest.raises(
-            BadRequestError, match=r"this model takes float32 of shape \(n, 32, 8\)"
+            BadRequestError, match=r"float32 of shape \(n, 32, 8\)"
         ):
             live.open("wrong", wrong)
     live.tokens.clear()

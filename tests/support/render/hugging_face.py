@@ -170,8 +170,8 @@ def voxtral_features(folder: Path, wave: np.ndarray) -> np.ndarray:
 
 
 def realtime_inputs(folder: Path, waves: list[np.ndarray]) -> dict[str, Any]:
-    """Token ids and features for Voxtral Realtime's `generate`: mistral_common, which writes its prompt and the
-    silence around the sound, is not at hand, so its rule is written down here."""
+    """Token ids and features for Voxtral Realtime's `generate`: mistral_common, which writes its
+    prompt and the silence around the sound, is not at hand, so its rule is written down here."""
     import torch
 
     (wave,) = waves
