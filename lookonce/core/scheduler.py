@@ -26,7 +26,13 @@ from lookonce.errors import BadRequestError, ConfigError, LookOnceError, QueueFu
 from lookonce.types.media import MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import ExternalPrefixCache
-from lookonce.types.request import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from lookonce.types.request import (
+    FinishReason,
+    GenerateRequest,
+    SessionOptions,
+    TokenDelta,
+    TokenLogprob,
+)
 from lookonce.types.step import StepPlan, StepResult
 
 
@@ -66,7 +72,7 @@ class Scheduler:
         preemption = Preemption(state)
         self._sessions = Sessions(state, self.validator, preemption)
         self._planner = Planner(state, model, config, preemption, self._kv_connector)
-        self._update = UpdateFromOutput(state, self._kv_connector)
+        self._update = UpdateFromOutput(state, self._sessions, self._kv_connector)
 
     # --- one step -------------------------------------------------------------------------------
 
@@ -78,7 +84,7 @@ class Scheduler:
         """
         if self._kv_connector is not None:
             self._kv_connector.take_reports()
-        if self._sessions.extended:
+        if self._sessions.extended or self._sessions.filling:
             self._sessions.append_inputs()
         return self._planner.plan()
 
@@ -100,18 +106,23 @@ class Scheduler:
         missing: Iterable[bytes] = (),
         *,
         live: bool = False,
+        options: SessionOptions | None = None,
     ) -> None:
         """Queue a request. `items`: those that the engine holds, except the `missing` keys.
 
-        A `live` request may be extended, and generates `max_tokens` tokens after each extension.
+        A `live` request may be extended, and generates `max_tokens` tokens after each extension,
+        as `options` say.
         Raises a `RequestError` when it can never be served or the queue is full.
         """
         present = dict(items)
         for key in missing:
             present.pop(key, None)
-        self.take_in(self.validator.build_request(request, present), live=live)
+        built = self.validator.build_request(request, present)
+        self.take_in(built, live=live, options=options)
 
-    def take_in(self, built: Request, *, live: bool = False) -> None:
+    def take_in(
+        self, built: Request, *, live: bool = False, options: SessionOptions | None = None
+    ) -> None:
         """Queue a request that a `RequestValidator` with the same limits has built.
 
         Raises a `RequestError` when its id is in use or the queue is full.
@@ -122,7 +133,7 @@ class Scheduler:
         if queues.num_waiting_requests >= self._max_queue:
             raise QueueFullError(f"{self._max_queue} requests are waiting already")
         if live:
-            self._sessions.open(built)
+            self._sessions.open(built, options or SessionOptions())
         token_limit = self.validator.token_limit(built)
         for index in range(built.sampling.n):
             built.sequences.append(
@@ -140,8 +151,16 @@ class Scheduler:
         token_ids: NDArray[np.int32],
         features: tuple[MediaFeature, ...],
         items: Mapping[bytes, ProcessedItem],
+        *,
+        interrupt: bool = True,
+        answer: bool = True,
+        max_tokens: int | None = None,
     ) -> None:
         """Append to a live session; offsets count from the first appended token.
+
+        It ends an answer that is being generated, or, without `interrupt`, waits for its end. With
+        `answer` at most `max_tokens` tokens are generated after it (None: as many as the session
+        was opened with).
 
         Takes effect with the next plan, and costs the same however long the session is. Does
         nothing for a session that has ended. Raises a `RequestError`, with nothing changed, for
@@ -149,7 +168,15 @@ class Scheduler:
         """
         request = self._state.queues.requests.get(request_id)
         if request is not None:
-            self._sessions.extend(request, token_ids, features, items)
+            self._sessions.extend(
+                request,
+                token_ids,
+                features,
+                items,
+                interrupt=interrupt,
+                answer=answer,
+                max_tokens=max_tokens,
+            )
 
     def supply(self, request_id: str, items: Mapping[bytes, ProcessedItem]) -> None:
         """Add items that were asked for through `SchedulerOutput.needs`.
@@ -179,6 +206,12 @@ class Scheduler:
         for sequence in request.unfinished_sequences():
             if index is None or sequence.index == index:
                 self._state.end_sample(sequence, "abort")
+
+    def fail(self, request_id: str, error: LookOnceError) -> None:
+        """End a request with an error. Unknown ids have ended already."""
+        request = self._state.queues.requests.get(request_id)
+        if request is not None:
+            self._state.end(request, "error", error)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running requests keep their blocks."""
@@ -242,6 +275,10 @@ class Scheduler:
             "num_requests_waiting": self.num_waiting,
             "kv_cache_usage_ratio": 1.0 - state.block_pool.num_free / state.block_pool.num_blocks,
             "num_preemptions_total": counters.num_preemptions,
+            "session_extensions_total": counters.session_extensions,
+            "session_tokens_dropped_total": counters.session_tokens_dropped,
+            "session_compactions_total": counters.session_compactions,
+            "session_reanchors_total": counters.session_reanchors,
             "prompt_tokens_total": counters.prompt_tokens,
             "generation_tokens_total": counters.generation_tokens,
         }
@@ -258,8 +295,11 @@ class Scheduler:
 class UpdateFromOutput:
     """Advances every scheduled sequence by what the runner computed for it."""
 
-    def __init__(self, state: SchedulerState, kv_connector: KVConnectorState | None) -> None:
+    def __init__(
+        self, state: SchedulerState, sessions: Sessions, kv_connector: KVConnectorState | None
+    ) -> None:
         self._state = state
+        self._sessions = sessions
         self._kv_connector = kv_connector
 
     def update(self, plan: StepPlan, result: StepResult, encode_owners: EncodeOwners) -> None:
@@ -286,6 +326,8 @@ class UpdateFromOutput:
                 if entry.sample:
                     logprob = None if logprobs is None else logprobs[sampled]
                     self._append_token(sequence, token_ids[sampled], logprob)
+                elif sequence.num_computed == len(sequence.tokens):
+                    self._state.pause(sequence)  # a session without an answer
             sampled += entry.sample
         if self._kv_connector is not None:
             self._kv_connector.store_registered()
@@ -333,11 +375,11 @@ class UpdateFromOutput:
         self._register_blocks(sequence)
         if sequence.held:
             self._release_passed_items(sequence)
-        request = sequence.request
-        if request.session is not None:
-            request.session.release_computed(request.features, request.items, sequence.num_computed)
         if sequence.state is SequenceState.PREFILLING:
             self._state.accept_once_covered(sequence)
+        request = sequence.request
+        if request.session is not None:
+            self._sessions.advance(request, request.session, sequence)
 
     def _register_blocks(self, sequence: Sequence) -> None:
         """Register full blocks under their hashes, unless a reset made their K/V outdated."""
@@ -345,6 +387,9 @@ class UpdateFromOutput:
         num_full = sequence.num_computed // pool.block_size
         if num_full <= sequence.num_registered or not self._state.prefix_caching:
             return
+        session = sequence.request.session
+        if session is not None and session.num_dropped:
+            return  # no prompt begins as its tokens do
         if sequence.cache_generation == pool.generation:
             sequence.hash_blocks(pool.block_size, num_full)
             for index in range(sequence.num_registered, num_full):
@@ -371,9 +416,13 @@ class UpdateFromOutput:
         state.counters.generation_tokens += 1
         reason, stop_token_id = finish_reason(sequence, token_id)
         pausing = reason is not None and _awaits_extension(sequence)
+        ended = None
         if pausing:
-            reason = stop_token_id = None
+            ended, reason, stop_token_id = reason, None, None
         delta = TokenDelta(request.request_id, sequence.index, [token_id], reason, stop_token_id)
+        if request.session is not None:
+            delta.session = request.session.update(ended=ended)
+            request.session.answering = not pausing
         if logprob is not None:
             delta.logprobs = [logprob]
         state.output.deltas.append(delta)

@@ -37,6 +37,13 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     encoder_decoder: bool = False
     """Items are inputs that cross-attention reads at every step; they take no prompt positions, and
     `unsplittable` is empty. No family of ours is one."""
+    sliding_window: int = 0
+    """Tokens that a token attends to at most, itself included, in whatever layer; 0: some layer
+    attends to all."""
+    max_positions: int = 0
+    """Positions that the model was made for are below; 0: as `max_model_len`."""
+    relative_positions: bool = False
+    """Keys can be rotated to other positions: attention depends on distances alone."""
 
 
 SUPPORTED: dict[str, tuple[Modality, ...]] = {
