@@ -60,6 +60,8 @@ OPTION_RANGES = {
     "max_num_seqs": Range(1, 65_536),
     "max_num_batched_tokens": Range(1, 1 << 24),
     "max_queue": _COUNT,
+    "max_sessions": _COUNT,
+    "max_tenant_sessions": _COUNT,
     "kv_cache_gb": _MEMORY_GB,
     "block_size": Range(1, 65_536),
     "encoder_cache_gb": _MEMORY_GB,
@@ -114,6 +116,10 @@ class SchedulerConfig:
     """Encoder rows computed in one step; a larger item runs alone."""
     max_queue: int = 1024
     """Waiting requests beyond which a new one is refused with 429."""
+    max_sessions: int = 64
+    """Live sessions that may be open; a further one is refused with 429."""
+    max_tenant_sessions: int | None = None
+    """Live sessions that one tenant may have open; None: all."""
     encoder_prefetch: bool = True
     """Encode items of later chunks and of waiting requests in spare encoder budget."""
 
@@ -281,6 +287,8 @@ class Options:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_queue: int = 1024
+    max_sessions: int = 64
+    max_tenant_sessions: int | None = None
     kv_cache_gb: float = 1.0
     block_size: int | None = None
     prefix_caching: bool = True
@@ -325,6 +333,8 @@ def resolve(options: Options) -> Config:
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_encoder_tokens=options.max_num_batched_tokens,
             max_queue=options.max_queue,
+            max_sessions=options.max_sessions,
+            max_tenant_sessions=options.max_tenant_sessions,
             encoder_prefetch=options.encoder_prefetch,
         ),
         kv=_kv(options),

@@ -18,6 +18,7 @@ LookOnceError
 │   ├── DrainingError           shutting down
 │   ├── EngineDeadError         the engine process ended or stopped answering
 │   └── SessionEvictedError     a live session gave its KV to others: none was left, or it was idle
+├── SessionFullError        a live session has filled its context
 ├── RequestFailedError      this request broke inside the engine; others go on
 ├── ConfigError             an option or a combination of options is wrong
 ├── ModelLoadError          the model folder cannot be served
@@ -109,6 +110,10 @@ class EngineDeadError(UnavailableError):
 
 class SessionEvictedError(UnavailableError):
     code = "session_evicted"
+
+
+class SessionFullError(LookOnceError):
+    code = "session_full"
 
 
 class RequestFailedError(LookOnceError):

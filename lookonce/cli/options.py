@@ -49,6 +49,8 @@ HELP: dict[str, str] = {
     "max_num_seqs": "Sequences computed side by side.",
     "max_num_batched_tokens": "Tokens computed in one step, prompts and answers together.",
     "max_queue": "Waiting requests beyond which new ones are refused with 429.",
+    "max_sessions": "Live sessions that may be open beyond which new ones are refused with 429.",
+    "max_tenant_sessions": "Live sessions that one tenant may have open; all of them by default.",
     "kv_cache_gb": "Memory for keys and values, GiB.",
     "block_size": "Tokens per block of keys and values; 16 on CPU by default.",
     "prefix_caching": "Reuse keys and values of prompts that begin alike.",

@@ -109,6 +109,14 @@ class BlockPool:
         self._hashes[block] = block_hash
         return True
 
+    def is_shared(self, block: int) -> bool:
+        """Whether more than one reference holds the block."""
+        return self._references[block] > 1
+
+    def unregister(self, block: int) -> None:
+        """Let no prefix find the block any more: its content is about to change."""
+        self._forget(block)
+
     def reset(self) -> None:
         """Forget all hashes; referenced blocks stay referenced."""
         self.generation += 1

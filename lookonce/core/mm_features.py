@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Set
 from itertools import repeat
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -183,6 +184,27 @@ class MultiModalFeatures:
         num_passed = bisect_right(self._ends, position, hi=len(self._ends) - 1)
         if num_passed < SPARE_FEATURES or 2 * num_passed < len(self._features):
             return
+        self._forget(num_passed)
+
+    def move_back(self, num_tokens: int, num_computed_features: int) -> None:
+        """Make all offsets smaller by `num_tokens`: so many computed tokens have left the sequence.
+
+        The first `num_computed_features` are not stored any more, but for the very last one.
+        Offsets of items that are partly computed may become negative.
+        """
+        passed = min(num_computed_features - self._forgotten, len(self._ends) - 1)
+        if passed > 0:
+            self._forget(passed)
+        self._forgotten_end -= num_tokens
+        self._features = [
+            msgspec.structs.replace(feature, offset=feature.offset - num_tokens)
+            for feature in self._features
+        ]
+        self._offsets = array("q", (offset - num_tokens for offset in self._offsets))
+        self._ends = array("q", (end - num_tokens for end in self._ends))
+        self._as_tuple = None
+
+    def _forget(self, num_passed: int) -> None:
         self._forgotten_end = self._ends[num_passed - 1]
         self._forgotten += num_passed
         del self._features[:num_passed], self._keys[:num_passed]

@@ -454,7 +454,7 @@ class Chunker:
                 new_block_ids=sequence.deliver_blocks(),
                 embeds=features.embed_slices(start, end),
                 bidirectional=self._bidirectional(features, start, end),
-                sample=end == len(sequence.tokens),
+                sample=end == len(sequence.tokens) and _samples(sequence),
             )
         )
         step.tokens -= end - start
@@ -467,6 +467,12 @@ class Chunker:
             return ()
         touched = (features[index] for index in features.overlapping(start, end))
         return tuple((f.offset, f.end) for f in touched if f.modality in self._unsplittable)
+
+
+def _samples(sequence: Sequence) -> bool:
+    """Whether a token is generated once all known ones are computed."""
+    session = sequence.request.session
+    return session is None or session.answering
 
 
 def _announce(sequence: Sequence) -> NewSequence:

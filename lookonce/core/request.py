@@ -34,6 +34,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
@@ -49,6 +50,8 @@ from lookonce.types.request import (
     GenerateRequest,
     PrefillStats,
     PromptLogprob,
+    SessionOptions,
+    SessionUpdate,
 )
 from lookonce.types.sampling import CompiledGrammar
 
@@ -273,6 +276,28 @@ class Sequence:
         known, self.num_delivered = self.num_delivered, len(self.block_ids)
         return tuple(self.block_ids[known:])
 
+    def drop_tokens(self, block_size: int, first: int, count: int) -> list[int]:
+        """Remove `count` computed blocks from block `first` on, with their tokens and features.
+
+        All later indices become smaller. Returns the blocks, to be released.
+        """
+        start, stop = first * block_size, (first + count) * block_size
+        request, blocks = self.request, self.block_ids[first : first + count]
+        self.tokens.drop(start, stop)
+        del self.block_ids[first : first + count]
+        del self.block_hashes[first:]
+        self.num_registered = min(self.num_registered, first)
+        self.num_matched = 0
+        self.num_delivered -= count
+        self.num_computed -= stop - start
+        request.num_prompt_tokens -= stop - start
+        session = request.session
+        num_computed_features = 0 if session is None else session.num_computed_features
+        request.features.move_back(stop - start, num_computed_features)
+        if request.frames is not None:
+            request.frames.move_back(stop - start)
+        return blocks
+
     def hash_blocks(self, block_size: int, num_blocks: int) -> None:
         """Extend `block_hashes` to the first `num_blocks` full blocks."""
         request, hashes = self.request, self.block_hashes
@@ -387,6 +412,13 @@ class TokenBuffer:
         view.flags.writeable = False
         return view
 
+    def drop(self, start: int, stop: int) -> None:
+        """Remove tokens `[start, stop)`: O(tokens that stay)."""
+        if self._num_prompt:
+            self._appended[0:0] = array("i", self._prompt.tobytes())
+            self._prompt, self._num_prompt = self._prompt[:0], 0
+        del self._appended[start:stop]
+
     def raw(self, start: int, stop: int) -> bytes:
         """Little-endian bytes of tokens `[start, stop)`."""
         in_prompt = self._prompt[start:stop].tobytes()
@@ -402,6 +434,11 @@ class SessionInput:
     """A copy: the caller may use the memory again."""
     features: MultiModalFeatures
     items: Mapping[bytes, ProcessedItem]
+    interrupt: bool = True
+    """It does not wait until the answer that is generated has ended, but ends it."""
+    answer: bool = True
+    max_tokens: int | None = None
+    """Most tokens of the answer; None: as many as the session was opened with."""
 
 
 @dataclass(slots=True)
@@ -409,13 +446,23 @@ class Session:
     """The part of a request that only live sessions have."""
 
     limit: int
-    """Tokens the session may have in all, received and generated."""
+    """Tokens the session may have at a time, received and generated."""
     max_new_tokens: int | None
     """Tokens generated after each extension; None: up to a stop token."""
     block_size: int
     """Tokens of a KV block."""
     remaining_keys: Counter[bytes]
     """Key → how many features with that key have positions that are not computed."""
+    options: SessionOptions = field(default_factory=SessionOptions)
+    window: int = 0
+    """Tokens that the next one attends to at most, itself included; 0: all."""
+    max_positions: int = 0
+    """Positions of the model are below."""
+    relative_positions: bool = False
+    """Keys may be rotated to other positions."""
+    max_step_tokens: int = 0
+    """Tokens that one step computes at most."""
+    num_opening_tokens: int = 0
     inputs: deque[SessionInput] = field(default_factory=deque)
     """Extensions that are not appended yet, oldest first."""
     num_pending_tokens: int = 0
@@ -426,10 +473,63 @@ class Session:
     """Frames of sound that came and are not appended yet, oldest first."""
     unsent_frames: list[Array] = field(default_factory=list)
     """Frames that the runner gets with the sequence, which it does not know yet."""
+    answering: bool = True
+    """A token is sampled once all known tokens are computed."""
+    answer_end: int | None = None
+    """Token count at which the answer has as many tokens as were asked for; None: any number."""
+    num_extensions: int = 0
+    """Extensions that were appended."""
+    computing: deque[tuple[int, int]] = field(default_factory=deque)
+    """(end, tokens) of appended extensions that are not computed, oldest first; the end counts the
+    dropped tokens, too."""
+    shift: int = 0
+    """A token's position is its index plus this (without multi-axis rope)."""
+    num_dropped: int = 0
+    """Tokens that were dropped from the sequence so far."""
+
+    @property
+    def compacts(self) -> bool:
+        """It drops its middle where its context is full."""
+        return not self.window and self.options.overflow == "compact"
+
+    @property
+    def has_no_end(self) -> bool:
+        """There will be room for more, however much has come."""
+        return bool(self.window) or self.compacts
+
+    @property
+    def largest_input(self) -> int:
+        """Most tokens of one extension of a session without end."""
+        if self.window:
+            return self.limit - self.window - 2 * self.block_size
+        return self.limit // 2 - 2 * self.block_size
+
+    @property
+    def num_kept_blocks(self) -> int:
+        """Leading blocks that compaction keeps."""
+        asked = self.options.keep_tokens
+        wanted = self.num_opening_tokens if asked is None else max(0, asked)
+        return min(-(-wanted // self.block_size), self.limit // (4 * self.block_size))
+
+    def nears_last_position(self, num_computed: int) -> bool:
+        """Whether the next step might reach a position that the model does not have."""
+        return self.shift + num_computed + self.max_step_tokens >= self.max_positions
+
+    def note_appended(self, added: SessionInput, num_tokens: int) -> None:
+        """The input was appended; the sequence has `num_tokens` tokens now."""
+        self.num_extensions += 1
+        self.answering = added.answer
+        self.begin_answer(num_tokens, added.max_tokens)
+        self.computing.append((num_tokens + self.num_dropped, len(added.token_ids)))
 
     def add_input(self, added: SessionInput) -> None:
         self.inputs.append(added)
         self.num_pending_tokens += len(added.token_ids)
+
+    @property
+    def may_append(self) -> bool:
+        """Whether the oldest input need not wait for the end of an answer."""
+        return bool(self.inputs) and (self.inputs[0].interrupt or not self.answering)
 
     def take_input(self) -> SessionInput:
         """Remove and return the oldest input. Raises `IndexError` where there is none."""
@@ -443,11 +543,46 @@ class Session:
         self.unsent_frames.clear()
         return taken
 
-    def next_token_limit(self, num_tokens: int) -> int:
-        """Token count at which generation pauses that begins with `num_tokens` tokens."""
-        if self.max_new_tokens is None:
-            return self.limit
-        return min(self.limit, num_tokens + self.max_new_tokens)
+    def note_frames(self, total: int, added: int) -> None:
+        """Frames were appended; there are `total` now, one for each position."""
+        self.num_extensions += 1
+        self.answering = True
+        self.answer_end = total + 1
+        self.computing.append((total + self.num_dropped, added))
+
+    def begin_answer(self, num_tokens: int, max_tokens: int | None = None) -> None:
+        """An answer of at most `max_tokens` tokens will begin after `num_tokens` tokens."""
+        most = self.max_new_tokens if max_tokens is None else max_tokens
+        self.answer_end = None if most is None else num_tokens + most
+
+    @property
+    def token_limit(self) -> int:
+        """Token count at which generation pauses."""
+        return self.limit if self.answer_end is None else min(self.limit, self.answer_end)
+
+    @property
+    def num_unfinished_tokens(self) -> int:
+        """Tokens, or frames, of extensions whose credits were not given back."""
+        waiting = self.num_pending_tokens + sum(each.shape[0] for each in self.frame_inputs)
+        return waiting + sum(cost for _, cost in self.computing)
+
+    def take_credits(self, num_computed: int) -> int:
+        """Tokens of the extensions that are computed now; each is counted once."""
+        taken, done = 0, num_computed + self.num_dropped
+        while self.computing and self.computing[0][0] <= done:
+            taken += self.computing.popleft()[1]
+        return taken
+
+    def update(self, **said: Any) -> SessionUpdate:
+        """What a delta of this session says."""
+        return SessionUpdate(self.num_extensions, **said)
+
+    def note_dropped(self, num_tokens: int, *, reanchored: bool) -> None:
+        """Computed tokens have left the sequence."""
+        self.num_dropped += num_tokens
+        if self.answer_end is not None:
+            self.answer_end -= num_tokens
+        self.shift = 0 if reanchored else self.shift + num_tokens
 
     def release_computed(
         self, features: MultiModalFeatures, items: dict[bytes, ProcessedItem], num_computed: int

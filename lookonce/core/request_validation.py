@@ -30,7 +30,8 @@ class RequestValidator:
     ) -> None:
         self._encoder_cache = encoder_cache
         self._model = model
-        self._token_budget = token_budget
+        self.token_budget = token_budget
+        """Tokens that one step computes at most."""
         self._kv_tokens = pool.num_blocks * pool.block_size
 
     def build_request(self, request: GenerateRequest, items: dict[bytes, ProcessedItem]) -> Request:
@@ -65,6 +66,10 @@ class RequestValidator:
             )
 
     @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    @property
     def longest_sequence(self) -> int:
         """Most tokens of one sequence, prompt and generated; the last one needs no K/V."""
         return min(self._model.max_model_len, self._kv_tokens + 1)
@@ -74,11 +79,17 @@ class RequestValidator:
         token_ids: NDArray[np.int32],
         features: tuple[MediaFeature, ...],
         items: Mapping[bytes, ProcessedItem],
+        *,
+        interrupt: bool = True,
+        answer: bool = True,
+        max_tokens: int | None = None,
     ) -> SessionInput:
         """What is appended to a live session; offsets count from its first token.
 
         Copies `token_ids`.
         """
+        if max_tokens is not None and max_tokens < 1:
+            raise BadRequestError("an answer has at least one token", param="max_tokens")
         tokens, checked = _copy_tokens(token_ids), MultiModalFeatures(features)
         brought = dict(items)
         if checked.end > len(tokens):
@@ -93,7 +104,7 @@ class RequestValidator:
         self._check_items(checked)
         check_token_array(tokens, self._model.vocab_size, checked.covered)
         check_rows(checked, brought)
-        return SessionInput(tokens, checked, brought)
+        return SessionInput(tokens, checked, brought, interrupt, answer, max_tokens)
 
     def token_limit(self, request: Request) -> int:
         """Prompt plus generated tokens at which a sequence of the request ends or pauses."""
@@ -122,13 +133,13 @@ class RequestValidator:
         """Check the items as a whole, and each only where one is wrong: there may be thousands."""
         known, unsplittable = self._model.modalities, self._model.unsplittable
         used = features.modalities
-        limit = min(self._encoder_cache.max_rows, self._token_budget)
+        limit = min(self._encoder_cache.max_rows, self.token_budget)
         if features.longest > limit or not used <= set(known) or used & set(unsplittable):
             for index, feature in enumerate(features.as_tuple()):
                 self._check_item(index, feature)
 
     def _check_item(self, index: int, feature: MediaFeature) -> None:
-        modalities, limit = self._model.modalities, self._token_budget
+        modalities, limit = self._model.modalities, self.token_budget
         if feature.modality not in modalities:
             raise BadRequestError(
                 f"item {index} is {feature.modality}; this model takes "

@@ -20,7 +20,7 @@ from lookonce.core.kv_connector_state import KVConnectorState
 from lookonce.core.mm_features import FrameInputs
 from lookonce.core.planning import Planner
 from lookonce.core.preemption import Preemption
-from lookonce.core.request import Request, Sequence, SequenceState
+from lookonce.core.request import Request, Sequence, SequenceState, Session
 from lookonce.core.request_validation import RequestValidator, check_rows
 from lookonce.core.scheduler_state import SchedulerOutput, SchedulerState
 from lookonce.core.sessions import Sessions
@@ -28,7 +28,13 @@ from lookonce.errors import BadRequestError, ConfigError, LookOnceError, QueueFu
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import ExternalPrefixCache
-from lookonce.types.request import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from lookonce.types.request import (
+    FinishReason,
+    GenerateRequest,
+    SessionOptions,
+    TokenDelta,
+    TokenLogprob,
+)
 from lookonce.types.step import StepPlan, StepResult
 
 
@@ -68,7 +74,7 @@ class Scheduler:
         preemption = Preemption(state)
         self._sessions = Sessions(state, self.validator, preemption)
         self._planner = Planner(state, model, config, preemption, self._kv_connector)
-        self._update = UpdateFromOutput(state, self._kv_connector)
+        self._update = UpdateFromOutput(state, self._sessions, self._kv_connector)
 
     # --- one step -------------------------------------------------------------------------------
 
@@ -80,7 +86,7 @@ class Scheduler:
         """
         if self._kv_connector is not None:
             self._kv_connector.take_reports()
-        if self._sessions.extended:
+        if self._sessions.extended or self._sessions.filling:
             self._sessions.append_inputs()
         return self._planner.plan()
 
@@ -102,18 +108,23 @@ class Scheduler:
         missing: Iterable[bytes] = (),
         *,
         live: bool = False,
+        options: SessionOptions | None = None,
     ) -> None:
         """Queue a request. `items`: those that the engine holds, except the `missing` keys.
 
-        A `live` request may be extended, and generates `max_tokens` tokens after each extension.
+        A `live` request may be extended, and generates `max_tokens` tokens after each extension,
+        as `options` say.
         Raises a `RequestError` when it can never be served or the queue is full.
         """
         present = dict(items)
         for key in missing:
             present.pop(key, None)
-        self.take_in(self.validator.build_request(request, present), live=live)
+        built = self.validator.build_request(request, present)
+        self.take_in(built, live=live, options=options)
 
-    def take_in(self, built: Request, *, live: bool = False) -> None:
+    def take_in(
+        self, built: Request, *, live: bool = False, options: SessionOptions | None = None
+    ) -> None:
         """Queue a request that a `RequestValidator` with the same limits has built.
 
         Raises a `RequestError` when its id is in use or the queue is full.
@@ -124,7 +135,7 @@ class Scheduler:
         if queues.num_waiting_requests >= self._max_queue:
             raise QueueFullError(f"{self._max_queue} requests are waiting already")
         if live:
-            self._sessions.open(built)
+            self._sessions.open(built, options or SessionOptions())
         elif built.frames is not None:
             raise BadRequestError("only a live session has frames of sound", param="frames")
         token_limit = self.validator.token_limit(built)
@@ -144,8 +155,16 @@ class Scheduler:
         token_ids: NDArray[np.int32],
         features: tuple[MediaFeature, ...],
         items: Mapping[bytes, ProcessedItem],
+        *,
+        interrupt: bool = True,
+        answer: bool = True,
+        max_tokens: int | None = None,
     ) -> None:
         """Append to a live session; offsets count from the first appended token.
+
+        It ends an answer that is being generated, or, without `interrupt`, waits for its end. With
+        `answer` at most `max_tokens` tokens are generated after it (None: as many as the session
+        was opened with).
 
         Takes effect with the next plan, and costs the same however long the session is. Does
         nothing for a session that has ended. Raises a `RequestError`, with nothing changed, for
@@ -153,7 +172,15 @@ class Scheduler:
         """
         request = self._state.queues.requests.get(request_id)
         if request is not None:
-            self._sessions.extend(request, token_ids, features, items)
+            self._sessions.extend(
+                request,
+                token_ids,
+                features,
+                items,
+                interrupt=interrupt,
+                answer=answer,
+                max_tokens=max_tokens,
+            )
 
     def extend_frames(self, request_id: str, frames: Array) -> None:
         """Append frames of sound to a live session, which generates one token for each.
@@ -192,6 +219,12 @@ class Scheduler:
         for sequence in request.unfinished_sequences():
             if index is None or sequence.index == index:
                 self._state.end_sample(sequence, "abort")
+
+    def fail(self, request_id: str, error: LookOnceError) -> None:
+        """End a request with an error. Unknown ids have ended already."""
+        request = self._state.queues.requests.get(request_id)
+        if request is not None:
+            self._state.end(request, "error", error)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running requests keep their blocks."""
@@ -255,6 +288,10 @@ class Scheduler:
             "num_requests_waiting": self.num_waiting,
             "kv_cache_usage_ratio": 1.0 - state.block_pool.num_free / state.block_pool.num_blocks,
             "num_preemptions_total": counters.num_preemptions,
+            "session_extensions_total": counters.session_extensions,
+            "session_tokens_dropped_total": counters.session_tokens_dropped,
+            "session_compactions_total": counters.session_compactions,
+            "session_reanchors_total": counters.session_reanchors,
             "prompt_tokens_total": counters.prompt_tokens,
             "generation_tokens_total": counters.generation_tokens,
         }
@@ -271,8 +308,11 @@ class Scheduler:
 class UpdateFromOutput:
     """Advances every scheduled sequence by what the runner computed for it."""
 
-    def __init__(self, state: SchedulerState, kv_connector: KVConnectorState | None) -> None:
+    def __init__(
+        self, state: SchedulerState, sessions: Sessions, kv_connector: KVConnectorState | None
+    ) -> None:
         self._state = state
+        self._sessions = sessions
         self._kv_connector = kv_connector
 
     def update(self, plan: StepPlan, result: StepResult, encode_owners: EncodeOwners) -> None:
@@ -301,6 +341,8 @@ class UpdateFromOutput:
                     self._append_token(sequence, token_ids[sampled], logprob)
                 elif sequence.request.frames is not None:
                     self._pause_without_frames(sequence, sequence.request.frames)
+                elif sequence.num_computed == len(sequence.tokens):
+                    self._state.pause(sequence)  # a session without an answer
             sampled += entry.sample
         if self._kv_connector is not None:
             self._kv_connector.store_registered()
@@ -348,14 +390,11 @@ class UpdateFromOutput:
         self._register_blocks(sequence)
         if sequence.held:
             self._release_passed_items(sequence)
-        request = sequence.request
-        if request.session is not None:
-            request.session.release_computed(request.features, request.items, sequence.num_computed)
-        if request.frames is not None:
-            block_size = self._state.block_pool.block_size
-            request.frames.forget_before(sequence.num_computed - sequence.num_computed % block_size)
         if sequence.state is SequenceState.PREFILLING:
             self._state.accept_once_covered(sequence)
+        request = sequence.request
+        if request.session is not None:
+            self._sessions.advance(request, request.session, sequence)
 
     def _pause_without_frames(self, sequence: Sequence, frames: FrameDigests) -> None:
         """Pause a session within its prompt, where the next position has no frame yet."""
@@ -369,6 +408,9 @@ class UpdateFromOutput:
         num_full = sequence.num_computed // pool.block_size
         if num_full <= sequence.num_registered or not self._state.prefix_caching:
             return
+        session = sequence.request.session
+        if session is not None and session.num_dropped:
+            return  # no prompt begins as its tokens do
         if sequence.cache_generation == pool.generation:
             sequence.hash_blocks(pool.block_size, num_full)
             for index in range(sequence.num_registered, num_full):
@@ -395,9 +437,12 @@ class UpdateFromOutput:
         state.counters.generation_tokens += 1
         reason, stop_token_id = finish_reason(sequence, token_id)
         pausing = reason is not None and _awaits_extension(sequence, reason)
+        ended = None
         if pausing:
-            reason = stop_token_id = None
+            ended, reason, stop_token_id = reason, None, None
         delta = TokenDelta(request.request_id, sequence.index, [token_id], reason, stop_token_id)
+        if request.session is not None:
+            self._note_answer(request, request.session, delta, ended)
         if logprob is not None:
             delta.logprobs = [logprob]
         state.output.deltas.append(delta)
@@ -410,6 +455,18 @@ class UpdateFromOutput:
             state.finish(sequence)
         elif prefilling:
             state.begin_decode(sequence)
+
+    @staticmethod
+    def _note_answer(
+        request: Request, session: Session, delta: TokenDelta, ended: FinishReason | None
+    ) -> None:
+        """A session with a token for each frame of sound has one answer, which goes on."""
+        goes_on = ended is None or request.frames is not None
+        delta.session = session.update(ended=None if goes_on else ended)
+        session.answering = goes_on
+        if ended is not None and session.computing:  # in a decode `_advance` may be left out
+            num_computed = request.sequences[0].num_computed
+            delta.session.credits = session.take_credits(num_computed)
 
     def _end_prompt(self, sequence: Sequence, delta: TokenDelta) -> None:
         """Add to `delta`, of the first token, what is reported once about a prompt."""

@@ -22,7 +22,7 @@ from lookonce.errors import LookOnceError, error_to_wire
 from lookonce.types.kv import ExternalCacheStats
 from lookonce.types.ports import Clock
 from lookonce.types.request import FinishReason, TokenDelta
-from lookonce.types.step import Extension
+from lookonce.types.step import DropTokens, Extension
 
 
 class SchedulerState:
@@ -47,8 +47,8 @@ class SchedulerState:
         """What to report next."""
         self.finished: list[int] = []
         """Ids of sequences that the runner knows and must forget."""
-        self.extensions: list[Extension] = []
-        """What was appended to sequences that the runner knows."""
+        self.extensions: list[Extension | DropTokens] = []
+        """What was appended to, and dropped from, sequences that the runner knows."""
         self.on_end: Callable[[Request], None] = lambda request: None
         """Called with every request that has ended, whatever state it was in."""
 
@@ -257,7 +257,7 @@ class SchedulerState:
         self.finished.clear()
         return finished
 
-    def take_extensions(self) -> tuple[Extension, ...]:
+    def take_extensions(self) -> tuple[Extension | DropTokens, ...]:
         """Remove and return the extensions of sequences that have not ended; before `finished`."""
         if not self.extensions:
             return ()
@@ -420,5 +420,12 @@ class Counters:
     encoder_runs: int = 0
     """Outputs computed."""
     num_preemptions: int = 0
+    session_extensions: int = 0
+    """Extensions of live sessions that were appended."""
+    session_tokens_dropped: int = 0
+    """Tokens of live sessions that were dropped behind windows or by compaction."""
+    session_compactions: int = 0
+    session_reanchors: int = 0
+    """Times that a session's positions began again."""
     prompt_tokens: int = 0
     generation_tokens: int = 0

@@ -36,6 +36,8 @@ from lookonce.ipc.framing import close_fds
 from lookonce.ipc.messages import (
     ClientMessage,
     EngineMessage,
+    ExtendSession,
+    OpenSession,
     Received,
     SlabsLeased,
     Submit,
@@ -45,6 +47,9 @@ from lookonce.ipc.messages import (
 from lookonce.types.media import Array, Buffer
 
 logger = logging.getLogger(__name__)
+
+COUNTED = (Submit, OpenSession, ExtendSession, SupplyMedia, UpdateCache)
+"""Messages that may be large: their bytes are in flight until `Received`."""
 
 
 class ChannelListener(Protocol):
@@ -165,7 +170,7 @@ class ClientChannel:
         if not self._up:
             raise EngineDeadError("the engine is not running")
         frames = self._encoder.encode(message)
-        if isinstance(message, Submit | SupplyMedia | UpdateCache):
+        if isinstance(message, COUNTED):
             nbytes = frames_nbytes(frames)
             self._in_flight.append((message.seq, nbytes))
             self._flow.take(nbytes)

@@ -83,7 +83,15 @@ class _Supply(msgspec.Struct, tag="supply", array_like=True):
     request_id: str
 
 
-_ENVELOPES = msgspec.msgpack.Decoder(_Submission | _Supply)
+class _Opening(_Submission, tag="open_session", array_like=True):
+    """The fields of an `OpenSession` up to its request id."""
+
+
+class _Extension(_Supply, tag="extend_session", array_like=True):
+    """The fields of an `ExtendSession` up to its request id."""
+
+
+_ENVELOPES = msgspec.msgpack.Decoder(_Submission | _Supply | _Opening | _Extension)
 
 
 def request_id_of(frames: Sequence[Buffer]) -> str | None:

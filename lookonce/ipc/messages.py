@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
-from lookonce.types.media import Expansion, ProcessedItem
+from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
-from lookonce.types.request import GenerateRequest, TokenDelta
+from lookonce.types.request import GenerateRequest, SessionOptions, TokenDelta
 
 
 class KeyedItem(msgspec.Struct, frozen=True, array_like=True):
@@ -57,6 +57,55 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     then begun without an item only where its whole answer has room and it is never recomputed."""
     bindings: tuple[tuple[bytes, bytes], ...] = ()
     """`(uuid name digest, MediaHash)` newly bound by this sender, for the other senders."""
+
+
+class OpenSession(msgspec.Struct, frozen=True, tag="open_session", array_like=True):
+    """Begins a live session with a prompt. `Accepted` or `Rejected` answers it.
+
+    It may be extended by `options.credits` tokens at once, and by as many more as
+    `SessionUpdate.credits` gives back.
+    """
+
+    epoch: int
+    seq: int
+    ops: CacheOps
+    request: GenerateRequest
+    options: SessionOptions = SessionOptions()
+    loose: tuple[KeyedItem, ...] = ()
+    bindings: tuple[tuple[bytes, bytes], ...] = ()
+
+
+class ExtendSession(msgspec.Struct, frozen=True, tag="extend_session", array_like=True):
+    """Appends to a live session. Its items are in `ops.adds`, in `loose`, or listed already: they
+    are never asked for. A mistake, or more than the session has credits for, ends the session.
+
+    A sender may send while its credits are above 0; the last extension may overdraw them.
+    """
+
+    epoch: int
+    seq: int
+    ops: CacheOps
+    request_id: str
+    number: int
+    """1 for a session's first extension, then one more each time."""
+    token_ids: Array
+    """int32, shape [N], N >= 1."""
+    features: tuple[MediaFeature, ...] = ()
+    """Offsets count from the first of `token_ids`."""
+    interrupt: bool = False
+    """End the answer that runs; otherwise the extension waits until it has ended."""
+    answer: bool = True
+    """False: nothing is generated after it."""
+    max_tokens: int | None = None
+    """Most tokens of the answer; None: as many as the session was opened with."""
+    loose: tuple[KeyedItem, ...] = ()
+
+
+class CloseSession(msgspec.Struct, frozen=True, tag="close_session", array_like=True):
+    """Ends a live session; its last delta has the finish reason "abort"."""
+
+    epoch: int
+    request_id: str
 
 
 class SupplyMedia(msgspec.Struct, frozen=True, tag="supply", array_like=True):
@@ -134,6 +183,9 @@ class LeaseSlabs(msgspec.Struct, frozen=True, tag="lease_slabs", array_like=True
 ClientMessage = (
     Hello
     | Submit
+    | OpenSession
+    | ExtendSession
+    | CloseSession
     | SupplyMedia
     | UpdateCache
     | Claim

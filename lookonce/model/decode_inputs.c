@@ -61,7 +61,7 @@ static int64_t fill(const Array* a, int64_t i, int64_t row, int64_t start, int64
         return -1;
     if (axes > 1 && start < row64(&a[TAIL_STARTS], 0)[row]) return 0;
     row64(&a[TOKEN_IDS], 0)[i] = row32(&a[TOKENS], row)[start];
-    const int64_t position = axes > 1 ? start + row64(&a[TAIL_DELTAS], 0)[row] : start;
+    const int64_t position = start + row64(&a[TAIL_DELTAS], 0)[row];
     for (int64_t axis = 0; axis < axes; ++axis)
         row64(&a[POSITIONS], axis)[i] = axes == MAX_AXES && axis == 0 ? start : position;
     const int32_t* table = row32(&a[TABLES], row);

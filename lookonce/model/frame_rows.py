@@ -21,7 +21,7 @@ from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.model.encoder_runner import COMPUTE_ERRORS, EncoderRunner, to_tensor
 from lookonce.model.streaming_encoder import MAX_FRAMES, Stream, StreamingEncoder
 from lookonce.types.media import Array
-from lookonce.types.step import Extension, NewSequence, ScheduledSequence
+from lookonce.types.step import DropTokens, NewSequence, ScheduledSequence
 
 logger = logging.getLogger(__name__)
 
@@ -109,15 +109,18 @@ class FrameRows:
         if new.frames:
             self._live[new.seq_id] = _Live(self._encoder.open())
             for frames in new.frames:
-                self._push(new.seq_id, frames)
+                self.extend(new.seq_id, frames)
         elif new.features:
             self._clips[new.seq_id] = new.features[0].key
 
-    def extend(self, extension: Extension) -> None:
-        if extension.frames is not None:
-            self._push(extension.seq_id, extension.frames)
+    def drop(self, change: DropTokens) -> None:
+        """Computed tokens have left a session: later ones have smaller indices."""
+        live = self._live.get(change.seq_id)
+        if live is not None:
+            live.first -= change.num_tokens
 
-    def _push(self, seq_id: int, frames: Array) -> None:
+    def extend(self, seq_id: int, frames: Array) -> None:
+        """Add frames [n, *frame shape] to a live session."""
         self._live[seq_id].push(to_tensor(frames))
 
     def remove(self, seq_ids: Iterable[int]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookonce.types.media import MediaFeature
-from lookonce.types.step import Extension, NewSequence
+from lookonce.types.step import DropTokens, Extension, NewSequence
 
 
 class InputBatch:
@@ -38,6 +38,10 @@ class InputBatch:
         self.tail_starts = np.zeros(max_num_seqs, np.int64)
         """[row]; from this index on, a token's position is its index plus `tail_deltas[row]`."""
         self.tail_deltas = np.zeros(max_num_seqs, np.int64)
+        """Without mrope it is above 0 only in live sessions that have dropped tokens."""
+        self.num_dropped = np.zeros(max_num_seqs, np.int64)
+        """[row]; tokens that the sequence has lost."""
+        self._block_size = block_size
         self._num_blocks = [0] * max_num_seqs
         self._positions: list[MropePositions | None] = [None] * max_num_seqs
         self._rows: dict[int, int] = {}
@@ -55,8 +59,36 @@ class InputBatch:
         self._rows[new.seq_id] = row
         self.tokens[row, : len(new.token_ids)] = new.token_ids
         self._num_blocks[row] = 0
+        self.num_dropped[row] = 0
         self._positions[row] = MropePositions(new.features) if mrope else None
         self._update_tail(row)
+
+    def drop(self, change: DropTokens) -> int:
+        """Remove tokens and their blocks; the indices of later tokens become smaller.
+
+        Returns by how much the positions of the tokens after them become smaller: 0 without
+        `reanchor`, otherwise what makes every later position its token's index again. With mrope
+        positions lie below indices, so afterwards no position is above its index, and none of a
+        later token below that of one before `change.start`.
+        """
+        row, count = self._rows[change.seq_id], change.num_tokens
+        start, stop, size = change.start, change.start + count, self._block_size
+        tokens, table = self.tokens[row], self.block_tables[row]
+        tokens[start:-count] = tokens[stop:]
+        used = self._num_blocks[row] - count // size
+        table[start // size : used] = table[stop // size : used + count // size]
+        self._num_blocks[row] = used
+        for index, (_, target) in enumerate(change.moved, start // size):
+            table[index] = target
+        self.num_dropped[row] += count
+        rotated = count + int(self.tail_deltas[row]) if change.reanchor else 0
+        positions = self._positions[row]
+        if positions is None:
+            self.tail_deltas[row] += count - rotated
+        else:
+            positions.move_back(count, rotated)
+            self._update_tail(row)
+        return rotated
 
     def extend(self, extension: Extension) -> None:
         """Append tokens and media items to a sequence that was added before."""
@@ -71,7 +103,7 @@ class InputBatch:
 
     def _update_tail(self, row: int) -> None:
         positions = self._positions[row]
-        self.tail_starts[row] = 0 if positions is None else positions.tail_start
+        self.tail_starts[row] = 0 if positions is None else max(0, positions.tail_start)
         self.tail_deltas[row] = 0 if positions is None else positions.tail_delta
 
     def remove(self, seq_ids: Iterable[int]) -> None:
@@ -159,6 +191,13 @@ class MropePositions:
         self._forgotten_end = self._ends[num_passed - 1]
         del self._starts[:num_passed], self._ends[:num_passed]
         del self._grids[:num_passed], self._deltas[:num_passed]
+
+    def move_back(self, num_tokens: int, rotated: int) -> None:
+        """Make all indices smaller by `num_tokens`, and all positions by `rotated`."""
+        self._starts = [start - num_tokens for start in self._starts]
+        self._ends = [end - num_tokens for end in self._ends]
+        self._deltas = [delta + num_tokens - rotated for delta in self._deltas]
+        self._forgotten_end = max(0, self._forgotten_end - num_tokens)
 
     def fill(self, start: int, out: NDArray[np.int64]) -> None:
         """Write the positions of `[start, start + n)` to `out` [3, n]."""

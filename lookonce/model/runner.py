@@ -25,7 +25,14 @@ from lookonce.model.step_inputs import StepInputBuilder, StepInputs
 from lookonce.model.streaming_encoder import StreamingEncoder
 from lookonce.model.text_model import TextModel, sampled_rows
 from lookonce.types.request import PromptLogprob, TokenLogprob
-from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan, StepResult
+from lookonce.types.step import (
+    DropTokens,
+    Extension,
+    NewSequence,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +95,11 @@ class Runner:
         self._remove(plan.finished)
         for new in plan.new:
             self._add(new)
-        for extension in plan.extended:
-            self._batch.extend(extension)
-            if len(extension.token_ids):
-                self._sampler.extend(extension.seq_id, extension.start, extension.token_ids)
-            if self.frame_rows is not None:
-                self.frame_rows.extend(extension)
+        for change in plan.extended:
+            if isinstance(change, DropTokens):
+                self._drop(change)
+            else:
+                self._extend(change)
         report = self._encoder.execute(plan)
         for chunk in plan.scheduled:
             if chunk.new_block_ids:
@@ -121,6 +127,18 @@ class Runner:
         self._sampler.add(new.seq_id, new.sampling, new.sample_index, prompt, output, new.grammar)
         if self.frame_rows is not None:
             self.frame_rows.add(new)
+
+    def _extend(self, extension: Extension) -> None:
+        if extension.frames is not None and self.frame_rows is not None:
+            self.frame_rows.extend(extension.seq_id, extension.frames)
+            return
+        self._batch.extend(extension)
+        self._sampler.extend(extension.seq_id, extension.start, extension.token_ids)
+
+    def _drop(self, change: DropTokens) -> None:
+        self._batch.drop(change)
+        if self.frame_rows is not None:
+            self.frame_rows.drop(change)
 
     def _computable(
         self,

@@ -141,10 +141,11 @@ class StepInputBuilder:
         ends: NDArray[np.int64],
     ) -> None:
         positions = self._host_positions[:, : len(index)]
-        if self._axes != 3:
-            positions[0] = index
         if self._axes == 1:
+            positions[0] = index + self._batch.tail_deltas[owner]
             return
+        if self._axes == 4:
+            positions[0] = index
         mrope = positions[-3:]
         mrope[:] = index + self._batch.tail_deltas[owner]
         tails = self._batch.tail_starts[rows]

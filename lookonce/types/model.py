@@ -42,6 +42,13 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     included, and this is the shape of one frame, of which the encoder makes one row. A request has
     one clip, whose rows begin at position 0 and go on beyond the prompt; a live session has frames
     instead, and generates one token for each."""
+    sliding_window: int = 0
+    """Tokens that a token attends to at most, itself included, in whatever layer; 0: some layer
+    attends to all."""
+    max_positions: int = 0
+    """Positions that the model was made for are below; 0: as `max_model_len`."""
+    relative_positions: bool = False
+    """Keys can be rotated to other positions: attention depends on distances alone."""
 
 
 SUPPORTED: dict[str, tuple[Modality, ...]] = {

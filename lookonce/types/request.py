@@ -45,6 +45,43 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     begins with."""
 
 
+Overflow = Literal["end", "compact"]
+"""What a live session does whose context is full: it ends, or drops its middle."""
+AnswerEnd = Literal["stop", "length", "interrupted"]
+"""Why one answer of a live session ended; the session goes on."""
+SESSION_CREDITS = 1024
+"""Tokens that a session's client may have sent beyond what is computed; the engine allows no more.
+"""
+
+
+class SessionOptions(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """How a live session behaves beside its sampling parameters."""
+
+    answer: bool = True
+    """The opening prompt is answered, too."""
+    overflow: Overflow = "end"
+    """Only for models some of whose layers attend to everything: others never overflow."""
+    keep_tokens: int | None = None
+    """Leading tokens that compaction keeps, rounded up to whole KV blocks; None: the opening
+    prompt, but at most a quarter of the context."""
+    credits: int = 0
+    """Tokens of extensions that may be on their way or wait; the last extension may exceed them.
+    0: any number, which clients may not ask for."""
+
+
+class SessionUpdate(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What a delta says of a live session, beside its tokens."""
+
+    extension: int = 0
+    """The newest extension that the session has taken in; 0: the opening prompt alone."""
+    ended: AnswerEnd | None = None
+    """The answer to that extension has ended; after "interrupted" a later one has come."""
+    credits: int = 0
+    """Tokens of extensions that are computed: as many more may be sent."""
+    compacted: int = 0
+    """Tokens that the session has dropped to make room."""
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural-log probability of the sampled token and of the best alternatives, best first."""
 
@@ -94,6 +131,8 @@ class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """
     error: tuple[str, str, str | None] | None = None
     """`errors.error_to_wire` of what broke this request, with finish_reason "error"."""
+    session: SessionUpdate | None = None
+    """In live sessions only."""
 
 
 @dataclass(slots=True, weakref_slot=True)

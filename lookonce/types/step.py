@@ -52,6 +52,26 @@ class Extension:
     """[n, *frame shape]: the frames of sound of the next n positions that have none."""
 
 
+@dataclass(frozen=True, slots=True)
+class DropTokens:
+    """Computed tokens that a live session's sequence loses: whole KV blocks of them.
+
+    The indices of all later tokens become smaller by `num_tokens`, and their entries in the block
+    table move up. Their positions stay what they were, except with `reanchor`: then the keys in
+    `moved` are rotated so that a token's position is its index again.
+    """
+
+    seq_id: int
+    start: int
+    """Index of the first token that is dropped; a multiple of the block size."""
+    num_tokens: int
+    """A multiple of the block size."""
+    reanchor: bool = False
+    moved: tuple[tuple[int, int], ...] = ()
+    """(block, block) from which and to which K/V are moved, often the same: of the tokens from
+    `start` on that stay, as far as they are computed. The second is the one in the table then."""
+
+
 class EmbedSlice(msgspec.Struct, frozen=True, gc=False):
     """Rows `[start, end)` of the encoder output `key` go to the chunk's rows from `row` on."""
 
@@ -102,7 +122,8 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     restore: tuple[bytes, ...] = ()
     """Encoder outputs to copy back to the device; the host copy stays."""
     new: tuple[NewSequence, ...] = ()
-    extended: tuple[Extension, ...] = ()
+    extended: tuple[Extension | DropTokens, ...] = ()
+    """What has become of live sessions' sequences, in this order."""
     encode: tuple[EncodeItem, ...] = ()
     scheduled: tuple[ScheduledSequence, ...] = ()
     """Decodes (num_tokens 1 and sample) first, then prefill chunks."""

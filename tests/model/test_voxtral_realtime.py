@@ -334,9 +334,7 @@ def test_wrong_frames_are_refused_and_change_nothing(subject, prompt, pieces):
     live = LiveSessions(subject.loaded, prompt, num_blocks=400)
     frames = frames_of(pieces[0])
     for wrong in (frames[:0], frames[:, :-1], frames[:, :, :-1]):
-        with pytest.raises(
-            BadRequestError, match=r"float32 of shape \(n, 32, 8\)"
-        ):
+        with pytest.raises(BadRequestError, match=r"float32 of shape \(n, 32, 8\)"):
             live.open("wrong", wrong)
     live.tokens.clear()
     live.open("live", frames[: len(prompt)])

@@ -10,8 +10,13 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
 from types import TracebackType
 from typing import Literal, Self
 
@@ -23,6 +28,7 @@ from lookonce.config import ChannelConfig
 from lookonce.engine.client.delta_stream import DeltaStream, PendingRequest
 from lookonce.engine.client.item_claims import ItemClaims
 from lookonce.engine.client.sender_cache import InjectionOutcome, Keyed, SenderCache, inject
+from lookonce.engine.client.session import EngineSession, PendingSession
 from lookonce.errors import (
     BadRequestError,
     EngineDeadError,
@@ -37,6 +43,7 @@ from lookonce.ipc.messages import (
     Accepted,
     ClearCache,
     ClientMessage,
+    CloseSession,
     Deltas,
     EngineMessage,
     GetStats,
@@ -60,7 +67,13 @@ from lookonce.types.counts import Counts
 from lookonce.types.media import Array, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import Clock
-from lookonce.types.request import GenerateRequest, RenderedItem, RenderedPrompt
+from lookonce.types.request import (
+    SESSION_CREDITS,
+    GenerateRequest,
+    RenderedItem,
+    RenderedPrompt,
+    SessionOptions,
+)
 from lookonce.types.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -163,20 +176,73 @@ class EngineClient:
         `UnavailableError`, the error that the engine rejects with, or the one that it failed with.
         """
         request = PendingRequest(request_id, rendered, sampling.n)
-        wire = GenerateRequest(
-            request_id=request_id,
-            scope=rendered.scope,
-            prompt=Array("int32", rendered.ids.shape, rendered.ids.data),
-            features=rendered.features,
-            sampling=sampling,
-            arrival=time.monotonic() if arrival is None else arrival,
-            tenant=rendered.tenant,
-        )
+        wire = _wire_request(rendered, sampling, request_id, arrival)
 
         async def submit(pending: PendingRequest) -> None:
             await self._submit(pending, wire)
 
         return DeltaStream(request, submit, self._leave)
+
+    async def open_session(
+        self,
+        rendered: RenderedPrompt,
+        sampling: SamplingParams,
+        request_id: str,
+        options: SessionOptions | None = None,
+    ) -> EngineSession:
+        """A live session that begins with a prompt; returns once the engine has accepted it.
+
+        Raises `QueueFullError` where too many are open, `UnavailableError`, or why the engine
+        refuses it. The prompt's pins are given back in every case.
+        """
+        options = options or SessionOptions()
+        options = msgspec.structs.replace(options, credits=options.credits or SESSION_CREDITS)
+        pending = PendingSession(request_id, rendered, options)
+        session = EngineSession(pending, self, self._leave_session)
+        wire = _wire_request(rendered, sampling, request_id, None)
+        try:
+            _check_encodable(wire)
+            async with self._room_for_session(rendered):
+                if request_id in self._requests:
+                    raise BadRequestError("this request_id is running", param="request_id")
+                self._commit(self.sender.open_session(wire, rendered, options))
+                self._requests[request_id] = pending
+                pending.submitted = True
+            await pending.wait_accepted()
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    async def extend_session(
+        self,
+        session: PendingSession,
+        rendered: RenderedPrompt,
+        *,
+        interrupt: bool,
+        answer: bool,
+        max_tokens: int | None,
+        loose: bool,
+    ) -> int:
+        """Called by `EngineSession.extend`, one call at a time for each session."""
+        try:
+            await session.wait_credits()
+            async with self._room_for_session(rendered):
+                session.require_open()
+                message = self.sender.extend_session(
+                    session.request_id,
+                    session.spend(rendered.num_tokens),
+                    rendered,
+                    interrupt=interrupt,
+                    answer=answer,
+                    max_tokens=max_tokens,
+                    loose=loose,
+                )
+                self._commit(message)
+        finally:
+            self.sender.cancel(rendered)
+            self.sender.settle(rendered)
+        return message.number
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its samples, whichever API process has submitted it.
@@ -344,6 +410,32 @@ class EngineClient:
         nbytes = MESSAGE_OVERHEAD + wire.prompt.nbytes + sum(i.message_nbytes for i in items)
         return self._channel.room(nbytes)
 
+    @asynccontextmanager
+    async def _room_for_session(self, rendered: RenderedPrompt) -> AsyncIterator[None]:
+        """Room on the channel for a session's prompt, all of whose items are there: those that are
+        not held for certain are made again."""
+        while True:
+            self._health.require_ready()
+            for part in self.sender.to_complete(rendered):
+                if part.recover is not None:
+                    part.item = await part.recover()
+            nbytes = MESSAGE_OVERHEAD + rendered.ids.nbytes
+            nbytes += sum(part.item.message_nbytes for part in rendered.items if part.item)
+            async with self._room(nbytes):
+                self._health.require_ready()
+                if not self.sender.to_complete(rendered):  # a reset may have come meanwhile
+                    yield
+                    return
+
+    def _leave_session(self, session: PendingSession) -> None:
+        """The caller has closed or dropped the session."""
+        self.sender.cancel(session.rendered)
+        self.sender.settle(session.rendered)
+        if self._requests.get(session.request_id) is session:
+            del self._requests[session.request_id]
+            self._send_if_connected(CloseSession(self.sender.epoch, session.request_id))
+        session.fail(BadRequestError("the session is closed", param="session"))
+
     def _room(self, nbytes: int) -> AbstractAsyncContextManager[None]:
         return self._channel.room(nbytes)
 
@@ -360,7 +452,9 @@ class EngineClient:
         """Forget a closed request; where one sample failed, abort its other samples."""
         if request.closed:
             self._requests.pop(request.request_id, None)
-            if request.error is not None and request.num_unfinished > 1:
+            if isinstance(request, PendingSession) and request.error is not None:
+                self._send_if_connected(CloseSession(self.sender.epoch, request.request_id))
+            elif request.error is not None and request.num_unfinished > 1:
                 self._send_if_connected(Abort(self.sender.epoch, (request.request_id,)))
 
     def _give_up(self, request: PendingRequest, error: LookOnceError) -> None:
@@ -420,6 +514,20 @@ class EngineClient:
         """Send if the engine is connected."""
         if self._health.connected:
             self._send(message)
+
+
+def _wire_request(
+    rendered: RenderedPrompt, sampling: SamplingParams, request_id: str, arrival: float | None
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id,
+        scope=rendered.scope,
+        prompt=Array("int32", rendered.ids.shape, rendered.ids.data),
+        features=rendered.features,
+        sampling=sampling,
+        arrival=time.monotonic() if arrival is None else arrival,
+        tenant=rendered.tenant,
+    )
 
 
 def _check_encodable(request: GenerateRequest) -> None:

@@ -31,9 +31,11 @@ from lookonce.ipc.messages import (
     CacheOps,
     Claim,
     ClearCache,
+    ExtendSession,
     Hello,
     Hints,
     KeyedItem,
+    OpenSession,
     Submit,
     SupplyMedia,
     Unclaim,
@@ -41,8 +43,13 @@ from lookonce.ipc.messages import (
     Welcome,
 )
 from lookonce.types.counts import Counts
-from lookonce.types.media import ProcessedItem
-from lookonce.types.request import GenerateRequest, RenderedItem, RenderedPrompt
+from lookonce.types.media import Array, ProcessedItem
+from lookonce.types.request import (
+    GenerateRequest,
+    RenderedItem,
+    RenderedPrompt,
+    SessionOptions,
+)
 
 STARTED_OVER = -1
 """`UpdateCache.cleared` of a sender that empties its share unasked."""
@@ -114,14 +121,7 @@ class SenderCache:
 
         Raises `NotReadyError` before the first welcome; the pins are given back all the same.
         """
-        parts = _unique(rendered.items)
-        try:
-            self._require_epoch()
-            with _Change(self.directory, parts) as change:
-                for key, part in parts.items():
-                    change.refer(key, part.item)
-        finally:
-            self.cancel(rendered)
+        parts, change = self._refer(rendered)
         return Submit(
             epoch=self.epoch,
             seq=self._next_seq(),
@@ -131,6 +131,78 @@ class SenderCache:
             recoverable=all(_worth(part) for part in parts.values()),
             bindings=self._fresh_bindings(),
         )
+
+    def open_session(
+        self, request: GenerateRequest, rendered: RenderedPrompt, options: SessionOptions
+    ) -> OpenSession:
+        """As `submit`, for a live session, whose items are in the prompt or listed for certain."""
+        _, change = self._refer(rendered)
+        return OpenSession(
+            epoch=self.epoch,
+            seq=self._next_seq(),
+            ops=change.ops(),
+            request=request,
+            options=options,
+            loose=tuple(change.loose),
+            bindings=self._fresh_bindings(),
+        )
+
+    def extend_session(
+        self,
+        request_id: str,
+        number: int,
+        rendered: RenderedPrompt,
+        *,
+        interrupt: bool,
+        answer: bool,
+        max_tokens: int | None,
+        loose: bool,
+    ) -> ExtendSession:
+        """As `open_session`; with `loose` the items are not listed."""
+        if loose:
+            items = {part.key: part.item for part in rendered.items if part.item is not None}
+            ops, alone = NO_OPS, [KeyedItem(key, item) for key, item in items.items()]
+            self._require_epoch()
+        else:
+            _, change = self._refer(rendered)
+            ops, alone = change.ops(), change.loose
+        return ExtendSession(
+            epoch=self.epoch,
+            seq=self._next_seq(),
+            ops=ops,
+            request_id=request_id,
+            number=number,
+            token_ids=Array("int32", rendered.ids.shape, rendered.ids.data),
+            features=rendered.features,
+            interrupt=interrupt,
+            answer=answer,
+            max_tokens=max_tokens,
+            loose=tuple(alone),
+        )
+
+    def to_complete(self, rendered: RenderedPrompt) -> tuple[RenderedItem, ...]:
+        """The parts of a session's prompt whose `recover` must run before it is sent: the engine
+        does not ask for items of a session. Raises `MediaNotCachedError` without a source."""
+        lacking = tuple(
+            part
+            for part in rendered.items
+            if part.item is None and not self.directory.lists_for_certain(part.key)
+        )
+        if not all(part.recover for part in lacking):
+            raise MediaNotCachedError(_NOT_HELD)
+        return lacking
+
+    def _refer(self, rendered: RenderedPrompt) -> tuple[dict[bytes, RenderedItem], _Change]:
+        """List what fits of a prompt's items, and give its pins back."""
+        parts = _unique(rendered.items)
+        try:
+            self._require_epoch()
+            with _Change(self.directory, parts) as change:
+                for key, part in parts.items():
+                    change.refer(key, part.item)
+        finally:
+            self.cancel(rendered)
+        return parts, change
 
     def cancel(self, rendered: RenderedPrompt) -> None:
         """Give back the pins of a prompt that is not sent. May be called again."""

@@ -76,9 +76,17 @@ class EngineThreads:
     """
 
     def __init__(
-        self, link: EngineLink, *, num_senders: int, max_queue: int, slab_bytes: int = 0
+        self,
+        link: EngineLink,
+        *,
+        num_senders: int,
+        max_queue: int,
+        max_sessions: int = 64,
+        max_tenant_sessions: int | None = None,
+        slab_bytes: int = 0,
     ) -> None:
-        """`slab_bytes`: shared memory to lease to API processes; 0: none."""
+        """`slab_bytes`: shared memory to lease to API processes; 0: none. Without
+        `max_tenant_sessions` one tenant may have all of `max_sessions`."""
         self.slabs = SlabOwner(slab_bytes, wake=link.wake)
         channel = EngineChannel(link, self.slabs.array)
         self.receiver_cache = ReceiverCache(epoch=secrets.randbits(62) + 1)
@@ -90,6 +98,8 @@ class EngineThreads:
             self.slabs,
             num_senders=num_senders,
             max_queue=max_queue,
+            max_sessions=max_sessions,
+            max_tenant_sessions=max_tenant_sessions or max_sessions,
         )
         self._thread: threading.Thread | None = None
 

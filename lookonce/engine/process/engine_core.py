@@ -19,11 +19,11 @@ from lookonce.core.request_validation import RequestValidator
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.engine.process.grammar import Compile
-from lookonce.errors import RequestFailedError
+from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import ExternalPrefixCache, ModelRunner
-from lookonce.types.request import GenerateRequest
+from lookonce.types.request import GenerateRequest, SessionOptions
 from lookonce.types.request_validation import check_fits
 from lookonce.types.step import StepPlan, StepResult
 
@@ -70,9 +70,10 @@ class EngineCore:
         missing: tuple[bytes, ...] = (),
         *,
         live: bool = False,
+        options: SessionOptions | None = None,
     ) -> None:
         """Raises `RequestError` for a request that could never run; a `live` one is extended."""
-        self._scheduler.add(request, items, missing, live=live)
+        self._scheduler.add(request, items, missing, live=live, options=options)
 
     def extend(
         self,
@@ -80,23 +81,42 @@ class EngineCore:
         token_ids: NDArray[np.int32],
         features: tuple[MediaFeature, ...],
         items: Mapping[bytes, ProcessedItem],
+        *,
+        interrupt: bool = True,
+        answer: bool = True,
+        max_tokens: int | None = None,
     ) -> None:
         """Append tokens and items to a live session (`Scheduler.extend`)."""
-        self._scheduler.extend(request_id, token_ids, features, items)
+        self._scheduler.extend(
+            request_id,
+            token_ids,
+            features,
+            items,
+            interrupt=interrupt,
+            answer=answer,
+            max_tokens=max_tokens,
+        )
 
     def extend_frames(self, request_id: str, frames: Array) -> None:
         """Append frames of sound to a live session (`Scheduler.extend_frames`)."""
         self._scheduler.extend_frames(request_id, frames)
 
-    def take_in(self, request: Request) -> None:
-        """As `add`, for a request that was built before (`RequestPreprocessor.preprocess`)."""
-        self._scheduler.take_in(request)
+    def take_in(self, request: Request, options: SessionOptions | None = None) -> None:
+        """As `add`, for a request that was built before (`RequestPreprocessor.preprocess`).
+
+        With `options` it is a live session.
+        """
+        self._scheduler.take_in(request, live=options is not None, options=options)
 
     def supply(self, request_id: str, items: Mapping[bytes, ProcessedItem]) -> None:
         self._scheduler.supply(request_id, items)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         self._scheduler.abort(request_id, index)
+
+    def fail(self, request_id: str, error: LookOnceError) -> None:
+        """End a request with an error."""
+        self._scheduler.fail(request_id, error)
 
     def reset_prefix_cache(self) -> None:
         self._scheduler.reset_prefix_cache()

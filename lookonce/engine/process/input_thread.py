@@ -15,8 +15,13 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from lookonce.cache.slabs import SlabOwner
 from lookonce.core.request import Request
@@ -27,6 +32,7 @@ from lookonce.engine.process.step_loop import (
     AbortCommand,
     AddCommand,
     CutOffCommand,
+    ExtendCommand,
     Outcome,
     ResetCommand,
     StatsAnswer,
@@ -36,6 +42,7 @@ from lookonce.engine.process.step_loop import (
     UnreachableSender,
 )
 from lookonce.errors import (
+    BadRequestError,
     EngineDeadError,
     LookOnceError,
     MediaNotCachedError,
@@ -51,11 +58,14 @@ from lookonce.ipc.messages import (
     Claim,
     ClearCache,
     ClientMessage,
+    CloseSession,
     EngineMessage,
+    ExtendSession,
     GetStats,
     Heartbeat,
     Hello,
     LeaseSlabs,
+    OpenSession,
     Received,
     ReclaimSlabs,
     Rejected,
@@ -70,8 +80,8 @@ from lookonce.ipc.messages import (
     UpdateCache,
     Welcome,
 )
-from lookonce.types.media import ProcessedItem
-from lookonce.types.request import GenerateRequest
+from lookonce.types.media import Array, ProcessedItem
+from lookonce.types.request import SESSION_CREDITS, GenerateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -92,13 +102,17 @@ class InputThread:
         *,
         num_senders: int,
         max_queue: int,
+        max_sessions: int,
+        max_tenant_sessions: int,
     ) -> None:
+        """`max_sessions`, of which one tenant may have `max_tenant_sessions`, may be open."""
         self._channel = channel
         self._receiver_cache = receiver_cache
         self._step_channel = step_channel
         self._slabs = slabs
         self._num_senders = num_senders
         self._max_queue = max_queue
+        self._sessions = OpenSessions(max_sessions, max_tenant_sessions)
         self._preprocessor: RequestPreprocessor | None = None
         """None until the model is loaded."""
         self._opening: RequestPreprocessor | None = None
@@ -167,6 +181,13 @@ class InputThread:
         match message:
             case Submit():
                 self._submit(sender, message)
+            case OpenSession():
+                self._open_session(sender, message)
+            case ExtendSession():
+                self._extend_session(sender, message)
+            case CloseSession(epoch, request_id):
+                if epoch == self._receiver_cache.epoch:
+                    self._abort((request_id,), None)
             case SupplyMedia():
                 self._supply(sender, message)
             case UpdateCache():
@@ -316,7 +337,65 @@ class InputThread:
             complete, tenant = not held.missing, message.request.tenant
             self._grammar_pool.begin(request, grammar, compile_grammar, complete, tenant)
 
-    def _hold_items(self, sender: str, message: Submit) -> Held:
+    def _open_session(self, sender: str, message: OpenSession) -> None:
+        request_id, tenant = message.request.request_id, message.request.tenant
+        try:
+            held = self._hold_items(sender, message)
+        except LookOnceError as error:
+            self._reject(sender, request_id, error)
+            return
+        try:
+            self._sessions.check_room(tenant)
+            if held.missing:
+                raise MediaNotCachedError("media of a session is not held any more; send it again")
+            request = self._preprocess(message.request, held.items)
+        except LookOnceError as error:
+            self._receiver_cache.release(request_id)
+            self._reject(sender, request_id, error)
+            return
+        self._owners[request_id] = sender
+        self._sessions.open(request_id, tenant)
+        self._send(sender, Accepted(request_id))
+        if sender not in self._senders:  # sending `Accepted` has found the sender unreachable
+            self._release(request_id)
+            return
+        asked = message.options.credits or SESSION_CREDITS
+        options = msgspec.structs.replace(message.options, credits=min(asked, SESSION_CREDITS))
+        self._step_channel.command(AddCommand(request, sender, accepted=True, session=options))
+
+    def _extend_session(self, sender: str, message: ExtendSession) -> None:
+        """What is wrong with an extension ends the session: those after it build on it."""
+        held = self._receiver_cache.extend(sender, message)
+        self._received(sender, message.seq)
+        request_id = message.request_id
+        if held is None:
+            self._discarded(sender, message.epoch)
+        if self._owners.get(request_id) != sender or request_id not in self._sessions:
+            return  # the session has ended meanwhile
+        try:
+            if held is None:
+                raise _lost_touch()
+            self._sessions.count_extension(request_id, message.number)
+            if held.missing:
+                raise MediaNotCachedError("media of a session is not held any more; send it again")
+            token_ids = _token_array(message.token_ids)
+        except LookOnceError as error:
+            self._reject(sender, request_id, error)
+            self._end(request_id)
+            return
+        self._step_channel.command(
+            ExtendCommand(
+                request_id,
+                token_ids,
+                message.features,
+                held.items,
+                interrupt=message.interrupt,
+                answer=message.answer,
+                max_tokens=message.max_tokens,
+            )
+        )
+
+    def _hold_items(self, sender: str, message: Submit | OpenSession) -> Held:
         """The items that the request holds now. Raises, with nothing held, why it holds none."""
         try:
             held = self._receiver_cache.submit(sender, message)
@@ -421,6 +500,7 @@ class InputThread:
     def _handle_outcome(self, outcome: Outcome) -> None:
         if isinstance(outcome, StatsAnswer):
             counters = outcome.counters | self._receiver_cache.counters() | self._slabs.counters()
+            counters |= self._sessions.counters()
             self._send(outcome.sender, Stats(outcome.nonce, counters))
         elif isinstance(outcome, UnreachableSender):
             self._end_cut_off(outcome)
@@ -441,6 +521,7 @@ class InputThread:
 
     def _release(self, request_id: str) -> None:
         self._owners.pop(request_id, None)
+        self._sessions.close(request_id)
         self._unaccepted.discard(request_id)
         self._pending_resends.forget(request_id)
         self._receiver_cache.release(request_id)
@@ -498,6 +579,76 @@ class PendingResends:
 
     def forget(self, request_id: str) -> None:
         self._resends.pop(request_id, None)
+
+
+class OpenSessions:
+    """The live sessions of all senders: their number is limited, and that of each tenant."""
+
+    def __init__(self, max_sessions: int, max_tenant_sessions: int) -> None:
+        self._max_sessions = max_sessions
+        self._max_tenant_sessions = max_tenant_sessions
+        self._tenants: dict[str, str] = {}
+        """Request id → tenant."""
+        self._num_of: Counter[str] = Counter()
+        """Tenant → its open sessions."""
+        self._num_extensions: dict[str, int] = {}
+        """Request id → extensions that came."""
+        self._num_opened = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._tenants
+
+    def check_room(self, tenant: str) -> None:
+        """Raises `QueueFullError` where one more session of the tenant is one too many."""
+        if len(self._tenants) >= self._max_sessions:
+            raise QueueFullError(f"{self._max_sessions} sessions are open, the most that may be")
+        if self._num_of[tenant] >= self._max_tenant_sessions:
+            raise QueueFullError(
+                f"{self._max_tenant_sessions} sessions of this key's tenant are open, the most "
+                "that may be"
+            )
+
+    def open(self, request_id: str, tenant: str) -> None:
+        self._tenants[request_id] = tenant
+        self._num_of[tenant] += 1
+        self._num_extensions[request_id] = 0
+        self._num_opened += 1
+
+    def count_extension(self, request_id: str, number: int) -> None:
+        """Raises `BadRequestError` unless `number` is the next one: none may be lost."""
+        self._num_extensions[request_id] += 1
+        if number != self._num_extensions[request_id]:
+            raise BadRequestError(
+                f"extension {number} of the session came as the "
+                f"{self._num_extensions[request_id]}th",
+                param="number",
+            )
+
+    def close(self, request_id: str) -> None:
+        """Forget a session; other requests are none, and may be given."""
+        tenant = self._tenants.pop(request_id, None)
+        if tenant is not None:
+            del self._num_extensions[request_id]
+            self._num_of[tenant] -= 1
+            if not self._num_of[tenant]:
+                del self._num_of[tenant]
+
+    def counters(self) -> dict[str, float]:
+        return {
+            "sessions_open": float(len(self._tenants)),
+            "sessions_opened_total": float(self._num_opened),
+        }
+
+
+def _token_array(token_ids: Array) -> NDArray[np.int32]:
+    """Raises `BadRequestError` for what is no list of token ids."""
+    if token_ids.dtype != "int32" or len(token_ids.shape) != 1:
+        raise BadRequestError(
+            f"the tokens of an extension are {token_ids.dtype} of shape {token_ids.shape}; they "
+            "are int32 with one dimension",
+            param="prompt",
+        )
+    return np.frombuffer(token_ids.data, dtype="<i4")
 
 
 def _lost_touch() -> EngineDeadError:

@@ -88,6 +88,8 @@ def serve(settings: EngineSettings, load: Load, progress: ProgressPipe, started:
         link,
         num_senders=settings.num_senders,
         max_queue=settings.scheduler.max_queue,
+        max_sessions=settings.scheduler.max_sessions,
+        max_tenant_sessions=settings.scheduler.max_tenant_sessions,
         slab_bytes=slab_capacity(settings.media.shared_cache_bytes),
     )
     threads.start_input(

@@ -27,9 +27,11 @@ from lookonce.errors import BadRequestError
 from lookonce.ipc.messages import (
     CacheOps,
     Claim,
+    ExtendSession,
     Hint,
     Hints,
     KeyedItem,
+    OpenSession,
     Submit,
     SupplyMedia,
     Unclaim,
@@ -116,9 +118,10 @@ class ReceiverCache:
 
     # --- messages -----------------------------------------------------------------------------
 
-    def submit(self, sender: str, message: Submit) -> Held | None:
+    def submit(self, sender: str, message: Submit | OpenSession) -> Held | None:
         """Apply the operations, then hold the request's references; None when discarded.
 
+        A live session holds nothing here: whoever computes its items refers to them.
         Raises `BadRequestError`, operations applied, when a request of that id is open.
         """
         if not self._accepts(sender, message.epoch):
@@ -131,7 +134,25 @@ class ReceiverCache:
         self._requests[request_id] = _OpenRequest(sender)
         self.store.open_request(request_id)
         wanted = tuple(dict.fromkeys(feature.key for feature in message.request.features))
-        return self._hold(request_id, wanted, message.loose)
+        held = self._hold(request_id, wanted, message.loose)
+        if isinstance(message, OpenSession):
+            self._let_go(request_id)
+        return held
+
+    def extend(self, sender: str, message: ExtendSession) -> Held | None:
+        """Apply the operations, then find the items of the extension. None when discarded; nothing
+        is found (`Held({})`) for a session that was released meanwhile.
+        """
+        if not self._accepts(sender, message.epoch):
+            return None
+        self._apply(sender, message.ops)
+        session = self._requests.get(message.request_id)
+        if session is None or session.sender != sender:
+            return Held({})
+        wanted = tuple(dict.fromkeys(feature.key for feature in message.features))
+        held = self._hold(message.request_id, wanted, message.loose)
+        self._let_go(message.request_id)
+        return held
 
     def supply(self, sender: str, message: SupplyMedia) -> Held | None:
         """Apply the operations, then hold what was missing. None when discarded; nothing is held
@@ -253,6 +274,12 @@ class ReceiverCache:
         missing = tuple(key for key in wanted if key not in items)
         self._requests[request_id].missing = missing
         return Held(items, missing)
+
+    def _let_go(self, request_id: str) -> None:
+        """Hold nothing for an open request any more."""
+        self.store.release(request_id)
+        self.store.open_request(request_id)
+        self._requests[request_id].missing = ()
 
     def _announce(self, sender: str, keyed: KeyedItem) -> None:
         for peer in self._others(sender):

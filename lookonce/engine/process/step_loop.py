@@ -16,14 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lookonce.core.request import Request
 from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.engine.process.engine_core import EngineCore
 from lookonce.errors import LookOnceError, error_to_wire
 from lookonce.ipc.channel import EngineChannelWriter
 from lookonce.ipc.messages import Accepted, Deltas
-from lookonce.types.media import ProcessedItem
-from lookonce.types.request import TokenDelta
+from lookonce.types.media import MediaFeature, ProcessedItem
+from lookonce.types.request import SessionOptions, TokenDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,21 @@ class AddCommand:
     sender: str
     accepted: bool
     """`Accepted` was sent."""
+    session: SessionOptions | None = None
+    """In live sessions only."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendCommand:
+    """What an `ExtendSession` appends."""
+
+    request_id: str
+    token_ids: NDArray[np.int32]
+    features: tuple[MediaFeature, ...]
+    items: Mapping[bytes, ProcessedItem]
+    interrupt: bool
+    answer: bool
+    max_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +98,7 @@ class _Wake:
 
 Command: TypeAlias = (
     AddCommand
+    | ExtendCommand
     | SupplyCommand
     | AbortCommand
     | CutOffCommand
@@ -221,6 +240,8 @@ class StepLoop:
         match command:
             case AddCommand():
                 self._add(command)
+            case ExtendCommand():
+                self._extend(command)
             case SupplyCommand():
                 self._supply(command)
             case CutOffCommand(sender):
@@ -241,10 +262,25 @@ class StepLoop:
         request = command.request
         self._output_sender.open(request.request_id, command.sender, accepted=command.accepted)
         try:
-            self._core.take_in(request)
+            self._core.take_in(request, command.session)
         except LookOnceError as error:
             deltas = _failed(request, error)
             self._send(SchedulerOutput(deltas, released=[request.request_id]))
+
+    def _extend(self, command: ExtendCommand) -> None:
+        """An extension that the scheduler refuses ends its session."""
+        try:
+            self._core.extend(
+                command.request_id,
+                command.token_ids,
+                command.features,
+                command.items,
+                interrupt=command.interrupt,
+                answer=command.answer,
+                max_tokens=command.max_tokens,
+            )
+        except LookOnceError as error:
+            self._core.fail(command.request_id, error)
 
     def _supply(self, command: SupplyCommand) -> None:
         if command.accepted:

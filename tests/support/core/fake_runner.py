@@ -18,7 +18,14 @@ from lookonce.core.mm_features import EncoderInputs, MultiModalFeatures
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.types.media import MediaFeature
 from lookonce.types.request import GenerateRequest, PromptLogprob
-from lookonce.types.step import Extension, NewSequence, ScheduledSequence, StepPlan, StepResult
+from lookonce.types.step import (
+    DropTokens,
+    Extension,
+    NewSequence,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+)
 from tests.support.core.builders import VOCAB, Limits
 
 
@@ -42,6 +49,8 @@ class _Known:
     computed: int | None = None
     """None until its first chunk says how much the prefix cache covers."""
     sampled: bool = False
+    shift: int = 0
+    """Of positions over indices."""
 
 
 class FakeRunner:
@@ -59,6 +68,8 @@ class FakeRunner:
         self.copies: dict[bytes, int] = {}
         """Key → rows of the host's copy of an encoder output."""
         self.losing_copies = False
+        self.allows_unanswered = False
+        """Live sessions may compute their last token and sample none."""
         self.failing_items: set[bytes] = set()
         self.failing_sequences: set[int] = set()
         self.encoded: list[bytes] = []
@@ -71,8 +82,11 @@ class FakeRunner:
             require(self.known.pop(seq_id, None), "only a known sequence is forgotten")
         for new in plan.new:
             self._learn(new)
-        for extension in plan.extended:
-            self._extend(extension)
+        for change in plan.extended:
+            if isinstance(change, DropTokens):
+                self._drop(change)
+            else:
+                self._extend(change)
         failed: dict[bytes, LookOnceError] = {}
         lost_copies = self._move_outputs(plan, failed)
         self._encode(plan, failed)
@@ -111,6 +125,34 @@ class FakeRunner:
         for feature in extension.features:
             sequence.features.append(feature)
         sequence.sampled = False
+
+    def _drop(self, change: DropTokens) -> None:
+        """K/V hold everything before them, so tokens that are dropped change no answer."""
+        require(change.seq_id in self.known, "only a known sequence loses tokens")
+        sequence, size = self.known[change.seq_id], self.block_size
+        stop = change.start + change.num_tokens
+        require(change.num_tokens > 0, "something is dropped")
+        require(change.start % size == 0 and change.num_tokens % size == 0, "whole blocks")
+        require((sequence.computed or 0) >= stop, "only computed tokens are dropped")
+        del sequence.tokens[change.start : stop]
+        del sequence.blocks[change.start // size : stop // size]
+        sequence.computed -= change.num_tokens
+        sequence.features.move_back(change.num_tokens, 0)
+        first = change.start // size
+        if not change.reanchor:
+            require(not change.moved, "keys are rotated only to start positions again")
+            sequence.shift += change.num_tokens
+            return
+        kept = sequence.blocks[first : -(-sequence.computed // size)]
+        require([source for source, _ in change.moved] == kept, "all kept keys are rotated")
+        for source, target in change.moved:
+            users = [s for s in self.known.values() if s is not sequence and target in s.blocks]
+            require(not users, "no block is rotated that another sequence uses")
+            for row in range(size):
+                if (source, row) in self.kv:
+                    self.kv[target, row] = self.kv[source, row]
+        sequence.blocks[first : first + len(kept)] = [target for _, target in change.moved]
+        sequence.shift = 0
 
     def _move_outputs(self, plan: StepPlan, failed: dict[bytes, LookOnceError]) -> list[bytes]:
         """Offloaded outputs of which no copy was made."""
@@ -203,7 +245,9 @@ class FakeRunner:
         else:
             require(chunk.start == sequence.computed, "positions are computed exactly in order")
         require(end <= len(sequence.tokens), "only known tokens are computed")
-        require(chunk.sample == (end == len(sequence.tokens)), "sampled exactly after the last")
+        at_end = end == len(sequence.tokens)
+        unanswered = at_end and not chunk.sample and self.allows_unanswered
+        require(unanswered or chunk.sample == at_end, "sampled exactly after the last")
         touched = [sequence.features[i] for i in sequence.features.overlapping(chunk.start, end)]
         whole = [f for f in touched if f.modality in self.unsplittable]
         require(all(f.end <= end for f in whole), "an unsplittable item is not cut")

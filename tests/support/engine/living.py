@@ -89,6 +89,8 @@ class LivingEngine:
         num_senders: int = 1,
         ready: bool = True,
         slab_bytes: int = 0,
+        max_sessions: int = 64,
+        max_tenant_sessions: int | None = None,
     ) -> None:
         self.limits = limits if limits is not None else Limits()
         self.runner = GatedRunner(self.limits)
@@ -98,6 +100,8 @@ class LivingEngine:
             num_senders=num_senders,
             max_queue=self.limits.max_queue,
             slab_bytes=slab_bytes,
+            max_sessions=max_sessions,
+            max_tenant_sessions=max_tenant_sessions,
         )
         self.slabs = self._threads.slabs
         self.receiver_cache = self._threads.receiver_cache
@@ -133,8 +137,15 @@ class World:
     """A hub with an engine that can be replaced, and clients on one event loop."""
 
     def __init__(
-        self, limits: Limits | None = None, *, num_senders: int = 1, slab_bytes: int = 0
+        self,
+        limits: Limits | None = None,
+        *,
+        num_senders: int = 1,
+        slab_bytes: int = 0,
+        max_sessions: int = 64,
+        max_tenant_sessions: int | None = None,
     ) -> None:
+        self._max_sessions = (max_sessions, max_tenant_sessions)
         self.hub = InProcessHub()
         self._slab_bytes = slab_bytes
         self._limits = limits
@@ -148,6 +159,8 @@ class World:
             num_senders=self._num_senders,
             ready=ready,
             slab_bytes=self._slab_bytes,
+            max_sessions=self._max_sessions[0],
+            max_tenant_sessions=self._max_sessions[1],
         )
         return self.engine
 
@@ -181,6 +194,11 @@ class World:
             asyncio.run(whole())
         finally:
             self.engine.die()
+
+    async def quiet_steps(self) -> None:
+        """Returns once the step loop has nothing to compute."""
+        channel = self.engine.step_channel
+        await until(lambda: channel.busy_since is None and not channel.num_commands)
 
     async def quiet(self, client: EngineClient) -> None:
         """Returns once the engine has nothing to do, and has told the runner everything."""
