@@ -89,7 +89,7 @@ class ExtendSession(msgspec.Struct, frozen=True, tag="extend_session", array_lik
     number: int
     """1 for a session's first extension, then one more each time."""
     token_ids: Array
-    """int32, shape [N], N >= 1."""
+    """int32, shape [N]; N >= 1, or 0 with `frames`."""
     features: tuple[MediaFeature, ...] = ()
     """Offsets count from the first of `token_ids`."""
     interrupt: bool = False
@@ -99,6 +99,9 @@ class ExtendSession(msgspec.Struct, frozen=True, tag="extend_session", array_lik
     max_tokens: int | None = None
     """Most tokens of the answer; None: as many as the session was opened with."""
     loose: tuple[KeyedItem, ...] = ()
+    frames: Array | None = None
+    """[n, *ModelInfo.frame_shape]: what extends a session with a token for each frame of sound;
+    each costs a credit."""
 
 
 class CloseSession(msgspec.Struct, frozen=True, tag="close_session", array_like=True):

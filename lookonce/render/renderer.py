@@ -19,12 +19,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lookonce.cache.identity import item_key, scope_digest
 from lookonce.cache.slab_pool import OwnSlabs, SlabPool
 from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import BadRequestError
 from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.families.registry import load_family
+from lookonce.render.families.voxtral_realtime import LiveSound, VoxtralRealtimeProcessing
 from lookonce.render.media.external_items import (
     ExternalItem,
     ExternalItemResolver,
@@ -172,6 +176,18 @@ class Renderer:
             raise
         rendered.scope = scope
         return rendered
+
+    @property
+    def transcribes_live(self) -> bool:
+        """Whether the model takes sound alone, frame by frame (`live_sound`)."""
+        return isinstance(self._family, VoxtralRealtimeProcessing)
+
+    def live_sound(self, *, tenant: str = "", cache_salt: str | None = None) -> LiveSoundPrompt:
+        """What a live session is opened with and extended by. Raises `BadRequestError` for a model
+        that does not add sound to its tokens frame by frame."""
+        if not isinstance(self._family, VoxtralRealtimeProcessing):
+            raise BadRequestError("the model takes no sound frame by frame", param="model")
+        return LiveSoundPrompt(self._family, scope_digest(tenant, cache_salt), tenant)
 
     def _check_takes_text(self, param: str) -> None:
         if self._family is not None and self._family.whole_prompt is not None:
@@ -368,6 +384,34 @@ class Renderer:
         vocab_size = self.vocab_size or self.tokenizer.vocab_size
         placeholders = frozenset(self._encoder.placeholder_ids.values())
         check_token_ids(token_ids, vocab_size, placeholders, spans, param)
+
+
+class LiveSoundPrompt:
+    """Renders one live sound: what opens a session, then what extends it as samples come."""
+
+    def __init__(self, family: VoxtralRealtimeProcessing, scope: bytes, tenant: str) -> None:
+        self._sound = LiveSound(family)
+        self._scope, self._tenant = scope, tenant
+        self.sampling_rate = family.sampling_rate
+        """Hz of the samples that `push` takes."""
+        opening = self._sound.push(np.zeros(0, np.float32))
+        self.opening = RenderedPrompt(
+            family.whole_prompt, scope=scope, tenant=tenant, frames=opening
+        )
+        """The whole prompt, and the frames of the silence before every sound."""
+
+    def push(self, samples: NDArray[np.float32]) -> RenderedPrompt | None:
+        """What mono samples [n] add; None for less than a frame."""
+        return self._rendered(self._sound.push(samples))
+
+    def finish(self) -> RenderedPrompt | None:
+        """The silence after the sound, in which its last words are written."""
+        return self._rendered(self._sound.finish())
+
+    def _rendered(self, frames: Array | None) -> RenderedPrompt | None:
+        if frames is None:
+            return None
+        return RenderedPrompt([], scope=self._scope, tenant=self._tenant, frames=frames)
 
 
 @asynccontextmanager

@@ -180,7 +180,7 @@ class RenderedPrompt:
     integers takes milliseconds to make, and again to turn back.
     """
 
-    __slots__ = ("features", "ids", "items", "scope", "tenant", "text")
+    __slots__ = ("features", "frames", "ids", "items", "scope", "tenant", "text")
 
     def __init__(
         self,
@@ -190,6 +190,7 @@ class RenderedPrompt:
         scope: bytes = b"",
         text: str | None = None,
         tenant: str = "",
+        frames: Array | None = None,
     ) -> None:
         """Raises `BadRequestError` for ids that no vocabulary has."""
         self.ids = as_ids(token_ids)
@@ -200,6 +201,13 @@ class RenderedPrompt:
         self.scope = scope
         self.text = text
         self.tenant = tenant
+        self.frames = frames
+        """[n, *frame shape], where a live session adds a frame of sound to each token."""
+
+    @property
+    def cost(self) -> int:
+        """Credits that it takes to extend a session by this: one for each token, or frame."""
+        return len(self.ids) if self.frames is None else self.frames.shape[0]
 
     @property
     def num_tokens(self) -> int:

@@ -231,7 +231,7 @@ class EngineClient:
                 session.require_open()
                 message = self.sender.extend_session(
                     session.request_id,
-                    session.spend(rendered.num_tokens),
+                    session.spend(rendered.cost),
                     rendered,
                     interrupt=interrupt,
                     answer=answer,
@@ -420,6 +420,7 @@ class EngineClient:
                 if part.recover is not None:
                     part.item = await part.recover()
             nbytes = MESSAGE_OVERHEAD + rendered.ids.nbytes
+            nbytes += 0 if rendered.frames is None else rendered.frames.nbytes
             nbytes += sum(part.item.message_nbytes for part in rendered.items if part.item)
             async with self._room(nbytes):
                 self._health.require_ready()
@@ -527,6 +528,7 @@ def _wire_request(
         sampling=sampling,
         arrival=time.monotonic() if arrival is None else arrival,
         tenant=rendered.tenant,
+        frames=rendered.frames,
     )
 
 

@@ -178,6 +178,7 @@ class SenderCache:
             answer=answer,
             max_tokens=max_tokens,
             loose=tuple(alone),
+            frames=rendered.frames,
         )
 
     def to_complete(self, rendered: RenderedPrompt) -> tuple[RenderedItem, ...]:

@@ -25,7 +25,7 @@ from lookonce.engine.process.engine_core import EngineCore
 from lookonce.errors import LookOnceError, error_to_wire
 from lookonce.ipc.channel import EngineChannelWriter
 from lookonce.ipc.messages import Accepted, Deltas
-from lookonce.types.media import MediaFeature, ProcessedItem
+from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.request import SessionOptions, TokenDelta
 
 
@@ -51,6 +51,8 @@ class ExtendCommand:
     interrupt: bool
     answer: bool
     max_tokens: int | None
+    frames: Array | None = None
+    """Of sound; then nothing else is appended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +272,9 @@ class StepLoop:
     def _extend(self, command: ExtendCommand) -> None:
         """An extension that the scheduler refuses ends its session."""
         try:
+            if command.frames is not None:
+                self._core.extend_frames(command.request_id, command.frames)
+                return
             self._core.extend(
                 command.request_id,
                 command.token_ids,

@@ -86,7 +86,10 @@ class VoxtralRealtimeProcessing(ProcessorFamily):
         self._delay = int(config.get("default_num_delay_tokens", 6))
         self.left_pad = LEFT_PAD if tekken.audio is None else _left_pad(tekken.audio)
         self.right_pad = self._delay + 1 + BUFFER
-        self.whole_prompt = (_named(ids, BEGIN), *[self._pad] * (self.left_pad + self._delay))
+        self.whole_prompt: tuple[int, ...] = (
+            _named(ids, BEGIN),
+            *[self._pad] * (self.left_pad + self._delay),
+        )
         text = config.get("text_config") or {}
         longest = int(text.get("max_position_embeddings", 131072))
         room = longest - self.left_pad - self.right_pad
