@@ -321,13 +321,16 @@ class UpdateFromOutput:
             sequence = sequences.get(entry.seq_id)
             if sequence is not None:
                 sequence.num_computed = entry.start + entry.num_tokens
-                if sequence.num_computed % block_size == 0 or sequence.state is not decoding:
+                advances = sequence.num_computed % block_size == 0 or sequence.state is not decoding
+                if advances:
                     self._advance(sequence)
                 if entry.sample:
                     logprob = None if logprobs is None else logprobs[sampled]
                     self._append_token(sequence, token_ids[sampled], logprob)
                 elif sequence.num_computed == len(sequence.tokens):
                     self._state.pause(sequence)  # a session without an answer
+                if advances and sequence.request.session is not None:
+                    self._sessions.advance(sequence)
             sampled += entry.sample
         if self._kv_connector is not None:
             self._kv_connector.store_registered()
@@ -377,9 +380,6 @@ class UpdateFromOutput:
             self._release_passed_items(sequence)
         if sequence.state is SequenceState.PREFILLING:
             self._state.accept_once_covered(sequence)
-        request = sequence.request
-        if request.session is not None:
-            self._sessions.advance(request, request.session, sequence)
 
     def _register_blocks(self, sequence: Sequence) -> None:
         """Register full blocks under their hashes, unless a reset made their K/V outdated."""

@@ -15,6 +15,7 @@ from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.encoder_runner import COMPUTE_ERRORS, EncodeReport, EncoderRunner
 from lookonce.model.input_batch import InputBatch
+from lookonce.model.key_rotation import key_rotation
 from lookonce.model.kv_pages import KVPages, PageCopier
 from lookonce.model.loader import LoadedModel
 from lookonce.model.logits_processors import FAILED
@@ -22,7 +23,14 @@ from lookonce.model.sampler import PromptLogprobScorer, Sampler, SamplerOutput
 from lookonce.model.step_inputs import StepInputBuilder, StepInputs
 from lookonce.model.text_model import TextModel, sampled_rows
 from lookonce.types.request import PromptLogprob, TokenLogprob
-from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan, StepResult
+from lookonce.types.step import (
+    DropTokens,
+    Extension,
+    NewSequence,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +57,7 @@ class Runner:
         self._family = family = loaded.family
         self._kv_pages = kv_pages
         self.text_model = TextModel(family, loaded.dtype, loaded.device, backend, kv_pages)
+        self._rotation = key_rotation(family)
         self._encoder = EncoderRunner(family, loaded.dtype, loaded.device)
         self._sampler = Sampler(loaded.info.vocab_size, loaded.info.eos_token_ids)
         self._batch = InputBatch(
@@ -80,9 +89,11 @@ class Runner:
         self._remove(plan.finished)
         for new in plan.new:
             self._add(new)
-        for extension in plan.extended:
-            self._batch.extend(extension)
-            self._sampler.extend(extension.seq_id, extension.start, extension.token_ids)
+        for change in plan.extended:
+            if isinstance(change, DropTokens):
+                self._drop(change)
+            else:
+                self._extend(change)
         report = self._encoder.execute(plan)
         for chunk in plan.scheduled:
             if chunk.new_block_ids:
@@ -103,6 +114,17 @@ class Runner:
         prompt = new.token_ids[: new.num_prompt_tokens]
         output = new.token_ids[new.num_prompt_tokens :]
         self._sampler.add(new.seq_id, new.sampling, new.sample_index, prompt, output, new.grammar)
+
+    def _extend(self, extension: Extension) -> None:
+        row = self._batch.row_of(extension.seq_id)
+        self._batch.extend(extension)
+        start = extension.start + int(self._batch.num_dropped[row])
+        self._sampler.extend(extension.seq_id, start, extension.token_ids)
+
+    def _drop(self, change: DropTokens) -> None:
+        rotated = self._batch.drop(change)
+        if change.reanchor and self._rotation is not None:
+            self._rotation.move(self._kv_pages, change.moved, rotated)
 
     def _computable(
         self,
@@ -155,7 +177,11 @@ class Runner:
         if not sampled:
             return
         positions = [chunk.start + chunk.num_tokens for chunk in sampled]
-        sampled_tokens = self._sampler.sample(logits, seq_ids, positions)
+        drawn_at = [
+            at + int(self._batch.num_dropped[self._batch.row_of(seq_id)])
+            for seq_id, at in zip(seq_ids, positions, strict=True)
+        ]
+        sampled_tokens = self._sampler.sample(logits, seq_ids, drawn_at)
         self._batch.write_tokens(seq_ids, positions, sampled_tokens.token_ids)
         output.add(seq_ids, sampled_tokens)
 
