@@ -29,7 +29,7 @@ from lookonce.types.media import Array, Expansion, MediaFeature, Modality, Proce
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
-from lookonce.types.step import StepPlan, StepResult
+from lookonce.types.step import DropTokens, StepPlan, StepResult
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -137,8 +137,11 @@ class EngineWithoutModel:
         self.table.remove(plan.finished)
         for new in plan.new:
             self.table.add(new, mrope=self._position_axes > 1)
-        for extension in plan.extended:
-            self.table.extend(extension)
+        for change in plan.extended:
+            if isinstance(change, DropTokens):
+                self.table.drop(change)
+            else:
+                self.table.extend(change)
         added = _now()
         report = self._encoder.execute(plan)
         encoded = _now()

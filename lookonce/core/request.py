@@ -499,10 +499,16 @@ class Session:
 
     @property
     def largest_input(self) -> int:
-        """Most tokens of one extension of a session without end."""
-        if self.window:
-            return self.limit - self.window - 2 * self.block_size
-        return self.limit // 2 - 2 * self.block_size
+        """Most tokens of one extension of a session without end: there is room for them once all
+        before are computed."""
+        kept = self.window if self.window else self.limit // 2
+        return self.limit - kept - 2 * self.spare_tokens
+
+    @property
+    def spare_tokens(self) -> int:
+        """Tokens that a session without end leaves free for its answer: it drops others when a
+        block is full."""
+        return 2 * self.block_size
 
     @property
     def num_kept_blocks(self) -> int:

@@ -334,7 +334,8 @@ class UpdateFromOutput:
             sequence = sequences.get(entry.seq_id)
             if sequence is not None:
                 sequence.num_computed = entry.start + entry.num_tokens
-                if sequence.num_computed % block_size == 0 or sequence.state is not decoding:
+                advances = sequence.num_computed % block_size == 0 or sequence.state is not decoding
+                if advances:
                     self._advance(sequence)
                 if entry.sample:
                     logprob = None if logprobs is None else logprobs[sampled]
@@ -343,6 +344,8 @@ class UpdateFromOutput:
                     self._pause_without_frames(sequence, sequence.request.frames)
                 elif sequence.num_computed == len(sequence.tokens):
                     self._state.pause(sequence)  # a session without an answer
+                if advances and sequence.request.session is not None:
+                    self._sessions.advance(sequence)
             sampled += entry.sample
         if self._kv_connector is not None:
             self._kv_connector.store_registered()
@@ -392,9 +395,6 @@ class UpdateFromOutput:
             self._release_passed_items(sequence)
         if sequence.state is SequenceState.PREFILLING:
             self._state.accept_once_covered(sequence)
-        request = sequence.request
-        if request.session is not None:
-            self._sessions.advance(request, request.session, sequence)
 
     def _pause_without_frames(self, sequence: Sequence, frames: FrameDigests) -> None:
         """Pause a session within its prompt, where the next position has no frame yet."""

@@ -41,8 +41,10 @@ from lookonce.types.request import SessionOptions, SessionUpdate, TokenDelta
 from lookonce.types.step import DropTokens, Extension
 
 NO_TOKENS = np.zeros(0, np.int32)
-MIN_SPARE_BLOCKS = 3
+MIN_SPARE_BLOCKS = 6
 """KV blocks beside the window that a session needs to slide; with fewer it ends at its context."""
+MIN_COMPACTED_BLOCKS = 12
+"""KV blocks of the shortest context that can be compacted."""
 NOT_ADMITTED = (SequenceState.WAITING, SequenceState.LOADING)
 
 
@@ -92,7 +94,7 @@ class Sessions:
                 "this model's sessions cannot be compacted: its keys depend on their positions",
                 param="overflow",
             )
-        if options.overflow == "compact" and limit < 8 * block_size:
+        if options.overflow == "compact" and limit < MIN_COMPACTED_BLOCKS * block_size:
             raise BadRequestError(
                 f"a context of {limit} tokens is too short to be compacted", param="overflow"
             )
@@ -112,6 +114,12 @@ class Sessions:
             num_opening_tokens=request.num_prompt_tokens,
             answering=options.answer,
         )
+        if session.has_no_end and request.num_prompt_tokens + session.spare_tokens >= limit:
+            raise TooLargeError(
+                f"the session's prompt has {request.num_prompt_tokens} tokens; the limit is "
+                f"{limit - session.spare_tokens - 1}",
+                param="prompt",
+            )
         session.begin_answer(request.num_prompt_tokens)
         if request.initial_frames is not None and request.frames is not None:
             session.answer_end = request.frames.total + 1
@@ -250,12 +258,13 @@ class Sessions:
         self, request: Request, session: Session, sequence: Sequence, num_tokens: int
     ) -> bool:
         """Whether so many tokens may be appended now; ends a session that will never have room."""
-        if len(sequence.tokens) + num_tokens < session.limit:
+        limit = session.limit - (session.spare_tokens if session.has_no_end else 0)
+        if len(sequence.tokens) + num_tokens < limit:
             return True
         if session.compacts:
             self._compact(request, session, sequence)
-            if len(sequence.tokens) + num_tokens < session.limit:
-                return True
+            if request.finished or len(sequence.tokens) + num_tokens < limit:
+                return not request.finished
         if session.has_no_end:  # there is room once more of it is computed
             return False
         self._state.end(request, "length")  # tokens generated since took the room
@@ -284,8 +293,11 @@ class Sessions:
 
     # --- what leaves a session ------------------------------------------------------------------
 
-    def advance(self, request: Request, session: Session, sequence: Sequence) -> None:
+    def advance(self, sequence: Sequence) -> None:
         """Positions of the session were computed: drop items and tokens, and give credits back."""
+        request, session = sequence.request, sequence.request.session
+        if session is None or request.finished:
+            return
         session.release_computed(request.features, request.items, sequence.num_computed)
         if request.frames is not None:
             num_computed, block_size = sequence.num_computed, session.block_size
@@ -296,7 +308,7 @@ class Sessions:
                 self._report(request, session.update(credits=credits))
         if session.window:
             self._slide(request, session, sequence)
-        elif session.compacts and len(sequence.tokens) >= session.limit - session.block_size:
+        elif session.compacts and len(sequence.tokens) >= session.limit - session.spare_tokens:
             self.filling[request.request_id] = request
 
     def _slide(self, request: Request, session: Session, sequence: Sequence) -> None:
@@ -337,7 +349,7 @@ class Sessions:
         *,
         reanchor: bool,
     ) -> None:
-        num_tokens = num_blocks * session.block_size
+        num_tokens, length = num_blocks * session.block_size, len(sequence.tokens)
         session.release_computed(request.features, request.items, sequence.num_computed)
         dropped = sequence.drop_tokens(session.block_size, first, num_blocks)
         self._state.block_pool.release(dropped)
@@ -349,7 +361,14 @@ class Sessions:
             self._state.end(request, "error", error)
             return
         self._state.extensions.append(
-            DropTokens(sequence.seq_id, first * session.block_size, num_tokens, reanchor, moved)
+            DropTokens(
+                sequence.seq_id,
+                first * session.block_size,
+                num_tokens,
+                length,
+                reanchor=reanchor,
+                moved=moved,
+            )
         )
         self._state.counters.session_tokens_dropped += num_tokens
         self._state.counters.session_reanchors += reanchor

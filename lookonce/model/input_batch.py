@@ -74,7 +74,7 @@ class InputBatch:
         row, count = self._rows[change.seq_id], change.num_tokens
         start, stop, size = change.start, change.start + count, self._block_size
         tokens, table = self.tokens[row], self.block_tables[row]
-        tokens[start:-count] = tokens[stop:]
+        tokens[start : change.length - count] = tokens[stop : change.length]
         used = self._num_blocks[row] - count // size
         table[start // size : used] = table[stop // size : used + count // size]
         self._num_blocks[row] = used

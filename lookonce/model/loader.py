@@ -28,10 +28,11 @@ from lookonce.model.families.base import Model, ModelFamily
 from lookonce.model.families.general import GeneralMediaFamily, GeneralTextFamily
 from lookonce.model.families.registry import family_for
 from lookonce.model.fused_modules import fuse_norms, patch_vision_modules
+from lookonce.model.key_rotation import key_rotation
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.proof import prove, prove_media
 from lookonce.types.media import MediaExample
-from lookonce.types.model import ModelInfo
+from lookonce.types.model import SUPPORTED, ModelInfo
 
 Progress = Callable[[int, int], None]
 """Called with (weights loaded, weights in all), from (0, all) to (all, all)."""
@@ -232,6 +233,9 @@ def _model_info(config: ModelConfig, family: ModelFamily, digest: str) -> ModelI
         largest_unsplittable=family.largest_unsplittable,
         weights_digest=digest,
         frame_shape=() if family.frame_encoder is None else family.frame_encoder.frame_shape,
+        sliding_window=family.sliding_window if family.config.model_type in SUPPORTED else 0,
+        max_positions=_longest_sequence(family.text_config),
+        relative_positions=key_rotation(family) is not None,
     )
 
 

@@ -17,6 +17,7 @@ from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.encoder_runner import COMPUTE_ERRORS, EncodeReport, EncoderRunner
 from lookonce.model.frame_rows import FrameRows
 from lookonce.model.input_batch import InputBatch
+from lookonce.model.key_rotation import key_rotation
 from lookonce.model.kv_pages import KVPages, PageCopier
 from lookonce.model.loader import LoadedModel
 from lookonce.model.logits_processors import FAILED
@@ -59,6 +60,7 @@ class Runner:
         self._family = family = loaded.family
         self._kv_pages = kv_pages
         self.text_model = TextModel(family, loaded.dtype, loaded.device, backend, kv_pages)
+        self._rotation = key_rotation(family)
         self._encoder = EncoderRunner(family, loaded.dtype, loaded.device)
         self.frame_rows: FrameRows | None = None
         """Where a row of sound is added to each token."""
@@ -132,13 +134,17 @@ class Runner:
         if extension.frames is not None and self.frame_rows is not None:
             self.frame_rows.extend(extension.seq_id, extension.frames)
             return
+        row = self._batch.row_of(extension.seq_id)
         self._batch.extend(extension)
-        self._sampler.extend(extension.seq_id, extension.start, extension.token_ids)
+        start = extension.start + int(self._batch.num_dropped[row])
+        self._sampler.extend(extension.seq_id, start, extension.token_ids)
 
     def _drop(self, change: DropTokens) -> None:
-        self._batch.drop(change)
         if self.frame_rows is not None:
             self.frame_rows.drop(change)
+        rotated = self._batch.drop(change)
+        if change.reanchor and self._rotation is not None:
+            self._rotation.move(self._kv_pages, change.moved, rotated)
 
     def _computable(
         self,
@@ -205,7 +211,11 @@ class Runner:
         if not sampled:
             return
         positions = [chunk.start + chunk.num_tokens for chunk in sampled]
-        sampled_tokens = self._sampler.sample(logits, seq_ids, positions)
+        drawn_at = [
+            at + int(self._batch.num_dropped[self._batch.row_of(seq_id)])
+            for seq_id, at in zip(seq_ids, positions, strict=True)
+        ]
+        sampled_tokens = self._sampler.sample(logits, seq_ids, drawn_at)
         self._batch.write_tokens(seq_ids, positions, sampled_tokens.token_ids)
         output.add(seq_ids, sampled_tokens)
 

@@ -66,6 +66,8 @@ class DropTokens:
     """Index of the first token that is dropped; a multiple of the block size."""
     num_tokens: int
     """A multiple of the block size."""
+    length: int
+    """Tokens of the sequence before."""
     reanchor: bool = False
     moved: tuple[tuple[int, int], ...] = ()
     """(block, block) from which and to which K/V are moved, often the same: of the tokens from

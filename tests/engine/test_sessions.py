@@ -335,7 +335,7 @@ async def until_released(world: World) -> None:
 
 
 def test_a_thousand_sessions_opened_and_dropped_leave_nothing():
-    world = session_world(Limits(num_blocks=256, max_num_seqs=64, max_num_batched_tokens=256))
+    world = session_world(Limits(num_blocks=4096, max_num_seqs=64, max_num_batched_tokens=256))
 
     async def scenario(client):
         steady = await client.open_session(rendered(text(6, seed=7)), TWO, "steady")

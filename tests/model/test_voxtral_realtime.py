@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lookonce.core.mm_features import FrameInputs
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.model.families import voxtral_realtime
 from lookonce.model.families.voxtral_realtime import VoxtralRealtimeFamily
+from lookonce.model.frame_rows import FrameRows
 from lookonce.model.fused_modules import FusedDecoder
 from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.streaming_encoder import MAX_FRAMES, StreamingEncoder
@@ -440,3 +442,34 @@ def test_the_whole_clip_belongs_to_the_prompt(subject, prompt):
 def test_what_the_model_would_not_see_is_refused(subject, parts, message):
     with pytest.raises(BadRequestError, match=message):
         render(subject.folder, parts)
+
+
+# --- without end ----------------------------------------------------------------------------------
+
+
+def test_a_session_goes_on_past_the_models_positions(subject, prompt):
+    """Its logits equal those of transformers, which has as many positions as it is given."""
+    info = msgspec.structs.replace(subject.loaded.info, max_model_len=96, max_positions=96)
+    short = dataclasses.replace(subject.loaded, info=info)
+    pieces = list(mel_pieces(subject.extractor, sound(9, 20.0), len(prompt)))
+    theirs = streaming_answer(subject, pieces, prompt)
+    live = LiveSessions(short, prompt, budget=16)
+    feed_side_by_side(live, [frames_of(pieces)], lambda n: 3)
+    assert len(theirs.token_ids) > 2 * 96
+    assert live.core.stats()["session_reanchors_total"] > 1
+    difference = compare([live.answer(0, "0")], [theirs])
+    assert difference.wrong == 0
+    assert difference.max_logit_error < 5 * MAX_LOGIT_ERROR
+
+
+def test_rows_that_do_not_move_with_their_tokens_differ(subject, prompt, monkeypatch):
+    """A negative control of the test above."""
+    monkeypatch.setattr(FrameRows, "drop", lambda self, change: None)
+    pieces = list(mel_pieces(subject.extractor, sound(9, 6.0), len(prompt)))
+    theirs = streaming_answer(subject, pieces, prompt)
+    live = LiveSessions(subject.loaded, prompt, budget=16)
+    feed_side_by_side(live, [frames_of(pieces)], lambda n: 3)
+    ours = live.answer(0, "0")
+    assert len(ours.token_ids) < len(theirs.token_ids) or (
+        compare([ours], [theirs]).max_logit_error > VISIBLE_ERROR
+    )

@@ -116,6 +116,14 @@ class ModelFamily:
         )
 
     @property
+    def sliding_window(self) -> int:
+        """Tokens that a token attends to at most in any layer, itself included; 0: some layer
+        attends to all."""
+        kinds = getattr(self.text_config, "layer_types", None) or ("sliding",)
+        window = getattr(self.text_config, "sliding_window", None)
+        return int(window) if window and all("sliding" in kind for kind in kinds) else 0
+
+    @property
     def head_dim(self) -> int:
         text = self.text_config
         return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)

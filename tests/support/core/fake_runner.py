@@ -132,6 +132,7 @@ class FakeRunner:
         sequence, size = self.known[change.seq_id], self.block_size
         stop = change.start + change.num_tokens
         require(change.num_tokens > 0, "something is dropped")
+        require(change.length == len(sequence.tokens), "the runner knows as many tokens")
         require(change.start % size == 0 and change.num_tokens % size == 0, "whole blocks")
         require((sequence.computed or 0) >= stop, "only computed tokens are dropped")
         del sequence.tokens[change.start : stop]
