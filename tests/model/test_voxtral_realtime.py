@@ -6,7 +6,9 @@ of what is remembered of a sound.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import json
 
 import msgspec
 import numpy as np
@@ -15,7 +17,7 @@ import torch
 
 from lookonce.config import ModelConfig
 from lookonce.core.mm_features import FrameInputs
-from lookonce.errors import BadRequestError, TooLargeError
+from lookonce.errors import BadRequestError, ModelLoadError, TooLargeError
 from lookonce.model.families import voxtral_realtime
 from lookonce.model.families.voxtral_realtime import VoxtralRealtimeFamily
 from lookonce.model.frame_rows import FrameRows
@@ -25,6 +27,7 @@ from lookonce.model.streaming_encoder import MAX_FRAMES, StreamingEncoder
 from lookonce.model.text_model import choose_decoder
 from lookonce.render.families.registry import load_family
 from lookonce.render.families.voxtral_realtime import LiveSound
+from lookonce.render.prompt.tokenizer import Tokenizer
 from tests.support.model.cases import MAX_LOGIT_ERROR, Case, sound
 from tests.support.model.chats import chat_case, render
 from tests.support.model.realtime import (
@@ -473,3 +476,52 @@ def test_rows_that_do_not_move_with_their_tokens_differ(subject, prompt, monkeyp
     assert len(ours.token_ids) < len(theirs.token_ids) or (
         compare([ours], [theirs]).max_logit_error > VISIBLE_ERROR
     )
+
+
+# --- Mistral's own tokenizer file -----------------------------------------------------------------
+
+
+def test_a_folder_with_tekken_json_alone_is_served_without_mistral_common(subject, tmp_path):
+    """Published folders have no tokenizer.json. Bytes have the ids after the special tokens."""
+    for file in subject.folder.iterdir():
+        if file.name not in ("tokenizer.json", "tokenizer_config.json"):
+            (tmp_path / file.name).symlink_to(file)
+    specials = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<SPECIAL_{i}>" for i in range(3, 32)),
+        "[STREAMING_PAD]",
+    ]
+    tekken = {
+        "config": {
+            "pattern": r"\p{L}+|.",
+            "default_vocab_size": 256 + 40,
+            "default_num_special_tokens": 40,
+        },
+        "vocab": [
+            {"rank": byte, "token_bytes": base64.b64encode(bytes([byte])).decode()}
+            for byte in range(256)
+        ],
+        "special_tokens": [{"rank": i, "token_str": text} for i, text in enumerate(specials)],
+        "audio": {"streaming_n_left_pad_tokens": 9, "transcription_delay_ms": 480},
+    }
+    (tmp_path / "tekken.json").write_text(json.dumps(tekken))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("hé") == [40 + byte for byte in "hé".encode()]
+    assert tokenizer.decode([1, 40 + ord("a"), 32, 40 + ord("b"), 2]) == "ab"
+    family = load_family(tmp_path, "float32")
+    assert list(family.whole_prompt) == [1] + [32] * (9 + subject.delay)
+    wave = sound(1, 0.1)
+    assert family.process("audio", wave, {}).expansion.length == 9 + 2 + subject.delay + 11
+    rendered = render(tmp_path, (wave,))
+    assert rendered.token_ids == list(family.whole_prompt)
+
+
+def test_a_tekken_file_that_makes_no_sense_is_refused(subject, tmp_path):
+    (tmp_path / "config.json").symlink_to(subject.folder / "config.json")
+    (tmp_path / "tekken.json").write_text('{"special_tokens": 5}')
+    with pytest.raises(ModelLoadError, match=r"tekken\.json cannot be read"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"tekken\.json cannot be read"):
+        load_family(tmp_path, "float32")

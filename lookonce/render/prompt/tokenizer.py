@@ -30,6 +30,15 @@ FORCED_CLASSES = frozenset(
 """Model types for which transformers overrules a generic `tokenizer_class`."""
 
 
+TEKKEN_ROLES = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+}
+"""The special tokens of Mistral's tokenizers, whose files do not name them by role."""
+
+
 class Tokenizer:
     """Text ↔ token ids. Safe to share between threads.
 
@@ -76,6 +85,9 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
         """The tokenizer of a Hugging Face folder or hub id. Raises `ModelLoadError`."""
+        tekken = Path(folder) / "tekken.json"
+        if tekken.is_file() and not (Path(folder) / "tokenizer.json").is_file():
+            return cls(_converted(tekken), special_tokens=TEKKEN_ROLES)
         try:
             loaded = _load(str(folder))
         except (OSError, ValueError, ImportError, KeyError) as error:
@@ -201,6 +213,18 @@ def _load(folder: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
+
+
+def _converted(tekken: Path) -> Backend:
+    """Mistral's own file, by transformers' converter, which needs no mistral-common for files that
+    list their special tokens."""
+    from transformers.integrations.mistral.tokenizer import MistralConverter
+
+    try:
+        converted: Backend = MistralConverter(str(tekken)).converted()
+    except (ImportError, KeyError, OSError, TypeError, ValueError) as error:
+        raise ModelLoadError(f"tekken.json cannot be read: {error}") from error
+    return converted
 
 
 def _is_generic(folder: Path) -> bool:

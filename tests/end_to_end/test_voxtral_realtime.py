@@ -1,0 +1,186 @@
+"""Voxtral Realtime: files on a real server, and live sessions through the engine link."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from lookonce.config import ChannelConfig
+from lookonce.engine.client.engine_client import EngineClient
+from lookonce.engine.process.build import EngineThreads
+from lookonce.errors import BadRequestError
+from lookonce.render.renderer import Renderer
+from lookonce.types.request import RenderedPrompt
+from lookonce.types.sampling import SamplingParams
+from tests.support.engine.loading import build, settings
+from tests.support.in_process_link import InProcessHub
+from tests.support.live_server import LiveServer
+from tests.support.model.cases import sound
+from tests.support.model.chats import make_renderer, reference, sent_part
+from tests.support.model.realtime import RealtimeSubject, realtime_subject, reference_answer
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+PATIENCE = 60.0
+
+
+@pytest.fixture(scope="module")
+def subject(folder) -> RealtimeSubject:
+    return realtime_subject(folder("voxtral_realtime"))
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(subject) -> Iterator[LiveServer]:
+    with LiveServer(str(subject.folder)) as live:
+        yield live
+
+
+def ask(server: LiveServer, *parts):
+    body = {
+        "messages": [{"role": "user", "content": [sent_part(part) for part in parts]}],
+        "temperature": 0,
+        "ignore_eos": True,
+        "reuse_receipt": True,
+        "return_token_ids": True,
+    }
+    return server.post("/v1/chat/completions", body)
+
+
+def test_a_file_is_transcribed_as_by_transformers_and_encoded_once(server, subject):
+    wave = sound(1, 1.5)
+    theirs = reference_answer(subject, **reference(subject.folder, (wave,)))
+    first, second = (ask(server, wave).json() for _ in range(2))
+    (choice,) = first["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert first["usage"]["completion_tokens"] == len(theirs.token_ids)
+    tokenizer = make_renderer(subject.folder).tokenizer
+    text = tokenizer.decode(theirs.token_ids, skip_special_tokens=True)
+    assert choice["message"]["content"] == text
+    assert second["choices"][0]["message"] == choice["message"]
+    (cold,), (warm,) = (each["reuse_receipt"]["items"] for each in (first, second))
+    assert (cold["processor"], cold["encoder"]) == ("miss", "miss")
+    assert warm["processor"] in ("hit", "not_needed")
+    assert warm["encoder"] == "hit"
+
+
+def test_text_is_refused(server):
+    response = ask(server, "Write it down: ", sound(1, 0.5))
+    assert response.status_code == 400
+    assert "takes no text" in response.json()["error"]["message"]
+    response = server.post("/v1/completions", {"prompt": "Hello"})
+    assert response.status_code == 400
+    assert "one sound" in response.json()["error"]["message"]
+
+
+# --- live sessions --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(subject) -> Iterator[InProcessHub]:
+    """An engine with the real model, its threads, and a link in this process."""
+    hub = InProcessHub()
+    threads = EngineThreads(
+        hub.engine_link(), num_senders=1, max_queue=8, max_sessions=8, max_tenant_sessions=8
+    )
+    core, preprocessor = build(settings(subject.folder))
+    threads.start_input()
+    steps = threading.Thread(target=threads.run_steps, args=(core,))
+    steps.start()
+    threads.open(preprocessor)
+    yield hub
+    threads.stop()
+    steps.join(PATIENCE)
+    core.check_integrity()
+    assert core.stats()["kv_cache_usage_ratio"] == 0
+
+
+def run(hub: InProcessHub, scenario) -> None:
+    async def whole() -> None:
+        client = EngineClient(
+            ChannelConfig("", PATIENCE, 1 << 20),
+            processor_cache_bytes=1 << 20,
+            connect=hub.client_link,
+        )
+        async with asyncio.timeout(PATIENCE), client:
+            await client.wait_ready()
+            await scenario(client)
+
+    asyncio.run(whole())
+
+
+async def transcribe(client: EngineClient, renderer: Renderer, wave: np.ndarray, piece: int, name):
+    """The tokens of a live sound that is sent in pieces of so many samples, and ends."""
+    live = renderer.live_sound()
+    tokens: list[int] = []
+    async with await client.open_session(live.opening, GREEDY, name) as session:
+
+        async def speak() -> None:
+            for at in range(0, len(wave), piece):
+                await extend(session, live.push(wave[at : at + piece]))
+            await extend(session, live.finish())
+
+        speaking = asyncio.create_task(speak())
+        while len(tokens) < expected_length(renderer, wave):
+            tokens += (await anext(session)).token_ids
+        await speaking
+    return tokens
+
+
+def expected_length(renderer: Renderer, wave: np.ndarray) -> int:
+    live = renderer.live_sound()
+    frames = live.opening.frames.shape[0]
+    frames += sum(each.frames.shape[0] for each in (live.push(wave), live.finish()) if each)
+    return frames - live.opening.num_tokens + 1
+
+
+async def extend(session, rendered: RenderedPrompt | None) -> None:
+    if rendered is not None:
+        await session.extend(rendered)
+
+
+def test_live_sounds_side_by_side_are_transcribed_as_their_files(hub, subject):
+    waves = [sound(1, 1.5), sound(2, 2.3), sound(3, 0.4)]
+    theirs = [reference_answer(subject, **reference(subject.folder, (wave,))) for wave in waves]
+    # What a file is: 16 bits.
+    waves = [np.round(wave * 32768).astype(np.int16) / np.float32(32768) for wave in waves]
+    renderer = make_renderer(subject.folder)
+
+    async def scenario(client):
+        found = await asyncio.gather(
+            *(
+                transcribe(client, renderer, wave, piece, str(piece))
+                for wave, piece in zip(waves, (1280, 3000, 700), strict=True)
+            )
+        )
+        assert found == [answer.token_ids for answer in theirs]
+
+    run(hub, scenario)
+
+
+def test_frames_of_another_shape_end_their_session_alone(hub, subject):
+    renderer = make_renderer(subject.folder)
+    wave = sound(2, 0.5)
+
+    async def scenario(client):
+        live = renderer.live_sound()
+        session = await client.open_session(live.opening, GREEDY, "wrong")
+        wrong = RenderedPrompt([], scope=live.opening.scope, frames=_transposed(live.push(wave)))
+        await session.extend(wrong)
+        with pytest.raises(BadRequestError, match="this model takes float32 of shape"):
+            async for _ in session:
+                pass
+        assert await transcribe(client, renderer, wave, 1280, "right")
+
+    run(hub, scenario)
+
+
+def _transposed(rendered: RenderedPrompt):
+    frames = rendered.frames
+    n, bins, mel = frames.shape
+    return type(frames)(frames.dtype, (n, mel, bins), frames.data)
