@@ -110,6 +110,8 @@ def run(hub: InProcessHub, scenario) -> None:
         async with asyncio.timeout(PATIENCE), client:
             await client.wait_ready()
             await scenario(client)
+            while (await client.stats())["num_requests_running"]:
+                await asyncio.sleep(0.01)
 
     asyncio.run(whole())
 
