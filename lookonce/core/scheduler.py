@@ -155,12 +155,13 @@ class Scheduler:
         interrupt: bool = True,
         answer: bool = True,
         max_tokens: int | None = None,
+        joins: bool = False,
     ) -> None:
         """Append to a live session; offsets count from the first appended token.
 
         It ends an answer that is being generated, or, without `interrupt`, waits for its end. With
         `answer` at most `max_tokens` tokens are generated after it (None: as many as the session
-        was opened with).
+        was opened with). With `joins` its first token is left out where it is the session's last.
 
         Takes effect with the next plan, and costs the same however long the session is. Does
         nothing for a session that has ended. Raises a `RequestError`, with nothing changed, for
@@ -176,6 +177,7 @@ class Scheduler:
                 interrupt=interrupt,
                 answer=answer,
                 max_tokens=max_tokens,
+                joins=joins,
             )
 
     def supply(self, request_id: str, items: Mapping[bytes, ProcessedItem]) -> None:

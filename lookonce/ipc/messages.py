@@ -99,6 +99,8 @@ class ExtendSession(msgspec.Struct, frozen=True, tag="extend_session", array_lik
     max_tokens: int | None = None
     """Most tokens of the answer; None: as many as the session was opened with."""
     loose: tuple[KeyedItem, ...] = ()
+    joins: bool = False
+    """The first token ends the answer before: it is left out where that has ended with it."""
 
 
 class CloseSession(msgspec.Struct, frozen=True, tag="close_session", array_like=True):
