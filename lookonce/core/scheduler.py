@@ -276,6 +276,7 @@ class Scheduler:
             "num_requests_running": self.num_running,
             "num_requests_waiting": self.num_waiting,
             "kv_cache_usage_ratio": 1.0 - state.block_pool.num_free / state.block_pool.num_blocks,
+            "engine_steps_total": self._planner.step_id,
             "num_preemptions_total": counters.num_preemptions,
             "session_extensions_total": counters.session_extensions,
             "session_tokens_dropped_total": counters.session_tokens_dropped,

@@ -338,6 +338,7 @@ COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
     "kv_transfer_unknown_completions_total": MetricInfo(
         "Answers of KV tiers for requests that had ended"
     ),
+    "engine_steps_total": MetricInfo("Steps of the engine"),
     "sessions_open": MetricInfo("Live sessions that are open"),
     "sessions_opened_total": MetricInfo("Live sessions opened"),
     "session_extensions_total": MetricInfo("Extensions of live sessions taken in"),
