@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from benchmarks.processes import pss
 from benchmarks.report import Report, median, percentile, publish
+from benchmarks.running_server import cpu_seconds
 from lookonce.config import Options, resolve
 from lookonce.engine.client.engine_client import EngineClient
 from lookonce.engine.client.session import EngineSession
@@ -151,7 +152,8 @@ class Memory:
 
 async def day(engine: Engine, count: int) -> Report:
     session = await engine.open("day")
-    given, second, last = frames(count), Thousand(), Thousand()
+    given = frames(count)
+    second, last = Thousand(1_000, engine.pid), Thousand(count - 1_000, engine.pid)
     memory: list[Memory] = []
     every = max(1, count // SAMPLES)
 
@@ -164,8 +166,8 @@ async def day(engine: Engine, count: int) -> Report:
     async for delta in session:
         answered += len(delta.token_ids)
         now = time.monotonic()
-        second.note(answered, 1_000, now)
-        last.note(answered, count - 1_000, now)
+        second.note(answered, now)
+        last.note(answered, now)
         if answered % every == 0 and (answered == 0 or memory[-1].frames != answered):
             memory.append(Memory(answered, pss(engine.pid), pss(os.getpid())))
         if answered == count:
@@ -178,21 +180,19 @@ async def day(engine: Engine, count: int) -> Report:
 
 
 class Thousand:
-    """The time that a thousand frames took."""
+    """The time that a thousand frames took, by the clock and of the engine's CPU."""
 
-    def __init__(self) -> None:
-        self.began = self.ended = 0.0
-
-    def note(self, answered: int, first: int, now: float) -> None:
-        if answered == first:
-            self.began = now
-        elif answered == first + 1_000:
-            self.ended = now
-
-    @property
-    def milliseconds(self) -> float:
+    def __init__(self, first: int, pid: int) -> None:
+        self._first, self._pid = first, pid
+        self.milliseconds = self.cpu_milliseconds = 0.0
         """Of one frame."""
-        return self.ended - self.began
+
+    def note(self, answered: int, now: float) -> None:
+        if answered == self._first:
+            self.milliseconds, self.cpu_milliseconds = -now, -cpu_seconds(self._pid)
+        elif answered == self._first + 1_000:
+            self.milliseconds += now
+            self.cpu_milliseconds += cpu_seconds(self._pid)
 
 
 def day_report(
@@ -220,6 +220,9 @@ def day_report(
     report.add("ms a frame, second thousand", second.milliseconds)
     report.add("ms a frame, last thousand", last.milliseconds)
     report.add("last over second thousand", last.milliseconds / second.milliseconds)
+    report.add("engine CPU ms a frame, second thousand", second.cpu_milliseconds)
+    report.add("engine CPU ms a frame, last thousand", last.cpu_milliseconds)
+    report.add("CPU, last over second", last.cpu_milliseconds / second.cpu_milliseconds)
     report.add("times that positions began again", int(stats["session_reanchors_total"]))
     report.add("tokens dropped", int(stats["session_tokens_dropped_total"]))
     report.notes.append(f"a window of {WINDOW} tokens, {POSITIONS} positions")

@@ -11,20 +11,29 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-from hypothesis import settings
+import pytest
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
+from lookonce.core.request import Session
+from lookonce.core.sessions import Sessions
 from lookonce.errors import BadRequestError
 from lookonce.types.request import SessionOptions, TokenDelta
 from lookonce.types.sampling import SamplingParams
-from tests.support.core.builders import Limits, feature, items_for, model_info, prompt_with
+from tests.support.core.builders import Limits, feature, items_for, model_info, prompt_with, text
 from tests.support.core.builders import request as request_for
-from tests.support.core.builders import text
 from tests.support.core.engine import Engine
 from tests.support.core.fake_runner import advance, sample
 
-CONTEXT, WINDOW, POSITIONS = 100, 11, 70
+CONTEXT, WINDOW, POSITIONS = 100, 11, 100
 CREDITS = 12
 SLIDING = msgspec.structs.replace(
     model_info(max_model_len=CONTEXT),
@@ -203,7 +212,7 @@ class SessionMachine(RuleBasedStateMachine):
     @invariant()
     def credits_are_never_given_twice(self) -> None:
         for live in getattr(self, "sessions", {}).values():
-            assert 0 <= live.num_back <= live.num_sent
+            assert 0 <= live.num_back <= live.num_sent, "credits come back once"
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -222,6 +231,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.hear()
         for name in self.live:
             live = self.sessions[name]
+            assert live.num_back <= live.num_sent, "credits come back once"
             assert live.num_back == live.num_sent, "all that is computed is credited"
             sequence = self.engine.scheduler._state.queues.requests[name].sequences[0]
             if self.sliding:
@@ -235,3 +245,39 @@ class SessionMachine(RuleBasedStateMachine):
 
 TestSessionMachine = SessionMachine.TestCase
 TestSessionMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+_slide, _take_credits = Sessions._slide, Session.take_credits
+
+
+def early(self, request, session, sequence) -> None:
+    session.window -= 1
+    _slide(self, request, session, sequence)
+    session.window += 1
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "rule_broken"),
+    [
+        (Sessions, "_slide", early, "what the next token attends to stays"),
+        (Session, "nears_last_position", lambda *_: False, "the model has every position"),
+        (
+            Session,
+            "take_credits",
+            lambda *given: 2 * _take_credits(*given),
+            "credits come back once",
+        ),
+    ],
+)
+def test_the_machine_notices(owner, name, broken, rule_broken: str, monkeypatch) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    noticing = settings(
+        max_examples=100,
+        stateful_step_count=40,
+        deadline=None,
+        phases=[Phase.generate],
+        derandomize=True,
+        database=None,
+    )
+    with pytest.raises(AssertionError, match=rule_broken):
+        run_state_machine_as_test(SessionMachine, settings=noticing)
