@@ -10,7 +10,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +31,7 @@ from lookonce.config import NANO, Config, Options, SchedulerConfig, resolve
 from lookonce.engine.process_io import engine_settings
 from lookonce.engine.supervisor.engine_supervisor import EngineSupervisor, OnLoading
 from lookonce.engine.supervisor.socket_folder import socket_folder
+from lookonce.errors import BadRequestError
 from lookonce.frontend.frontend import (
     Frontend,
     engine_client,
@@ -40,9 +49,10 @@ from lookonce.frontend.model_download import with_local_model
 from lookonce.frontend.receipt import reuse_receipt, usage
 from lookonce.frontend.responses import ReuseReceipt, StopReason, Usage
 from lookonce.frontend.sampling_params import default_sampling
+from lookonce.frontend.session import Session, SessionPiece
 from lookonce.frontend.tools.calls import ToolCalling, content_of, reader_of, tool_calling
 from lookonce.types.media import Modality
-from lookonce.types.request import PromptLogprob, RenderedPrompt, TokenLogprob
+from lookonce.types.request import Overflow, PromptLogprob, RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
 Message = dict[str, Any]
@@ -142,6 +152,41 @@ class LLM:
                 yield text
         finally:
             self._loop.run(texts.aclose())
+
+    def session(
+        self,
+        messages: Sequence[Message] | None = None,
+        sampling_params: SamplingParams | None = None,
+        *,
+        prompt: Prompt | None = None,
+        answer: bool = True,
+        overflow: Overflow = "end",
+        keep_tokens: int | None = None,
+        cache_salt: str | None = None,
+    ) -> LiveSession:
+        """A live session that begins with messages, or with a plain prompt of text or token ids.
+
+        with llm.session([{"role": "user", "content": "Hello"}]) as session:
+            print(session.answer())
+            session.append([{"role": "user", "content": "And now?"}])
+            print(session.answer())
+
+        Without `answer` the opening is not answered. Where every layer of the model attends in a
+        sliding window the session has no end. Otherwise it ends at the model's context, or, with
+        `overflow="compact"`, drops its middle then and keeps `keep_tokens` (None: the opening) and
+        the newest part.
+        """
+        opening = Session.open(
+            self._frontend,
+            None if messages is None else list(messages),
+            prompt=prompt if prompt is None or isinstance(prompt, str) else list(prompt),
+            sampling=self._sampling(sampling_params),
+            answer=answer,
+            overflow=overflow,
+            keep_tokens=keep_tokens,
+            cache_salt=cache_salt,
+        )
+        return LiveSession(self._loop.run(opening), self._loop.run)
 
     def inject_into_mm_cache(
         self,
@@ -277,6 +322,71 @@ class LLM:
         return prepared(self._frontend, rendered, sampling, keep=keep)
 
 
+class LiveSession:
+    """A live session as `LLM.session` opens it; calls are synchronous and may come from any thread.
+
+    Iterate for the pieces of its answers. Raises what ended the session.
+    """
+
+    def __init__(self, session: Session, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        self._session = session
+        self._run = run
+
+    def append(
+        self,
+        messages: Sequence[Message] | None = None,
+        *,
+        prompt: Prompt | None = None,
+        answer: bool = True,
+        interrupt: bool = False,
+        max_tokens: int | None = None,
+    ) -> int:
+        """Append messages with text, pictures and sound, or plain text or token ids; the number
+        that the pieces of their answer have.
+
+        Waits while more was sent than is computed. An answer that runs is ended with `interrupt`,
+        and waited for otherwise. Without `answer` nothing is generated.
+        """
+        if (messages is None) == (prompt is None):
+            raise BadRequestError("messages or a prompt are appended")
+        if messages is not None:
+            work = self._session.append(
+                list(messages), answer=answer, interrupt=interrupt, max_tokens=max_tokens
+            )
+        else:
+            given = prompt if isinstance(prompt, str) else list(prompt or ())
+            work = self._session.append_prompt(
+                given, answer=answer, interrupt=interrupt, max_tokens=max_tokens
+            )
+        return cast("int", self._run(work))
+
+    def __iter__(self) -> Iterator[SessionPiece]:
+        while (piece := self._run(_next(self._session))) is not None:
+            yield piece
+
+    def answer(self) -> str:
+        """The text of the next answer, once it has ended."""
+        return cast("str", self._run(self._session.answer()))
+
+    @property
+    def is_slowed(self) -> bool:
+        """The next `append` waits: more was sent than is computed, or answers are not read."""
+        return self._session.is_slowed
+
+    def close(self) -> None:
+        self._run(_closed(self._session))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+async def _closed(session: Session) -> None:
+    session.close()
+
+
 class _LoopThread:
     """An event loop in a background thread."""
 
@@ -329,8 +439,8 @@ def _with_queue(config: Config) -> Config:
     return replace(config, scheduler=scheduler)
 
 
-async def _next(texts: AsyncGenerator[str, None]) -> str | None:
-    return await anext(texts, None)
+async def _next(items: AsyncIterator[T]) -> T | None:
+    return await anext(items, None)
 
 
 def _conversations(

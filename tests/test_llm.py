@@ -153,6 +153,77 @@ def _busy(llm: LLM) -> float:
     return stats["num_requests_running"] + stats["num_requests_waiting"]
 
 
+def test_a_session_answers_what_the_whole_conversation_would_be_answered(llm):
+    """Although each turn is rendered and computed alone."""
+    turns = [
+        ask(RED_SQUARE, "What is in the picture?"),
+        [{"role": "user", "content": "What color is the square?"}],
+        ask(picture(("blue", "circle")), "What is in the second picture?"),
+    ]
+    conversation, expected = [], []
+    for turn in turns:
+        conversation += turn
+        expected.append(llm.chat(conversation, GREEDY)[0].text)
+        conversation.append({"role": "assistant", "content": expected[-1]})
+    with llm.session(turns[0], GREEDY) as session:
+        answers = [session.answer()]
+        for turn in turns[1:]:
+            session.append(turn)
+            answers.append(session.answer())
+    assert answers == expected
+
+
+def test_what_a_session_is_told_without_a_question_is_known_to_later_answers(llm):
+    with llm.session(ask(RED_SQUARE, "Look."), GREEDY, answer=False) as session:
+        session.append([{"role": "user", "content": "What is in the picture?"}])
+        pieces = []
+        for piece in session:
+            pieces.append(piece)
+            if piece.ended:
+                break
+        assert "".join(piece.text for piece in pieces) == "a red square"
+        assert {piece.extension for piece in pieces} == {1}
+        assert pieces[-1].ended == "stop"
+
+
+def test_a_session_of_plain_tokens_is_interrupted_and_compacted(llm):
+    forever = SamplingParams(temperature=0, ignore_eos=True)
+    with llm.session(prompt="one two", sampling_params=forever, overflow="compact") as session:
+        number = session.append(prompt=" three", interrupt=True, max_tokens=4)
+        ends = []
+        for piece in session:
+            if piece.ended:
+                ends.append((piece.extension, piece.ended))
+            if piece.extension == number and piece.ended == "length":
+                break
+        assert ends[-1] == (1, "length")
+        assert set(ends[:-1]) <= {(0, "interrupted")}
+    with llm.session(prompt=[7] * 4000, sampling_params=GREEDY, overflow="compact") as session:
+        session.answer()
+        session.append(prompt=[8] * 300)
+        said = []
+        for piece in session:
+            said.append(piece.compacted)
+            if piece.ended:
+                break
+        assert sum(said) > 1000
+
+
+def test_a_session_is_refused_what_it_cannot_do(llm):
+    with pytest.raises(BadRequestError, match="stop_token_ids"):
+        llm.session(prompt="x", sampling_params=SamplingParams(stop=("y",)))
+    with pytest.raises(BadRequestError, match="messages or with a prompt"):
+        llm.session()
+    with llm.session(prompt="x", sampling_params=GREEDY, answer=False) as session:
+        with pytest.raises(BadRequestError, match="plain prompt"):
+            session.append([{"role": "user", "content": "Hello"}])
+        session.append(prompt="y")
+        session.answer()
+    with pytest.raises(BadRequestError, match="the session is closed"):
+        session.append(prompt="z")
+    until(lambda: llm.stats()["sessions_open"] == 0, 10, lambda: "a session is open")
+
+
 def test_wrong_options_are_refused_before_anything_starts():
     with pytest.raises(ConfigError, match="--dtype"):
         LLM("nano", dtype="float7")

@@ -35,6 +35,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "known": ("benchmarks.known", "the first token of known prompts and pictures, by its parts"),
     "kv": ("benchmarks.kv", "a long prompt's KV: computed, on the device, from each tier"),
     "link": ("benchmarks.link", "the link between API process and engine: lateness, CPU"),
+    "live": ("benchmarks.live", "sessions of a day in flat memory, side by side, and resent"),
     "look": ("benchmarks.look", "what a picture costs when known, when new, uncached"),
     "prefetch": ("benchmarks.prefetch", "first tokens when pictures come late in the prompt"),
     "processes": ("benchmarks.processes", "several API processes: rates, CPU, memory together"),

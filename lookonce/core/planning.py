@@ -58,7 +58,8 @@ class Planner:
         """At most as many as a step has tokens, so that all of them can decode in one step."""
         self._max_tokens = config.max_num_batched_tokens
         self._max_encoder_rows = config.max_encoder_tokens
-        self._step_id = 0
+        self.step_id = 0
+        """Of the last plan; counts them."""
         self.session_eviction = SessionEviction(state)
         self.encode_owners: EncodeOwners = []
         """Of the last plan's encoder runs."""
@@ -71,9 +72,9 @@ class Planner:
             return self._plan_with_updates(step)
         if not (step.scheduled or step.encode):
             return None
-        self._step_id += 1
+        self.step_id += 1
         return StepPlan(
-            self._step_id,
+            self.step_id,
             new=tuple(step.new),
             encode=tuple(step.encode),
             scheduled=tuple(step.scheduled),
@@ -81,11 +82,11 @@ class Planner:
 
     def _plan_with_updates(self, step: StepPass) -> StepPlan:
         """A plan that also names what the runner must forget, move or extend."""
-        self._step_id += 1
+        self.step_id += 1
         extended, finished = self._state.take_extensions(), self._state.take_finished()
         moves = self._state.encoder_cache.take_moves()
         return StepPlan(
-            self._step_id,
+            self.step_id,
             finished=finished,
             dropped_host=moves.dropped,
             offload=moves.offload,

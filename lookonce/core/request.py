@@ -439,6 +439,8 @@ class SessionInput:
     answer: bool = True
     max_tokens: int | None = None
     """Most tokens of the answer; None: as many as the session was opened with."""
+    joins: bool = False
+    """Its first token is left out where the sequence ends with it."""
 
 
 @dataclass(slots=True)

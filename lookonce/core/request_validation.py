@@ -83,6 +83,7 @@ class RequestValidator:
         interrupt: bool = True,
         answer: bool = True,
         max_tokens: int | None = None,
+        joins: bool = False,
     ) -> SessionInput:
         """What is appended to a live session; offsets count from its first token.
 
@@ -104,7 +105,7 @@ class RequestValidator:
         self._check_items(checked)
         check_token_array(tokens, self._model.vocab_size, checked.covered)
         check_rows(checked, brought)
-        return SessionInput(tokens, checked, brought, interrupt, answer, max_tokens)
+        return SessionInput(tokens, checked, brought, interrupt, answer, max_tokens, joins)
 
     def token_limit(self, request: Request) -> int:
         """Prompt plus generated tokens at which a sequence of the request ends or pauses."""

@@ -159,12 +159,13 @@ class Scheduler:
         interrupt: bool = True,
         answer: bool = True,
         max_tokens: int | None = None,
+        joins: bool = False,
     ) -> None:
         """Append to a live session; offsets count from the first appended token.
 
         It ends an answer that is being generated, or, without `interrupt`, waits for its end. With
         `answer` at most `max_tokens` tokens are generated after it (None: as many as the session
-        was opened with).
+        was opened with). With `joins` its first token is left out where it is the session's last.
 
         Takes effect with the next plan, and costs the same however long the session is. Does
         nothing for a session that has ended. Raises a `RequestError`, with nothing changed, for
@@ -180,6 +181,7 @@ class Scheduler:
                 interrupt=interrupt,
                 answer=answer,
                 max_tokens=max_tokens,
+                joins=joins,
             )
 
     def extend_frames(self, request_id: str, frames: Array) -> None:
@@ -287,6 +289,7 @@ class Scheduler:
             "num_requests_running": self.num_running,
             "num_requests_waiting": self.num_waiting,
             "kv_cache_usage_ratio": 1.0 - state.block_pool.num_free / state.block_pool.num_blocks,
+            "engine_steps_total": self._planner.step_id,
             "num_preemptions_total": counters.num_preemptions,
             "session_extensions_total": counters.session_extensions,
             "session_tokens_dropped_total": counters.session_tokens_dropped,

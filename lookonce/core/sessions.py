@@ -136,6 +136,7 @@ class Sessions:
         interrupt: bool = True,
         answer: bool = True,
         max_tokens: int | None = None,
+        joins: bool = False,
     ) -> None:
         """Raises a `RequestError`, with nothing changed, for what could never be computed."""
         session = request.session
@@ -145,7 +146,13 @@ class Sessions:
             raise BadRequestError("this session is extended by frames of sound", param="prompt")
         self._check_credits(session)
         added = self._validator.build_session_input(
-            token_ids, features, items, interrupt=interrupt, answer=answer, max_tokens=max_tokens
+            token_ids,
+            features,
+            items,
+            interrupt=interrupt,
+            answer=answer,
+            max_tokens=max_tokens,
+            joins=joins,
         )
         self._check_room(request.sequences[0], session, len(added.token_ids))
         session.add_input(added)
@@ -273,23 +280,23 @@ class Sessions:
     def _append(
         self, request: Request, session: Session, sequence: Sequence, added: SessionInput
     ) -> None:
-        start = len(sequence.tokens)
+        start, token_ids = len(sequence.tokens), added.token_ids
+        left_out = int(_is_joined(sequence, added))
+        token_ids = token_ids[left_out:]
         if not sequence.num_generated:
-            request.num_prompt_tokens += len(added.token_ids)
+            request.num_prompt_tokens += len(token_ids)
         features = tuple(
-            msgspec.structs.replace(feature, offset=start + feature.offset)
+            msgspec.structs.replace(feature, offset=start + feature.offset - left_out)
             for feature in added.features.as_tuple()
         )
         request.features.extend(features)
         request.items.update(added.items)
         session.remaining_keys.update(added.features.keys)
-        sequence.tokens.extend(added.token_ids)
+        sequence.tokens.extend(token_ids)
         session.note_appended(added, len(sequence.tokens))
         self._state.counters.session_extensions += 1
         if sequence.announced:
-            self._state.extensions.append(
-                Extension(sequence.seq_id, start, added.token_ids, features)
-            )
+            self._state.extensions.append(Extension(sequence.seq_id, start, token_ids, features))
 
     # --- what leaves a session ------------------------------------------------------------------
 
@@ -398,3 +405,11 @@ class Sessions:
 
     def _report(self, request: Request, update: SessionUpdate) -> None:
         self._state.output.deltas.append(TokenDelta(request.request_id, 0, [], session=update))
+
+
+def _is_joined(sequence: Sequence, added: SessionInput) -> bool:
+    """Whether the first token of an input is left out, since the sequence ends with it."""
+    if not added.joins or len(added.token_ids) < 2:
+        return False
+    last = sequence.tokens.raw(len(sequence.tokens) - 1, len(sequence.tokens))
+    return last == added.token_ids[:1].tobytes()

@@ -338,6 +338,15 @@ COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
     "kv_transfer_unknown_completions_total": MetricInfo(
         "Answers of KV tiers for requests that had ended"
     ),
+    "engine_steps_total": MetricInfo("Steps of the engine"),
+    "sessions_open": MetricInfo("Live sessions that are open"),
+    "sessions_opened_total": MetricInfo("Live sessions opened"),
+    "session_extensions_total": MetricInfo("Extensions of live sessions taken in"),
+    "session_tokens_dropped_total": MetricInfo(
+        "Tokens that live sessions dropped behind windows or by compaction"
+    ),
+    "session_compactions_total": MetricInfo("Live sessions that dropped their middle"),
+    "session_reanchors_total": MetricInfo("Times that positions of a live session began again"),
     "num_preemptions_total": MetricInfo(
         "Sequences preempted and recomputed", vllm="num_preemptions_total"
     ),

@@ -99,6 +99,8 @@ class ExtendSession(msgspec.Struct, frozen=True, tag="extend_session", array_lik
     max_tokens: int | None = None
     """Most tokens of the answer; None: as many as the session was opened with."""
     loose: tuple[KeyedItem, ...] = ()
+    joins: bool = False
+    """The first token ends the answer before: it is left out where that has ended with it."""
     frames: Array | None = None
     """[n, *ModelInfo.frame_shape]: what extends a session with a token for each frame of sound;
     each costs a credit."""

@@ -47,6 +47,7 @@ from lookonce.render.media.resolver import (
 from lookonce.render.prompt.detokenizer import Detokenizer
 from lookonce.render.prompt.encoder import (
     ChatOptions,
+    Follows,
     PromptEncoder,
     chat_options,
     load_encoder,
@@ -115,8 +116,10 @@ class Renderer:
         tenant: str = "",
         cache_salt: str | None = None,
         options: ChatOptions | Mapping[str, Any] | None = None,
+        follows: Follows | None = None,
     ) -> RenderedPrompt:
         """Render OpenAI messages. The caller sends the prompt on with its pins, or calls `release`.
+        With `follows` they go on after an answer or a message of a live session.
 
         Raises a `RequestError` that names the part at fault. After an error or a cancellation no
         pin is left.
@@ -140,6 +143,7 @@ class Renderer:
             cache=self.token_cache,
             scope=scope,
             tenant=tenant,
+            follows=follows,
         )
         modalities = [source.modality for source in chat.sources]
         positions = match_placeholders(encoded.ids, modalities, placeholder_ids)

@@ -110,10 +110,17 @@ def run(hub: InProcessHub, scenario) -> None:
         async with asyncio.timeout(PATIENCE), client:
             await client.wait_ready()
             await scenario(client)
-            while (await client.stats())["num_requests_running"]:
-                await asyncio.sleep(0.01)
+            await _until_ended(client)
 
     asyncio.run(whole())
+
+
+async def _until_ended(client: EngineClient) -> None:
+    while True:
+        stats = await client.stats()
+        if not stats["num_requests_running"]:
+            return
+        await asyncio.sleep(0.01)
 
 
 async def transcribe(client: EngineClient, renderer: Renderer, wave: np.ndarray, piece: int, name):

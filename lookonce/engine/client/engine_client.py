@@ -223,6 +223,7 @@ class EngineClient:
         answer: bool,
         max_tokens: int | None,
         loose: bool,
+        joins: bool,
     ) -> int:
         """Called by `EngineSession.extend`, one call at a time for each session."""
         try:
@@ -237,6 +238,7 @@ class EngineClient:
                     answer=answer,
                     max_tokens=max_tokens,
                     loose=loose,
+                    joins=joins,
                 )
                 self._commit(message)
         finally:

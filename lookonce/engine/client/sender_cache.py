@@ -157,6 +157,7 @@ class SenderCache:
         answer: bool,
         max_tokens: int | None,
         loose: bool,
+        joins: bool,
     ) -> ExtendSession:
         """As `open_session`; with `loose` the items are not listed."""
         if loose:
@@ -178,6 +179,7 @@ class SenderCache:
             answer=answer,
             max_tokens=max_tokens,
             loose=tuple(alone),
+            joins=joins,
             frames=rendered.frames,
         )
 

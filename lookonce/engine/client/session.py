@@ -1,6 +1,6 @@
 """A live session as its caller sees it: extensions go out, token deltas come back.
 
-    open ──▶ accepted ──▶ ended (closed by the caller, or failed: engine gone, context full, evicted)
+    open ──▶ accepted ──▶ ended (closed by the caller; or engine gone, context full, evicted)
 
 The client keeps a `PendingSession`, the caller an `EngineSession`. Dropping that closes the
 session.
@@ -128,6 +128,7 @@ class SessionLink(Protocol):
         answer: bool,
         max_tokens: int | None,
         loose: bool,
+        joins: bool,
     ) -> int: ...
 
 
@@ -177,12 +178,14 @@ class EngineSession:
         answer: bool = True,
         max_tokens: int | None = None,
         loose: bool = False,
+        joins: bool = False,
     ) -> int:
         """Append tokens and items, once there are credits; the number of the extension.
 
         With `interrupt` an answer that is being generated ends; otherwise the extension waits for
-        its end. With `loose` the items are used by this session alone and cached nowhere. The
-        prompt's pins are given back in every case. Calls take effect in their order.
+        its end. With `loose` the items are used by this session alone and cached nowhere. With
+        `joins` the first token, which ends an answer, is left out where the answer has ended with
+        it. The prompt's pins are given back in every case. Calls take effect in their order.
         """
         async with self._turn:
             if self._left:
@@ -194,6 +197,7 @@ class EngineSession:
                 answer=answer,
                 max_tokens=max_tokens,
                 loose=loose,
+                joins=joins,
             )
 
     def __aiter__(self) -> Self:

@@ -85,6 +85,7 @@ class EngineCore:
         interrupt: bool = True,
         answer: bool = True,
         max_tokens: int | None = None,
+        joins: bool = False,
     ) -> None:
         """Append tokens and items to a live session (`Scheduler.extend`)."""
         self._scheduler.extend(
@@ -95,6 +96,7 @@ class EngineCore:
             interrupt=interrupt,
             answer=answer,
             max_tokens=max_tokens,
+            joins=joins,
         )
 
     def extend_frames(self, request_id: str, frames: Array) -> None:

@@ -392,6 +392,7 @@ class InputThread:
                 interrupt=message.interrupt,
                 answer=message.answer,
                 max_tokens=message.max_tokens,
+                joins=message.joins,
                 frames=message.frames,
             )
         )

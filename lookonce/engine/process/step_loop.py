@@ -51,6 +51,7 @@ class ExtendCommand:
     interrupt: bool
     answer: bool
     max_tokens: int | None
+    joins: bool
     frames: Array | None = None
     """Of sound; then nothing else is appended."""
 
@@ -283,6 +284,7 @@ class StepLoop:
                 interrupt=command.interrupt,
                 answer=command.answer,
                 max_tokens=command.max_tokens,
+                joins=command.joins,
             )
         except LookOnceError as error:
             self._core.fail(command.request_id, error)

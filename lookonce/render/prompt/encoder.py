@@ -56,6 +56,12 @@ PLAIN_OPTIONS = frozenset({"tools", "add_generation_prompt", "continue_final_mes
 _PROBE = "lookonce-probe-5b1e"
 
 
+Follows = Literal["answer", "message"]
+"""What the messages of a live session go on after."""
+_EARLIER, _ANSWERED = "Before this.", "So it was 7e1c."
+"""Stand for what the model has already, which is not rendered again."""
+
+
 class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to render a chat; the names are those of the request body."""
 
@@ -134,30 +140,48 @@ class PromptEncoder:
         cache: TokenCache | None = None,
         scope: bytes = b"",
         tenant: str = "",
+        follows: Follows | None = None,
     ) -> EncodedPrompt:
         """`conversation` is from `messages.read_messages`; a `large` one is rendered in a thread.
+        With `follows` it goes on after an answer or a message that the model has already.
 
         `cache` belongs to this encoder; `scope` says for whom its entries are. Raises
         `BadRequestError`, also for a text that certainly has more than `max_tokens`.
         """
-        text = await in_thread_if(large, self._text_of, conversation, options)
+        text = await in_thread_if(large, self._text_of, conversation, options, follows)
         adds_bos = self._completes_bos and not (self._bos and text.startswith(self._bos))
+        adds_bos = adds_bos and follows is None
         await self._check_length(text, max_tokens, "messages")
         ids = await self._encode(
             text, "messages", cache, scope, tenant, add_special_tokens=adds_bos
         )
         return EncodedPrompt(ids, self._escaping.unescape(text))
 
-    def _text_of(self, conversation: Sequence[Json], options: ChatOptions) -> str:
+    def _text_of(
+        self, conversation: Sequence[Json], options: ChatOptions, follows: Follows | None = None
+    ) -> str:
         """The rendered template, media tokens escaped."""
         refuse_reserved(options.tools, "tools")
-        text = self._templates.select(options.tools).render(
-            conversation,
-            tools=options.tools,
-            add_generation_prompt=options.add_generation_prompt,
-            continue_final_message=options.continue_final_message,
-            variables=options.chat_template_kwargs,
-        )
+
+        def render(messages: Sequence[Json], *, prompts: bool) -> str:
+            return self._templates.select(options.tools).render(
+                messages,
+                tools=options.tools,
+                add_generation_prompt=prompts,
+                continue_final_message=options.continue_final_message,
+                variables=options.chat_template_kwargs,
+            )
+
+        if follows is None:
+            text = render(conversation, prompts=options.add_generation_prompt)
+        else:
+            before = [{"role": "user", "content": _EARLIER}]
+            if follows == "answer":
+                before.append({"role": "assistant", "content": _ANSWERED})
+            text = _after(
+                render([*before, *conversation], prompts=options.add_generation_prompt),
+                _ANSWERED if follows == "answer" else render(before, prompts=False),
+            )
         for placeholder, with_text_around in self._placeholder_texts.items():
             text = text.replace(placeholder, with_text_around)
         return text
@@ -213,6 +237,16 @@ class PromptEncoder:
             return await self._long_texts.run(encode, tenant, len(text))
         except BadRequestError as error:
             raise BadRequestError(f"{param}: {error.message}", param=param) from None
+
+
+def _after(text: str, before: str) -> str:
+    """What a rendered conversation has after its earlier part."""
+    _, found, rest = text.rpartition(before)
+    if not found:
+        raise BadRequestError(
+            "the model's chat template cannot go on after earlier messages", param="messages"
+        )
+    return rest
 
 
 def chat_options(options: ChatOptions | Mapping[str, Any] | None) -> ChatOptions:

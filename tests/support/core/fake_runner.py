@@ -135,6 +135,10 @@ class FakeRunner:
         require(change.length == len(sequence.tokens), "the runner knows as many tokens")
         require(change.start % size == 0 and change.num_tokens % size == 0, "whole blocks")
         require((sequence.computed or 0) >= stop, "only computed tokens are dropped")
+        window = self.limits.model.sliding_window
+        if window:
+            behind = stop <= (sequence.computed or 0) - window + 1
+            require(change.start == 0 and behind, "what the next token attends to stays")
         del sequence.tokens[change.start : stop]
         del sequence.blocks[change.start // size : stop // size]
         sequence.computed -= change.num_tokens
@@ -260,6 +264,8 @@ class FakeRunner:
         require(all(key in self.outputs for key in inputs), "what every position reads is held")
         end = chunk.start + chunk.num_tokens
         require(end <= len(sequence.blocks) * self.block_size, "every position has a block")
+        positions = self.limits.model.max_positions or self.limits.model.max_model_len
+        require(end + sequence.shift <= positions, "the model has every position")
         for position in range(chunk.start, end):
             block = sequence.blocks[position // self.block_size]
             users = [s for s in self.known.values() if block in s.blocks]
