@@ -169,6 +169,12 @@ class Sessions:
         self._validator.check_frames(frames)
         total = request.frames.total + sum(each.shape[0] for each in session.frame_inputs)
         total += frames.shape[0]
+        if frames.shape[0] > session.limit:
+            raise TooLargeError(
+                f"the extension has {frames.shape[0]} frames; a session takes {session.limit} at "
+                "once",
+                param="frames",
+            )
         if not session.has_no_end and total >= session.limit:
             raise TooLargeError(
                 f"the session would have {total} frames; the limit is {session.limit - 1}",

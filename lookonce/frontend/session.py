@@ -40,6 +40,8 @@ from lookonce.types.request_validation import check_fits
 from lookonce.types.sampling import SamplingParams
 
 Message = dict[str, Any]
+MAX_SECONDS_AT_ONCE = 10
+"""Of sound: a longer one is appended in pieces, each of which waits for credits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +358,9 @@ class SoundSession:
             raise BadRequestError("the sound is finished", param="audio")
         if not np.isfinite(samples).all():
             raise BadRequestError("the audio holds samples that are no numbers", param="audio")
-        await self._append(self._live.push(samples))
+        at_once = MAX_SECONDS_AT_ONCE * self.sampling_rate
+        for start in range(0, len(samples), at_once):
+            await self._append(self._live.push(samples[start : start + at_once]))
 
     async def finish(self) -> None:
         """The sound has ended: what was said last is written, too."""

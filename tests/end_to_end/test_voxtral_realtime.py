@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
 
-from lookonce.config import ChannelConfig
+from lookonce.config import ChannelConfig, Options, resolve
 from lookonce.engine.client.engine_client import EngineClient
 from lookonce.engine.process.build import EngineThreads
 from lookonce.errors import BadRequestError
-from lookonce.render.renderer import Renderer
+from lookonce.frontend.frontend import Frontend
+from lookonce.frontend.metrics import Metrics
+from lookonce.frontend.session import SoundSession
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 from tests.support.engine.loading import build, settings
@@ -47,7 +50,6 @@ def ask(server: LiveServer, *parts):
         "temperature": 0,
         "ignore_eos": True,
         "reuse_receipt": True,
-        "return_token_ids": True,
     }
     return server.post("/v1/chat/completions", body)
 
@@ -123,34 +125,32 @@ async def _until_ended(client: EngineClient) -> None:
         await asyncio.sleep(0.01)
 
 
-async def transcribe(client: EngineClient, renderer: Renderer, wave: np.ndarray, piece: int, name):
-    """The tokens of a live sound that is sent in pieces of so many samples, and ends."""
-    live = renderer.live_sound()
+async def transcribe(frontend: Frontend, wave: np.ndarray, piece: int) -> tuple[list[int], str]:
+    """Tokens and text of a live sound that is sent in pieces of so many samples, and ends."""
     tokens: list[int] = []
-    async with await client.open_session(live.opening, GREEDY, name) as session:
+    texts: list[str] = []
+    async with await SoundSession.open(frontend, sampling=GREEDY) as session:
 
         async def speak() -> None:
             for at in range(0, len(wave), piece):
-                await extend(session, live.push(wave[at : at + piece]))
-            await extend(session, live.finish())
+                await session.append(wave[at : at + piece])
+            await session.finish()
 
         speaking = asyncio.create_task(speak())
-        while len(tokens) < expected_length(renderer, wave):
-            tokens += (await anext(session)).token_ids
+        async for part in session:
+            tokens += part.token_ids
+            texts.append(part.text)
         await speaking
-    return tokens
+    return tokens, "".join(texts)
 
 
-def expected_length(renderer: Renderer, wave: np.ndarray) -> int:
-    live = renderer.live_sound()
-    frames = live.opening.frames.shape[0]
-    frames += sum(each.frames.shape[0] for each in (live.push(wave), live.finish()) if each)
-    return frames - live.opening.num_tokens + 1
-
-
-async def extend(session, rendered: RenderedPrompt | None) -> None:
-    if rendered is not None:
-        await session.extend(rendered)
+def frontend_of(subject: RealtimeSubject, client: EngineClient) -> Frontend:
+    return Frontend(
+        config=resolve(Options(model=str(subject.folder))),
+        renderer=make_renderer(subject.folder),
+        engine=client,
+        metrics=Metrics("m", vllm_names=False),
+    )
 
 
 def test_live_sounds_side_by_side_are_transcribed_as_their_files(hub, subject):
@@ -158,33 +158,46 @@ def test_live_sounds_side_by_side_are_transcribed_as_their_files(hub, subject):
     theirs = [reference_answer(subject, **reference(subject.folder, (wave,))) for wave in waves]
     # What a file is: 16 bits.
     waves = [np.round(wave * 32768).astype(np.int16) / np.float32(32768) for wave in waves]
-    renderer = make_renderer(subject.folder)
 
     async def scenario(client):
-        found = await asyncio.gather(
-            *(
-                transcribe(client, renderer, wave, piece, str(piece))
-                for wave, piece in zip(waves, (1280, 3000, 700), strict=True)
-            )
-        )
-        assert found == [answer.token_ids for answer in theirs]
+        frontend = frontend_of(subject, client)
+        pieces = (1280, 3000, 700)
+        found = await asyncio.gather(*map(partial(transcribe, frontend), waves, pieces))
+        assert [tokens for tokens, _ in found] == [answer.token_ids for answer in theirs]
+        decode = frontend.renderer.tokenizer.decode
+        assert [text for _, text in found] == [decode(answer.token_ids) for answer in theirs]
+
+    run(hub, scenario)
+
+
+def test_what_is_no_sound_is_refused_and_the_session_goes_on(hub, subject):
+    async def scenario(client):
+        session = await SoundSession.open(frontend_of(subject, client), sampling=GREEDY)
+        with pytest.raises(BadRequestError, match="no numbers"):
+            await session.append(np.array([np.nan], np.float32))
+        await session.append(sound(1, 0.3))
+        await session.finish()
+        with pytest.raises(BadRequestError, match="finished"):
+            await session.append(sound(1, 0.3))
+        assert sum([len(part.token_ids) async for part in session]) > 10
+        session.close()
 
     run(hub, scenario)
 
 
 def test_frames_of_another_shape_end_their_session_alone(hub, subject):
-    renderer = make_renderer(subject.folder)
     wave = sound(2, 0.5)
 
     async def scenario(client):
-        live = renderer.live_sound()
+        frontend = frontend_of(subject, client)
+        live = frontend.renderer.live_sound()
         session = await client.open_session(live.opening, GREEDY, "wrong")
         wrong = RenderedPrompt([], scope=live.opening.scope, frames=_transposed(live.push(wave)))
         await session.extend(wrong)
         with pytest.raises(BadRequestError, match="this model takes float32 of shape"):
             async for _ in session:
                 pass
-        assert await transcribe(client, renderer, wave, 1280, "right")
+        assert await transcribe(frontend, wave, 1280)
 
     run(hub, scenario)
 

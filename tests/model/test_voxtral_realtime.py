@@ -346,7 +346,7 @@ def test_wrong_frames_are_refused_and_change_nothing(subject, prompt, pieces):
     live.run()
     with pytest.raises(BadRequestError, match="32, 8"):
         live.extend("live", frames[:, :5])
-    with pytest.raises(TooLargeError, match="frames; the limit is"):
+    with pytest.raises(TooLargeError, match="has 5000 frames; a session takes 4096 at once"):
         live.extend("live", np.zeros((5000, 32, 8), np.float32))
     with pytest.raises(BadRequestError, match="frames of sound"):
         live.core.extend("live", np.array([1], np.int32), (), {})
@@ -454,11 +454,11 @@ def test_a_session_goes_on_past_the_models_positions(subject, prompt):
     """Its logits equal those of transformers, which has as many positions as it is given."""
     info = msgspec.structs.replace(subject.loaded.info, max_model_len=96, max_positions=96)
     short = dataclasses.replace(subject.loaded, info=info)
-    pieces = list(mel_pieces(subject.extractor, sound(9, 20.0), len(prompt)))
+    pieces = list(mel_pieces(subject.extractor, sound(9, 13.0), len(prompt)))
     theirs = streaming_answer(subject, pieces, prompt)
     live = LiveSessions(short, prompt, budget=16)
     feed_side_by_side(live, [frames_of(pieces)], lambda n: 3)
-    assert len(theirs.token_ids) > 2 * 96
+    assert len(prompt) + len(theirs.token_ids) > 2 * 96
     assert live.core.stats()["session_reanchors_total"] > 1
     difference = compare([live.answer(0, "0")], [theirs])
     assert difference.wrong == 0
@@ -468,14 +468,10 @@ def test_a_session_goes_on_past_the_models_positions(subject, prompt):
 def test_rows_that_do_not_move_with_their_tokens_differ(subject, prompt, monkeypatch):
     """A negative control of the test above."""
     monkeypatch.setattr(FrameRows, "drop", lambda self, change: None)
-    pieces = list(mel_pieces(subject.extractor, sound(9, 6.0), len(prompt)))
-    theirs = streaming_answer(subject, pieces, prompt)
+    pieces = list(mel_pieces(subject.extractor, sound(9, 1.0), len(prompt)))
     live = LiveSessions(subject.loaded, prompt, budget=16)
     feed_side_by_side(live, [frames_of(pieces)], lambda n: 3)
-    ours = live.answer(0, "0")
-    assert len(ours.token_ids) < len(theirs.token_ids) or (
-        compare([ours], [theirs]).max_logit_error > VISIBLE_ERROR
-    )
+    assert live.ended["0"].finish_reason == "error", "the rows of its positions are not there"
 
 
 # --- Mistral's own tokenizer file -----------------------------------------------------------------
