@@ -203,6 +203,23 @@ class SessionMachine(RuleBasedStateMachine):
             self.hear()
 
     @precondition(lambda self: self.live)
+    @rule(turns=st.integers(1, 12), length=st.integers(1, 8))
+    def talk(self, turns: int, length: int) -> None:
+        """All sessions are given something again and again."""
+        for _ in range(turns):
+            for name in self.live:
+                live = self.sessions[name]
+                if live.num_sent - live.num_back < CREDITS:
+                    number = len(live.given)
+                    tokens = text(length, seed=number)
+                    array = np.array(tokens, np.int32)
+                    self.engine.scheduler.extend(name, array, (), {}, max_tokens=2)
+                    live.num_sent += length
+                    live.given.append(list(tokens))
+                    live.asked[number] = True
+            self.step(3)
+
+    @precondition(lambda self: self.live)
     @rule(data=st.data())
     def close(self, data) -> None:
         self.engine.scheduler.abort(data.draw(st.sampled_from(self.live)))
@@ -255,7 +272,7 @@ class SessionMachine(RuleBasedStateMachine):
 
 
 TestSessionMachine = SessionMachine.TestCase
-TestSessionMachine.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestSessionMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 
 
 _slide, _take_credits = Sessions._slide, Session.take_credits
@@ -288,7 +305,7 @@ def test_the_machine_notices(owner, name, broken, rule_broken: str, monkeypatch)
     monkeypatch.setattr(owner, name, broken)
     noticing = settings(
         max_examples=60,
-        stateful_step_count=30,
+        stateful_step_count=25,
         deadline=None,
         phases=[Phase.generate],
         derandomize=True,
