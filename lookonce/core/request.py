@@ -469,6 +469,8 @@ class Session:
     """Extensions that are not appended yet, oldest first."""
     num_pending_tokens: int = 0
     """Tokens of all `inputs`."""
+    num_interrupts: int = 0
+    """Of the `inputs`, those that interrupt."""
     num_computed_features: int = 0
     """Leading features whose positions are all computed."""
     frame_inputs: deque[Array] = field(default_factory=deque)
@@ -532,16 +534,19 @@ class Session:
 
     def add_input(self, added: SessionInput) -> None:
         self.inputs.append(added)
+        self.num_interrupts += added.interrupt
         self.num_pending_tokens += len(added.token_ids)
 
     @property
     def may_append(self) -> bool:
-        """Whether the oldest input need not wait for the end of an answer."""
-        return bool(self.inputs) and (self.inputs[0].interrupt or not self.answering)
+        """Whether the oldest input need not wait for the end of an answer: none runs, or this input
+        or one behind it interrupts."""
+        return bool(self.inputs) and (self.num_interrupts > 0 or not self.answering)
 
     def take_input(self) -> SessionInput:
         """Remove and return the oldest input. Raises `IndexError` where there is none."""
         taken = self.inputs.popleft()
+        self.num_interrupts -= taken.interrupt
         self.num_pending_tokens -= len(taken.token_ids)
         return taken
 

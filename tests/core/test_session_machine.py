@@ -33,7 +33,7 @@ from tests.support.core.builders import request as request_for
 from tests.support.core.engine import Engine
 from tests.support.core.fake_runner import advance, sample
 
-CONTEXT, WINDOW, POSITIONS = 100, 11, 100
+CONTEXT, WINDOW, POSITIONS = 64, 11, 64
 CREDITS = 12
 SLIDING = msgspec.structs.replace(
     model_info(max_model_len=CONTEXT),
@@ -117,6 +117,17 @@ class SessionMachine(RuleBasedStateMachine):
             take(output)
 
         self.engine.take = noting
+        self.broken = False
+        plain_step = self.engine.step
+
+        def step():
+            try:
+                return plain_step()
+            except BaseException:
+                self.broken = True
+                raise
+
+        self.engine.step = step
         self.count = 0
 
     def name(self) -> str:
@@ -185,11 +196,28 @@ class SessionMachine(RuleBasedStateMachine):
         made = request_for(self.name(), text(length), sampling=sampling, arrival=float(self.count))
         self.engine.add(made)
 
-    @rule(steps=st.integers(1, 6))
+    @rule(steps=st.integers(1, 16))
     def step(self, steps: int) -> None:
         for _ in range(steps):
             self.engine.step()
             self.hear()
+
+    @precondition(lambda self: self.live)
+    @rule(turns=st.integers(1, 12), length=st.integers(1, 8))
+    def talk(self, turns: int, length: int) -> None:
+        """All sessions are given something again and again."""
+        for _ in range(turns):
+            for name in self.live:
+                live = self.sessions[name]
+                if live.num_sent - live.num_back < CREDITS:
+                    number = len(live.given)
+                    tokens = text(length, seed=number)
+                    array = np.array(tokens, np.int32)
+                    self.engine.scheduler.extend(name, array, (), {}, max_tokens=2)
+                    live.num_sent += length
+                    live.given.append(list(tokens))
+                    live.asked[number] = True
+            self.step(3)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -215,7 +243,7 @@ class SessionMachine(RuleBasedStateMachine):
             assert 0 <= live.num_back <= live.num_sent, "credits come back once"
 
     def teardown(self) -> None:
-        if not hasattr(self, "engine"):
+        if not hasattr(self, "engine") or self.broken:
             return
         for name in self.live:  # endless answers end before the rest is judged
             tokens = np.array([7], np.int32)
@@ -227,7 +255,7 @@ class SessionMachine(RuleBasedStateMachine):
                 live.asked[len(live.given) - 1] = False
             elif live.turn == 0:
                 self.engine.scheduler.abort(name)
-        self.engine.run()
+        self.engine.run(max_steps=1000)
         self.hear()
         for name in self.live:
             live = self.sessions[name]
@@ -244,7 +272,7 @@ class SessionMachine(RuleBasedStateMachine):
 
 
 TestSessionMachine = SessionMachine.TestCase
-TestSessionMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestSessionMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 
 
 _slide, _take_credits = Sessions._slide, Session.take_credits
@@ -254,6 +282,10 @@ def early(self, request, session, sequence) -> None:
     session.window -= 1
     _slide(self, request, session, sequence)
     session.window += 1
+
+
+def twice(self, num_computed: int) -> int:
+    return 2 * _take_credits(self, num_computed)
 
 
 @pytest.mark.parametrize(
@@ -272,8 +304,8 @@ def early(self, request, session, sequence) -> None:
 def test_the_machine_notices(owner, name, broken, rule_broken: str, monkeypatch) -> None:
     monkeypatch.setattr(owner, name, broken)
     noticing = settings(
-        max_examples=100,
-        stateful_step_count=40,
+        max_examples=60,
+        stateful_step_count=25,
         deadline=None,
         phases=[Phase.generate],
         derandomize=True,

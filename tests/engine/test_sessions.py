@@ -106,6 +106,19 @@ def test_an_interrupting_extension_ends_the_answer_that_is_generated(world):
     world.run(scenario)
 
 
+def test_an_interruption_takes_in_what_waits_before_it(world):
+    async def scenario(client):
+        async with await client.open_session(rendered(text(6)), LONG, "s") as session:
+            await anext(session)
+            await session.extend(rendered(text(3, seed=1)))
+            await session.extend(rendered(text(3, seed=2)), interrupt=True, max_tokens=1)
+            await answer(session)
+            after = await answer(session)
+            assert [delta.session.extension for delta in after] == [2]
+
+    world.run(scenario)
+
+
 def test_what_asks_for_no_answer_gets_none_and_counts_all_the_same(world):
     async def scenario(client):
         session = await client.open_session(rendered(text(6)), TWO, "s", UNANSWERED)
@@ -267,6 +280,31 @@ def test_an_engine_that_dies_ends_its_sessions_and_the_next_one_serves_new_ones(
         await client.wait_ready()
         async with await client.open_session(rendered(text(6)), TWO, "s") as again:
             assert tokens_of(await answer(again)) == expected(text(6))[0]
+
+    world.run(scenario)
+
+
+def test_an_api_process_that_is_gone_loses_its_sessions_and_others_keep_theirs():
+    """It says nothing; the engine finds out when it sends."""
+    world = session_world(num_senders=2)
+
+    async def scenario(client):
+        mine = await client.open_session(rendered(text(6)), TWO, "mine")
+        answers = [tokens_of(await answer(mine))]
+        other = world.client()
+        async with other:
+            await other.wait_ready()
+            busy = await other.open_session(rendered(text(9)), LONG, "busy")
+            idle = await other.open_session(rendered(text(9)), TWO, "idle")
+            await answer(idle)
+            await anext(busy)
+            world.hub.detach(other._channel._link)
+            await until(lambda: len(world.engine.receiver_cache.store.requests) == 1)
+        await mine.extend(rendered(text(4)))
+        answers.append(tokens_of(await answer(mine)))
+        assert answers == expected(text(6), text(4))
+        assert (await client.stats())["sessions_open"] == 1
+        mine.close()
 
     world.run(scenario)
 

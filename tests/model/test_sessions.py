@@ -11,6 +11,7 @@ import torch
 from lookonce.model.input_batch import InputBatch
 from lookonce.model.key_rotation import KeyRotation, key_rotation
 from lookonce.types.request import SessionOptions
+from lookonce.types.step import DropTokens
 from tests.support.model.live import LiveCase, LiveModel, converse, whole_logits
 from tests.support.model.serving import reference_model
 
@@ -124,55 +125,70 @@ def test_positions_that_do_not_follow_what_was_dropped_are_noticed(mistral, monk
 
 
 @torch.no_grad()
-def compacted_logits(reference, rotation: KeyRotation, case: LiveCase, drops) -> torch.Tensor:
+def compacted_logits(
+    reference, rotation: KeyRotation, case: LiveCase, drops, opening=None, delta: int = 0
+) -> torch.Tensor:
     """Plain Hugging Face with a cache of its own, from which the same tokens are cut out.
 
-    `drops`: (tokens of the session computed by then, index, number) of each cut.
+    `drops`: (tokens of the session computed by then, index, number) of each cut. `opening` are the
+    inputs of a prompt with pictures, after which positions are indices plus `delta`.
     """
-    cache, computed, found = None, 0, []
-    waiting = list(drops)
-    offset = 0
-    stops = sorted({*case.sampled_after, *(length for length, _, _ in waiting)})
-    for stop in stops:
+    cache, computed, gone, found = None, 0, 0, []
+    if opening is not None:
+        output = reference(**opening, use_cache=True)
+        cache, computed = output.past_key_values, case.sampled_after[0]
+        last = output.logits[0, -1].float()
+    axes = (3, 1, -1) if opening is not None else (1, -1)
+    for stop in sorted({*case.sampled_after, *(length for length, _, _ in drops)}):
         if stop > computed:
             ids = torch.tensor([case.tokens[computed:stop]])
-            positions = torch.arange(computed - offset, stop - offset)[None]
+            positions = torch.arange(computed, stop).expand(axes) - gone + delta
             output = reference(ids, position_ids=positions, past_key_values=cache, use_cache=True)
             cache, computed = output.past_key_values, stop
             last = output.logits[0, -1].float()
         if stop in case.sampled_after:
             found.append(last)
-        while waiting and waiting[0][0] == stop:
-            _, start, count = waiting.pop(0)
+        for _, start, count in [drop for drop in drops if drop[0] == stop]:
             for layer in cache.layers:
-                kept = rotation.back(layer.keys[:, :, start + count :], count)
+                kept = rotation.back(layer.keys[:, :, start + count :], count + delta)
                 layer.keys = torch.cat((layer.keys[:, :, :start], kept), dim=2)
                 layer.values = torch.cat(
                     (layer.values[:, :, :start], layer.values[:, :, start + count :]), dim=2
                 )
-            offset += count
+            gone, delta = gone + count, 0
     return torch.stack(found)
+
+
+class Noted:
+    """Notes what a session's runner is told to drop, as `compacted_logits` takes it."""
+
+    def __init__(self) -> None:
+        self.drops: list[tuple[int, int, int]] = []
+
+    def watch(self, model: LiveModel, case: LiveCase) -> None:
+        self._model, self._case = model, case
+
+    def __call__(self, plan):
+        for change in plan.extended:
+            if isinstance(change, DropTokens):
+                session = self._model.state(self._case.name).request.session
+                before = session.num_dropped - change.num_tokens + change.length
+                computed = before - 1  # the last sampled token is not
+                self.drops.append((computed, change.start, change.num_tokens))
+        return plan
 
 
 def test_compaction_keeps_the_beginning_and_the_newest_part(subjects, folder) -> None:
     loaded = subjects("llama").loaded
     info = msgspec.structs.replace(loaded.info, max_model_len=64, max_positions=64)
-    drops: list[tuple[int, int, int]] = []
-
-    def noting(plan):
-        for change in plan.extended:
-            if hasattr(change, "reanchor"):
-                gone = model.state("live").request.session.num_dropped - change.num_tokens
-                pending = len(case.tokens) - gone - change.length
-                computed = len(case.tokens) - pending - 1  # the last sampled token is not
-                drops.append((computed, change.start, change.num_tokens))
-        return plan
-
-    model = LiveModel(loaded, info, edit=noting)
+    noted = Noted()
+    model = LiveModel(loaded, info, edit=noted)
     random = np.random.default_rng(6)
     prompt = random.integers(10, 200, 7).tolist()
     case = LiveCase(model, "live", prompt, SessionOptions(overflow="compact"))
+    noted.watch(model, case)
     converse(model, [case], 40, lambda *_: random.integers(10, 200, 4).tolist())
+    drops = noted.drops
     said = [d.session.compacted for d in model.deltas if d.session and d.session.compacted]
     assert said == [count for _, _, count in drops]
     assert len(said) >= 2
@@ -212,3 +228,29 @@ def test_only_models_of_distances_are_compacted(subjects) -> None:
     assert key_rotation(subjects("llama").loaded.family) is not None
     assert subjects("gemma3").loaded.info.relative_positions is False
     assert subjects("gemma3").loaded.info.sliding_window == 0
+
+
+def test_pictures_of_models_with_mrope_are_compacted_too(subjects, folder) -> None:
+    """Tokens after pictures stand at smaller positions than their indices, until a compaction."""
+    subject = subjects("qwen2_5_vl")
+    loaded, whole = subject.loaded, next(c for c in subject.cases if c.features)
+    length = len(whole.token_ids) + 60
+    info = msgspec.structs.replace(loaded.info, max_model_len=length, max_positions=length)
+    noted = Noted()
+    model = LiveModel(loaded, info, budget=length, num_blocks=512, edit=noted)
+    options = SessionOptions(overflow="compact", keep_tokens=4)
+    prompt, items = whole.token_ids.tolist(), dict(whole.items)
+    case = LiveCase(model, "p", prompt, options, features=whole.features, items=items)
+    noted.watch(model, case)
+    model.run()
+    row = model.runner._batch.row_of(model.state("p").seq_id)
+    delta = int(model.runner._batch.tail_deltas[row])
+    assert delta < 0
+    random = np.random.default_rng(8)
+    converse(model, [case], 30, lambda *_: random.integers(10, 200, 4).tolist())
+    assert len(noted.drops) >= 1
+    assert model.runner._batch.tail_deltas[row] == 0
+    reference = reference_model(folder("qwen2_5_vl"), loaded.info)
+    rotation = key_rotation(loaded.family)
+    expected = compacted_logits(reference, rotation, case, noted.drops, whole.reference, delta)
+    assert float((case.logits - expected).abs().max()) < ERROR
