@@ -169,9 +169,16 @@ async def hand_over(
     async with client_module.EngineClient(channel, processor_cache_bytes=cache_bytes) as client:
         await client.wait_ready()
         settings = processing.ProcessingSettings("", "float32", 1_000_000, 1.0)
-        more = {"slabs": client.slabs, "slab_bytes": slabs} if slabs else {}
         command = [sys.executable, __file__, "worker"]
-        pool = pool_module.MediaPool(settings, num_workers=1, command=command, **more)
+        more: dict[str, Any] = {"num_workers": 1}
+        if slabs:
+            more["slabs"] = client.slabs
+        if hasattr(pool_module, "ServerShare"):
+            share = pool_module.ServerShare(**more, shared_cache_bytes=cache_bytes if slabs else 0)
+            more = {"share": share}
+        elif slabs:
+            more["slab_bytes"] = slabs
+        pool = pool_module.MediaPool(settings, command=command, **more)
         await pool.start()
         try:
             for number in range(WARM_UP + ITEMS):

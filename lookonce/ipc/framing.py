@@ -412,25 +412,6 @@ class MessageSocket:
         self._received.clear()
 
 
-def peer_uid(link: socket.socket) -> int | None:
-    """The user of the process at the other end; None where the system does not say.
-
-    At the connecting end: of the process that listens.
-    """
-    option = getattr(socket, "SO_PEERCRED", None)
-    if option is None:
-        return None
-    size = struct.calcsize("3i")
-    _, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, option, size))
-    return int(uid)
-
-
-def require_same_user(uid: int | None) -> None:
-    """Raises `ProtocolError` for the `peer_uid` of another user's process."""
-    if uid is not None and uid != os.geteuid():
-        raise ProtocolError(f"the peer belongs to user {uid}, not to {os.geteuid()}")
-
-
 def close_fds(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)

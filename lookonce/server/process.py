@@ -22,6 +22,7 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import uvicorn
@@ -76,6 +77,8 @@ class ApiStart(msgspec.Struct, frozen=True, kw_only=True):
     """An earlier process of this number has ended: clients are served by others meanwhile."""
     index: int = 0
     """0-based number of this API process among `config.server.api_processes`."""
+    fork_server: str | None = None
+    """The socket of the process that media workers are forked from."""
 
 
 class ApiServer(uvicorn.Server):
@@ -147,7 +150,10 @@ async def serve(start: ApiStart, progress: ProgressPipe) -> None:
     began = time.monotonic()
     with joined_socket_folder(start.config.channel.address):
         async with open_services(
-            start.config, index=start.index, restarted=start.restarted
+            start.config,
+            index=start.index,
+            restarted=start.restarted,
+            fork_server=Path(start.fork_server) if start.fork_server else None,
         ) as services:
             logger.info("the renderer is ready")
             app = build_app(services)
