@@ -3,6 +3,7 @@
     rates       requests/s of text, known pictures and new pictures, each with as many clients; CPU
                 seconds per 1,000 requests by process: API processes, media workers, the engine
     memory      PSS of all processes together (shared pages once) with a full processor cache
+    restart     seconds until a killed API process, then a killed engine, serves again
 
 A server of each size is started in turn; every figure is also given as a ratio to one API process.
 """
@@ -26,6 +27,7 @@ KINDS = {
     "API": "lookonce.server.process",
     "workers": "lookonce.render.media.worker",
     "engine": "lookonce.engine.process",
+    "fork server": "lookonce.ipc.fork_server",
 }
 GIB = 1 << 30
 BATCH = 16

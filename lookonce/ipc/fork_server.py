@@ -73,7 +73,8 @@ class ForkRequest(msgspec.Struct, frozen=True, array_like=True):
     arguments: tuple[str, ...]
     """`sys.argv` after the module."""
     places: tuple[int, ...]
-    """The numbers that the message's descriptors get in the process; it has no others but 2."""
+    """The numbers that the message's descriptors get in the process. Beside them it has standard
+    error; 0 and 1 are empty unless named here."""
     group: int
     """Its process group; 0: one of its own."""
     dies_with_link: bool
@@ -276,6 +277,10 @@ def _moved(fds: Sequence[int], places: Sequence[int]) -> list[int]:
 
 def _become(request: ForkRequest, fds: Sequence[int], task: Callable[[], None]) -> None:
     """Be the process that was asked for."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1):  # not the fork server's: whoever reads it waits for its last writer
+        os.dup2(nowhere, standard)
+    os.close(nowhere)
     for fd, place in zip(fds, request.places, strict=True):
         os.dup2(fd, place)
         os.close(fd)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import select
 import socket
 import struct
 from array import array
@@ -386,6 +387,10 @@ class MessageSocket:
                 self._unsent.write(self._link, MAX_FRAME_BYTES, 0)
         except BlockingIOError:
             raise TimeoutError("the peer does not read") from None
+
+    def wait(self, seconds: float) -> bool:
+        """Whether anything comes, or the peer leaves, within so many seconds."""
+        return bool(self._received or select.select([self._link], [], [], seconds)[0])
 
     def receive(self) -> Message:
         """The next message; the caller closes its descriptors.

@@ -68,6 +68,7 @@ from lookonce.render.media.sandbox import (
     limit_resources,
 )
 from lookonce.types.media import FLOATS, Array, Modality, ProcessedItem, SlabPlace
+from lookonce.types.memory import give_memory_back
 
 NICENESS = 5
 """Workers run at lower priority than the event loop and the engine, which share the cores."""
@@ -76,6 +77,8 @@ BYTES_PER_PIXEL = 64
 """Address space a worker may use: `BASE_MEMORY`, and this much per pixel of the largest picture."""
 TORCH_MEMORY = 8 << 30
 """Address space that torch's libraries take beside that, bytes."""
+REST_SECONDS = 1.0
+"""Without a job for so long, a worker gives the memory that its jobs have freed to the system."""
 WARM_UP_SIDE = 1024
 TEXT_CODECS = ("ascii", "latin-1", "utf-8", "utf-16", "utf-16-le", "utf-16-be", "cp1252")
 """Encodings of texts in media files, which Python loads when they are first used."""
@@ -262,6 +265,8 @@ def _serve(
     processing: Processing,
     slabs: WorkerSlabs,
 ) -> None:
+    if not link.wait(REST_SECONDS):
+        give_memory_back()
     request, fds = receive(link, requests)
     close_fds(fds)
     if isinstance(request, DropSlabs):
