@@ -164,7 +164,6 @@ class Storm:
         self.world.engine.check_empty()
         assert self.answered > NUM_REQUESTS / 4
 
-
     async def check_slabs(self, clients):
         """Once all caches are empty, every slab is free, or given back."""
         await clients[0].reset_cache("mm")
