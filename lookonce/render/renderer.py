@@ -39,7 +39,6 @@ from lookonce.render.media.resolver import (
     MediaResolver,
     NameBindings,
     RendererDirectory,
-    RenderStats,
     open_resolver,
 )
 from lookonce.render.prompt.detokenizer import Detokenizer
@@ -279,15 +278,6 @@ class Renderer:
         vocab_size = max(self.vocab_size or 0, self.tokenizer.vocab_size)
         check_token_ids(token_ids, vocab_size, frozenset(), (), "tokens")
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
-
-    def counts(self) -> dict[str, float]:
-        """Counts of `RenderStats`, as `name:modality` → value."""
-        stats = RenderStats() if self._resolver is None else self._resolver.stats
-        return {
-            f"{name}:{modality}": float(by_modality[modality])
-            for name, by_modality in stats.by_name().items()
-            for modality in self._encoder.placeholder_ids
-        }
 
     # --- inside -------------------------------------------------------------------------------
 
