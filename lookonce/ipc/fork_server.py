@@ -48,6 +48,7 @@ log = logging.getLogger("lookonce.ipc.fork_server")
 START_SECONDS = 60.0
 """How long a request waits for a fork server that is still importing."""
 REQUEST_SECONDS = 1.0
+PAUSE_SECONDS = 0.1
 STATUS_SECONDS = 2.0
 """How long a process's status may come after its end."""
 MAX_PACKET = 1 << 16
@@ -202,7 +203,12 @@ class _ForkServer:
                     return task
 
     def _accept(self) -> Callable[[], None] | None:
-        link, _ = self._listener.accept()
+        try:
+            link, _ = self._listener.accept()
+        except OSError as error:  # who asked has left, or no descriptor is free
+            log.warning("no request to fork can be taken: %s", error)
+            time.sleep(PAUSE_SECONDS)
+            return None
         fds: list[int] = []
         try:
             require_same_user(peer_uid(link))
@@ -225,10 +231,18 @@ class _ForkServer:
     ) -> Callable[[], None] | None:
         pid = os.fork()
         if pid == 0:
-            high = _moved(fds, request.places)
-            self._close(link)
+            try:
+                high = _moved(fds, request.places)
+                self._close(link)
+            except BaseException:  # noqa: BLE001 - it must not go on as another fork server
+                os._exit(1)
             return lambda: _become(request, high, self._mains[request.module])
-        pidfd = os.pidfd_open(pid)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:  # no descriptor is free
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
         child = _Child(pid, pidfd, link, request.dies_with_link)
         self._children[pidfd] = child
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._reap(child))

@@ -166,6 +166,8 @@ def test_bad_requests_are_refused_and_harm_nobody(tmp_path):
         for bad in (request("0", module="os"), request("0", places=(0, 1))):
             with pytest.raises(UnavailableError):
                 await asyncio.to_thread(start_forked, supervisor.path, bad, [0])
+        unplaced = start_forked(supervisor.path, request("0", places=(1 << 30,)), [0])
+        assert await asyncio.to_thread(unplaced.wait, PATIENCE) == 1
         for data in (b"", b"\xc1", msgspec.msgpack.encode([MODULE, 1])):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
                 link.connect(str(supervisor.path))
