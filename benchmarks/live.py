@@ -6,8 +6,8 @@ random Mistral with a window of 256 and 4,096 positions, so positions begin agai
 frames or so. Frames are sent as fast as they are computed: credits slow the sender. Engine process
 and sender process are real.
 
-day      one session, all frames. Memory of both processes (PSS, MiB) after the first part and at
-         the end; milliseconds a frame in the second thousand and in the last one
+day      one session, all frames. Memory of both processes (anonymous and shared, MiB) after the
+         first part and at the end; milliseconds a frame in the second thousand and in the last one
 side     sessions side by side, one frame of each at a time: sequences in a step, and from the
          sending of a frame to its token
 resent   what clients do elsewhere: a request for each frame, with all frames so far; prefixes are
@@ -29,7 +29,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.processes import pss
 from benchmarks.report import Report, median, percentile, publish
 from benchmarks.running_server import cpu_seconds
 from lookonce.config import Options, resolve
@@ -129,6 +128,13 @@ def engine_pid() -> int:
     raise UnavailableError("the engine process is not found")
 
 
+def own_memory(pid: int) -> int:
+    """Bytes of a process, files left out: their pages are shared with whatever else runs."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    sizes = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+    return sum(int(sizes[name][0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem"))
+
+
 def rendered(token_ids: Sequence[int] | NDArray[np.int32]) -> RenderedPrompt:
     return RenderedPrompt(np.asarray(token_ids, np.int32), scope=bytes(32))
 
@@ -169,7 +175,7 @@ async def day(engine: Engine, count: int) -> Report:
         second.note(answered, now)
         last.note(answered, now)
         if answered % every == 0 and (answered == 0 or memory[-1].frames != answered):
-            memory.append(Memory(answered, pss(engine.pid), pss(os.getpid())))
+            memory.append(Memory(answered, own_memory(engine.pid), own_memory(os.getpid())))
         if answered == count:
             break
     seconds = time.monotonic() - started
@@ -293,6 +299,9 @@ async def resent(engine: Engine, count: int) -> Report:
     for name, taken in (("session", by_session), ("growing requests", by_request)):
         first, last = (1000 * median(part) for part in (taken[:100], taken[-100:]))
         report.add(name, first, last, last / first)
+    first = median(by_request[:100]) / median(by_session[:100])
+    last = median(by_request[-100:]) / median(by_session[-100:])
+    report.add("requests over session", first, last, last / first)
     sent = 4 * sum(range(2, 2 * count + 2, 2))
     report.notes.append(
         f"{count} frames; the requests sent {sent / MIB:.0f} MiB of tokens, the session "

@@ -19,7 +19,7 @@ from lookonce.config import MediaConfig
 from lookonce.render.families.base import LargestItem, largest_media
 from lookonce.render.media.loader import MediaLoader
 from lookonce.render.media.resolver import MediaResolver, RenderStats
-from lookonce.render.prompt.encoder import ChatOptions
+from lookonce.render.prompt.encoder import ChatOptions, Follows
 from lookonce.render.prompt.token_cache import TokenCache
 from lookonce.render.renderer import Renderer
 from lookonce.types.counts import Counts
@@ -133,9 +133,10 @@ class ReadOnlyRenderer(Renderer):
         tenant: str = "",
         cache_salt: str | None = None,
         options: ChatOptions | Mapping[str, Any] | None = None,
+        follows: Follows | None = None,
     ) -> RenderedPrompt:
         prompt = await super().render_chat(
-            messages, tenant=tenant, cache_salt=cache_salt, options=options
+            messages, tenant=tenant, cache_salt=cache_salt, options=options, follows=follows
         )
         self._memory.remember(prompt.items)
         return prompt

@@ -256,7 +256,7 @@ def test_a_full_context_ends_the_session_with_a_clear_error():
         await session.extend(rendered(text(3)))
         with pytest.raises(SessionFullError, match="filled the model's context"):
             await answer(session)
-        with pytest.raises(BadRequestError, match="the session is closed"):
+        with pytest.raises(SessionFullError):
             await session.extend(rendered(text(2)))
 
     world.run(scenario)
@@ -272,7 +272,7 @@ def test_an_engine_that_dies_ends_its_sessions_and_the_next_one_serves_new_ones(
         waiting = asyncio.create_task(other.extend(rendered(text(2))))
         await asyncio.sleep(0.02)
         world.engine.die()
-        with pytest.raises(EngineDeadError, match="ended unexpectedly"):
+        with pytest.raises(EngineDeadError, match="ended unexpectedly.*sessions have ended"):
             await answer(session)
         with pytest.raises(EngineDeadError, match="ended unexpectedly"):
             await waiting

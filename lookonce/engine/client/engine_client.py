@@ -486,7 +486,8 @@ class EngineClient:
         if requests:
             logger.error("%s (%d requests fail)", why, len(requests))
         for request in requests.values():
-            request.fail(EngineDeadError(why))
+            is_session = isinstance(request, PendingSession)
+            request.fail(EngineDeadError(f"{why}; its sessions have ended" if is_session else why))
         self._stats_requests.fail(EngineDeadError(why))
 
     async def _ask_stats(self) -> dict[str, float]:

@@ -189,7 +189,7 @@ class EngineSession:
         """
         async with self._turn:
             if self._left:
-                raise BadRequestError("the session is closed", param="session")
+                self._session.require_open()
             return await self._link.extend_session(
                 self._session,
                 rendered,
