@@ -505,7 +505,9 @@ def _calls() -> list[bytes]:
         "hermes": hermes, "qwen3_coder": coder, "llama3": llama, "mistral": mistral,
         "harmony": harmony,
     }  # fmt: skip
-    return [bytes([NAMES.index(name)]) + text.encode() for name, text in texts.items()]
+    nested = '<tool_call>{"name": ' + "[" * 2000 + "]" * 2000 + "}</tool_call>"
+    written = [*texts.items(), ("hermes", nested)]
+    return [bytes([NAMES.index(name)]) + text.encode() for name, text in written]
 
 
 @target(_calls)
