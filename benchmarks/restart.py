@@ -84,9 +84,7 @@ def measure(server: RunningServer, rounds: int) -> list[Report]:
     report = Report("restart", columns)
     parts = Report("restart (parts)", ("process", "stage", "from s", "to s", "seconds"))
     for name in NAMES:
-        runs = []
-        for _ in range(rounds):
-            runs.append(kill_and_wait(server, name))
+        runs = [kill_and_wait(server, name) for _ in range(rounds)]
         noticed, served = (median([run[index] for run in runs]) for index in (1, 2))
         report.add(name, noticed, served, plain, served - plain)
         last = runs[-1]

@@ -3,8 +3,8 @@
     python tools/fuzz.py                      the names of the parsers
     python tools/fuzz.py http --seconds 60    one of them; findings stay in build/fuzz/
 
-A finding is a file that breaks a rule of `tests/support/fuzz_targets.py`. Once it is mended, put the
-file, made small, into tests/fuzz/corpus/NAME, where the tests try it again.
+A finding is a file that breaks a rule of `tests/support/fuzz_targets.py`. Once it is mended, put
+the file, made small, into tests/fuzz/corpus/NAME, where the tests try it again.
 """
 
 from __future__ import annotations

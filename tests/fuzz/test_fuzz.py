@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.fuzz_targets import TARGETS, Target
 
-EXAMPLES = 60
+EXAMPLES = 40
 PEAK_BYTES = 8 << 20
 PEAK_PER_BYTE = 256
 """Most memory that an input of some bytes may take."""

@@ -255,10 +255,11 @@ def image_cost(data: bytes) -> None:
 
 
 def _size_seen_by_pillow(data: bytes) -> int | None:
-    with contextlib.suppress(Exception):
+    try:
         with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
             return image.width * image.height
-    return None
+    except Exception:  # noqa: BLE001 - a decoder's own, whatever it is
+        return None
 
 
 def _sounds() -> list[bytes]:
@@ -435,7 +436,10 @@ def _valkey_answers() -> list[bytes]:
 class _OneTier(ValkeyTier):
     """A tier whose only connection answers with what was prepared, then closes."""
 
-    answer = b""
+    def __init__(self, answer: bytes) -> None:
+        super().__init__(OBJECTS, TierSpec("valkey", host="x"), timeout=1.0)
+        self.answer = answer
+        self.theirs: list[socket.socket] = []
 
     def _connection(self, deadline: float) -> Any:
         connection = _connected()
@@ -446,8 +450,13 @@ class _OneTier(ValkeyTier):
             theirs.send(self.answer)
         theirs.shutdown(socket.SHUT_WR)
         connection._socket = ours
-        self.kept = theirs
+        self.theirs.append(theirs)
         return connection
+
+    def close(self) -> None:
+        super().close()
+        for each in self.theirs:
+            each.close()
 
 
 def _connected() -> Any:
@@ -462,8 +471,7 @@ def _connected() -> Any:
 @target(_valkey_answers)
 def valkey_answer(data: bytes) -> None:
     """What a Valkey server answers: only intact blocks are vouched for, and errors are its own."""
-    tier = _OneTier(OBJECTS, TierSpec("valkey", host="x"), timeout=1.0)
-    tier.answer = data
+    tier = _OneTier(data)
     into = memoryview(bytearray(2 * SIZE))
     began = time.monotonic()
     outcome = tier.read([key(1), key(2)], into)
@@ -475,7 +483,6 @@ def valkey_answer(data: bytes) -> None:
         assert all(isinstance(held, bool) for held in tier.lease([key(1)]))
     assert time.monotonic() - began < 5
     tier.close()
-    tier.kept.close()
 
 
 # --- tool calls -----------------------------------------------------------------------------------
@@ -505,7 +512,7 @@ def _calls() -> list[bytes]:
         "hermes": hermes, "qwen3_coder": coder, "llama3": llama, "mistral": mistral,
         "harmony": harmony,
     }  # fmt: skip
-    nested = '<tool_call>{"name": ' + "[" * 2000 + "]" * 2000 + "}</tool_call>"
+    nested = '<tool_call>{"name": ' + "[" * 1100 + "]" * 1100 + "}</tool_call>"
     written = [*texts.items(), ("hermes", nested)]
     return [bytes([NAMES.index(name)]) + text.encode() for name, text in written]
 
