@@ -12,6 +12,7 @@ import asyncio
 import base64
 import contextlib
 import io
+import ipaddress
 import json
 import math
 import re
@@ -28,7 +29,13 @@ import numpy as np
 from PIL import Image
 
 from lookonce.config import ConnectionConfig
-from lookonce.errors import BadRequestError, ProtocolError, RequestError, TooLargeError
+from lookonce.errors import (
+    BadRequestError,
+    ForbiddenError,
+    ProtocolError,
+    RequestError,
+    TooLargeError,
+)
 from lookonce.frontend.requests import ChatRequest, CompletionRequest, TokenizeRequest
 from lookonce.frontend.tools.formats import FORMATS
 from lookonce.frontend.tools.parser import (
@@ -52,6 +59,7 @@ from lookonce.render.media.processing import IMAGE_FORMATS
 from lookonce.render.media.worker import JobBegun, WorkerReply, WorkerRequest
 from lookonce.server.http.body import parse_reporting
 from lookonce.server.http.connections import Connections, HttpProtocol
+from lookonce.server.http.request_guard import PRIVATE_DOMAINS, RequestGuard
 from lookonce.server.process import uvicorn_config
 from lookonce.types.kv import TierSpec
 from lookonce.types.media import Array
@@ -670,3 +678,34 @@ def http(data: bytes) -> None:
             head, _, body = answer.partition(b"\r\n\r\n")
             if b"application/json" in head:
                 assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+def _names() -> list[bytes]:
+    hosts = (b"localhost:8000", b"127.0.0.1", b"[::1]:80", b"evil.example:80", b"a.local.", b"box")
+    pairs = [host + b"\nhttp://" + host + b"\n" for host in hosts]
+    return [*pairs, b"localhost\nhttp://evil.example\n", b"localhost\nnull\ncross-site"]
+
+
+GUARD = RequestGuard(check_hosts=True, check_origins=True)
+
+
+@target(_names)
+def host_and_origin(data: bytes) -> None:
+    """On a server without keys no name that a stranger can own is served, and no page of one."""
+    host, origin, site, *_ = [*data.split(b"\n"), b"", b"", b""]
+    headers = [(b"host", host), (b"origin", origin), (b"sec-fetch-site", site)]
+    sent = [(name, value) for name, value in headers if value]
+    scope = {"method": "POST", "path": "/v1/completions", "headers": sent, "http_version": "1.1"}
+    try:
+        GUARD.admit(scope)
+    except (BadRequestError, ForbiddenError) as error:
+        _check_error(error)
+        return
+    named = re.sub(r":[0-9]*$", "", host.decode("latin-1").lower()) if host[-1:] != b"]" else ""
+    named = (named or host.decode("latin-1")).strip("[]").removesuffix(".")
+    try:
+        ipaddress.ip_address(named.partition("%")[0])
+    except ValueError:
+        assert "." not in named or named.endswith(PRIVATE_DOMAINS), f"{named!r} was served"
+    if origin and site != b"same-origin":
+        assert origin.lower().partition(b"://")[2].split(b":")[0] == host.lower().split(b":")[0]
