@@ -1,7 +1,7 @@
 """Faults of every kind on a live server under mixed load, and which answers each one explains.
 
     kind             what is done                               what it explains
-    kill worker      SIGKILL                                    422 of its API process, once an item
+    kill worker      SIGKILL                                    422 of its API process, in these words
     stop worker      SIGSTOP for a moment                       nothing
     kill engine      SIGKILL                                    503, broken answers until it is back
     stop engine      SIGSTOP for a moment                       nothing
@@ -9,7 +9,7 @@
     stop api         SIGSTOP for a moment                       nothing
     tier             a Valkey pauses, dies, comes back          nothing
     disk full        files of the engine may not grow           nothing
-    descriptors      an API process can open no more            nothing but 503 of that process
+    descriptors      an API process can open no more            503, and connections it closes
     worker memory    a worker can take no more memory           422 of its API process
 
 Whatever a request is told that no fault on its own path explains is a finding.
@@ -36,10 +36,11 @@ from tests.support.kv_servers import ValkeyServer
 from tests.support.live_server import LiveServer
 from tests.support.traffic import PlannedRequest
 
+LOOK_SECONDS = 0.02
 PAUSE = (0.1, 0.8)
 """Seconds that a process is stopped, or short of something."""
-OF_A_WORKER = ("decoder crashed", "cannot be processed now", "takes too much memory", "CPU time")
-"""What a request is told whose media worker was killed, or had no memory."""
+OF_A_WORKER = ("decoder crashed", "cannot be processed now")
+"""What a request is told whose media worker was killed."""
 BROKEN = (0, 500, 502, 503)
 
 
@@ -51,6 +52,8 @@ class Injected:
     began: float
     ended: float
     ports: frozenset[int] = frozenset()
+    others: frozenset[int] = frozenset()
+    """Client ports of other API processes."""
 
     def overlaps(self, seen: Seen) -> bool:
         return seen.began <= self.ended and self.began <= seen.ended
@@ -65,11 +68,13 @@ class Injected:
                 return broken
             case "kill api":
                 return broken and seen.port in self.ports
-            case "kill worker" | "worker memory":
+            case "kill worker":
                 told = any(words in seen.body for words in OF_A_WORKER)
                 return seen.port in self.ports and told and seen.status in (422, 503)
-            case "descriptors":
-                return seen.port in self.ports and seen.status == 503
+            case "worker memory":  # where memory ends, a decoder may call anything broken
+                return seen.port in self.ports and seen.status in (422, 503)
+            case "descriptors":  # what it closes at once is in nobody's list
+                return seen.port not in self.others and seen.status in (0, 503)
         return False
 
 
@@ -85,6 +90,7 @@ class Faults:
     seed: int = 0
     seen: list[Seen] = field(default_factory=list)
     injected: list[Injected] = field(default_factory=list)
+    _others: frozenset[int] = frozenset()
 
     def run(self, patience: float) -> None:
         asyncio.run(self._run(patience))
@@ -134,13 +140,14 @@ class Faults:
 
     async def _inject(self, kind: str, rng: random.Random) -> None:
         began = time.monotonic()
+        self._others = frozenset()
         try:
             ports = await self._faults()[kind](rng)
         except OSError:  # the process has ended by itself
             return
         if kind in ("kill engine", "kill api"):
             await self._until_ready()
-        self.injected.append(Injected(kind, began, time.monotonic(), ports))
+        self.injected.append(Injected(kind, began, time.monotonic(), ports, self._others))
 
     async def _victim(self, kind: str, rng: random.Random) -> int:
         while not (found := of_kind(self.server, kind)):  # noqa: ASYNC110 - only /proc can tell
@@ -173,11 +180,16 @@ class Faults:
         soft, hard = resource.prlimit(pid, what)
         low = most if most is not None else len(os.listdir(f"/proc/{pid}/fd"))
         resource.prlimit(pid, what, (low, hard))
+        until = time.monotonic() + rng.uniform(*PAUSE)
         try:
-            await asyncio.sleep(rng.uniform(*PAUSE))
+            while time.monotonic() < until:
+                await asyncio.sleep(LOOK_SECONDS)
+                ports |= self._ports(kind, pid)
+                for other in of_kind(self.server, API):
+                    if kind == API and other != pid:
+                        self._others |= client_ports(other)
         finally:
             with suppress(OSError):
-                ports |= self._ports(kind, pid)
                 resource.prlimit(pid, what, (soft, hard))
         return ports
 
