@@ -1,7 +1,7 @@
 """Faults of every kind on a live server under mixed load, and which answers each one explains.
 
     kind             what is done                               what it explains
-    kill worker      SIGKILL                                    422 of its API process, in these words
+    kill worker      SIGKILL                                    422 of its API process
     stop worker      SIGSTOP for a moment                       nothing
     kill engine      SIGKILL                                    503, broken answers until it is back
     stop engine      SIGSTOP for a moment                       nothing
