@@ -83,6 +83,7 @@ soak: $(STAMP)
 	@SOAK_REQUESTS=10000 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_soak.py
 	@CHAOS_KILLS=200 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_chaos.py
 	@FAULT_REQUESTS=10000 $(BIN)/python -m pytest --timeout 7200 -m soak tests/end_to_end/test_faults.py
+	@$(MAKE) --no-print-directory fuzz
 
 # Each parser of strangers' bytes, guided by coverage. atheris gets an environment of its own, which sees this one's packages.
 FUZZ_VENV := .venv-fuzz
