@@ -37,6 +37,9 @@ from tests.support.live_server import LiveServer
 from tests.support.traffic import PlannedRequest
 
 LOOK_SECONDS = 0.02
+LINGERING = ("descriptors", "worker memory")
+LINGER_SECONDS = 0.5
+"""What a process has begun while it was short of something ends later."""
 PAUSE = (0.1, 0.8)
 """Seconds that a process is stopped, or short of something."""
 OF_A_WORKER = ("decoder crashed", "cannot be processed now")
@@ -147,7 +150,8 @@ class Faults:
             return
         if kind in ("kill engine", "kill api"):
             await self._until_ready()
-        self.injected.append(Injected(kind, began, time.monotonic(), ports, self._others))
+        ended = time.monotonic() + (LINGER_SECONDS if kind in LINGERING else 0.0)
+        self.injected.append(Injected(kind, began, ended, ports, self._others))
 
     async def _victim(self, kind: str, rng: random.Random) -> int:
         while not (found := of_kind(self.server, kind)):  # noqa: ASYNC110 - only /proc can tell
@@ -184,9 +188,10 @@ class Faults:
         try:
             while time.monotonic() < until:
                 await asyncio.sleep(LOOK_SECONDS)
-                ports |= self._ports(kind, pid)
-                for other in of_kind(self.server, API):
-                    if kind == API and other != pid:
+                with suppress(OSError):  # it may not survive this
+                    ports |= self._ports(kind, pid)
+                for other in of_kind(self.server, API) if kind == API else ():
+                    if other != pid:
                         self._others |= client_ports(other)
         finally:
             with suppress(OSError):
