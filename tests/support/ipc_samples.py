@@ -11,14 +11,17 @@ from lookonce.ipc.messages import (
     CacheOps,
     ClearCache,
     ClientMessage,
+    CloseSession,
     Deltas,
     EngineMessage,
+    ExtendSession,
     GetStats,
     Heartbeat,
     Hello,
     Hint,
     Hints,
     KeyedItem,
+    OpenSession,
     Received,
     Rejected,
     ResendMedia,
@@ -31,7 +34,14 @@ from lookonce.ipc.messages import (
 )
 from lookonce.types.media import ITEM_SIZE, Array, Expansion, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
-from lookonce.types.request import GenerateRequest, PrefillStats, TokenDelta, TokenLogprob
+from lookonce.types.request import (
+    GenerateRequest,
+    PrefillStats,
+    SessionOptions,
+    SessionUpdate,
+    TokenDelta,
+    TokenLogprob,
+)
 from lookonce.types.sampling import SamplingParams
 
 MODEL = ModelInfo("m", "fake", 100, 64, (2,), ("image",), "bfloat16", 16)
@@ -103,9 +113,23 @@ requests = st.builds(
     arrival=st.floats(0, 1e9),
 )
 seqs = st.integers(1, 2**40)
+session_options = st.builds(
+    SessionOptions,
+    answer=st.booleans(),
+    overflow=st.sampled_from(["end", "compact"]),
+    keep_tokens=st.none() | st.integers(0, 99),
+    credits=st.integers(0, 99),
+)
 client_messages: st.SearchStrategy[ClientMessage] = st.one_of(
     st.builds(Submit, st.integers(1), seqs, cache_ops, requests, keyed_items, st.booleans())
     .filter(lambda message: message.epoch < 2**62),
+    st.builds(OpenSession, seqs, seqs, cache_ops, requests, session_options, keyed_items),
+    st.builds(
+        ExtendSession, seqs, seqs, cache_ops, st.text(max_size=9), seqs, arrays(),
+        interrupt=st.booleans(), answer=st.booleans(), max_tokens=st.none() | seqs,
+        loose=keyed_items, joins=st.booleans(),
+    ),
+    st.builds(CloseSession, seqs, st.text(max_size=9)),
     st.builds(SupplyMedia, seqs, seqs, cache_ops, st.text(max_size=9), keyed_items),
     st.builds(UpdateCache, seqs, seqs, cache_ops, st.integers(-1, 9)),
     st.builds(Abort, seqs, st.lists(st.text(max_size=9)).map(tuple), st.none() | seqs),
@@ -124,6 +148,7 @@ engine_messages: tuple[EngineMessage, ...] = (
         [
             TokenDelta("r", 0, [1], logprobs=[TokenLogprob(-0.5, ((1, -0.5),))]),
             TokenDelta("r", 1, [2], "stop", 2, reuse_stats=PrefillStats(16, 0, ("hit",), (1.5,))),
+            TokenDelta("s", 0, [3], session=SessionUpdate(2, "length", 5, 16)),
             TokenDelta("q", 0, [], "error", error=("RequestFailedError", "broke", None)),
         ]
     ),
