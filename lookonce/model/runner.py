@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.model.attention.backend import AttentionBackend
+from lookonce.model.attention.cross import CrossStates
 from lookonce.model.encoder_runner import COMPUTE_ERRORS, EncodeReport, EncoderRunner
 from lookonce.model.input_batch import InputBatch
 from lookonce.model.kv_pages import KVPages, PageCopier
@@ -64,6 +65,7 @@ class Runner:
             max_num_tokens=max(max_num_batched_tokens, family.largest_unsplittable),
             block_size=kv_pages.block_size,
             device=loaded.device,
+            encoder_decoder=family.encoder_decoder,
         )
 
     def page_copier(self) -> PageCopier:
@@ -98,7 +100,11 @@ class Runner:
             self._sampler.remove(seq_id)
 
     def _add(self, new: NewSequence) -> None:
-        self._batch.add(new, mrope=self._family.position_axes > 1)
+        self._batch.add(
+            new,
+            mrope=self._family.position_axes > 1,
+            encoder_decoder=self._family.encoder_decoder,
+        )
         self._prompt_logprobs.add(new)
         prompt = new.token_ids[: new.num_prompt_tokens]
         output = new.token_ids[new.num_prompt_tokens :]
@@ -111,16 +117,21 @@ class Runner:
         output: _StepOutput,
     ) -> list[ScheduledSequence]:
         """The sequences whose encoder outputs are all held; the others fail."""
-        if not any(chunk.embeds for chunk in scheduled):
+        if not any(chunk.embeds for chunk in scheduled) and not self._family.encoder_decoder:
             return list(scheduled)
         kept = []
         for chunk in scheduled:
-            missing = [part.key for part in chunk.embeds if part.key not in self._encoder]
+            missing = [key for key in self._keys_read(chunk) if key not in self._encoder]
             if not missing:
                 kept.append(chunk)
             elif not any(key in failed_items for key in missing):
                 output.fail(chunk.seq_id, "an encoder output is missing")
         return kept
+
+    def _keys_read(self, chunk: ScheduledSequence) -> list[bytes]:
+        """The encoder outputs that a chunk needs."""
+        heard = self._batch.input_keys[self._batch.row_of(chunk.seq_id)]
+        return [part.key for part in chunk.embeds] if heard is None else [heard]
 
     def _compute(self, chunks: Sequence[ScheduledSequence], output: _StepOutput) -> None:
         """Compute all chunks in one call; if that fails, each alone, so that only faulty ones fail.
@@ -147,7 +158,9 @@ class Runner:
         seq_ids = [chunk.seq_id for chunk in sampled]
         hidden, parts = None, self._prompt_logprobs.parts(chunks)
         if parts:
-            hidden = self.text_model.hidden_states(inputs, self._encoder_rows(inputs))
+            hidden = self.text_model.hidden_states(
+                inputs, self._encoder_rows(inputs), self._cross_states(inputs)
+            )
             output.add_prompt_logprobs(
                 self._prompt_logprobs.score(hidden, parts, self.text_model.compute_logits)
             )
@@ -168,7 +181,14 @@ class Runner:
         """
         if hidden is not None:
             return self.text_model.compute_logits(sampled_rows(hidden, inputs))
-        return self.text_model(inputs, self._encoder_rows(inputs))
+        return self.text_model(inputs, self._encoder_rows(inputs), self._cross_states(inputs))
+
+    def _cross_states(self, inputs: StepInputs) -> CrossStates | None:
+        """What the step's tokens cross-attend to; None for a model without cross-attention."""
+        if not inputs.readers:
+            return None
+        states, output = self._family.cross_states, self._encoder.output
+        return CrossStates([(each.at, states(output(each.key))) for each in inputs.readers])
 
     def _encoder_rows(self, inputs: StepInputs) -> Tensor | None:
         """[N, W] encoder rows for the tokens `inputs.embed_at`; None without any."""

@@ -92,6 +92,31 @@ class CompiledGrammar(Protocol):
     def start(self) -> GrammarState: ...
 
 
+class TokenRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Which tokens a speech model may write, and where: Whisper's rules, as transformers' logits
+    processors have them. Ids outside the vocabulary are ignored."""
+
+    only: tuple[int, ...] = ()
+    """If not empty, no other token may come. Log-probabilities are still those of all tokens."""
+    suppressed: tuple[int, ...] = ()
+    """Never written."""
+    suppressed_first: tuple[int, ...] = ()
+    """Not written as the first generated token."""
+    timestamp_begin: int | None = None
+    """The first timestamp: ids from here on are times, in pairs around text, which never decrease;
+    they come first, and wherever all together are likelier than any other token. None: no rule."""
+    max_initial_timestamp: int | None = None
+    """How many timestamps after the first one the text may begin at most; None: any."""
+    text_end: int = 0
+    """Ids below are text."""
+
+    def __post_init__(self) -> None:
+        """Raises `BadRequestError` for what is no token id."""
+        for name in ("only", "suppressed", "suppressed_first"):
+            if not all(type(token) is int for token in getattr(self, name)):
+                raise BadRequestError(f"token_rules.{name} takes token ids", param="token_rules")
+
+
 _WHOLE = {int: "a whole number"}
 _NUMBER = {int: "a number", float: "a number"}
 _TEXT = {str: "a string"}
@@ -118,6 +143,7 @@ _TYPES: dict[str, dict[Any, str]] = {
     "prompt_logprobs": _WHOLE | _NOTHING,
     "skip_special_tokens": _FLAG,
     "grammar": {Grammar: "a Grammar"} | _NOTHING,
+    "token_rules": {TokenRules: "TokenRules"} | _NOTHING,
 }
 """What each field takes: exact type → its name for people."""
 
@@ -154,6 +180,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
+    token_rules: TokenRules | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
