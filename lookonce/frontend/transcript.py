@@ -16,7 +16,7 @@ Granularity = Literal["segment", "word"]
 class EncodedAudio:
     """An encoded sound (WAV, FLAC, Ogg or MP3); `param` names it in errors."""
 
-    data: bytes
+    data: bytes | bytearray
     param: str = "file"
 
 

@@ -101,7 +101,8 @@ def estimate_cost(modality: Modality, data: bytes | memoryview, limits: CostLimi
 
     Raises `TooLargeError` that names no request part.
     """
-    data = bytes(data)
+    if not isinstance(data, (bytes, bytearray)):
+        data = bytes(data)
     try:
         seconds = _image(data, limits) if modality == "image" else _sound(data, limits)
     except LookOnceError:
