@@ -67,6 +67,7 @@ def make_folder(source: Path, target: Path) -> Path:
     model = _model(read_weights(source / "model.bin"))
     for name, value in _generation(described).items():
         setattr(model.generation_config, name, value)
+    model.generation_config._from_model_config = False  # or transformers makes it anew on loading
     model.save_pretrained(target)
     _save_tokenizer(source / "tokenizer.json", target)
     WhisperFeatureExtractor(feature_size=80).save_pretrained(target)
