@@ -411,11 +411,12 @@ class SpeechTranscription:
         single_end = is_time[-2:] == [False, True]
         cuts = [i + 1 for i in range(len(tokens) - 1) if is_time[i] and is_time[i + 1]]
         if not cuts:
-            end = int(frames * TIME_PRECISION_FRAMES / TIME_PRECISION)
+            steps = int(frames * TIME_PRECISION_FRAMES / TIME_PRECISION)
             times = [token for token in tokens if token >= begin]
             if times and times[-1] != begin:
-                end = times[-1] - begin
-            return [_Slice(offset, offset + end * TIME_PRECISION, slice(0, len(tokens)))], frames
+                steps = times[-1] - begin
+            whole = slice(0, len(tokens))
+            return [_Slice(offset, offset + steps * TIME_PRECISION, whole)], frames
         if single_end:
             cuts.append(len(tokens))
         else:

@@ -34,6 +34,7 @@ from lookonce.render.media.external_items import (
     placeholder_span,
     storage_digest,
 )
+from lookonce.render.media.loader import Encoded
 from lookonce.render.media.resolver import (
     MediaResolver,
     NameBindings,
@@ -208,7 +209,7 @@ class Renderer:
         return RenderedPrompt(token_ids, features, items, scope)
 
     async def open_sound(
-        self, data: bytes, *, tenant: str = "", cache_salt: str | None = None, param: str = "file"
+        self, data: Encoded, *, tenant: str = "", cache_salt: str | None = None, param: str = "file"
     ) -> SoundFile:
         """A sound file for an encoder-decoder. Raises a `RequestError` that names `param`."""
         if self._sound_files is None:

@@ -114,7 +114,7 @@ class RenderedItem:
     uncounted: bool = False
     """A reference sent ahead: whether it was a hit is known, and counted once, when the engine has
     accepted or asked, or the prompt has ended."""
-    encoded: bytes | None = None
+    encoded: bytes | bytearray | None = None
     """The media as it came, for an answer that carries it on; None where a name alone came."""
 
 

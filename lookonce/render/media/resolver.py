@@ -49,7 +49,7 @@ from lookonce.errors import (
 from lookonce.render.families.base import Options
 from lookonce.render.media.cost import UNLIMITED, CostLimits, estimate_cost
 from lookonce.render.media.fair_queue import QueueLimitError
-from lookonce.render.media.loader import OFF_LOOP_BYTES, MediaLoader, MediaSource, for_part
+from lookonce.render.media.loader import OFF_LOOP_BYTES, Encoded, MediaLoader, MediaSource, for_part
 from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT, MediaPool
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
 from lookonce.render.media.single_flight import SingleFlight
@@ -85,7 +85,7 @@ class Loader(Protocol):
     def fetched(self) -> Counter[str]:
         """Bodies fetched and files read, by modality."""
 
-    async def load(self, source: MediaSource, scope: bytes = b"") -> bytes: ...
+    async def load(self, source: MediaSource, scope: bytes = b"") -> Encoded: ...
 
 
 class Pool(Protocol):
@@ -171,12 +171,14 @@ class ResolvedPart:
     scope: bytes
     digest: bytes
     key: bytes
-    data: bytes | None
+    data: Encoded | None
     tenant: str = ""
 
     @property
     def job(self) -> MediaJob:
-        return MediaJob(self.source.modality, self.data or b"", self.options, self.tenant)
+        data = self.data or b""
+        view = memoryview(data).toreadonly() if isinstance(data, bytearray) else data
+        return MediaJob(self.source.modality, view, self.options, self.tenant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +402,7 @@ class MediaResolver:
         data = source.inline_bytes(self._max_bytes)
         return self._identified(source, prompt, self._hash(source, prompt, data), data)
 
-    def _hash(self, source: MediaSource, prompt: _Prompt, data: bytes) -> bytes:
+    def _hash(self, source: MediaSource, prompt: _Prompt, data: Encoded) -> bytes:
         return media_hash(
             data,
             modality=source.modality,
@@ -410,7 +412,7 @@ class MediaResolver:
         )
 
     def _identified(
-        self, source: MediaSource, prompt: _Prompt, digest: bytes, data: bytes | None
+        self, source: MediaSource, prompt: _Prompt, digest: bytes, data: Encoded | None
     ) -> ResolvedPart:
         """Raises `RequestError` if the part's uuid or the digest it came with means other media."""
         options, scope = prompt.options[source.modality], prompt.scope

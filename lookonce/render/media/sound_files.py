@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from lookonce.render.families.speech import SpeechProcessing
-from lookonce.render.media.loader import MediaSource
+from lookonce.render.media.loader import Encoded, MediaSource
 from lookonce.render.media.processing import Processed
 from lookonce.render.media.resolver import MediaResolver, ResolvedPart
 from lookonce.types.media import Expansion, ProcessedItem
@@ -48,7 +48,7 @@ class SoundFiles:
         self._family = family
         self._known: OrderedDict[bytes, _KnownFile] = OrderedDict()
 
-    async def open(self, data: bytes, scope: bytes, *, tenant: str, param: str) -> SoundFile:
+    async def open(self, data: Encoded, scope: bytes, *, tenant: str, param: str) -> SoundFile:
         """Identify a file, and decode it if it is new. Raises a `RequestError` that names it."""
         source = MediaSource("audio", "inline", "", param, data=data)
         part = await asyncio.to_thread(self._resolver.file_part, source, scope, tenant=tenant)

@@ -1,8 +1,9 @@
-"""Random folders of encoder-decoders that transcribe, with tokens in the order of published ones."""
+"""Random folders of encoder-decoders, with tokens in the order of published ones."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,7 @@ def make_whisper(target: Path, *, seed: int = 0, english: bool = False) -> Path:
     extractor = {**SOUND, "feature_size": 32, "chunk_length": SECONDS}
     (target / "preprocessor_config.json").write_text(json.dumps(extractor), encoding="utf-8")
     return target
+
+
+SPEECH_KINDS: dict[str, Callable[[Path], Path]] = {"whisper": make_whisper}
+"""Type → what makes a random folder of it."""
