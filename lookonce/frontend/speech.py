@@ -32,14 +32,16 @@ from lookonce.frontend.transcript import (
     TranscriptEvent,
     TranscriptionOptions,
     TranscriptSegment,
+    TranscriptWord,
     TrimmedText,
     language_code,
     language_name,
 )
+from lookonce.frontend.words import words_of
 from lookonce.render.families.speech import SpeechProcessing
 from lookonce.render.media.sound_files import SoundFile
 from lookonce.types.request import TokenLogprob
-from lookonce.types.sampling import SamplingParams, TokenRules
+from lookonce.types.sampling import Alignment, SamplingParams, TokenRules
 
 TIME_PRECISION = 0.02
 """Seconds from one timestamp token to the next."""
@@ -79,9 +81,14 @@ class SpeechSettings(msgspec.Struct, frozen=True):
         return None if self.no_timestamps_token_id is None else self.no_timestamps_token_id + 1
 
     @property
+    def is_whisper(self) -> bool:
+        """Has Whisper's tokens for languages, tasks and times."""
+        return self.no_timestamps_token_id is not None
+
+    @property
     def is_english(self) -> bool:
-        """Knows English only."""
-        return not self.lang_to_id or self.is_multilingual is False
+        """A Whisper that knows English only."""
+        return self.is_whisper and (not self.lang_to_id or self.is_multilingual is False)
 
 
 def read_settings(folder: str) -> SpeechSettings:
@@ -114,6 +121,8 @@ class _Heard:
     avg_logprob: float = 0.0
     compression_ratio: float = 0.0
     no_speech_prob: float = 0.0
+    times: list[float] = field(default_factory=list)
+    """Seconds in the window at which each token ends, where words are asked for."""
 
 
 @dataclass(slots=True)
@@ -131,6 +140,7 @@ class _Result:
 
     language: str = ""
     segments: list[TranscriptSegment] = field(default_factory=list)
+    words: list[TranscriptWord] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     generations: list[PromptGeneration] = field(default_factory=list)
@@ -182,6 +192,8 @@ class SpeechTranscription:
                 seek += frames
                 continue
             slices, step = self._sliced(heard, seek, frames)
+            if "word" in self._options.timestamps:
+                heard.times = await self._token_times(file, seek, heard)
             for piece in slices:
                 for delta in self._take(piece, heard, seek, text):
                     yield delta
@@ -197,14 +209,20 @@ class SpeechTranscription:
                 "timestamp_granularities",
                 param="timestamp_granularities",
             )
+        if "word" in options.timestamps and not settings.alignment_heads:
+            raise BadRequestError(
+                "the model's generation_config.json names no alignment_heads, which word "
+                "timestamps need",
+                param="timestamp_granularities",
+            )
         code = language_code(options.language)
+        if options.task == "translate" and not settings.task_to_id:
+            raise BadRequestError("the model translates nothing", param="model")
+        if not settings.is_whisper:
+            return  # whatever language it knows, nothing can be said to it about that
         if settings.is_english:
             if code not in (None, "en"):
                 raise BadRequestError("the model knows English only", param="language")
-            if options.task == "translate":
-                raise BadRequestError(
-                    "the model knows English only, and translates nothing", param="model"
-                )
         elif code is not None and f"<|{code}|>" not in settings.lang_to_id:
             known = ", ".join(sorted(name.strip("<|>") for name in settings.lang_to_id))
             raise BadRequestError(
@@ -223,7 +241,9 @@ class SpeechTranscription:
         """transformers' `_retrieve_init_tokens`."""
         settings = self._settings
         tokens = [settings.decoder_start_token_id or 0]
-        if not settings.is_english:
+        if not settings.is_whisper:
+            self._result.language = language_name(language_code(self._options.language) or "")
+        elif not settings.is_english:
             tokens.append(await self._language_token(file))
             task = settings.task_to_id.get(self._options.task)
             if task is not None:
@@ -371,7 +391,7 @@ class SpeechTranscription:
             return min(room, self._settings.max_new_tokens)
         if self._settings.max_length is None:
             return room
-        counted = min(self._longest // 2 - 1, num_prompt)
+        counted = min(self._longest // 2 - 1, num_prompt) if self._settings.is_whisper else 0
         return max(1, min(room, self._settings.max_length + counted - num_prompt))
 
     @property
@@ -456,6 +476,8 @@ class SpeechTranscription:
         )
         result.segments.append(segment)
         shown = self._shown(tokens)
+        if heard.times:
+            result.words += self._words(piece, heard, seek, shown)
         logprobs = [heard.logprobs[piece.tokens][index] for index in shown]
         ids = [tokens[index] for index in shown]
         result.token_ids += ids
@@ -464,6 +486,44 @@ class SpeechTranscription:
         if not added and not ids:
             return []
         return [TranscriptDelta(added, ids, logprobs if self._options.logprobs else None)]
+
+    async def _token_times(self, file: SoundFile, seek: int, heard: _Heard) -> list[float]:
+        """When each token of a window ends: transformers' `_extract_token_timestamps`.
+
+        The last token written is never read by the decoder; its time is that of the one before.
+        """
+        written = heard.token_ids[:-1]
+        frames = min(file.num_frames, file.sound_frames) - seek
+        if not written or frames < INPUT_STRIDE:
+            return [0.0] * len(heard.token_ids)
+        alignment = Alignment(
+            heads=tuple((layer, head) for layer, head in self._settings.alignment_heads or ()),
+            start=len(heard.prompt),
+            positions=frames // INPUT_STRIDE,
+            filter_width=self._settings.median_filter_width,
+        )
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, alignment=alignment
+        )
+        _, generation = await self._generate(file, seek, [*heard.prompt, *written], sampling)
+        times = [position * TIME_PRECISION for position in generation.alignment or ()]
+        return [*times, times[-1]] if times else [0.0] * len(heard.token_ids)
+
+    def _words(
+        self, piece: _Slice, heard: _Heard, seek: int, shown: list[int]
+    ) -> list[TranscriptWord]:
+        """The words of a segment, each from where the token before it ends."""
+        tokens, first = heard.token_ids[piece.tokens], piece.tokens.start
+        offset = seek / self._family.frames_per_second
+        text_tokens = [tokens[index] for index in shown]
+        words = words_of(text_tokens, self._frontend.renderer.decode, self._result.language)
+        found = []
+        for word in words:
+            begin, end = first + shown[word.indices[0]], first + shown[word.indices[-1]]
+            start = heard.times[begin - 1] if begin else 0.0
+            times = (round(offset + start, 2), round(offset + heard.times[end], 2))
+            found.append(TranscriptWord(word.text.strip(), *times))
+        return found
 
     def _shown(self, tokens: Sequence[int]) -> list[int]:
         """Indices of the tokens that are text."""
@@ -485,7 +545,7 @@ class SpeechTranscription:
             language=result.language,
             duration_seconds=file.seconds,
             segments=result.segments,
-            words=[],
+            words=result.words,
             usage=usage(result.answers),
             receipt=reuse_receipt(result.generations),
             token_ids=result.token_ids,

@@ -151,8 +151,9 @@ class TokenRuleState:
             scores[self._suppressed_first] = -math.inf
         if self._suppressed is not None:
             scores[self._suppressed] = -math.inf
-        if self.rules.timestamp_begin is not None:
-            self._apply_timestamps(scores, self.rules.timestamp_begin)
+        begin = self.rules.timestamp_begin
+        if begin is not None and 0 < begin < len(scores):
+            self._apply_timestamps(scores, begin)
 
     def _apply_timestamps(self, scores: Tensor, begin: int) -> None:
         """As transformers' `WhisperTimeStampLogitsProcessor`; `begin - 1` says "no timestamps"."""

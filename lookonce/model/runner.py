@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from lookonce.errors import LookOnceError, RequestFailedError
+from lookonce.model.alignment import Aligner
 from lookonce.model.attention.backend import AttentionBackend
-from lookonce.model.attention.cross import CrossStates
+from lookonce.model.attention.cross import CrossStates, Recording
 from lookonce.model.encoder_runner import COMPUTE_ERRORS, EncodeReport, EncoderRunner
 from lookonce.model.input_batch import InputBatch
 from lookonce.model.kv_pages import KVPages, PageCopier
@@ -26,6 +28,7 @@ from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
+NO_RECORDINGS: Mapping[int, Recording] = MappingProxyType({})
 
 
 class Runner:
@@ -57,6 +60,7 @@ class Runner:
             max_model_len=loaded.info.max_model_len,
             block_size=kv_pages.block_size,
         )
+        self._aligner = Aligner()
         self._prompt_logprobs = PromptLogprobScorer(self._batch, loaded.info.vocab_size)
         self._inputs = StepInputBuilder(
             self._batch,
@@ -96,6 +100,7 @@ class Runner:
     def _remove(self, seq_ids: Sequence[int]) -> None:
         self._batch.remove(seq_ids)
         self._prompt_logprobs.remove(seq_ids)
+        self._aligner.remove(seq_ids)
         for seq_id in seq_ids:
             self._sampler.remove(seq_id)
 
@@ -106,6 +111,7 @@ class Runner:
             encoder_decoder=self._family.encoder_decoder,
         )
         self._prompt_logprobs.add(new)
+        self._aligner.add(new)
         prompt = new.token_ids[: new.num_prompt_tokens]
         output = new.token_ids[new.num_prompt_tokens :]
         self._sampler.add(new.seq_id, new.sampling, new.sample_index, prompt, output, new.grammar)
@@ -158,9 +164,11 @@ class Runner:
         seq_ids = [chunk.seq_id for chunk in sampled]
         hidden, parts = None, self._prompt_logprobs.parts(chunks)
         if parts:
+            recordings = self._aligner.recordings(chunks)
             hidden = self.text_model.hidden_states(
-                inputs, self._encoder_rows(inputs), self._cross_states(inputs)
+                inputs, self._encoder_rows(inputs), self._cross_states(inputs, recordings)
             )
+            output.alignments |= self._aligner.align(chunks, recordings)
             output.add_prompt_logprobs(
                 self._prompt_logprobs.score(hidden, parts, self.text_model.compute_logits)
             )
@@ -183,12 +191,25 @@ class Runner:
             return self.text_model.compute_logits(sampled_rows(hidden, inputs))
         return self.text_model(inputs, self._encoder_rows(inputs), self._cross_states(inputs))
 
-    def _cross_states(self, inputs: StepInputs) -> CrossStates | None:
+    def _cross_states(
+        self, inputs: StepInputs, recordings: Mapping[int, Recording] = NO_RECORDINGS
+    ) -> CrossStates | None:
         """What the step's tokens cross-attend to; None for a model without cross-attention."""
         if not inputs.readers:
             return None
-        states, output = self._family.cross_states, self._encoder.output
-        return CrossStates([(each.at, states(output(each.key))) for each in inputs.readers])
+        states = {
+            each.key: self._family.cross_states(self._encoder.output(each.key))
+            for each in inputs.readers
+        }
+        heard = self._batch.input_keys
+        return CrossStates(
+            [(each.at, states[each.key]) for each in inputs.readers],
+            [
+                (recording, states[key])
+                for seq_id, recording in recordings.items()
+                if (key := heard[self._batch.row_of(seq_id)]) is not None
+            ],
+        )
 
     def _encoder_rows(self, inputs: StepInputs) -> Tensor | None:
         """[N, W] encoder rows for the tokens `inputs.embed_at`; None without any."""
@@ -202,6 +223,7 @@ class _StepOutput:
         self._tokens: dict[int, int] = {}
         self._logprobs: dict[int, TokenLogprob | None] = {}
         self._failed: dict[int, LookOnceError] = {}
+        self.alignments: dict[int, list[int]] = {}
         self._prompt_logprobs: dict[int, list[PromptLogprob]] = {}
 
     def fail(self, seq_id: int, reason: str) -> None:
@@ -231,6 +253,7 @@ class _StepOutput:
             token_ids=tuple([self._tokens.get(seq_id, FAILED) for seq_id in order]),
             logprobs=logprobs,
             prompt_logprobs=self._prompt_logprobs,
+            alignments=self.alignments,
             failed_items=report.failed,
             failed_sequences=self._failed,
             lost_copies=tuple(report.lost_copies),

@@ -49,6 +49,8 @@ SUPPORTED: dict[str, tuple[Modality, ...]] = {
     "llava": ("image",),
     "mistral": (),
     "mistral3": ("image",),
+    "moonshine": ("audio",),
+    "moonshine_streaming": ("audio",),
     "qwen2": (),
     "qwen2_5_omni": ("image", "audio"),
     "qwen2_5_omni_thinker": ("image", "audio"),
@@ -64,7 +66,7 @@ SUPPORTED: dict[str, tuple[Modality, ...]] = {
     "whisper": ("audio",),
 }
 
-ENCODER_DECODER: tuple[str, ...] = ("whisper",)
+ENCODER_DECODER: tuple[str, ...] = ("moonshine", "moonshine_streaming", "whisper")
 """Types whose decoder cross-attends to the one sound of a request. They transcribe; they do not
 chat."""
 

@@ -14,10 +14,11 @@ from transformers import AutoModelForSpeechSeq2Seq
 
 from lookonce.config import ModelConfig
 from lookonce.errors import BadRequestError
-from lookonce.model.families.encoder_decoder import EncoderDecoderFamily
+from lookonce.model.families.encoder_decoder import CrossAttendingDecoder, EncoderDecoderFamily
 from lookonce.model.loader import load_model
 from lookonce.render.families.registry import load_family
 from lookonce.render.families.speech import SpeechProcessing
+from lookonce.types.media import feature_at
 from lookonce.types.model import ENCODER_DECODER
 from lookonce.types.step import StepPlan
 from tests.support.model.cases import Case, sound
@@ -43,7 +44,7 @@ def subject(request, tmp_path_factory) -> Subject:
     loaded = load_model(ModelConfig(folder=str(folder), served_name="test"))
     family = load_family(folder, "float32")
     assert isinstance(family, SpeechProcessing)
-    clips = [sound(1, 0.9), sound(2, 1.6)]
+    clips = [sound(1, 0.9), sound(2, 1.603)]
     model = AutoModelForSpeechSeq2Seq.from_pretrained(folder, dtype=torch.float32).eval()
     heard = [(0, 0), (1, 1), (0, 1), (2, 0), (0, 0)]
     cases = [make_case(family, PROMPTS[prompt], clips[clip]) for prompt, clip in heard]
@@ -52,18 +53,14 @@ def subject(request, tmp_path_factory) -> Subject:
 
 def make_case(family: SpeechProcessing, prompt: list[int], clip: np.ndarray) -> Case:
     item = family.window(family.process("audio", clip, {}), 0)
-    (array,) = item.arrays.values()
+    name, array = next(iter(item.arrays.items()))
     key = hashlib.sha256(bytes(array.data)).digest()
-    from lookonce.types.media import feature_at
-
-    (name,) = item.arrays
-    values = np.frombuffer(array.data, np.float32).reshape(array.shape)
-    return Case(
-        np.array(prompt, np.int32),
-        (feature_at(key, "audio", item.expansion, 0),),
-        {key: item},
-        {name: torch.from_numpy(values.copy())[None]},
-    )
+    values = torch.from_numpy(np.frombuffer(array.data, np.float32).reshape(array.shape).copy())
+    reference = {name: values[None]}
+    if name == "input_values":
+        reference["attention_mask"] = (torch.arange(len(values)) < len(clip)).long()[None]
+    feature = feature_at(key, "audio", item.expansion, 0)
+    return Case(np.array(prompt, np.int32), (feature,), {key: item}, reference)
 
 
 @torch.no_grad()
@@ -167,13 +164,11 @@ def late(edit):
 
 
 def test_positions_shifted_by_one_part(subject, monkeypatch) -> None:
-    from lookonce.model.families import encoder_decoder
-
-    right = encoder_decoder.CrossAttendingDecoder.forward
+    right = CrossAttendingDecoder.forward
 
     def shifted(self, *, inputs_embeds, position_ids, **options):
         later = position_ids + 1 + (position_ids > 3)
         return right(self, inputs_embeds=inputs_embeds, position_ids=later, **options)
 
-    monkeypatch.setattr(encoder_decoder.CrossAttendingDecoder, "forward", shifted)
+    monkeypatch.setattr(CrossAttendingDecoder, "forward", shifted)
     assert_parted(serve(subject.loaded, subject.cases, budget=64), subject.expected)

@@ -32,8 +32,9 @@ def set_text_attention(model: Any, name: str) -> None:
     parts = {part: getattr(model.config, part, None) for part in model.config.sub_configs}
     named = next((part for part, config in parts.items() if config is text), None)
     if named is None and model.config.is_encoder_decoder:
-        # `get_text_config` has made a copy; the encoder, outside of steps, gets plain SDPA.
-        model.set_attn_implementation(name)
+        # `get_text_config` has made a copy. An encoder with its own config keeps its attention; one
+        # that shares the decoder's gets plain SDPA, since it runs outside of steps.
+        model.set_attn_implementation({"": name})
     elif named is not None:
         model.set_attn_implementation({named: name})
     elif text is not model.config:

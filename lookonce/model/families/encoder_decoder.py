@@ -1,4 +1,4 @@
-"""Encoder-decoder families: Whisper and its like.
+"""Encoder-decoder families: Whisper, Moonshine and Moonshine Streaming.
 
 An item's encoder output is not the encoder's hidden states but what the decoder's cross-attention
 makes of them, keys and values of every layer: they are computed once per item, and no step, sample
@@ -25,12 +25,13 @@ class CrossAttendingDecoder(nn.Module):
     """transformers' decoder, told that there is an encoder. Attention ignores the states given
     here: it reads those that are held (`attention/cross.py`)."""
 
-    def __init__(self, decoder: Any) -> None:
+    def __init__(self, decoder: Any, encoder_width: int) -> None:
         super().__init__()
         self.decoder = decoder
+        self._width = encoder_width
 
     def forward(self, *, inputs_embeds: Tensor, **options: Any) -> Any:
-        nothing = inputs_embeds.new_zeros(1, 1, inputs_embeds.shape[-1])
+        nothing = inputs_embeds.new_zeros(1, 1, self._width)
         return self.decoder(inputs_embeds=inputs_embeds, encoder_hidden_states=nothing, **options)
 
 
@@ -43,11 +44,16 @@ class EncoderDecoderFamily(ModelFamily):
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self._cross = [layer.encoder_attn for layer in self.decoder.layers]
-        self.decoder = CrossAttendingDecoder(self.decoder)
+        self.decoder = CrossAttendingDecoder(self.decoder, self.encoder_width)
 
     @classmethod
     def transformers_class(cls) -> Any:
         return import_module("transformers").AutoModelForSpeechSeq2Seq
+
+    @property
+    def encoder_width(self) -> int:
+        """Width of the encoder's hidden states as the decoder takes them."""
+        return self.hidden_size
 
     @property
     def row_width(self) -> int:
@@ -93,3 +99,46 @@ class WhisperFamily(EncoderDecoderFamily):
         mels = torch.stack([item["input_features"] for item in items])
         hidden: Tensor = self.model.model.encoder(mels).last_hidden_state
         return hidden
+
+
+class MoonshineFamily(EncoderDecoderFamily):
+    """Moonshine. Items: `input_values` [samples]."""
+
+    model_types = ("moonshine",)
+
+    @property
+    def head_dim(self) -> int:
+        """With the zeros that attention pads heads with."""
+        width, multiple = super().head_dim, self.config.pad_head_dim_to_multiple_of or 1
+        return -(-width // multiple) * multiple
+
+    def batch_key(self, modality: Modality, item: Tensors) -> Hashable:
+        """Equal lengths: the first convolution's norm is over the whole clip, padding included."""
+        return len(item["input_values"])
+
+    def hidden_states(self, items: Sequence[Tensors]) -> Tensor:
+        waves = torch.stack([item["input_values"] for item in items])
+        hidden: Tensor = self.model.model.encoder(waves).last_hidden_state
+        return hidden
+
+
+class MoonshineStreamingFamily(MoonshineFamily):
+    """Moonshine Streaming. Items: `input_values` [samples, whole frames], `num_samples` [1] of them
+    without padding."""
+
+    model_types = ("moonshine_streaming",)
+
+    @property
+    def encoder_width(self) -> int:
+        return int(self.config.encoder_config.hidden_size)
+
+    def hidden_states(self, items: Sequence[Tensors]) -> Tensor:
+        waves = torch.stack([item["input_values"] for item in items])
+        lengths = torch.cat([item["num_samples"] for item in items])
+        # With a mask the layers attend in their windows; without one they would not.
+        mask = (torch.arange(waves.shape[1], device=waves.device) < lengths[:, None]).long()
+        decoder = self.decoder.decoder
+        hidden = self.model.model.encoder(waves, attention_mask=mask).last_hidden_state
+        at = torch.arange(hidden.shape[1], device=hidden.device)
+        projected: Tensor = decoder.proj(hidden + decoder.pos_emb(at))
+        return projected

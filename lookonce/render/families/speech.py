@@ -10,6 +10,7 @@ from abc import abstractmethod
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lookonce.errors import ModelLoadError
 from lookonce.render.families.arrays import STORAGE, float_array, int64_array
@@ -120,3 +121,77 @@ class WhisperProcessing(SpeechProcessing):
         cut[:, : part.shape[1]] = part
         array = Array(self.dtype, cut.shape, cut.reshape(-1).view(np.uint8).data)
         return ProcessedItem("audio", {"input_features": array}, self._expansion(self._rows))
+
+
+class MoonshineProcessing(SpeechProcessing):
+    """Moonshine's: the samples themselves; windows of 30 seconds, the last one as long as it is."""
+
+    model_types = ("moonshine",)
+    frames_per_second = 100
+    window_frames = 3000
+    least_samples = 1600
+    """A shorter window is padded with silence: the encoder's convolutions need some 900 samples."""
+
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
+        super().__init__(files, dtype)
+        self.sampling_rate = int(files.feature_extractor.get("sampling_rate", 16000))
+        self._normalizes = bool(files.feature_extractor.get("do_normalize", False))
+        self._frame = self.sampling_rate // self.frames_per_second
+
+    def num_rows(self, num_samples: int) -> int:
+        """Of three convolutions: kernels 127, 7 and 3, strides 64, 3 and 2."""
+        length = max(num_samples, self.least_samples)
+        for kernel, stride in ((127, 64), (7, 3), (3, 2)):
+            length = (length - kernel) // stride + 1
+        return length
+
+    def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
+        """`input_values` [samples] of the whole file, in float32."""
+        assert isinstance(decoded, np.ndarray)
+        rows = self.num_rows(min(len(decoded), self.window_frames * self._frame))
+        return self._item({"input_values": float_array(decoded, "float32")}, len(decoded), rows)
+
+    def num_frames(self, item: ProcessedItem) -> int:
+        return -(-self.num_samples(item) // self._frame)
+
+    def window(self, item: ProcessedItem, start: int) -> ProcessedItem:
+        """`input_values` [samples]."""
+        part = self._part(item, start)
+        wave = np.zeros(max(len(part), self.least_samples), np.float32)
+        wave[: len(part)] = part
+        arrays = {"input_values": float_array(wave, self.dtype)}
+        return ProcessedItem("audio", arrays, self._expansion(self.num_rows(len(part))))
+
+    def _part(self, item: ProcessedItem, start: int) -> NDArray[np.float32]:
+        whole = np.frombuffer(item.arrays["input_values"].data, np.float32)
+        first = start * self._frame
+        part = whole[first : first + self.window_frames * self._frame]
+        if self._normalizes:  # as Wav2Vec2FeatureExtractor does
+            part = (part - part.mean()) / np.sqrt(part.var() + 1e-7)
+        return part
+
+
+class MoonshineStreamingProcessing(MoonshineProcessing):
+    """Moonshine Streaming's: samples padded to whole frames of 5 ms, and how many they are."""
+
+    model_types = ("moonshine_streaming",)
+
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
+        super().__init__(files, dtype)
+        encoder = files.config.get("encoder_config") or {}
+        rate, milliseconds = encoder.get("sample_rate", 16000), encoder.get("frame_ms", 5.0)
+        self._encoder_frame = round(rate * milliseconds / 1000)
+
+    def num_rows(self, num_samples: int) -> int:
+        """Of two causal convolutions of stride 2 over the frames."""
+        frames = -(-num_samples // self._encoder_frame)
+        half = -(-frames // 2)
+        return -(-half // 2)
+
+    def window(self, item: ProcessedItem, start: int) -> ProcessedItem:
+        """`input_values` [samples], `num_samples` [1]."""
+        part = self._part(item, start)
+        wave = np.zeros(-(-len(part) // self._encoder_frame) * self._encoder_frame, np.float32)
+        wave[: len(part)] = part
+        features = {"input_values": float_array(wave, self.dtype)}
+        return self._item(features, len(part), self.num_rows(len(part)))

@@ -95,6 +95,12 @@ class SoundFile:
         return self.known.num_frames
 
     @property
+    def sound_frames(self) -> int:
+        """Frames that begin within the sound, without what pads it."""
+        per_frame = self._family.sampling_rate // self._family.frames_per_second
+        return -(-self.known.num_samples // per_frame)
+
+    @property
     def seconds(self) -> float:
         return self.known.num_samples / self._family.sampling_rate
 

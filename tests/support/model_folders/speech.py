@@ -113,5 +113,91 @@ def make_whisper(target: Path, *, seed: int = 0, english: bool = False) -> Path:
     return target
 
 
-SPEECH_KINDS: dict[str, Callable[[Path], Path]] = {"whisper": make_whisper}
+def make_moonshine(target: Path, *, seed: int = 0) -> Path:
+    """Heads of 12, padded to 16; decoder and encoder of different depths."""
+    from transformers import MoonshineConfig, MoonshineForConditionalGeneration
+
+    ids = _write_moonshine_files(target)
+    config = MoonshineConfig(
+        **_moonshine(ids),
+        encoder_num_hidden_layers=2,
+        decoder_num_hidden_layers=3,
+        encoder_num_attention_heads=4,
+        decoder_num_attention_heads=4,
+    )
+    return _save(MoonshineForConditionalGeneration, config, target, seed)
+
+
+def make_moonshine_streaming(target: Path, *, seed: int = 0) -> Path:
+    """An encoder of another width than the decoder, attending in windows."""
+    from transformers import MoonshineStreamingConfig, MoonshineStreamingForConditionalGeneration
+
+    ids = _write_moonshine_files(target)
+    config = MoonshineStreamingConfig(
+        **_moonshine(ids),
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        encoder_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 4096,
+            "sliding_windows": [[4, 2], [3, 0]],
+        },
+    )
+    return _save(MoonshineStreamingForConditionalGeneration, config, target, seed)
+
+
+def _moonshine(ids: Json) -> Json:
+    return {
+        "vocab_size": len(ids) + TEXT_TOKENS,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "max_position_embeddings": MAX_LENGTH,
+        "pad_head_dim_to_multiple_of": 16,
+        "pad_token_id": ids["</s>"],
+        "bos_token_id": ids["<s>"],
+        "eos_token_id": ids["</s>"],
+        "decoder_start_token_id": ids["<s>"],
+    }
+
+
+def _write_moonshine_files(target: Path) -> Json:
+    target.mkdir(parents=True, exist_ok=True)
+    extractor = {
+        "feature_extractor_type": "Wav2Vec2FeatureExtractor",
+        "feature_size": 1,
+        "sampling_rate": 16000,
+        "padding_value": 0.0,
+        "do_normalize": False,
+        "return_attention_mask": True,
+    }
+    (target / "preprocessor_config.json").write_text(json.dumps(extractor), encoding="utf-8")
+    return write_tokenizer(target, ("</s>", "<s>", *(f"<<ST_{i}>>" for i in range(8))), ())
+
+
+def _save(kind: Any, config: Any, target: Path, seed: int) -> Path:
+    import torch
+
+    from tests.support.model_folders.make import randomise
+
+    with torch.random.fork_rng(devices=[]):
+        model = kind(config)
+    randomise(model, seed)
+    with torch.no_grad():
+        for layer in model.model.decoder.layers:
+            layer.encoder_attn.o_proj.weight *= 3.0
+    model.generation_config.max_length = MAX_LENGTH
+    model.generation_config._from_model_config = False
+    model.save_pretrained(target)
+    return target
+
+
+SPEECH_KINDS: dict[str, Callable[[Path], Path]] = {
+    "whisper": make_whisper,
+    "moonshine": make_moonshine,
+    "moonshine_streaming": make_moonshine_streaming,
+}
 """Type → what makes a random folder of it."""
