@@ -346,7 +346,7 @@ def test_wrong_frames_are_refused_and_change_nothing(subject, prompt, pieces):
     live.run()
     with pytest.raises(BadRequestError, match="32, 8"):
         live.extend("live", frames[:, :5])
-    with pytest.raises(TooLargeError, match="has 5000 frames; a session takes 4096 at once"):
+    with pytest.raises(TooLargeError, match="has 5000 frames; a session takes 1601 at once"):
         live.extend("live", np.zeros((5000, 32, 8), np.float32))
     with pytest.raises(BadRequestError, match="frames of sound"):
         live.core.extend("live", np.array([1], np.int32), (), {})
