@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from lookonce.errors import LookOnceError, RequestFailedError
+from lookonce.model.alignment import Aligner
 from lookonce.model.attention.backend import AttentionBackend
+from lookonce.model.attention.cross import CrossStates, Recording
 from lookonce.model.encoder_runner import COMPUTE_ERRORS, EncodeReport, EncoderRunner
 from lookonce.model.frame_rows import FrameRows
 from lookonce.model.input_batch import InputBatch
@@ -36,6 +39,7 @@ from lookonce.types.step import (
 )
 
 logger = logging.getLogger(__name__)
+NO_RECORDINGS: Mapping[int, Recording] = MappingProxyType({})
 
 
 class Runner:
@@ -73,6 +77,7 @@ class Runner:
             max_model_len=loaded.info.max_model_len,
             block_size=kv_pages.block_size,
         )
+        self._aligner = Aligner()
         self._prompt_logprobs = PromptLogprobScorer(self._batch, loaded.info.vocab_size)
         self._inputs = StepInputBuilder(
             self._batch,
@@ -81,6 +86,7 @@ class Runner:
             max_num_tokens=max(max_num_batched_tokens, family.largest_unsplittable),
             block_size=kv_pages.block_size,
             device=loaded.device,
+            encoder_decoder=family.encoder_decoder,
         )
 
     def page_copier(self) -> PageCopier:
@@ -116,14 +122,20 @@ class Runner:
     def _remove(self, seq_ids: Sequence[int]) -> None:
         self._batch.remove(seq_ids)
         self._prompt_logprobs.remove(seq_ids)
+        self._aligner.remove(seq_ids)
         for seq_id in seq_ids:
             self._sampler.remove(seq_id)
         if self.frame_rows is not None:
             self.frame_rows.remove(seq_ids)
 
     def _add(self, new: NewSequence) -> None:
-        self._batch.add(new, mrope=self._family.position_axes > 1)
+        self._batch.add(
+            new,
+            mrope=self._family.position_axes > 1,
+            encoder_decoder=self._family.encoder_decoder,
+        )
         self._prompt_logprobs.add(new)
+        self._aligner.add(new)
         prompt = new.token_ids[: new.num_prompt_tokens]
         output = new.token_ids[new.num_prompt_tokens :]
         self._sampler.add(new.seq_id, new.sampling, new.sample_index, prompt, output, new.grammar)
@@ -153,11 +165,11 @@ class Runner:
         output: _StepOutput,
     ) -> list[ScheduledSequence]:
         """The sequences whose encoder outputs are all held; the others fail."""
-        if not any(chunk.embeds for chunk in scheduled):
+        if not any(chunk.embeds for chunk in scheduled) and not self._family.encoder_decoder:
             return list(scheduled)
         kept = []
         for chunk in scheduled:
-            missing = [part.key for part in chunk.embeds if part.key not in self._encoder]
+            missing = [key for key in self._keys_read(chunk) if key not in self._encoder]
             if not missing:
                 kept.append(chunk)
             elif not any(key in failed_items for key in missing):
@@ -177,6 +189,11 @@ class Runner:
             if error is not None:
                 output.fail(seq_id, error.message)
         return [chunk for chunk in scheduled if chunk.seq_id not in failed]
+
+    def _keys_read(self, chunk: ScheduledSequence) -> list[bytes]:
+        """The encoder outputs that a chunk needs."""
+        heard = self._batch.input_keys[self._batch.row_of(chunk.seq_id)]
+        return [part.key for part in chunk.embeds] if heard is None else [heard]
 
     def _compute(self, chunks: Sequence[ScheduledSequence], output: _StepOutput) -> None:
         """Compute all chunks in one call; if that fails, each alone, so that only faulty ones fail.
@@ -203,7 +220,11 @@ class Runner:
         seq_ids = [chunk.seq_id for chunk in sampled]
         hidden, parts = None, self._prompt_logprobs.parts(chunks)
         if parts:
-            hidden = self.text_model.hidden_states(inputs, self._encoder_rows(inputs))
+            recordings = self._aligner.recordings(chunks)
+            hidden = self.text_model.hidden_states(
+                inputs, self._encoder_rows(inputs), self._cross_states(inputs, recordings)
+            )
+            output.alignments |= self._aligner.align(chunks, recordings)
             output.add_prompt_logprobs(
                 self._prompt_logprobs.score(hidden, parts, self.text_model.compute_logits)
             )
@@ -236,7 +257,27 @@ class Runner:
         """
         if hidden is not None:
             return self.text_model.compute_logits(sampled_rows(hidden, inputs))
-        return self.text_model(inputs, self._encoder_rows(inputs))
+        return self.text_model(inputs, self._encoder_rows(inputs), self._cross_states(inputs))
+
+    def _cross_states(
+        self, inputs: StepInputs, recordings: Mapping[int, Recording] = NO_RECORDINGS
+    ) -> CrossStates | None:
+        """What the step's tokens cross-attend to; None for a model without cross-attention."""
+        if not inputs.readers:
+            return None
+        states = {
+            each.key: self._family.cross_states(self._encoder.output(each.key))
+            for each in inputs.readers
+        }
+        heard = self._batch.input_keys
+        return CrossStates(
+            [(each.at, states[each.key]) for each in inputs.readers],
+            [
+                (recording, states[key])
+                for seq_id, recording in recordings.items()
+                if (key := heard[self._batch.row_of(seq_id)]) is not None
+            ],
+        )
 
     def _encoder_rows(self, inputs: StepInputs) -> Tensor | None:
         """[N, W] encoder rows for the tokens `inputs.embed_at`; None without any."""
@@ -252,6 +293,7 @@ class _StepOutput:
         self._tokens: dict[int, int] = {}
         self._logprobs: dict[int, TokenLogprob | None] = {}
         self._failed: dict[int, LookOnceError] = {}
+        self.alignments: dict[int, list[int]] = {}
         self._prompt_logprobs: dict[int, list[PromptLogprob]] = {}
 
     def fail(self, seq_id: int, reason: str) -> None:
@@ -281,6 +323,7 @@ class _StepOutput:
             token_ids=tuple([self._tokens.get(seq_id, FAILED) for seq_id in order]),
             logprobs=logprobs,
             prompt_logprobs=self._prompt_logprobs,
+            alignments=self.alignments,
             failed_items=report.failed,
             failed_sequences=self._failed,
             lost_copies=tuple(report.lost_copies),

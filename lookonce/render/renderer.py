@@ -29,6 +29,7 @@ from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import BadRequestError
 from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.families.registry import load_family
+from lookonce.render.families.speech import SpeechProcessing
 from lookonce.render.families.voxtral_realtime import LiveSound, VoxtralRealtimeProcessing
 from lookonce.render.media.external_items import (
     ExternalItem,
@@ -38,6 +39,7 @@ from lookonce.render.media.external_items import (
     placeholder_span,
     storage_digest,
 )
+from lookonce.render.media.loader import Encoded
 from lookonce.render.media.pool import ServerShare
 from lookonce.render.media.resolver import (
     MediaResolver,
@@ -45,6 +47,7 @@ from lookonce.render.media.resolver import (
     RendererDirectory,
     open_resolver,
 )
+from lookonce.render.media.sound_files import SoundFile, SoundFiles
 from lookonce.render.prompt.detokenizer import Detokenizer
 from lookonce.render.prompt.encoder import (
     ChatOptions,
@@ -62,7 +65,7 @@ from lookonce.render.prompt.messages import (
 )
 from lookonce.render.prompt.placeholders import match_placeholders, place_media, place_sound
 from lookonce.render.prompt.token_cache import TokenCache
-from lookonce.types.media import Array, Modality, ProcessedItem
+from lookonce.types.media import Array, Modality, ProcessedItem, feature_at
 from lookonce.types.request import RenderedItem, RenderedPrompt
 from lookonce.types.request_validation import check_prompt_length, check_token_ids
 from lookonce.types.sampling import SamplingParams
@@ -98,6 +101,11 @@ class Renderer:
             None
             if family is None or resolver is None
             else ExternalItemResolver(family, resolver, own_slabs)
+        )
+        self.speech = family if isinstance(family, SpeechProcessing) else None
+        """The family of an encoder-decoder, which transcribes and does nothing else."""
+        self._sound_files = (
+            None if self.speech is None or resolver is None else SoundFiles(resolver, self.speech)
         )
         self._own_slabs = own_slabs
         self._limits = dict(limits or {})
@@ -259,6 +267,28 @@ class Renderer:
             raise
         return RenderedPrompt(token_ids, features, items, scope)
 
+    async def open_sound(
+        self, data: Encoded, *, tenant: str = "", cache_salt: str | None = None, param: str = "file"
+    ) -> SoundFile:
+        """A sound file for an encoder-decoder. Raises a `RequestError` that names `param`."""
+        if self._sound_files is None:
+            raise BadRequestError("the model does not transcribe by itself", param="model")
+        scope = scope_digest(tenant, cache_salt)
+        return await self._sound_files.open(data, scope, tenant=tenant, param=param)
+
+    def speech_prompt(
+        self,
+        token_ids: Sequence[int],
+        item: RenderedItem,
+        *,
+        tenant: str = "",
+        cache_salt: str | None = None,
+    ) -> RenderedPrompt:
+        """A decoder's prompt, with the one input that it cross-attends to."""
+        feature = feature_at(item.key, item.modality, item.expansion, 0)
+        scope = scope_digest(tenant, cache_salt)
+        return RenderedPrompt(token_ids, (feature,), [item], scope, tenant=tenant)
+
     def injected(
         self,
         modality: Modality,
@@ -285,6 +315,11 @@ class Renderer:
     def tools_template(self) -> str | None:
         """Source of the chat template for requests with tools; None if there is none."""
         return self._encoder.tools_template
+
+    @property
+    def modalities(self) -> tuple[Modality, ...]:
+        """The media that the model takes."""
+        return () if self._family is None else self._family.modalities
 
     @property
     def special_tokens(self) -> dict[str, int]:
@@ -425,7 +460,8 @@ async def open_renderer(
     """
     share = ServerShare() if share is None else share
     family = load_family(Path(model.folder), model.dtype)
-    encoder = await asyncio.to_thread(load_encoder, model.folder, chat_template, family)
+    in_prompt = None if family is None or family.encoder_decoder else family
+    encoder = await asyncio.to_thread(load_encoder, model.folder, chat_template, in_prompt)
     async with AsyncExitStack() as stack:
         resolver = None
         if family is not None:

@@ -36,7 +36,7 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     """Hex digest of what determines the weights: part of every external KV namespace."""
     encoder_decoder: bool = False
     """Items are inputs that cross-attention reads at every step; they take no prompt positions, and
-    `unsplittable` is empty. No family of ours is one."""
+    `unsplittable` is empty."""
     frame_shape: tuple[int, ...] = ()
     """Not empty: a row of sound is added to the embedding of every token, those that are generated
     included, and this is the shape of one frame, of which the encoder makes one row. A request has
@@ -61,6 +61,8 @@ SUPPORTED: dict[str, tuple[Modality, ...]] = {
     "llava": ("image",),
     "mistral": (),
     "mistral3": ("image",),
+    "moonshine": ("audio",),
+    "moonshine_streaming": ("audio",),
     "qwen2": (),
     "qwen2_5_omni": ("image", "audio"),
     "qwen2_5_omni_thinker": ("image", "audio"),
@@ -74,7 +76,12 @@ SUPPORTED: dict[str, tuple[Modality, ...]] = {
     "smolvlm": ("image",),
     "voxtral": ("audio",),
     "voxtral_realtime": ("audio",),
+    "whisper": ("audio",),
 }
+
+ENCODER_DECODER: tuple[str, ...] = ("moonshine", "moonshine_streaming", "whisper")
+"""Types whose decoder cross-attends to the one sound of a request. They transcribe; they do not
+chat."""
 
 
 GENERAL_TEXT: tuple[str, ...] = (

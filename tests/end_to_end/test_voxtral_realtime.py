@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import threading
 from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
+import openai
 import pytest
 
 from lookonce.config import ChannelConfig, Options, resolve
@@ -69,6 +71,23 @@ def test_a_file_is_transcribed_as_by_transformers_and_encoded_once(server, subje
     assert (cold["processor"], cold["encoder"]) == ("miss", "miss")
     assert warm["processor"] in ("hit", "not_needed")
     assert warm["encoder"] == "hit"
+
+
+def test_a_transcription_is_the_same_text(server, subject):
+    part = sent_part(sound(1, 1.5))
+    data = base64.b64decode(part["input_audio"]["data"])
+    client = server.client()
+    found = client.audio.transcriptions.create(file=("a.wav", data), model=str(subject.folder))
+    chat = ask(server, sound(1, 1.5)).json()["choices"][0]["message"]["content"]
+    # A transcription stops at the model's end of sequence, which a chat may be asked to ignore.
+    assert found.text
+    assert chat.strip().startswith(found.text)
+    with pytest.raises(openai.BadRequestError, match="does not translate"):
+        client.audio.translations.create(file=("a.wav", data), model=str(subject.folder))
+    with pytest.raises(openai.BadRequestError, match="takes no prompt"):
+        client.audio.transcriptions.create(
+            file=("a.wav", data), model=str(subject.folder), prompt="Names: Ada"
+        )
 
 
 def test_text_is_refused(server):

@@ -70,8 +70,12 @@ def load_engine(
     info = loaded.info
     grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
     warm_up_engine, _ = assemble(loaded.info, runner, settings, scratch)
-    frame_per_token = bool(loaded.info.frame_shape)
-    warm_up(warm_up_engine, items.take(loaded.info), frame_per_token=frame_per_token)
+    warm_up(
+        warm_up_engine,
+        items.take(info),
+        encoder_decoder=info.encoder_decoder,
+        frame_per_token=bool(info.frame_shape),
+    )
     gc.collect()
     gc.freeze()  # the model's objects stay: later collections need not walk them
     gc.enable()  # `__main__` has disabled it

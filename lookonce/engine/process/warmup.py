@@ -54,7 +54,8 @@ class WarmUpItems:
         room = info.max_model_len - OVERHEAD_TOKENS
         try:
             items = self._begun.result()
-            if any(item.expansion.length > room for item in items):
+            too_long = any(item.expansion.length > room for item in items)
+            if too_long and not info.encoder_decoder:
                 items = self._make(min(room, self._max_tokens))
         except Exception as error:  # noqa: BLE001  whatever it is, the model can be served
             logger.warning("warm-up made no media items: %r", error)
@@ -77,19 +78,25 @@ def processed_items(
 
 
 def warm_up(
-    core: EngineCore, items: Sequence[ProcessedItem], *, frame_per_token: bool = False
+    core: EngineCore,
+    items: Sequence[ProcessedItem],
+    *,
+    encoder_decoder: bool = False,
+    frame_per_token: bool = False,
 ) -> None:
     """Answer a text, and a prompt with each item. A failure is a warning.
 
-    `frame_per_token`: rows of the item are added to the tokens, as `ModelInfo.frame_shape` says.
+    An encoder-decoder hears each item, and answers no text alone. `frame_per_token`: rows of the
+    item are added to the tokens, as `ModelInfo.frame_shape` says.
 
     The caller drops `core` afterwards; its runner has freed everything by then.
     """
-    _warm_up_with("text", core, _request("text", None), {})
+    if not encoder_decoder:
+        _warm_up_with("text", core, _request("text", None), {})
     for item in items:
-        key = _key(item)
-        request = _request(item.modality, item, frame_per_token=frame_per_token)
-        _warm_up_with(item.modality, core, request, {key: item})
+        in_prompt = not (encoder_decoder or frame_per_token)
+        request = _request(item.modality, item, in_prompt=in_prompt)
+        _warm_up_with(item.modality, core, request, {_key(item): item})
     core.reset_encoder_cache()
     while core.step() is not None:
         pass
@@ -121,17 +128,16 @@ def _run(core: EngineCore) -> None:
             raise RequestFailedError("nothing can be scheduled")
 
 
-def _request(
-    name: str, item: ProcessedItem | None, *, frame_per_token: bool = False
-) -> GenerateRequest:
-    """A short text with the item, if any, in its middle, or with its first rows added."""
+def _request(name: str, item: ProcessedItem | None, *, in_prompt: bool = True) -> GenerateRequest:
+    """A short text with the item, if any, in its middle or beside it."""
     text = [0] * (TEXT_TOKENS // 2)
-    placeholder = [] if item is None or frame_per_token else item.expansion.token_ids()
+    placeholder = [] if item is None or not in_prompt else item.expansion.token_ids()
     ids = np.array([*text, *placeholder, *text], dtype=np.int32)
     features: tuple[MediaFeature, ...] = ()
     if item is not None:
-        start = 0 if frame_per_token else len(text)
-        features = (feature_at(_key(item), item.modality, item.expansion, start),)
+        features = (
+            feature_at(_key(item), item.modality, item.expansion, len(placeholder) and len(text)),
+        )
     return GenerateRequest(
         request_id=f"warm-up {name}",
         scope=SCOPE,
