@@ -222,8 +222,9 @@ def test_one_clip_for_many_at_once_is_decoded_and_encoded_once(whisper) -> None:
     answers = asyncio.run(many())
     assert len({answer.text for answer in answers}) == 1
     items = [item for answer in answers for item in answer.reuse_receipt["items"]]
-    assert [item["encoder"] for item in items].count("miss") == 1
-    assert len({item["hash"] for item in items}) == 1
+    windows = {item["hash"] for item in items}
+    assert [item["encoder"] for item in items].count("miss") == len(windows)
+    assert len(items) > 6 * len(windows)
     assert counts(whisper)[0] == decoded + 1
 
 
