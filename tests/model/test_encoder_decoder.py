@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForSpeechSeq2Seq
 
 from lookonce.config import ModelConfig
-from lookonce.errors import BadRequestError
 from lookonce.model.families.encoder_decoder import CrossAttendingDecoder, EncoderDecoderFamily
 from lookonce.model.loader import load_model
 from lookonce.render.families.registry import load_family
@@ -95,9 +94,9 @@ def test_preemption_encodes_nothing_again(subject) -> None:
     assert_parity(served, expected)
 
 
-def test_a_request_without_a_sound_is_refused(subject) -> None:
+def test_a_request_without_a_sound_fails_alone(subject) -> None:
     silent = dataclasses.replace(subject.cases[0], features=(), items={})
-    with pytest.raises(BadRequestError, match="needs its input"):
+    with pytest.raises(AssertionError, match="needs a sound"):
         serve(subject.loaded, [silent], budget=16)
 
 
