@@ -272,7 +272,7 @@ def test_an_engine_that_dies_ends_its_sessions_and_the_next_one_serves_new_ones(
         waiting = asyncio.create_task(other.extend(rendered(text(2))))
         await asyncio.sleep(0.02)
         world.engine.die()
-        with pytest.raises(EngineDeadError, match="ended unexpectedly.*sessions have ended"):
+        with pytest.raises(EngineDeadError, match=r"ended unexpectedly.*sessions have ended"):
             await answer(session)
         with pytest.raises(EngineDeadError, match="ended unexpectedly"):
             await waiting
