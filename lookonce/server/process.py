@@ -48,6 +48,11 @@ from lookonce.server.http.connections import (
     HttpProtocol,
     allowed_connections,
 )
+from lookonce.server.http.websocket import (
+    MAX_MESSAGE_BYTES,
+    PING_TIMEOUT_SECONDS,
+    WebSocketProtocol,
+)
 from lookonce.server.log_limiter import limit_log_lines
 from lookonce.server.services import Services, open_services
 from lookonce.server.warmup import warming_up
@@ -181,7 +186,10 @@ def uvicorn_config(app: object) -> uvicorn.Config:
         interface="asgi3",
         loop="uvloop",
         http=HttpProtocol,
-        ws="none",
+        ws=WebSocketProtocol,
+        ws_max_size=MAX_MESSAGE_BYTES,
+        ws_ping_timeout=PING_TIMEOUT_SECONDS,
+        ws_per_message_deflate=False,  # base64 of sound hardly shrinks, and bombs are made of it
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -225,7 +233,7 @@ class DrainOnSignal:
         if self._drain.draining:
             self._server.should_exit = self._server.force_exit = True
             return
-        self._drain.draining = True
+        self._drain.begin()
         self._tasks.append(asyncio.get_running_loop().create_task(self._finish()))
 
     async def _finish(self) -> None:

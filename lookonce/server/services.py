@@ -111,10 +111,21 @@ class Drain:
     """Counts the requests that are served, and refuses new ones once draining has begun."""
 
     def __init__(self) -> None:
-        self.draining = False
         self.active = 0
+        self._begun = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def draining(self) -> bool:
+        return self._begun.is_set()
+
+    def begin(self) -> None:
+        """Refuse new requests, and tell those that wait for it."""
+        self._begun.set()
+
+    async def wait_begun(self) -> None:
+        await self._begun.wait()
 
     def serving(self) -> Self:
         """The block around one request. Raises `DrainingError` while draining."""

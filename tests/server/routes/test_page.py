@@ -16,7 +16,7 @@ NAMED = re.compile(r"(?:href|src)=\"page/([^\"]+)\"|from \"\./([^\"]+)\"")
 
 def test_the_page_is_served_without_a_key_and_while_draining(on_site):
     async def scenario(site):
-        site.services.drain.draining = True
+        site.services.drain.begin()
         page = await site.client.get("/")
         assert page.status_code == 200
         assert page.headers["content-type"] == "text/html; charset=utf-8"
