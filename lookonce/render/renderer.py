@@ -228,6 +228,11 @@ class Renderer:
         return self._encoder.tools_template
 
     @property
+    def modalities(self) -> tuple[Modality, ...]:
+        """The media that the model takes."""
+        return () if self._family is None else self._family.modalities
+
+    @property
     def special_tokens(self) -> dict[str, int]:
         """Text → id of every special token."""
         return self.tokenizer.special_texts

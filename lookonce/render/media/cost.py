@@ -359,6 +359,17 @@ class _Jpeg:
 # --- sounds --------------------------------------------------------------------------------------
 
 
+def sound_seconds(data: bytes, longest: float) -> float:
+    """Seconds of a sound by its header, at most `longest`; an estimate from above for MP3.
+
+    0 for data that is no readable sound.
+    """
+    try:
+        return min(longest, _sound_header(data, longest)[3])
+    except (ValueError, IndexError, ZeroDivisionError, KeyError):
+        return 0.0
+
+
 def _sound(data: bytes, limits: CostLimits) -> float:
     codec, rate, channels, seconds = _sound_header(data, limits.max_audio_seconds)
     # The decoder stops at the longest time allowed, whatever the header says.

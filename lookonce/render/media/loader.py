@@ -75,9 +75,20 @@ class MediaSource:
     """Length of a data URL's header, which stays in `value`: cutting it off copies megabytes."""
     digest: bytes | None = None
     """The MediaHash that the bytes must have; None for any."""
+    data: bytes | None = None
+    """The bytes of an "inline" source that came as they are, not in base64."""
+
+    @property
+    def size(self) -> int:
+        """Bytes, or characters of base64, that an "inline" source holds."""
+        return len(self.value) if self.data is None else len(self.data)
 
     def inline_bytes(self, max_bytes: int) -> bytes:
         """The bytes of an inline source. Raises `BadRequestError` or `TooLargeError`."""
+        if self.data is not None:
+            if len(self.data) > max_bytes:
+                raise too_large(self.param, max_bytes)
+            return self.data
         if (len(self.value) - self.start) // 4 * 3 > max_bytes + 2:
             raise too_large(self.param, max_bytes)
         text = self.value[self.start :] if self.start else self.value
@@ -104,6 +115,9 @@ def media_source(part: Mapping[str, object], param: str) -> MediaSource:
     if body is None and uuid is not None:
         return MediaSource(modality, "nothing", "", param, uuid)
     if kind == "input_audio":
+        plain = body.get("data") if isinstance(body, Mapping) else None
+        if isinstance(plain, bytes) and plain:  # of a file; JSON holds no bytes
+            return MediaSource(modality, "inline", "", param, uuid, data=plain)
         data = _audio_data(body, param)
         start = _data_url_start(data, param) if data[:5].lower() == "data:" else 0
         return MediaSource(modality, "inline", data, param, uuid, start)
@@ -166,7 +180,7 @@ class MediaLoader:
 
         Raises a `RequestError` that names the part.
         """
-        if source.origin == "inline" and len(source.value) > OFF_LOOP_BYTES:
+        if source.origin == "inline" and source.size > OFF_LOOP_BYTES:
             return await asyncio.to_thread(source.inline_bytes, self._max_bytes)
         if source.origin == "inline":
             return source.inline_bytes(self._max_bytes)

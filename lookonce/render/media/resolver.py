@@ -334,7 +334,7 @@ class MediaResolver:
             if digest is None:
                 raise _not_cached(source)
             return self._identified(source, prompt, digest, None)
-        if source.origin != "inline" or len(source.value) > OFF_LOOP_BYTES:
+        if source.origin != "inline" or source.size > OFF_LOOP_BYTES:
             return None
         data = source.inline_bytes(self._max_bytes)
         return self._identified(source, prompt, self._hash(source, prompt, data), data)
