@@ -41,7 +41,7 @@ from lookonce.engine.process_io import ProgressPipe, Serving, StartFailed
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.engine.supervisor.socket_folder import joined_socket_folder
 from lookonce.errors import ConfigError, DrainingError, ModelLoadError, error_to_wire
-from lookonce.server.http.app import build_app
+from lookonce.server.http.app import WEBSOCKETS, build_app
 from lookonce.server.http.connections import (
     Acceptor,
     Connections,
@@ -155,7 +155,7 @@ async def serve(start: ApiStart, progress: ProgressPipe) -> None:
             start.config, index=start.index, restarted=start.restarted
         ) as services:
             logger.info("the renderer is ready")
-            app = build_app(services)
+            app = build_app(services, websockets=WEBSOCKETS)
             server = api_server(
                 app, services, lambda: progress.tell(Serving(time.monotonic() - began))
             )

@@ -282,6 +282,8 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._overhead = 0
+        if self.cycle is None:
+            return  # a WebSocket begins
         if self.cycle.response_complete:
             self._enter("idle", self._limits.keep_alive_timeout)
         else:
