@@ -65,6 +65,11 @@ class VoiceDetectors:
     def num_open(self) -> int:
         return self._open
 
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while it runs."""
+        return None if self._worker is None else self._worker.pid
+
     def open(self) -> VoiceDetector:
         self._open += 1
         return VoiceDetector(self, next(self._numbers))
@@ -131,6 +136,10 @@ class _Worker:
         self._reader = reader
         self._writer = writer
         self._turn = asyncio.Lock()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @classmethod
     async def start(cls, command: Sequence[str]) -> _Worker:

@@ -249,8 +249,8 @@ class Conversation:
 
 def full_error(what: str) -> TooLargeError:
     return TooLargeError(
-        f"{what} would make this session, or all sessions, hold more than may be held; delete items "
-        "or commit and clear sound",
+        f"{what} would make this session, or all of them, hold more than they may: delete items, "
+        "or clear the sound",
         code="session_full",
     )
 

@@ -1,7 +1,7 @@
 """The events of `/v1/realtime`, under OpenAI's names: what clients send, and what is answered.
 
 A session's options are one struct, `SessionOptions`: an update has only the fields that the client
-sent, the session's own has all that are set. Fields that are declared and not read here are harmless
+sent, the session's own has all that were set. Fields that are declared and never read are harmless
 beside text: they are taken and change nothing.
 """
 

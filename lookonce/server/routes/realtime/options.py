@@ -31,6 +31,7 @@ LOGPROBS = "item.input_audio_transcription.logprobs"
 MAX_PREFIX_MS = 5_000
 MAX_SILENCE_MS = 10_000
 TEXT_ONLY = ["text"]
+OBJECTS = {"realtime": "realtime.session", "transcription": "realtime.transcription_session"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class SessionSettings:
         shared: Json = {
             "id": session_id,
             "type": self.kind,
-            "object": f"realtime.{'session' if self.kind == 'realtime' else 'transcription_session'}",
+            "object": OBJECTS[self.kind],
             "expires_at": None,
             "include": [LOGPROBS] if self.logprobs else None,
             "audio": {"input": audio},

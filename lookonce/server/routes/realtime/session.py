@@ -215,6 +215,14 @@ class RealtimeSession:
         """What the session holds of its budget."""
         return self._budget.used
 
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` unless what is held is what was taken from the budget, and one
+        response at most writes to the conversation."""
+        held = sum(item.nbytes for item in self.conversation) + self._buffer.nbytes
+        assert self._budget.used == held, (self._budget.used, held)
+        assert sum(each.in_conversation for each in self._responses.values()) <= 1
+        assert all(item_id in self.conversation for item_id in self._transcribing)
+
     def begin(self) -> None:
         self._send(SessionEvent(type="session.created", session=self._shown()))
         if self.settings.kind == "realtime":
