@@ -53,7 +53,8 @@ def test_positions_count_every_sample_once(steps):
 @pytest.mark.parametrize("format", [PCM, PCM_16K, AudioFormat("audio/pcmu", 8_000)])
 def test_voice_detection_hears_the_same_sound_however_it_is_cut(format):
     whole = speech(1.5, format.rate)
-    data = whole.tobytes() if format.sample_bytes == 2 else (whole >> 8).astype(np.uint8).tobytes()
+    wide = format.sample_bytes == 2
+    data = whole.tobytes() if wide else (whole >> 8).astype(np.uint8).tobytes()
     heard = []
     for step in (len(data), 2 * 1111):
         feed, frames, position = VoiceFeed(format, 100), b"", 100
@@ -64,10 +65,10 @@ def test_voice_detection_hears_the_same_sound_however_it_is_cut(format):
                 for _ in range(len(new) // 1024):
                     position = feed.heard()
         heard.append(frames)
-        assert abs(position - 100 - format.num_samples(len(data))) <= format.rate // 20
+        assert abs(position - 100 - format.num_samples(len(data))) <= format.rate // 15
     shorter = min(map(len, heard))
     first, second = (np.frombuffer(each[:shorter], np.int16).astype(int) for each in heard)
-    assert np.abs(first - second).max() <= 1
+    assert np.abs(first - second).max() <= 2
     if format is PCM_16K:
         assert heard[0] == whole.tobytes()[: len(heard[0])]
 

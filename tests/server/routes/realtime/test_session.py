@@ -87,10 +87,8 @@ class Played:
         answered = self.send("input_audio_buffer.append", audio=as_text(bytes(nbytes)))
         voices = list(voices) or [0.0]
         while frames := self.session.frames_to_hear():
-            heard = [
-                voices.pop(0) if len(voices) > 1 else voices[0] for _ in range(len(frames) // FRAME)
-            ]
-            self.session.heard(heard)
+            count = len(frames) // FRAME
+            self.session.heard([voices.pop(0) if voices[1:] else voices[0] for _ in range(count)])
         return answered
 
     def manual(self):
