@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import openai
 
-from lookonce.config import SessionConfig
+from lookonce.config import ConnectionConfig, SessionConfig
 from lookonce.server.http.app import WEBSOCKETS, build_app
 from lookonce.server.process import ApiServer, api_server
 from lookonce.server.realtime_sessions import RealtimeSessions
@@ -99,18 +99,20 @@ def types(events: Sequence[Any]) -> list[str]:
 def on_realtime_site(
     scenario: Callable[[RealtimeSite], Awaitable[None]],
     sessions: SessionConfig | None = None,
+    connections: ConnectionConfig | None = None,
     **options: object,
 ) -> None:
     """Runs a scenario; afterwards nothing of its sessions may be left."""
-    asyncio.run(_run(scenario, sessions, options))
+    asyncio.run(_run(scenario, sessions, connections, options))
 
 
 async def _run(
     scenario: Callable[[RealtimeSite], Awaitable[None]],
     sessions: SessionConfig | None,
+    connections: ConnectionConfig | None,
     options: dict[str, object],
 ) -> None:
-    async with realtime_site(sessions, **options) as here:
+    async with realtime_site(sessions, connections, **options) as here:
         await scenario(here)
         await nothing_left(here)
 
@@ -129,11 +131,17 @@ async def nothing_left(here: RealtimeSite) -> None:
 
 @contextlib.asynccontextmanager
 async def realtime_site(
-    sessions: SessionConfig | None = None, **options: object
+    sessions: SessionConfig | None = None,
+    connections: ConnectionConfig | None = None,
+    **options: object,
 ) -> AsyncIterator[RealtimeSite]:
     async with site(**options) as here:
-        config = sessions or here.services.config.server.sessions
-        here.services.realtime = RealtimeSessions(config, here.services.metrics.counts)
+        old = here.services.config.server
+        limits = dataclasses.replace(
+            old, sessions=sessions or old.sessions, connections=connections or old.connections
+        )
+        here.services.config = dataclasses.replace(here.services.config, server=limits)
+        here.services.realtime = RealtimeSessions(limits.sessions, here.services.metrics.counts)
         server = api_server(build_app(here.services, websockets=WEBSOCKETS), here.services)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             serving = asyncio.create_task(server.serve(sockets=[listener]))
