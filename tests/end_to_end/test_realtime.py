@@ -42,11 +42,12 @@ def test_the_synchronous_client_asks_about_a_picture_and_a_sound(server):
             session={"type": "realtime", "output_modalities": ["text"], "audio": {"input": MANUAL}}
         )
         collected(connection, "session.updated")
+        shown = {"type": "input_image", "image_url": PICTURE}
+        heard = {"type": "input_audio", "audio": as_text(pcm(beeps(3)))}
         for content, expected in (
-            ([{"type": "input_image", "image_url": PICTURE}, text("Where is the red circle?")], "left"),
-            ([{"type": "input_audio", "audio": as_text(pcm(beeps(3)))},
-              text("How many beeps do you hear?")], "3"),
-        ):  # fmt: skip
+            ([shown, text("Where is the red circle?")], "left"),
+            ([heard, text("How many beeps do you hear?")], "3"),
+        ):
             connection.conversation.item.create(item=user(*content))
             connection.response.create(
                 response={
