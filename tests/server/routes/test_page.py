@@ -11,7 +11,7 @@ import pytest
 from lookonce.server.routes.page import FOLDER, PageFiles
 
 KEYS = {"api_key": ("secret",)}
-NAMED = re.compile(r"(?:href|src)=\"page/([^\"]+)\"|from \"\./([^\"]+)\"")
+NAMED = re.compile(r"(?:(?:href|src)=|addModule\()\"page/([^\"]+)\"|from \"\./([^\"]+)\"")
 
 
 def test_the_page_is_served_without_a_key_and_while_draining(on_site):

@@ -188,9 +188,7 @@ def test_a_thousand_that_come_and_go_leave_nothing():
             if number % 3:
                 writer.write(frame(TEXT, APPEND.encode()))
             if number % 3 == 2:
-                writer.write(
-                    frame(TEXT, b'{"type": "response.create", "response": {"instructions": "a"}}')
-                )
+                writer.write(frame(TEXT, RESPOND))
                 await reader.read(100)
             writer.transport.abort() if number % 2 else writer.close()
 
