@@ -146,7 +146,7 @@ class _Worker:
         try:
             ours, process = start_worker(command)
             ours.setblocking(False)
-            return cls(process, *await asyncio.open_connection(sock=ours))
+            return cls(process, *await asyncio.open_unix_connection(sock=ours))
         except OSError as error:
             raise RequestFailedError("voices cannot be detected now") from error
 

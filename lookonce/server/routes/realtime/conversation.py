@@ -20,6 +20,10 @@ MAX_ITEMS = 2048
 """Of a conversation; a transcription session forgets its oldest."""
 KEPT_TRANSCRIPTS = 64
 MAX_ID_CHARACTERS = 128
+MAX_TEXT_CHARACTERS = 1_000_000
+MAX_SHOWN_URL = 2_048
+"""Characters of an address that events repeat; a picture's data is only in what was retrieved."""
+DETAILS = ("auto", "low", "high")
 PARTS = {
     "user": ("input_text", "input_image", "input_audio"),
     "system": ("input_text",),
@@ -53,13 +57,20 @@ class Item:
         return texts + sum(len(clip.data) for clip in self.clips.values())
 
     def copy(self) -> ConversationItem:
-        """What an event shows: it may be encoded later."""
+        """What an event shows, without media: it may be encoded later."""
+        shown = self._copy()
+        for part in shown.content:
+            if isinstance(part.image_url, str) and len(part.image_url) > MAX_SHOWN_URL:
+                part.image_url = None
+        return shown
+
+    def _copy(self) -> ConversationItem:
         content = [msgspec.structs.replace(part) for part in self.shown.content]
         return msgspec.structs.replace(self.shown, content=content)
 
-    def with_audio(self) -> ConversationItem:
-        """With the sound in base64, as the client sent it."""
-        shown = self.copy()
+    def with_media(self) -> ConversationItem:
+        """With pictures, and with the sound in base64, as the client sent them."""
+        shown = self._copy()
         for number, clip in self.clips.items():
             shown.content[number].audio = pybase64.b64encode(clip.data).decode()
         return shown
@@ -95,11 +106,13 @@ def read_item(sent: ConversationItem, format: AudioFormat, where: str = "item") 
             object="realtime.item",
             status="completed",
             role=sent.role,
-            content=list(sent.content),
         )
     )
     for number, part in enumerate(sent.content):
-        _read_part(part, allowed, number, item, format, f"{where}.content[{number}]")
+        read, clip = _read_part(part, allowed, format, f"{where}.content[{number}]")
+        item.shown.content.append(read)
+        if clip is not None:
+            item.clips[number] = clip
     return item
 
 
@@ -114,29 +127,31 @@ def _item_id(asked: str | None, where: str) -> str:
 
 
 def _read_part(
-    part: ContentPart,
-    allowed: Sequence[str],
-    number: int,
-    item: Item,
-    format: AudioFormat,
-    where: str,
-) -> None:
+    part: ContentPart, allowed: Sequence[str], format: AudioFormat, where: str
+) -> tuple[ContentPart, Clip | None]:
+    """The part with what its type has, and its sound."""
     if part.type not in allowed:
         raise BadRequestError(
             f"{where}.type: {part.type[:60]!r} is not one of {', '.join(allowed)}",
             param=f"{where}.type",
         )
-    if part.type == "input_image":
-        if not isinstance(part.image_url, str) or not part.image_url:
-            raise BadRequestError(f"{where}.image_url is missing", param=f"{where}.image_url")
-    elif part.type == "input_audio":
+    if part.type == "input_audio":
         data = read_audio(part.audio, format, f"{where}.audio")
         if not data:
             raise BadRequestError(f"{where}.audio is empty", param=f"{where}.audio")
-        item.clips[number] = Clip(format, data)
-        item.shown.content[number] = ContentPart(type="input_audio", transcript=None)
-    elif not isinstance(part.text, str):
+        return ContentPart(type="input_audio", transcript=None), Clip(format, data)
+    if part.type == "input_image":
+        if not isinstance(part.image_url, str) or not part.image_url:
+            raise BadRequestError(f"{where}.image_url is missing", param=f"{where}.image_url")
+        detail = part.detail if part.detail in DETAILS else "auto"
+        return ContentPart(type="input_image", image_url=part.image_url, detail=detail), None
+    if not isinstance(part.text, str):
         raise BadRequestError(f"{where}.text is missing", param=f"{where}.text")
+    if len(part.text) > MAX_TEXT_CHARACTERS:
+        raise BadRequestError(
+            f"{where}.text has more than {MAX_TEXT_CHARACTERS} characters", param=f"{where}.text"
+        )
+    return ContentPart(type=part.type, text=part.text), None
 
 
 def read_audio(encoded: object, format: AudioFormat, param: str) -> bytes:

@@ -20,6 +20,8 @@ SessionKind = Literal["realtime", "transcription"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal["in_progress", "completed", "cancelled", "incomplete", "failed"]
 Json = dict[str, Any]
+Ignored = msgspec.Raw | None | UnsetType
+"""A field that is taken and changes nothing; nothing of it is kept."""
 
 
 def new_id(prefix: str) -> str:
@@ -113,7 +115,7 @@ class ResponseOptions(AnswerOptions, kw_only=True):
     conversation: str | None = None
     input: list[Json] | None = None
     metadata: dict[str, str] | None = None
-    audio: Json | None = None
+    audio: Ignored = UNSET
 
 
 Options = TypeVar("Options", bound=msgspec.Struct)
@@ -126,7 +128,7 @@ def merged(current: Options, update: Options) -> Options:
     changes: Json = {}
     for name in update.__struct_fields__:
         new = getattr(update, name)
-        if new is UNSET:
+        if new is UNSET or isinstance(new, msgspec.Raw):  # raw JSON would keep its whole message
             continue
         old = getattr(current, name)
         if type(old) is type(new) and isinstance(new, msgspec.Struct):

@@ -28,6 +28,11 @@ Json = dict[str, Any]
 Value = TypeVar("Value")
 PCM_RATES = (24_000, 16_000)
 LOGPROBS = "item.input_audio_transcription.logprobs"
+MAX_INSTRUCTIONS = 1_000_000
+MAX_NAME = 256
+"""Characters."""
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+"""OpenAI's limits: pairs, and characters of each."""
 MAX_PREFIX_MS = 5_000
 MAX_SILENCE_MS = 10_000
 TEXT_ONLY = ["text"]
@@ -181,7 +186,22 @@ def read_response(
             param="response.conversation",
             code="invalid_value",
         )
+    _check_metadata(options.metadata or {})
     return options, read_answer(options, session, "response")
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    too_long = any(
+        len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE
+        for key, value in metadata.items()
+    )
+    if too_long or len(metadata) > MAX_METADATA:
+        raise BadRequestError(
+            f"response.metadata has at most {MAX_METADATA} pairs, of {MAX_METADATA_KEY} and "
+            f"{MAX_METADATA_VALUE} characters",
+            param="response.metadata",
+            code="invalid_value",
+        )
 
 
 def read_answer(options: AnswerOptions, base: AnswerSettings, where: str) -> AnswerSettings:
@@ -196,6 +216,8 @@ def read_answer(options: AnswerOptions, base: AnswerSettings, where: str) -> Ans
     limit = base.max_output_tokens
     if options.max_output_tokens not in (UNSET, None):
         limit = _read_limit(options.max_output_tokens, f"{where}.max_output_tokens")
+    _check_length(options.instructions, MAX_INSTRUCTIONS, f"{where}.instructions")
+    _check_length(options.cache_salt, MAX_NAME, f"{where}.cache_salt")
     return AnswerSettings(
         instructions=given(options.instructions, base.instructions),
         max_output_tokens=limit,
@@ -274,13 +296,16 @@ def _read_format(options: FormatOptions, param: str) -> AudioFormat:
 def _read_transcription(options: TranscriptionOptions, model: str, where: str) -> Transcription:
     _refuse(options, where)
     check_model(options.model, model, f"{where}.model")
-    prompt = given(options.prompt, "")
-    if len(prompt) > MAX_PROMPT_CHARACTERS:
+    _check_length(options.prompt, MAX_PROMPT_CHARACTERS, f"{where}.prompt")
+    _check_length(options.language, MAX_NAME, f"{where}.language")
+    return Transcription(model, _or(options.language, None), given(options.prompt, ""))
+
+
+def _check_length(text: str | None | UnsetType, most: int, param: str) -> None:
+    if isinstance(text, str) and len(text) > most:
         raise BadRequestError(
-            f"{where}.prompt has more than {MAX_PROMPT_CHARACTERS} characters",
-            param=f"{where}.prompt",
+            f"{param} has more than {most} characters", param=param, code="invalid_value"
         )
-    return Transcription(model, _or(options.language, None), prompt)
 
 
 def _read_turns(

@@ -24,6 +24,7 @@ from lookonce.errors import (
     DrainingError,
     LookOnceError,
     RequestError,
+    TooLargeError,
     UnavailableError,
 )
 from lookonce.frontend.responses import ReuseReceipt
@@ -97,6 +98,9 @@ MIN_COMMIT_MS = 100
 MAX_APPEND_BYTES = 15 * 1024 * 1024
 MAX_RESPONSES = 4
 """Responses of one session that run at the same time; one of them writes to the conversation."""
+FEW_BYTES = 64 * 1024
+MAX_VALUES = 1 << 18
+"""JSON values of one event: they are decoded on the event loop, in a tenth of a second."""
 NEW_WORK = (
     "input_audio_buffer.append",
     "input_audio_buffer.commit",
@@ -133,6 +137,8 @@ class Response:
     )
     text: list[str] = field(default_factory=list)
     begun: bool = False
+    charged: int = 0
+    """Bytes of items that are not the conversation's."""
 
 
 class SessionWork(Protocol):
@@ -219,6 +225,7 @@ class RealtimeSession:
         """Raises `AssertionError` unless what is held is what was taken from the budget, and one
         response at most writes to the conversation."""
         held = sum(item.nbytes for item in self.conversation) + self._buffer.nbytes
+        held += sum(response.charged for response in self._responses.values())
         assert self._budget.used == held, (self._budget.used, held)
         assert sum(each.in_conversation for each in self._responses.values()) <= 1
         assert all(item_id in self.conversation for item_id in self._transcribing)
@@ -236,8 +243,9 @@ class RealtimeSession:
 
     def end(self) -> None:
         """Stop all work, and give back what is held."""
-        for response_id in list(self._responses):
-            self._work.stop_answer(response_id)
+        for response in self._responses.values():
+            self._work.stop_answer(response.id)
+            self._budget.give(response.charged)
         for item_id in list(self._transcribing):
             self._work.stop_transcript(item_id)
         self._responses.clear()
@@ -250,6 +258,7 @@ class RealtimeSession:
         event; the session goes on."""
         event_id = None
         try:
+            _check_size(message)
             head = parse(message, EventHead)
             event_id = head.event_id
             kind = CLIENT_EVENTS.get(head.type)
@@ -497,7 +506,7 @@ class RealtimeSession:
             )
 
     def _retrieve(self, event: ItemNamed) -> None:
-        self._send(ItemRetrieved(item=self.conversation.get(event.item_id).with_audio()))
+        self._send(ItemRetrieved(item=self.conversation.get(event.item_id).with_media()))
 
     def _delete(self, event: ItemNamed) -> None:
         self.conversation.remove(event.item_id)
@@ -530,13 +539,16 @@ class RealtimeSession:
                 f"{MAX_RESPONSES} responses are being made; wait until one is done",
                 code="too_many_responses",
             )
-        items = self._answered(options)
+        items, charged = self._answered(options)
         if not items and not settings.instructions:
             raise BadRequestError(
                 "there is nothing to answer: create an item first", code="conversation_empty"
             )
+        if not self._budget.take(charged):
+            raise full_error("response.input")
         response = Response(
             id=new_id("resp"),
+            charged=charged,
             settings=settings,
             items=items,
             in_conversation=in_conversation,
@@ -546,11 +558,11 @@ class RealtimeSession:
         self._send(ResponseEvent(type="response.created", response=self._object(response)))
         self._work.answer(response)
 
-    def _answered(self, options: ResponseOptions) -> tuple[Item, ...]:
-        """The items of the conversation, or those of `input`."""
+    def _answered(self, options: ResponseOptions) -> tuple[tuple[Item, ...], int]:
+        """The items of the conversation, or those of `input`, and the bytes of the latter."""
         if options.input is None:
-            return tuple(self.conversation)
-        found = []
+            return tuple(self.conversation), 0
+        found, nbytes = [], 0
         for number, sent in enumerate(options.input):
             where = f"response.input[{number}]"
             if sent.get("type") == "item_reference":
@@ -561,7 +573,8 @@ class RealtimeSession:
             except msgspec.ValidationError as error:
                 raise BadRequestError(f"{where}: {error}", param=where) from None
             found.append(read_item(item, self.settings.format, where))
-        return tuple(found)
+            nbytes += found[-1].nbytes
+        return tuple(found), nbytes
 
     def _object(self, response: Response, **fields: Any) -> ResponseObject:
         return ResponseObject(
@@ -671,6 +684,7 @@ class RealtimeSession:
     ) -> None:
         """Close what is open, and send `response.done`."""
         del self._responses[response.id]
+        self._budget.give(response.charged)
         if status == "completed":
             self._open_item(response)  # an answer without a word is a message without text
         text, item = "".join(response.text), response.item
@@ -707,6 +721,14 @@ class RealtimeSession:
                     item=item.copy(),
                 )
             )
+
+
+def _check_size(message: bytes) -> None:
+    """Raises `TooLargeError` for JSON that would take long to decode; base64 has no commas."""
+    if len(message) < FEW_BYTES:
+        return
+    if sum(message.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:
+        raise TooLargeError(f"the event has more than {MAX_VALUES} commas and brackets")
 
 
 def _closing_error() -> DrainingError:

@@ -198,7 +198,7 @@ def test_a_thousand_that_come_and_go_leave_nothing():
         opened = here.site.services.metrics.counts.read()["realtime_sessions_total"]
         assert opened.numbers == (1000,)
 
-    on_realtime_site(scenario)
+    on_realtime_site(scenario, max_sessions=2000)
 
 
 def test_a_client_that_leaves_in_mid_answer_ends_it():
