@@ -70,8 +70,8 @@ class AudioInputOptions(msgspec.Struct, kw_only=True):
 
 class AudioOptions(msgspec.Struct, kw_only=True):
     input: AudioInputOptions | UnsetType | None = UNSET
-    output: Json | UnsetType | None = UNSET
-    """Of speech, which is not served: taken, so that the rest of an update is."""
+    output: Ignored = UNSET
+    """Of speech, which is not served."""
 
 
 class AnswerOptions(RefusesUnsupported, kw_only=True):
@@ -87,9 +87,9 @@ class AnswerOptions(RefusesUnsupported, kw_only=True):
     seed: int | UnsetType | None = UNSET
     cache_salt: str | UnsetType | None = UNSET
     reuse_receipt: bool | UnsetType = UNSET
-    tool_choice: str | Json | UnsetType | None = UNSET
+    tool_choice: Ignored = UNSET
     """Without tools it says nothing."""
-    parallel_tool_calls: bool | UnsetType | None = UNSET
+    parallel_tool_calls: Ignored = UNSET
 
     tools: Raw = NOTHING
     prompt: Raw = NOTHING
@@ -103,7 +103,7 @@ class SessionOptions(AnswerOptions, kw_only=True):
     audio: AudioOptions | UnsetType | None = UNSET
     include: list[str] | UnsetType | None = UNSET
     truncation: str | Json | UnsetType | None = UNSET
-    tracing: str | Json | UnsetType | None = UNSET
+    tracing: Ignored = UNSET
 
     input_audio_format: Raw = NOTHING
     """The names of the beta, as the two below."""

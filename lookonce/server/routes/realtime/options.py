@@ -301,7 +301,7 @@ def _read_transcription(options: TranscriptionOptions, model: str, where: str) -
     return Transcription(model, _or(options.language, None), given(options.prompt, ""))
 
 
-def _check_length(text: str | None | UnsetType, most: int, param: str) -> None:
+def _check_length(text: str | UnsetType | None, most: int, param: str) -> None:
     if isinstance(text, str) and len(text) > most:
         raise BadRequestError(
             f"{param} has more than {most} characters", param=param, code="invalid_value"
