@@ -20,7 +20,7 @@ SessionKind = Literal["realtime", "transcription"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal["in_progress", "completed", "cancelled", "incomplete", "failed"]
 Json = dict[str, Any]
-Ignored = msgspec.Raw | None | UnsetType
+Ignored = msgspec.Raw
 """A field that is taken and changes nothing; nothing of it is kept."""
 
 
@@ -70,7 +70,7 @@ class AudioInputOptions(msgspec.Struct, kw_only=True):
 
 class AudioOptions(msgspec.Struct, kw_only=True):
     input: AudioInputOptions | UnsetType | None = UNSET
-    output: Ignored = UNSET
+    output: Ignored = Ignored()
     """Of speech, which is not served."""
 
 
@@ -87,9 +87,9 @@ class AnswerOptions(RefusesUnsupported, kw_only=True):
     seed: int | UnsetType | None = UNSET
     cache_salt: str | UnsetType | None = UNSET
     reuse_receipt: bool | UnsetType = UNSET
-    tool_choice: Ignored = UNSET
+    tool_choice: Ignored = Ignored()
     """Without tools it says nothing."""
-    parallel_tool_calls: Ignored = UNSET
+    parallel_tool_calls: Ignored = Ignored()
 
     tools: Raw = NOTHING
     prompt: Raw = NOTHING
@@ -103,7 +103,7 @@ class SessionOptions(AnswerOptions, kw_only=True):
     audio: AudioOptions | UnsetType | None = UNSET
     include: list[str] | UnsetType | None = UNSET
     truncation: str | Json | UnsetType | None = UNSET
-    tracing: Ignored = UNSET
+    tracing: Ignored = Ignored()
 
     input_audio_format: Raw = NOTHING
     """The names of the beta, as the two below."""
@@ -115,7 +115,7 @@ class ResponseOptions(AnswerOptions, kw_only=True):
     conversation: str | None = None
     input: list[Json] | None = None
     metadata: dict[str, str] | None = None
-    audio: Ignored = UNSET
+    audio: Ignored = Ignored()
 
 
 Options = TypeVar("Options", bound=msgspec.Struct)
