@@ -10,10 +10,19 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 import msgspec
@@ -23,6 +32,7 @@ from lookonce.config import NANO, Config, Options, SchedulerConfig, resolve
 from lookonce.engine.process_io import engine_settings
 from lookonce.engine.supervisor.engine_supervisor import EngineSupervisor, OnLoading
 from lookonce.engine.supervisor.socket_folder import socket_folder
+from lookonce.errors import RequestFailedError
 from lookonce.frontend.frontend import (
     Frontend,
     engine_client,
@@ -41,11 +51,20 @@ from lookonce.frontend.receipt import reuse_receipt, usage
 from lookonce.frontend.responses import ReuseReceipt, StopReason, Usage
 from lookonce.frontend.sampling_params import default_sampling
 from lookonce.frontend.tools.calls import ToolCalling, content_of, reader_of, tool_calling
+from lookonce.frontend.transcription import (
+    Fallback,
+    Granularity,
+    Task,
+    Transcriber,
+    TranscriptDone,
+    TranscriptionOptions,
+)
 from lookonce.types.media import Modality
 from lookonce.types.request import PromptLogprob, RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
 Message = dict[str, Any]
+DEFAULT_FALLBACK = Fallback()
 Prompt = str | Sequence[int]
 Render = Callable[[], Coroutine[Any, Any, RenderedPrompt]]
 T = TypeVar("T")
@@ -143,6 +162,36 @@ class LLM:
         finally:
             self._loop.run(texts.aclose())
 
+    def transcribe(
+        self,
+        audio: str | Path | bytes,
+        *,
+        language: str | None = None,
+        prompt: str = "",
+        task: Task = "transcribe",
+        temperature: float = 0.0,
+        fallback: Fallback | None = DEFAULT_FALLBACK,
+        timestamps: Collection[Granularity] = (),
+        cache_salt: str | None = None,
+    ) -> TranscriptDone:
+        """The text of a sound: a file's path, or the bytes of a WAV, FLAC, Ogg or MP3 file.
+
+        `task` "translate" answers in English. At temperature 0 an encoder-decoder (Whisper) tries
+        again at higher ones where a text does not meet the thresholds of `fallback`; None: never.
+        `timestamps` may hold "segment" and "word". Raises `BadRequestError` for what the model
+        cannot do.
+        """
+        data = audio if isinstance(audio, bytes) else Path(audio).read_bytes()
+        options = TranscriptionOptions(
+            language=language,
+            prompt=prompt,
+            temperature=temperature,
+            fallback=fallback if temperature == 0.0 else None,
+            task=task,
+            timestamps=frozenset(timestamps),
+        )
+        return self._loop.run(self._transcribe(data, options, cache_salt))
+
     def inject_into_mm_cache(
         self,
         mm_hashes: Mapping[Modality, Sequence[str]],
@@ -231,6 +280,17 @@ class LLM:
     ) -> RenderedPrompt:
         async with self._rendering:
             return await self._frontend.renderer.render_completion(prompt, cache_salt=cache_salt)
+
+    async def _transcribe(
+        self, data: bytes, options: TranscriptionOptions, cache_salt: str | None
+    ) -> TranscriptDone:
+        async with self._answering:
+            events = Transcriber(self._frontend).transcribe(data, options, cache_salt=cache_salt)
+            async with aclosing(events):
+                async for event in events:
+                    if isinstance(event, TranscriptDone):
+                        return event
+        raise RequestFailedError("the transcription ended without a result")
 
     async def _answer_all(
         self,

@@ -61,6 +61,7 @@ class Request:
 
     __slots__ = (
         "accepted",
+        "alignment",
         "arrival",
         "eos_token_ids",
         "features",
@@ -119,6 +120,8 @@ class Request:
         """One per position computed so far; None where not wanted or already delivered."""
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = []
+        self.alignment: list[int] | None = None
+        """Set with the prompt's last chunk, where it was asked for."""
         self.grammar: CompiledGrammar | None = None
         """Set before the scheduler takes the request in, once it is compiled."""
         self.session: Session | None = None

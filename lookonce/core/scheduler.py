@@ -273,6 +273,9 @@ class UpdateFromOutput:
             self._end_failed(result)
         if result.prompt_logprobs:
             self._note_prompt_logprobs(plan, result)
+        for seq_id, positions in result.alignments.items():
+            if (aligned := self._state.queues.sequences.get(seq_id)) is not None:
+                aligned.request.alignment = positions
         sequences, token_ids = self._state.queues.sequences, result.token_ids
         logprobs = result.logprobs
         block_size, decoding = self._state.block_pool.block_size, SequenceState.DECODING
@@ -393,6 +396,7 @@ class UpdateFromOutput:
         if sequence.index == 0 and sequence.num_generated == 1:
             delta.reuse_stats = request.reuse_stats.freeze()
             delta.prompt_logprobs = request.take_prompt_logprobs()
+            delta.alignment = request.alignment
         if not request.prefilled:
             self._state.release_siblings(sequence)
 

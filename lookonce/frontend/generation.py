@@ -63,6 +63,8 @@ class PromptGeneration:
         self.reuse_stats: PrefillStats | None = None
         self.prompt_logprobs: list[PromptLogprob | None] | None = None
         """One per token of the prompt, where they were asked for; set with the first delta."""
+        self.alignment: list[int] | None = None
+        """An input position per aligned token, where they were asked for."""
         self.completion_tokens = 0
         self.aborted = False
         """Set before the request is submitted: it is not submitted then."""
@@ -159,6 +161,8 @@ class PromptGeneration:
         self._last_delta[delta.index] = now
         if delta.reuse_stats is not None:
             self.reuse_stats = delta.reuse_stats
+        if delta.alignment is not None:
+            self.alignment = delta.alignment
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = _per_token(self.rendered, delta.prompt_logprobs)
 
@@ -167,6 +171,8 @@ def _per_token(rendered: RenderedPrompt, scored: list[PromptLogprob]) -> list[Pr
     """One entry per prompt token: None for the first token and for tokens of media."""
     entries: list[PromptLogprob | None] = [None, *scored]
     for feature in rendered.features:
+        if feature.offset == 0 and feature.end > len(entries):
+            continue  # an encoder-decoder's input has no place in the prompt
         entries[feature.offset : feature.end] = [None] * feature.length
     return entries
 

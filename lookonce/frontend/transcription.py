@@ -1,7 +1,8 @@
 """Speech → text: one clip or file, by whatever model that hears is served.
 
-An audio chat model is asked for the words by its own transcription prompt, where it has one, or by a
-plain instruction; the clip is an `input_audio` part of the message, so that all its caches serve it.
+An encoder-decoder transcribes window by window (`speech`). An audio chat model is asked for the
+words by its own transcription prompt, where it has one, or by a plain instruction; the clip is an
+`input_audio` part of the message, so that all its caches serve it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -17,95 +18,44 @@ from lookonce.errors import BadRequestError, RequestError
 from lookonce.frontend.frontend import Frontend
 from lookonce.frontend.generation import PromptGeneration, Sample, prepare
 from lookonce.frontend.receipt import reuse_receipt, usage
-from lookonce.frontend.responses import ReuseReceipt, Usage
 from lookonce.frontend.sampling_params import default_sampling
+from lookonce.frontend.speech import SpeechTranscription
+from lookonce.frontend.transcript import (
+    EncodedAudio,
+    Fallback,
+    Granularity,
+    Task,
+    TranscriptDelta,
+    TranscriptDone,
+    TranscriptEvent,
+    TranscriptionOptions,
+    TranscriptSegment,
+    TranscriptWord,
+    TrimmedText,
+    language_code,
+    language_name,
+)
 from lookonce.render.media.cost import sound_seconds
 from lookonce.render.media.loader import for_part
-from lookonce.types.request import RenderedPrompt, TokenLogprob
+from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
-Task = Literal["transcribe", "translate"]
-Granularity = Literal["segment", "word"]
+__all__ = [
+    "EncodedAudio",
+    "Fallback",
+    "Granularity",
+    "Task",
+    "Transcriber",
+    "TranscriptDelta",
+    "TranscriptDone",
+    "TranscriptEvent",
+    "TranscriptSegment",
+    "TranscriptWord",
+    "TranscriptionOptions",
+    "check_hears",
+]
 MAX_PROMPT_CHARACTERS = 10_000
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedAudio:
-    """An encoded sound (WAV, FLAC, Ogg or MP3); `param` names it in errors."""
-
-    data: bytes
-    param: str = "file"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TranscriptionOptions:
-    """How to transcribe."""
-
-    language: str | None = None
-    """ISO-639-1 code, or the language's English name; None: the model finds out."""
-    prompt: str = ""
-    """Text that the words may follow: names, spelling, style."""
-    temperature: float = 0.0
-    task: Task = "transcribe"
-    timestamps: frozenset[Granularity] = frozenset()
-    logprobs: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TranscriptSegment:
-    """A stretch of the transcript; times in seconds from the file's start."""
-
-    id: int
-    seek: int
-    """Frame of 10 ms where the window it was heard in begins."""
-    start: float
-    end: float
-    text: str
-    token_ids: list[int]
-    temperature: float
-    avg_logprob: float
-    compression_ratio: float
-    no_speech_prob: float
-
-
-@dataclass(frozen=True, slots=True)
-class TranscriptWord:
-    """A word with the time it was spoken, in seconds from the file's start."""
-
-    word: str
-    start: float
-    end: float
-
-
-@dataclass(frozen=True, slots=True)
-class TranscriptDelta:
-    """More of the text."""
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprob] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TranscriptDone:
-    """The whole transcript; always the last event."""
-
-    text: str
-    language: str
-    """English name of the language that was asked for or heard; empty where nobody knows."""
-    duration_seconds: float
-    segments: list[TranscriptSegment]
-    """Empty for models without timestamps."""
-    words: list[TranscriptWord]
-    """Empty where they were not asked for."""
-    usage: Usage
-    receipt: ReuseReceipt
-    token_ids: list[int]
-    logprobs: list[TokenLogprob] | None = None
-
-
-TranscriptEvent = TranscriptDelta | TranscriptDone
 
 
 class Transcriber:
@@ -127,7 +77,10 @@ class Transcriber:
         Raises a `RequestError` that names the part at fault.
         """
         clip = audio if isinstance(audio, EncodedAudio) else EncodedAudio(audio)
-        events = _ChatTranscription(self._frontend, clip, options, tenant, cache_salt).events()
+        check_hears(self._frontend, options)
+        hears_windows = self._frontend.renderer.speech is not None
+        kind = SpeechTranscription if hears_windows else _ChatTranscription
+        events = kind(self._frontend, clip, options, tenant, cache_salt).events()
         async with aclosing(events):
             async for event in events:
                 yield event
@@ -165,7 +118,6 @@ class _ChatTranscription:
 
     async def events(self) -> AsyncGenerator[TranscriptEvent, None]:
         options = self._options
-        check_hears(self._frontend, options)
         if options.timestamps:
             raise BadRequestError(
                 "this model gives no timestamps; ask for json or text, without "
@@ -175,22 +127,23 @@ class _ChatTranscription:
         rendered = await self._render()
         try:
             generation = prepare(self._frontend, rendered, self._sampling(), limit_asked=False)
-            sample, before = Sample(), _AnswerFilter(self._marker())
+            sample, words = Sample(), _AnswerFilter(self._marker())
+            text = TrimmedText()
             async with aclosing(generation.pieces()) as pieces:
                 async for piece in pieces:
-                    piece.text = before.push(piece.text)
                     sample.take(piece)
-                    if piece.text or piece.token_ids:
-                        yield TranscriptDelta(piece.text, piece.token_ids, piece.logprobs)
-            yield self._done(generation, sample)
+                    added = text.push(words.push(piece.text))
+                    if added or piece.logprobs:
+                        yield TranscriptDelta(added, piece.token_ids, piece.logprobs)
+            yield self._done(generation, sample, text.whole)
         finally:
             self._frontend.renderer.release(rendered)
 
-    def _done(self, generation: PromptGeneration, sample: Sample) -> TranscriptDone:
+    def _done(self, generation: PromptGeneration, sample: Sample, text: str) -> TranscriptDone:
         longest = self._frontend.config.media.max_audio_seconds
         return TranscriptDone(
-            text="".join(sample.text).strip(),
-            language=self._options.language or "",
+            text=text,
+            language=language_name(language_code(self._options.language) or ""),
             duration_seconds=sound_seconds(self._audio.data, longest),
             segments=[],
             words=[],
@@ -249,7 +202,7 @@ ANSWER_MARKERS = {"qwen3_asr": "<asr_text>"}
 def transcription_prompt(model_type: str, options: TranscriptionOptions) -> _Prompt:
     """The model's own transcription prompt, where it has one; else a plain instruction."""
     if options.task == "transcribe" and model_type == "voxtral":
-        # As transformers' `VoxtralProcessor.apply_transcription_request` (mistral_common) writes it.
+        # As mistral_common writes it for `VoxtralProcessor.apply_transcription_request`.
         language = f"lang:{options.language}" if options.language else ""
         return _Prompt(answer_begins=f"{language}[TRANSCRIBE]")
     if options.task == "transcribe" and model_type == "qwen3_asr":
@@ -257,19 +210,13 @@ def transcription_prompt(model_type: str, options: TranscriptionOptions) -> _Pro
     if options.task == "translate":
         told = "Translate the speech into English. Answer with the translation only."
     elif options.language:
-        told = (
-            f"Transcribe the speech, which is in {_language_name(options.language)}. "
-            "Answer with the words only."
-        )
+        spoken = language_name(language_code(options.language) or "")
+        told = f"Transcribe the speech, which is in {spoken}. Answer with the words only."
     else:
         told = "Transcribe the speech. Answer with the words only."
     if options.prompt:
         told = f"{told} Context: {options.prompt}"
     return _Prompt(told)
-
-
-def _language_name(language: str) -> str:
-    return LANGUAGES.get(language.lower(), language)
 
 
 class _AnswerFilter:
@@ -283,7 +230,7 @@ class _AnswerFilter:
         if self._marker is None:
             return text
         self._held += text
-        before, found, after = self._held.partition(self._marker)
+        _, found, after = self._held.partition(self._marker)
         if not found:
             return ""
         self._marker = None
@@ -302,29 +249,3 @@ def _about_file(error: RequestError, param: str) -> RequestError:
     if error.message.startswith(f"{named}: "):
         error.message = error.message[len(named) + 2 :]
     return for_part(error, param)
-
-
-LANGUAGES: dict[str, str] = {
-    "en": "english", "zh": "chinese", "de": "german", "es": "spanish", "ru": "russian",
-    "ko": "korean", "fr": "french", "ja": "japanese", "pt": "portuguese", "tr": "turkish",
-    "pl": "polish", "ca": "catalan", "nl": "dutch", "ar": "arabic", "sv": "swedish",
-    "it": "italian", "id": "indonesian", "hi": "hindi", "fi": "finnish", "vi": "vietnamese",
-    "he": "hebrew", "uk": "ukrainian", "el": "greek", "ms": "malay", "cs": "czech",
-    "ro": "romanian", "da": "danish", "hu": "hungarian", "ta": "tamil", "no": "norwegian",
-    "th": "thai", "ur": "urdu", "hr": "croatian", "bg": "bulgarian", "lt": "lithuanian",
-    "la": "latin", "mi": "maori", "ml": "malayalam", "cy": "welsh", "sk": "slovak",
-    "te": "telugu", "fa": "persian", "lv": "latvian", "bn": "bengali", "sr": "serbian",
-    "az": "azerbaijani", "sl": "slovenian", "kn": "kannada", "et": "estonian",
-    "mk": "macedonian", "br": "breton", "eu": "basque", "is": "icelandic", "hy": "armenian",
-    "ne": "nepali", "mn": "mongolian", "bs": "bosnian", "kk": "kazakh", "sq": "albanian",
-    "sw": "swahili", "gl": "galician", "mr": "marathi", "pa": "punjabi", "si": "sinhala",
-    "km": "khmer", "sn": "shona", "yo": "yoruba", "so": "somali", "af": "afrikaans",
-    "oc": "occitan", "ka": "georgian", "be": "belarusian", "tg": "tajik", "sd": "sindhi",
-    "gu": "gujarati", "am": "amharic", "yi": "yiddish", "lo": "lao", "uz": "uzbek",
-    "fo": "faroese", "ht": "haitian creole", "ps": "pashto", "tk": "turkmen", "nn": "nynorsk",
-    "mt": "maltese", "sa": "sanskrit", "lb": "luxembourgish", "my": "myanmar", "bo": "tibetan",
-    "tl": "tagalog", "mg": "malagasy", "as": "assamese", "tt": "tatar", "haw": "hawaiian",
-    "ln": "lingala", "ha": "hausa", "ba": "bashkir", "jw": "javanese", "su": "sundanese",
-    "yue": "cantonese",
-}  # fmt: skip
-"""ISO code → English name, as Whisper's tokenizer knows them."""

@@ -100,6 +100,10 @@ class EncoderRunner:
         parts = [self._outputs[part.key][part.start : part.end] for part in slices]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def output(self, key: bytes) -> Tensor:
+        """A whole output. Raises `KeyError` for a key that is not held."""
+        return self._outputs[key]
+
     def _offload(self, key: bytes, report: EncodeReport) -> None:
         try:
             self._host.offload(key, self._outputs[key])

@@ -39,6 +39,8 @@ class InputBatch:
         """[row]; from this index on, a token's position is its index plus `tail_deltas[row]`."""
         self.tail_deltas = np.zeros(max_num_seqs, np.int64)
         self._num_blocks = [0] * max_num_seqs
+        self.input_keys: list[bytes | None] = [None] * max_num_seqs
+        """[row]; an encoder-decoder's input, by key."""
         self._positions: list[MropePositions | None] = [None] * max_num_seqs
         self._rows: dict[int, int] = {}
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -50,11 +52,12 @@ class InputBatch:
         """Raises `KeyError` for a sequence that was not added."""
         return self._rows[seq_id]
 
-    def add(self, new: NewSequence, *, mrope: bool) -> None:
+    def add(self, new: NewSequence, *, mrope: bool, encoder_decoder: bool = False) -> None:
         row = self._free.pop()
         self._rows[new.seq_id] = row
         self.tokens[row, : len(new.token_ids)] = new.token_ids
         self._num_blocks[row] = 0
+        self.input_keys[row] = new.features[0].key if encoder_decoder else None
         self._positions[row] = MropePositions(new.features) if mrope else None
         self._update_tail(row)
 

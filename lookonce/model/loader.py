@@ -231,11 +231,13 @@ def _model_info(config: ModelConfig, family: ModelFamily, digest: str) -> ModelI
         unsplittable=family.unsplittable,
         largest_unsplittable=family.largest_unsplittable,
         weights_digest=digest,
+        encoder_decoder=family.encoder_decoder,
     )
 
 
 def _max_model_len(config: ModelConfig, family: ModelFamily) -> int:
-    limit, wanted = _longest_sequence(family.text_config), config.max_model_len
+    limit = family.longest_sequence or _longest_sequence(family.text_config)
+    wanted = config.max_model_len
     if wanted is not None and not 1 <= wanted <= limit:
         raise ModelLoadError(f"--max-model-len is 1 to {limit} for this model, got {wanted}")
     return limit if wanted is None else wanted

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from lookonce.model.native import compiled
 from lookonce.types.request import PromptLogprob, TokenLogprob
-from lookonce.types.sampling import SamplingParams
+from lookonce.types.sampling import SamplingParams, TokenRules
 
 FAILED = -1
 """The token of a row that failed, for example because its logits are not finite."""
@@ -121,6 +121,61 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
+
+
+class TokenRuleState:
+    """`TokenRules` of one sequence, and what it has generated."""
+
+    def __init__(self, rules: TokenRules, output_ids: Sequence[int], vocab_size: int) -> None:
+        self.rules = rules
+        self._output = [int(token) for token in output_ids]
+        self._only = self._known(rules.only, vocab_size)
+        self._suppressed = self._known(rules.suppressed, vocab_size)
+        self._suppressed_first = self._known(rules.suppressed_first, vocab_size)
+
+    @staticmethod
+    def _known(token_ids: Sequence[int], vocab_size: int) -> Tensor | None:
+        known = sorted({token for token in token_ids if 0 <= token < vocab_size})
+        return torch.tensor(known) if token_ids else None
+
+    def take(self, token: int) -> None:
+        self._output.append(token)
+
+    def apply(self, scores: Tensor) -> None:
+        """Set the scores [V] of tokens that may not come next to -inf, in place."""
+        if self._only is not None:
+            kept = scores[self._only]
+            scores.fill_(-math.inf)
+            scores[self._only] = kept
+        if self._suppressed_first is not None and not self._output:
+            scores[self._suppressed_first] = -math.inf
+        if self._suppressed is not None:
+            scores[self._suppressed] = -math.inf
+        begin = self.rules.timestamp_begin
+        if begin is not None and 0 < begin < len(scores):
+            self._apply_timestamps(scores, begin)
+
+    def _apply_timestamps(self, scores: Tensor, begin: int) -> None:
+        """As transformers' `WhisperTimeStampLogitsProcessor`; `begin - 1` says "no timestamps"."""
+        output = self._output
+        scores[begin - 1] = -math.inf
+        last = bool(output) and output[-1] >= begin
+        penultimate = len(output) < 2 or output[-2] >= begin
+        if last and penultimate:
+            scores[begin:] = -math.inf
+        elif last:
+            scores[: self.rules.text_end] = -math.inf
+        times = [token for token in output if token >= begin]
+        if times:
+            earliest = times[-1] if last and not penultimate else times[-1] + 1
+            scores[begin:earliest] = -math.inf
+        if not output:
+            scores[:begin] = -math.inf
+            if self.rules.max_initial_timestamp is not None:
+                scores[begin + self.rules.max_initial_timestamp + 1 :] = -math.inf
+        logprobs = scores.log_softmax(dim=-1)
+        if bool(logprobs[begin:].logsumexp(dim=-1) > logprobs[:begin].max()):
+            scores[:begin] = -math.inf
 
 
 def argmax(scores: Tensor) -> list[int]:

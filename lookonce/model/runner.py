@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from lookonce.errors import LookOnceError, RequestFailedError
+from lookonce.model.alignment import Aligner
 from lookonce.model.attention.backend import AttentionBackend
+from lookonce.model.attention.cross import CrossStates, Recording
 from lookonce.model.encoder_runner import COMPUTE_ERRORS, EncodeReport, EncoderRunner
 from lookonce.model.input_batch import InputBatch
 from lookonce.model.kv_pages import KVPages, PageCopier
@@ -25,6 +28,7 @@ from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
+NO_RECORDINGS: Mapping[int, Recording] = MappingProxyType({})
 
 
 class Runner:
@@ -56,6 +60,7 @@ class Runner:
             max_model_len=loaded.info.max_model_len,
             block_size=kv_pages.block_size,
         )
+        self._aligner = Aligner()
         self._prompt_logprobs = PromptLogprobScorer(self._batch, loaded.info.vocab_size)
         self._inputs = StepInputBuilder(
             self._batch,
@@ -64,6 +69,7 @@ class Runner:
             max_num_tokens=max(max_num_batched_tokens, family.largest_unsplittable),
             block_size=kv_pages.block_size,
             device=loaded.device,
+            encoder_decoder=family.encoder_decoder,
         )
 
     def page_copier(self) -> PageCopier:
@@ -94,12 +100,18 @@ class Runner:
     def _remove(self, seq_ids: Sequence[int]) -> None:
         self._batch.remove(seq_ids)
         self._prompt_logprobs.remove(seq_ids)
+        self._aligner.remove(seq_ids)
         for seq_id in seq_ids:
             self._sampler.remove(seq_id)
 
     def _add(self, new: NewSequence) -> None:
-        self._batch.add(new, mrope=self._family.position_axes > 1)
+        self._batch.add(
+            new,
+            mrope=self._family.position_axes > 1,
+            encoder_decoder=self._family.encoder_decoder,
+        )
         self._prompt_logprobs.add(new)
+        self._aligner.add(new)
         prompt = new.token_ids[: new.num_prompt_tokens]
         output = new.token_ids[new.num_prompt_tokens :]
         self._sampler.add(new.seq_id, new.sampling, new.sample_index, prompt, output, new.grammar)
@@ -111,16 +123,21 @@ class Runner:
         output: _StepOutput,
     ) -> list[ScheduledSequence]:
         """The sequences whose encoder outputs are all held; the others fail."""
-        if not any(chunk.embeds for chunk in scheduled):
+        if not any(chunk.embeds for chunk in scheduled) and not self._family.encoder_decoder:
             return list(scheduled)
         kept = []
         for chunk in scheduled:
-            missing = [part.key for part in chunk.embeds if part.key not in self._encoder]
+            missing = [key for key in self._keys_read(chunk) if key not in self._encoder]
             if not missing:
                 kept.append(chunk)
             elif not any(key in failed_items for key in missing):
                 output.fail(chunk.seq_id, "an encoder output is missing")
         return kept
+
+    def _keys_read(self, chunk: ScheduledSequence) -> list[bytes]:
+        """The encoder outputs that a chunk needs."""
+        heard = self._batch.input_keys[self._batch.row_of(chunk.seq_id)]
+        return [part.key for part in chunk.embeds] if heard is None else [heard]
 
     def _compute(self, chunks: Sequence[ScheduledSequence], output: _StepOutput) -> None:
         """Compute all chunks in one call; if that fails, each alone, so that only faulty ones fail.
@@ -147,7 +164,11 @@ class Runner:
         seq_ids = [chunk.seq_id for chunk in sampled]
         hidden, parts = None, self._prompt_logprobs.parts(chunks)
         if parts:
-            hidden = self.text_model.hidden_states(inputs, self._encoder_rows(inputs))
+            recordings = self._aligner.recordings(chunks)
+            hidden = self.text_model.hidden_states(
+                inputs, self._encoder_rows(inputs), self._cross_states(inputs, recordings)
+            )
+            output.alignments |= self._aligner.align(chunks, recordings)
             output.add_prompt_logprobs(
                 self._prompt_logprobs.score(hidden, parts, self.text_model.compute_logits)
             )
@@ -168,7 +189,27 @@ class Runner:
         """
         if hidden is not None:
             return self.text_model.compute_logits(sampled_rows(hidden, inputs))
-        return self.text_model(inputs, self._encoder_rows(inputs))
+        return self.text_model(inputs, self._encoder_rows(inputs), self._cross_states(inputs))
+
+    def _cross_states(
+        self, inputs: StepInputs, recordings: Mapping[int, Recording] = NO_RECORDINGS
+    ) -> CrossStates | None:
+        """What the step's tokens cross-attend to; None for a model without cross-attention."""
+        if not inputs.readers:
+            return None
+        states = {
+            each.key: self._family.cross_states(self._encoder.output(each.key))
+            for each in inputs.readers
+        }
+        heard = self._batch.input_keys
+        return CrossStates(
+            [(each.at, states[each.key]) for each in inputs.readers],
+            [
+                (recording, states[key])
+                for seq_id, recording in recordings.items()
+                if (key := heard[self._batch.row_of(seq_id)]) is not None
+            ],
+        )
 
     def _encoder_rows(self, inputs: StepInputs) -> Tensor | None:
         """[N, W] encoder rows for the tokens `inputs.embed_at`; None without any."""
@@ -182,6 +223,7 @@ class _StepOutput:
         self._tokens: dict[int, int] = {}
         self._logprobs: dict[int, TokenLogprob | None] = {}
         self._failed: dict[int, LookOnceError] = {}
+        self.alignments: dict[int, list[int]] = {}
         self._prompt_logprobs: dict[int, list[PromptLogprob]] = {}
 
     def fail(self, seq_id: int, reason: str) -> None:
@@ -211,6 +253,7 @@ class _StepOutput:
             token_ids=tuple([self._tokens.get(seq_id, FAILED) for seq_id in order]),
             logprobs=logprobs,
             prompt_logprobs=self._prompt_logprobs,
+            alignments=self.alignments,
             failed_items=report.failed,
             failed_sequences=self._failed,
             lost_copies=tuple(report.lost_copies),

@@ -22,7 +22,13 @@ from torch import Tensor
 from lookonce.errors import BadRequestError, LookOnceError
 from lookonce.model import logits_processors
 from lookonce.model.input_batch import InputBatch
-from lookonce.model.logits_processors import FAILED, RowFilter, TokenCounts, prompt_logprobs
+from lookonce.model.logits_processors import (
+    FAILED,
+    RowFilter,
+    TokenCounts,
+    TokenRuleState,
+    prompt_logprobs,
+)
 from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.sampling import CompiledGrammar, GrammarState, SamplingParams
 from lookonce.types.step import NewSequence, ScheduledSequence
@@ -51,6 +57,7 @@ class _SequenceState:
     """None without penalties."""
     filter: RowFilter
     grammar: GrammarState | None
+    rules: TokenRuleState | None
 
     def blocks_at(self, position: int) -> bool:
         return position - self.num_prompt_tokens < self.params.min_tokens
@@ -63,6 +70,8 @@ class _SequenceState:
             self.counts.add_output(token)
         if self.grammar is not None:
             self.grammar.accept(token)
+        if self.rules is not None:
+            self.rules.take(token)
 
     def is_plain_greedy(self) -> bool:
         params = self.params
@@ -70,6 +79,7 @@ class _SequenceState:
             params.greedy
             and self.counts is None
             and self.grammar is None
+            and self.rules is None
             and not params.logit_bias
             and params.logprobs is None
             and not params.min_tokens
@@ -105,6 +115,9 @@ class Sampler:
             counts=TokenCounts.for_params(params, prompt_ids, output_ids, self._vocab_size),
             filter=RowFilter.from_params(params),
             grammar=_started(grammar, output_ids),
+            rules=None
+            if params.token_rules is None
+            else TokenRuleState(params.token_rules, list(output_ids), self._vocab_size),
         )
         self._states[seq_id] = state
         if not state.is_plain_greedy():
@@ -136,10 +149,11 @@ class Sampler:
         states = [self._states[seq_id] for seq_id in seq_ids]
         scores = _edited(logits, states, positions)
         scores, errors = _constrained(scores, states, is_copy=scores is not logits)
+        scores = _ruled(scores, states, is_copy=scores is not logits)
         token_ids = _choose(scores, states, positions)
         for row in special:
             states[row].take(token_ids[row])
-        return SamplerOutput(token_ids, _logprobs(logits, token_ids, states), errors)
+        return SamplerOutput(token_ids, _logprobs(logits, scores, token_ids, states), errors)
 
     def _known(self, token_ids: set[int]) -> list[int]:
         return sorted(t for t in token_ids if 0 <= t < self._vocab_size)
@@ -204,6 +218,17 @@ def _constrained(
     return scores, errors
 
 
+def _ruled(scores: Tensor, states: list[_SequenceState], *, is_copy: bool) -> Tensor:
+    """The scores without the tokens that a speech model may not write next."""
+    rows = [(row, state.rules) for row, state in enumerate(states) if state.rules is not None]
+    if not rows:
+        return scores
+    scores = scores if is_copy else scores.clone()
+    for row, rules in rows:
+        rules.apply(scores[row])
+    return scores
+
+
 def _grammar_error(params: SamplingParams, reason: str) -> BadRequestError:
     """A grammar that exceeds the limits of its engine, which are wide."""
     param = "grammar" if params.grammar is None else params.grammar.param
@@ -230,11 +255,18 @@ def _choose(scores: Tensor, states: list[_SequenceState], positions: Sequence[in
 
 
 def _logprobs(
-    logits: Tensor, token_ids: list[int], states: list[_SequenceState]
+    logits: Tensor, scores: Tensor, token_ids: list[int], states: list[_SequenceState]
 ) -> list[TokenLogprob | None] | None:
-    """Log-probabilities under the raw logits, before bias, penalties and temperature."""
+    """Log-probabilities under the raw logits, before bias, penalties and temperature.
+
+    Those of a speech model are under its rules, as Whisper's thresholds expect them.
+    """
     if all(state.params.logprobs is None for state in states):
         return None
+    ruled = [row for row, state in enumerate(states) if state.rules and not state.rules.rules.only]
+    if ruled:
+        logits = logits.clone()
+        logits[ruled] = scores[ruled]
     asked = [
         (row, state.params.logprobs)
         for row, state in enumerate(states)

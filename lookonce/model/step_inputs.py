@@ -6,7 +6,8 @@ All T tokens of a step lie one after the other, sequence by sequence, in static 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lookonce.model.attention.backend import AttentionMetadata, Span
+from lookonce.model.attention.cross import InputReaders
 from lookonce.model.input_batch import InputBatch
 from lookonce.types.step import EmbedSlice, ScheduledSequence
 
@@ -38,6 +40,8 @@ class StepInputs:
     """[N] indices into T of the rows of all `embeds` in order; None without any."""
     sample_rows: Tensor | None
     """[S] indices into T of the last token of each sampled sequence; None: all T tokens are."""
+    readers: tuple[InputReaders, ...] = ()
+    """Of an encoder-decoder: which tokens cross-attend to which input."""
 
 
 class StepInputBuilder:
@@ -52,8 +56,11 @@ class StepInputBuilder:
         max_num_tokens: int,
         block_size: int,
         device: torch.device,
+        encoder_decoder: bool = False,
     ) -> None:
         self._batch = batch
+        self._device = device
+        self._encoder_decoder = encoder_decoder
         self._axes = position_axes
         self._token_ids = StaticBuffer((max_num_tokens,), torch.int64, device)
         one = () if position_axes == 1 else (1,)
@@ -84,8 +91,27 @@ class StepInputBuilder:
         """The inputs of `scheduled`, which is not empty and whose blocks are in the batch."""
         self._fence.wait()
         inputs = self._build_decodes(scheduled) or self._build_any(scheduled)
+        if self._encoder_decoder:
+            inputs = replace(inputs, readers=self._readers(scheduled))
         self._fence.mark()
         return inputs
+
+    def _readers(self, scheduled: Sequence[ScheduledSequence]) -> tuple[InputReaders, ...]:
+        """Sequences that share an input are read together."""
+        tokens: dict[bytes, list[tuple[int, int]]] = {}
+        first = 0
+        for chunk in scheduled:
+            key = self._batch.input_keys[self._batch.row_of(chunk.seq_id)]
+            if key is not None:
+                tokens.setdefault(key, []).append((first, first + chunk.num_tokens))
+            first += chunk.num_tokens
+        return tuple(InputReaders(key, self._indices(spans)) for key, spans in tokens.items())
+
+    def _indices(self, spans: list[tuple[int, int]]) -> Tensor | slice:
+        if all(end == start for (_, end), (start, _) in pairwise(spans)):
+            return slice(spans[0][0], spans[-1][1])
+        ranges = [torch.arange(start, end) for start, end in spans]
+        return torch.cat(ranges).to(self._device)
 
     def _build_decodes(self, scheduled: Sequence[ScheduledSequence]) -> StepInputs | None:
         """The inputs of a step that only decodes, by compiled code; None for any other step."""

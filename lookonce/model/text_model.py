@@ -25,6 +25,7 @@ from lookonce.model.attention.backend import (
     ForwardContext,
 )
 from lookonce.model.attention.cpu import KernelBackend
+from lookonce.model.attention.cross import CrossStates
 from lookonce.model.attention.hf_attention import paged_forward_context
 from lookonce.model.attention.probe import (
     PROBE_TOKENS,
@@ -81,10 +82,13 @@ class TextModel:
         """Whether decode steps run in compiled code."""
         return self._native is not None
 
-    def __call__(self, inputs: StepInputs, rows: Tensor | None) -> Tensor:
+    def __call__(
+        self, inputs: StepInputs, rows: Tensor | None, cross: CrossStates | None = None
+    ) -> Tensor:
         """Logits [S, V] float32 of the sampled tokens.
 
         `rows` [N, W] are the encoder rows for the tokens `inputs.embed_at`; None without any.
+        `cross` is what an encoder-decoder's tokens cross-attend to.
         """
         embeds, extras = self._embeds(inputs, rows)
         if self._native is not None and not extras:
@@ -99,11 +103,15 @@ class TextModel:
             )
             if logits is not None:
                 return logits
-        return self.compute_logits(sampled_rows(self._decode(inputs, embeds, extras), inputs))
+        return self.compute_logits(
+            sampled_rows(self._decode(inputs, embeds, extras, cross), inputs)
+        )
 
-    def hidden_states(self, inputs: StepInputs, rows: Tensor | None) -> Tensor:
+    def hidden_states(
+        self, inputs: StepInputs, rows: Tensor | None, cross: CrossStates | None = None
+    ) -> Tensor:
         """Last hidden states [T, H] of all tokens."""
-        return self._decode(inputs, *self._embeds(inputs, rows))
+        return self._decode(inputs, *self._embeds(inputs, rows), cross)
 
     def _embeds(
         self, inputs: StepInputs, rows: Tensor | None
@@ -118,11 +126,15 @@ class TextModel:
         return embeds, self._family.place(embeds, inputs.embed_at, rows)
 
     def _decode(
-        self, inputs: StepInputs, embeds: Tensor | None, extras: dict[str, Tensor]
+        self,
+        inputs: StepInputs,
+        embeds: Tensor | None,
+        extras: dict[str, Tensor],
+        cross: CrossStates | None,
     ) -> Tensor:
         if embeds is None:
             embeds = self._family.embed_tokens(inputs.token_ids)
-        step = ForwardContext(inputs.metadata, self._backend, self._kv_pages)
+        step = ForwardContext(inputs.metadata, self._backend, self._kv_pages, cross)
         return self._decoder(embeds, inputs.position_ids, step, extras)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import BadRequestError
 from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.families.registry import load_family
+from lookonce.render.families.speech import SpeechProcessing
 from lookonce.render.media.external_items import (
     ExternalItem,
     ExternalItemResolver,
@@ -33,6 +34,7 @@ from lookonce.render.media.external_items import (
     placeholder_span,
     storage_digest,
 )
+from lookonce.render.media.loader import Encoded
 from lookonce.render.media.resolver import (
     MediaResolver,
     NameBindings,
@@ -40,6 +42,7 @@ from lookonce.render.media.resolver import (
     RenderStats,
     open_resolver,
 )
+from lookonce.render.media.sound_files import SoundFile, SoundFiles
 from lookonce.render.prompt.detokenizer import Detokenizer
 from lookonce.render.prompt.encoder import (
     ChatOptions,
@@ -51,7 +54,7 @@ from lookonce.render.prompt.messages import has_many_values, in_thread_if, read_
 from lookonce.render.prompt.placeholders import match_placeholders, place_media
 from lookonce.render.prompt.token_cache import TokenCache
 from lookonce.types.counts import Counts
-from lookonce.types.media import Array, Modality, ProcessedItem
+from lookonce.types.media import Array, Modality, ProcessedItem, feature_at
 from lookonce.types.ports import ClaimsItems
 from lookonce.types.request import RenderedItem, RenderedPrompt
 from lookonce.types.request_validation import check_prompt_length, check_token_ids
@@ -88,6 +91,11 @@ class Renderer:
             None
             if family is None or resolver is None
             else ExternalItemResolver(family, resolver, own_slabs)
+        )
+        self.speech = family if isinstance(family, SpeechProcessing) else None
+        """The family of an encoder-decoder, which transcribes and does nothing else."""
+        self._sound_files = (
+            None if self.speech is None or resolver is None else SoundFiles(resolver, self.speech)
         )
         self._own_slabs = own_slabs
         self._limits = dict(limits or {})
@@ -200,6 +208,28 @@ class Renderer:
             raise
         return RenderedPrompt(token_ids, features, items, scope)
 
+    async def open_sound(
+        self, data: Encoded, *, tenant: str = "", cache_salt: str | None = None, param: str = "file"
+    ) -> SoundFile:
+        """A sound file for an encoder-decoder. Raises a `RequestError` that names `param`."""
+        if self._sound_files is None:
+            raise BadRequestError("the model does not transcribe by itself", param="model")
+        scope = scope_digest(tenant, cache_salt)
+        return await self._sound_files.open(data, scope, tenant=tenant, param=param)
+
+    def speech_prompt(
+        self,
+        token_ids: Sequence[int],
+        item: RenderedItem,
+        *,
+        tenant: str = "",
+        cache_salt: str | None = None,
+    ) -> RenderedPrompt:
+        """A decoder's prompt, with the one input that it cross-attends to."""
+        feature = feature_at(item.key, item.modality, item.expansion, 0)
+        scope = scope_digest(tenant, cache_salt)
+        return RenderedPrompt(token_ids, (feature,), [item], scope, tenant=tenant)
+
     def injected(
         self,
         modality: Modality,
@@ -291,7 +321,7 @@ class Renderer:
         return {
             f"{name}:{modality}": float(by_modality[modality])
             for name, by_modality in stats.by_name().items()
-            for modality in self._encoder.placeholder_ids
+            for modality in self.modalities
         }
 
     # --- inside -------------------------------------------------------------------------------
@@ -357,7 +387,8 @@ async def open_renderer(
     decode media (default: by cores). Raises `ModelLoadError` or `ConfigError`.
     """
     family = load_family(Path(model.folder), model.dtype)
-    encoder = await asyncio.to_thread(load_encoder, model.folder, chat_template, family)
+    in_prompt = None if family is None or family.encoder_decoder else family
+    encoder = await asyncio.to_thread(load_encoder, model.folder, chat_template, in_prompt)
     async with AsyncExitStack() as stack:
         resolver = None
         if family is not None:

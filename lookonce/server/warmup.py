@@ -78,6 +78,10 @@ async def _send_warmup_requests(
     services: Services, renderer: ReadOnlyRenderer, routes: Sequence[BaseRoute]
 ) -> None:
     media = await asyncio.to_thread(_largest_media, renderer, services.config)
+    if renderer.speech is not None:
+        for each, _ in media:
+            await renderer.open_sound(each.encoded())
+        return
     content = [*(_part(each, data) for each, data in media), {"type": "text", "text": TEXT}]
     messages = {"messages": [{"role": "user", "content": content}]}
     chat = {**messages, "max_tokens": 1}

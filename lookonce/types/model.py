@@ -36,7 +36,7 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     """Hex digest of what determines the weights: part of every external KV namespace."""
     encoder_decoder: bool = False
     """Items are inputs that cross-attention reads at every step; they take no prompt positions, and
-    `unsplittable` is empty. No family of ours is one."""
+    `unsplittable` is empty."""
 
 
 SUPPORTED: dict[str, tuple[Modality, ...]] = {
@@ -49,6 +49,8 @@ SUPPORTED: dict[str, tuple[Modality, ...]] = {
     "llava": ("image",),
     "mistral": (),
     "mistral3": ("image",),
+    "moonshine": ("audio",),
+    "moonshine_streaming": ("audio",),
     "qwen2": (),
     "qwen2_5_omni": ("image", "audio"),
     "qwen2_5_omni_thinker": ("image", "audio"),
@@ -61,7 +63,12 @@ SUPPORTED: dict[str, tuple[Modality, ...]] = {
     "qwen3_vl_moe": ("image",),
     "smolvlm": ("image",),
     "voxtral": ("audio",),
+    "whisper": ("audio",),
 }
+
+ENCODER_DECODER: tuple[str, ...] = ("moonshine", "moonshine_streaming", "whisper")
+"""Types whose decoder cross-attends to the one sound of a request. They transcribe; they do not
+chat."""
 
 
 GENERAL_TEXT: tuple[str, ...] = (

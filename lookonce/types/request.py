@@ -89,6 +89,9 @@ class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     prompt_logprobs: list[PromptLogprob] | None = None
     """Of the prompt's tokens from the second on, where asked for; with the first delta of sample 0.
     """
+    alignment: list[int] | None = None
+    """The input position of each aligned token, where asked for; with the first delta of sample 0.
+    """
     error: tuple[str, str, str | None] | None = None
     """`errors.error_to_wire` of what broke this request, with finish_reason "error"."""
 
@@ -114,7 +117,7 @@ class RenderedItem:
     uncounted: bool = False
     """A reference sent ahead: whether it was a hit is known, and counted once, when the engine has
     accepted or asked, or the prompt has ended."""
-    encoded: bytes | None = None
+    encoded: bytes | bytearray | None = None
     """The media as it came, for an answer that carries it on; None where a name alone came."""
 
 

@@ -92,6 +92,49 @@ class CompiledGrammar(Protocol):
     def start(self) -> GrammarState: ...
 
 
+class TokenRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Which tokens a speech model may write, and where: Whisper's rules, as transformers' logits
+    processors have them. Ids outside the vocabulary are ignored."""
+
+    only: tuple[int, ...] = ()
+    """If not empty, no other token may come. Log-probabilities are still those of all tokens."""
+    suppressed: tuple[int, ...] = ()
+    """Never written."""
+    suppressed_first: tuple[int, ...] = ()
+    """Not written as the first generated token."""
+    timestamp_begin: int | None = None
+    """The first timestamp: ids from here on are times, in pairs around text, which never decrease;
+    they come first, and wherever all together are likelier than any other token. None: no rule."""
+    max_initial_timestamp: int | None = None
+    """How many timestamps after the first one the text may begin at most; None: any."""
+    text_end: int = 0
+    """Ids below are text."""
+
+    def __post_init__(self) -> None:
+        """Raises `BadRequestError` for what is no token id."""
+        for name in ("only", "suppressed", "suppressed_first"):
+            if not all(type(token) is int for token in getattr(self, name)):
+                raise BadRequestError(f"token_rules.{name} takes token ids", param="token_rules")
+
+
+class Alignment(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks when each token of a prompt was spoken (`model.alignment`)."""
+
+    heads: tuple[tuple[int, int], ...]
+    """(layer, head) of the decoder's cross-attention."""
+    start: int
+    """Index of the first token to align."""
+    positions: int
+    """Leading positions of the input that have sound."""
+    filter_width: int = 7
+
+    def __post_init__(self) -> None:
+        """Raises `BadRequestError`."""
+        odd = self.filter_width > 0 and self.filter_width % 2 == 1
+        if not self.heads or self.start < 0 or self.positions < 1 or not odd:
+            raise BadRequestError("alignment is not valid", param="alignment")
+
+
 _WHOLE = {int: "a whole number"}
 _NUMBER = {int: "a number", float: "a number"}
 _TEXT = {str: "a string"}
@@ -118,6 +161,8 @@ _TYPES: dict[str, dict[Any, str]] = {
     "prompt_logprobs": _WHOLE | _NOTHING,
     "skip_special_tokens": _FLAG,
     "grammar": {Grammar: "a Grammar"} | _NOTHING,
+    "alignment": {Alignment: "Alignment"} | _NOTHING,
+    "token_rules": {TokenRules: "TokenRules"} | _NOTHING,
 }
 """What each field takes: exact type → its name for people."""
 
@@ -154,6 +199,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
+    token_rules: TokenRules | None = None
+    alignment: Alignment | None = None
+    """Only with `prompt_logprobs`, for which the whole prompt is computed."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -180,6 +228,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
             raise BadRequestError("stop strings must not be empty", param="stop")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise BadRequestError("min_tokens is larger than max_tokens", param="min_tokens")
+        if self.alignment is not None and self.prompt_logprobs is None:
+            raise BadRequestError("alignment needs prompt_logprobs", param="alignment")
         if self.grammar is not None:
             self._check_grammar(self.grammar)
 

@@ -116,6 +116,8 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     """Aligned with token_ids; None when no sequence asked."""
     prompt_logprobs: dict[int, list[PromptLogprob]] = {}
     """By sequence that asked: of the prompt's tokens that follow the positions computed."""
+    alignments: dict[int, list[int]] = {}
+    """By sequence that asked, once its prompt is computed: an input position per token."""
     failed_items: dict[bytes, LookOnceError] = {}
     """Encoder outputs that could not be computed; their sequences were not computed this step."""
     failed_sequences: dict[int, LookOnceError] = {}

@@ -70,7 +70,7 @@ def load_engine(
     info = loaded.info
     grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
     warm_up_engine, _ = assemble(loaded.info, runner, settings, scratch)
-    warm_up(warm_up_engine, items.take(loaded.info))
+    warm_up(warm_up_engine, items.take(loaded.info), encoder_decoder=loaded.info.encoder_decoder)
     gc.collect()
     gc.freeze()  # the model's objects stay: later collections need not walk them
     gc.enable()  # `__main__` has disabled it

@@ -54,7 +54,8 @@ class WarmUpItems:
         room = info.max_model_len - OVERHEAD_TOKENS
         try:
             items = self._begun.result()
-            if any(item.expansion.length > room for item in items):
+            too_long = any(item.expansion.length > room for item in items)
+            if too_long and not info.encoder_decoder:
                 items = self._make(min(room, self._max_tokens))
         except Exception as error:  # noqa: BLE001  whatever it is, the model can be served
             logger.warning("warm-up made no media items: %r", error)
@@ -76,15 +77,20 @@ def processed_items(
     ]
 
 
-def warm_up(core: EngineCore, items: Sequence[ProcessedItem]) -> None:
+def warm_up(
+    core: EngineCore, items: Sequence[ProcessedItem], *, encoder_decoder: bool = False
+) -> None:
     """Answer a text, and a prompt with each item. A failure is a warning.
+
+    An encoder-decoder hears each item, and answers no text alone.
 
     The caller drops `core` afterwards; its runner has freed everything by then.
     """
-    _warm_up_with("text", core, _request("text", None), {})
+    if not encoder_decoder:
+        _warm_up_with("text", core, _request("text", None), {})
     for item in items:
-        key = _key(item)
-        _warm_up_with(item.modality, core, _request(item.modality, item), {key: item})
+        request = _request(item.modality, item, in_prompt=not encoder_decoder)
+        _warm_up_with(item.modality, core, request, {_key(item): item})
     core.reset_encoder_cache()
     while core.step() is not None:
         pass
@@ -116,14 +122,16 @@ def _run(core: EngineCore) -> None:
             raise RequestFailedError("nothing can be scheduled")
 
 
-def _request(name: str, item: ProcessedItem | None) -> GenerateRequest:
-    """A short text with the item, if any, in its middle."""
+def _request(name: str, item: ProcessedItem | None, *, in_prompt: bool = True) -> GenerateRequest:
+    """A short text with the item, if any, in its middle or beside it."""
     text = [0] * (TEXT_TOKENS // 2)
-    placeholder = [] if item is None else item.expansion.token_ids()
+    placeholder = [] if item is None or not in_prompt else item.expansion.token_ids()
     ids = np.array([*text, *placeholder, *text], dtype=np.int32)
     features: tuple[MediaFeature, ...] = ()
     if item is not None:
-        features = (feature_at(_key(item), item.modality, item.expansion, len(text)),)
+        features = (
+            feature_at(_key(item), item.modality, item.expansion, len(placeholder) and len(text)),
+        )
     return GenerateRequest(
         request_id=f"warm-up {name}",
         scope=SCOPE,

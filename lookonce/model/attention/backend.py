@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lookonce.model.attention.cross import CrossStates
 from lookonce.model.kv_pages import KVPages, LayerPages
 
 Span = tuple[int, int]
@@ -119,3 +120,5 @@ class ForwardContext(NamedTuple):
     metadata: AttentionMetadata
     backend: AttentionBackend
     kv_pages: KVPages
+    cross: CrossStates | None = None
+    """What an encoder-decoder's tokens cross-attend to."""

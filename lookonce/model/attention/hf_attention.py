@@ -31,7 +31,11 @@ def set_text_attention(model: Any, name: str) -> None:
     text = model.config.get_text_config(decoder=True)
     parts = {part: getattr(model.config, part, None) for part in model.config.sub_configs}
     named = next((part for part, config in parts.items() if config is text), None)
-    if named is not None:
+    if named is None and model.config.is_encoder_decoder:
+        # `get_text_config` has made a copy. An encoder with its own config keeps its attention; one
+        # that shares the decoder's gets plain SDPA, since it runs outside of steps.
+        model.set_attn_implementation({"": name})
+    elif named is not None:
         model.set_attn_implementation({named: name})
     elif text is not model.config:
         model.set_attn_implementation({"text_config": name})
@@ -74,6 +78,9 @@ def paged_attention(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return output, None
+    if not getattr(module, "is_causal", True) and context.cross is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return context.cross.attend(module.layer_idx, query, scale), None
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise ValueError("paged attention is causal self-attention and takes no mask")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -38,6 +38,8 @@ class ModelFamily:
     unsplittable: tuple[Modality, ...] = ()
     """Modalities whose items attend to themselves in both directions."""
     position_axes: PositionAxes = 1
+    encoder_decoder: ClassVar[bool] = False
+    """Items are no part of the prompt: every position cross-attends to them."""
     dropped_weights: ClassVar[tuple[str, ...]] = (
         r"(^|\.)rotary_emb\.",
         r"(^|\.)(inv_freq|position_ids)$",
@@ -88,6 +90,16 @@ class ModelFamily:
     def largest_unsplittable(self) -> int:
         """Prompt tokens of the largest item that no chunk may cut; 0 if there is none."""
         return 0
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """Most tokens of a sequence, where the config has another name for it than usual."""
+        return None
+
+    def cross_states(self, output: Tensor) -> Tensor:
+        """An item's output [num_embeds, W] as keys and values [2 · layers, Hkv, num_embeds, D] of
+        the decoder's cross-attention."""
+        raise ValueError("this model has no cross-attention")
 
     @property
     def final_softcap(self) -> float | None:

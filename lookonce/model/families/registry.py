@@ -7,6 +7,11 @@ from collections.abc import Mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lookonce.model.families.base import ModelFamily, TextFamily
+from lookonce.model.families.encoder_decoder import (
+    MoonshineFamily,
+    MoonshineStreamingFamily,
+    WhisperFamily,
+)
 from lookonce.model.families.gemma3 import Gemma3Family
 from lookonce.model.families.general import GeneralMediaFamily, GeneralTextFamily
 from lookonce.model.families.idefics3 import Idefics3Family
@@ -30,6 +35,9 @@ FAMILIES: dict[str, type[ModelFamily]] = {
         Qwen2_5OmniFamily,
         Qwen2AudioFamily,
         VoxtralFamily,
+        WhisperFamily,
+        MoonshineFamily,
+        MoonshineStreamingFamily,
     )
     for model_type in family.model_types
 }

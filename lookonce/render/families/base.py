@@ -45,6 +45,8 @@ class ProcessorFamily(ABC):
     modalities: tuple[Modality, ...] = ()
     arithmetic: ClassVar[int] = 1
     """Version of this family's own code; increased when it makes other arrays."""
+    encoder_decoder: ClassVar[bool] = False
+    """Whether items have no place in a prompt (`families.speech`)."""
     max_items: int | None = None
     """Most items of one modality in a prompt; None: no limit of its own."""
     needs_torch: ClassVar[bool] = False

@@ -15,6 +15,11 @@ from lookonce.render.families.processor_files import Json, read_processor_files
 from lookonce.render.families.qwen2_5_omni import Qwen2_5OmniProcessing
 from lookonce.render.families.qwen2_5_vl import Qwen2_5VLProcessing
 from lookonce.render.families.qwen2_audio import Qwen2AudioProcessing
+from lookonce.render.families.speech import (
+    MoonshineProcessing,
+    MoonshineStreamingProcessing,
+    WhisperProcessing,
+)
 from lookonce.render.families.voxtral import VoxtralProcessing
 from lookonce.types.media import MediaExample
 from lookonce.types.model import check_served, general_modalities, unsupported
@@ -30,6 +35,9 @@ FAMILIES: dict[str, type[ProcessorFamily]] = {
         Qwen2_5OmniProcessing,
         Qwen2AudioProcessing,
         VoxtralProcessing,
+        WhisperProcessing,
+        MoonshineProcessing,
+        MoonshineStreamingProcessing,
     )
     for model_type in family.model_types
 }

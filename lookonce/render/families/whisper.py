@@ -67,6 +67,15 @@ class WhisperSound:
         spans = mel.reshape(self.num_bins, num_spans, self.span_frames).swapaxes(0, 1)
         return float_array(spans, self._dtype)
 
+    def log_mel_of_file(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+        """[mel bins, frames] of a whole file: padded with silence to one span, or as long as it is.
+
+        The extractor's results with its default padding, and with `truncation=False,
+        padding="longest"` for a file longer than a span.
+        """
+        settings = replace(self._mel, max_samples=max(self.span, len(samples)))
+        return padded_log_mel(samples, settings)
+
     @cached_property
     def _mel(self) -> MelSettings:
         extractor = whisper_feature_extractor(self._config)

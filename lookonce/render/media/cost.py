@@ -101,7 +101,8 @@ def estimate_cost(modality: Modality, data: bytes | memoryview, limits: CostLimi
 
     Raises `TooLargeError` that names no request part.
     """
-    data = bytes(data)
+    if not isinstance(data, (bytes, bytearray)):
+        data = bytes(data)
     try:
         seconds = _image(data, limits) if modality == "image" else _sound(data, limits)
     except LookOnceError:
@@ -149,15 +150,15 @@ def _processing(pixels: int) -> float:
     return pixels * RESIZED_PIXEL + min(pixels, MODEL_PIXELS) * MODEL_PIXEL
 
 
-def _big(data: bytes, start: int, size: int) -> int:
+def _big(data: bytes | bytearray, start: int, size: int) -> int:
     return _number(data, start, size, "big")
 
 
-def _little(data: bytes, start: int, size: int) -> int:
+def _little(data: bytes | bytearray, start: int, size: int) -> int:
     return _number(data, start, size, "little")
 
 
-def _number(data: bytes, start: int, size: int, order: str) -> int:
+def _number(data: bytes | bytearray, start: int, size: int, order: str) -> int:
     """Raises `IndexError` where the data ends before."""
     if start < 0 or start + size > len(data):
         raise IndexError
@@ -359,7 +360,7 @@ class _Jpeg:
 # --- sounds --------------------------------------------------------------------------------------
 
 
-def sound_seconds(data: bytes, longest: float) -> float:
+def sound_seconds(data: bytes | bytearray, longest: float) -> float:
     """Seconds of a sound by its header, at most `longest`; an estimate from above for MP3.
 
     0 for data that is no readable sound.
@@ -378,7 +379,7 @@ def _sound(data: bytes, limits: CostLimits) -> float:
     return seconds * per_second + len(data) * SOUND_BYTE
 
 
-def _sound_header(data: bytes, longest: float) -> tuple[str, int, int, float]:
+def _sound_header(data: bytes | bytearray, longest: float) -> tuple[str, int, int, float]:
     """Codec, samples per second, channels and seconds; seconds are `longest` if unknown."""
     if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
         return _wav(data)
@@ -391,7 +392,7 @@ def _sound_header(data: bytes, longest: float) -> tuple[str, int, int, float]:
     return _mp3(data, longest)
 
 
-def _wav(data: bytes) -> tuple[str, int, int, float]:
+def _wav(data: bytes | bytearray) -> tuple[str, int, int, float]:
     start = data.find(b"fmt ", 12)
     if start < 0:
         raise ValueError
@@ -403,7 +404,7 @@ def _wav(data: bytes) -> tuple[str, int, int, float]:
     return "wav", rate, channels, frames / rate
 
 
-def _ogg(data: bytes, longest: float) -> tuple[str, int, int, float]:
+def _ogg(data: bytes | bytearray, longest: float) -> tuple[str, int, int, float]:
     """The first page holds the codec's header; the last one the position of the end."""
     opus, vorbis, flac = (data.find(name, 0, 512) for name in (b"OpusHead", b"\x01vorbis", b"fLaC"))
     if opus >= 0:
@@ -419,7 +420,7 @@ def _ogg(data: bytes, longest: float) -> tuple[str, int, int, float]:
     return codec, rate, channels, end / rate if 0 < end < 1 << 62 else longest
 
 
-def _mp3(data: bytes, longest: float) -> tuple[str, int, int, float]:
+def _mp3(data: bytes | bytearray, longest: float) -> tuple[str, int, int, float]:
     at = 0
     if data[:3] == b"ID3":
         size = 0

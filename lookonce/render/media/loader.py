@@ -54,6 +54,8 @@ PART_MODALITY: dict[str, Modality] = {
 }
 """Part type → modality; `video_url` is refused with an error of its own."""
 FETCH_CACHE_BYTES = 256 * 1024 * 1024
+Encoded = bytes | bytearray
+"""The bytes of a file; a bytearray is one that came in a form, which nobody writes any more."""
 OFF_LOOP_BYTES = 4 * 1024 * 1024
 """Encoded media above this many bytes is decoded from base64, and hashed, in a thread."""
 
@@ -75,7 +77,7 @@ class MediaSource:
     """Length of a data URL's header, which stays in `value`: cutting it off copies megabytes."""
     digest: bytes | None = None
     """The MediaHash that the bytes must have; None for any."""
-    data: bytes | None = None
+    data: Encoded | None = None
     """The bytes of an "inline" source that came as they are, not in base64."""
 
     @property
@@ -83,7 +85,7 @@ class MediaSource:
         """Bytes, or characters of base64, that an "inline" source holds."""
         return len(self.value) if self.data is None else len(self.data)
 
-    def inline_bytes(self, max_bytes: int) -> bytes:
+    def inline_bytes(self, max_bytes: int) -> Encoded:
         """The bytes of an inline source. Raises `BadRequestError` or `TooLargeError`."""
         if self.data is not None:
             if len(self.data) > max_bytes:
@@ -116,7 +118,7 @@ def media_source(part: Mapping[str, object], param: str) -> MediaSource:
         return MediaSource(modality, "nothing", "", param, uuid)
     if kind == "input_audio":
         plain = body.get("data") if isinstance(body, Mapping) else None
-        if isinstance(plain, bytes) and plain:  # of a file; JSON holds no bytes
+        if isinstance(plain, (bytes, bytearray)) and plain:  # of a file; JSON holds no bytes
             return MediaSource(modality, "inline", "", param, uuid, data=plain)
         data = _audio_data(body, param)
         start = _data_url_start(data, param) if data[:5].lower() == "data:" else 0
@@ -175,7 +177,7 @@ class MediaLoader:
         """Bodies fetched and files read, by modality."""
         return self._fetcher.counts.fetched
 
-    async def load(self, source: MediaSource, scope: bytes = b"") -> bytes:
+    async def load(self, source: MediaSource, scope: bytes = b"") -> Encoded:
         """The encoded bytes. `scope` (32 bytes) separates tenants in the fetch cache.
 
         Raises a `RequestError` that names the part.

@@ -19,7 +19,15 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,7 +49,7 @@ from lookonce.errors import (
 from lookonce.render.families.base import Options
 from lookonce.render.media.cost import UNLIMITED, CostLimits, estimate_cost
 from lookonce.render.media.fair_queue import QueueLimitError
-from lookonce.render.media.loader import OFF_LOOP_BYTES, MediaLoader, MediaSource, for_part
+from lookonce.render.media.loader import OFF_LOOP_BYTES, Encoded, MediaLoader, MediaSource, for_part
 from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT, MediaPool
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
 from lookonce.render.media.single_flight import SingleFlight
@@ -77,7 +85,7 @@ class Loader(Protocol):
     def fetched(self) -> Counter[str]:
         """Bodies fetched and files read, by modality."""
 
-    async def load(self, source: MediaSource, scope: bytes = b"") -> bytes: ...
+    async def load(self, source: MediaSource, scope: bytes = b"") -> Encoded: ...
 
 
 class Pool(Protocol):
@@ -163,12 +171,14 @@ class ResolvedPart:
     scope: bytes
     digest: bytes
     key: bytes
-    data: bytes | None
+    data: Encoded | None
     tenant: str = ""
 
     @property
     def job(self) -> MediaJob:
-        return MediaJob(self.source.modality, self.data or b"", self.options, self.tenant)
+        data = self.data or b""
+        view = memoryview(data).toreadonly() if isinstance(data, bytearray) else data
+        return MediaJob(self.source.modality, view, self.options, self.tenant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +334,59 @@ class MediaResolver:
         part = self._identified(source, prompt, digest, data)
         return self._lookup(part, prompt) or await self._make(part, prompt)
 
+    # --- windows of sound files ---------------------------------------------------------------
+
+    def file_part(self, source: MediaSource, scope: bytes, *, tenant: str = "") -> ResolvedPart:
+        """A whole file by its content; nothing is looked up. Raises `RequestError`."""
+        prompt = _Prompt(scope, {source.modality: {}}, tenant)
+        data = source.inline_bytes(self._max_bytes)
+        return self._identified(source, prompt, self._hash(source, prompt, data), data)
+
+    async def process_file(self, part: ResolvedPart) -> Processed:
+        """Decode and process a whole file, once for all who want it now. Its result is not in the
+        directory: its windows are. Raises a `RequestError` that names the part."""
+        return await self._make_unclaimed(part)
+
+    def window_digest(self, item: ProcessedItem) -> bytes:
+        """The MediaHash of a window: equal windows of different files share it."""
+        parts = [bytes(array.data) for _, array in sorted(item.arrays.items())]
+        return media_hash(
+            b"".join(parts),
+            modality=item.modality,
+            fingerprint=self._fingerprint,
+            decode_options={"window": [list(a.shape) for _, a in sorted(item.arrays.items())]},
+            algorithm=self._algorithm,
+        )
+
+    def window_item(
+        self,
+        part: ResolvedPart,
+        digest: bytes,
+        expansion: Expansion,
+        made: Processed | None,
+        recover: Callable[[], Awaitable[ProcessedItem]],
+    ) -> RenderedItem | None:
+        """The window of a file (`part`) that has this digest; None if it must be `made` first.
+
+        A pin that is taken belongs to the item.
+        """
+        window = ResolvedPart(
+            part.source, {}, part.scope, digest, item_key(part.scope, digest), part.data
+        )
+        prompt = _Prompt(part.scope, {}, part.tenant)
+        item = self._lookup(window, prompt)
+        if item is None:
+            if made is None:
+                return None
+            outcome: ProcessorOutcome = self._outcome(made, joined=False)
+            item = self._item(window, expansion, outcome, made.item)
+            item.decode_ms, item.process_ms = made.decode_ms, made.process_ms
+        item.recover, item.encoded = recover, None
+        item.uncounted = item.outcome == "not_needed"
+        if not item.uncounted:
+            self.directory.count(item.outcome)
+        return item
+
     # --- identify -----------------------------------------------------------------------------
 
     def _identify_now(self, source: MediaSource, prompt: _Prompt) -> ResolvedPart | None:
@@ -339,7 +402,7 @@ class MediaResolver:
         data = source.inline_bytes(self._max_bytes)
         return self._identified(source, prompt, self._hash(source, prompt, data), data)
 
-    def _hash(self, source: MediaSource, prompt: _Prompt, data: bytes) -> bytes:
+    def _hash(self, source: MediaSource, prompt: _Prompt, data: Encoded) -> bytes:
         return media_hash(
             data,
             modality=source.modality,
@@ -349,7 +412,7 @@ class MediaResolver:
         )
 
     def _identified(
-        self, source: MediaSource, prompt: _Prompt, digest: bytes, data: bytes | None
+        self, source: MediaSource, prompt: _Prompt, digest: bytes, data: Encoded | None
     ) -> ResolvedPart:
         """Raises `RequestError` if the part's uuid or the digest it came with means other media."""
         options, scope = prompt.options[source.modality], prompt.scope

@@ -32,6 +32,7 @@ from lookonce.server.routes.admin import (
     show_model,
     show_version,
 )
+from lookonce.server.routes.audio import transcriptions, translations
 from lookonce.server.routes.chat import chat_completions
 from lookonce.server.routes.completions import completions
 from lookonce.server.routes.generate import generate
@@ -66,6 +67,8 @@ ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/responses", create_response, methods=["POST"]),
+    Route("/v1/audio/transcriptions", transcriptions, methods=["POST"]),
+    Route("/v1/audio/translations", translations, methods=["POST"]),
     Route("/inference/v1/generate", generate, methods=["POST"]),
     Route("/inference/v1/abort_requests", abort_requests, methods=["POST"]),
     Route("/inference/v1/media_cache", inject_media, methods=["POST"]),

@@ -32,6 +32,8 @@ PROBES = frozenset({"/health", "/ready"})
 """Paths that any name reaches: probes use whatever they know; the answers are one word."""
 FORM_TYPES = frozenset({"text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
 """Types of bodies that a page may send anywhere without asking first."""
+FILE_PATHS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
+"""Paths that take a form with a file."""
 HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]/@\s]+))(?::[0-9]*)?")
 NO_HEADERS: Headers = []
 MAX_REMEMBERED = 1024
@@ -90,7 +92,7 @@ class RequestGuard:
         origin = headers.get(b"origin")
         cors = NO_HEADERS if origin is None else self._check_origin(origin, headers)
         if scope.get("method") == "POST" and headers.get(b"content-type") != b"application/json":
-            _check_type(headers.get(b"content-type", b""))
+            _check_type(headers.get(b"content-type", b""), scope["path"])
         return cors
 
     @staticmethod
@@ -193,8 +195,11 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _check_type(content_type: bytes) -> None:
+def _check_type(content_type: bytes, path: str) -> None:
+    """A page's form says where it comes from (Origin), which is checked before."""
     kind = content_type.split(b";", 1)[0].strip().lower().decode("latin-1")
+    if kind == "multipart/form-data" and path in FILE_PATHS:
+        return
     if kind in FORM_TYPES:
         raise UnsupportedMediaTypeError(
             f"the body is JSON: send it as Content-Type: application/json, not {kind}",

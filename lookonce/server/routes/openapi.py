@@ -28,6 +28,7 @@ from lookonce.frontend.responses import (
     Prompt,
     Tokens,
 )
+from lookonce.frontend.transcript_formats import Transcription
 from lookonce.server.routes.admin import AbortRequest, AbortResponse, Status, Version
 from lookonce.server.routes.generate import GenerateRequest, GenerateResponse
 from lookonce.server.routes.media_cache import MediaCacheInfo, MediaCacheRequest, MediaCacheResponse
@@ -78,6 +79,12 @@ OPERATIONS = (
         "POST", "/v1/chat/completions", "Answer a conversation", ChatRequest, ChatCompletion, True
     ),
     Operation("POST", "/v1/completions", "Continue a text", CompletionRequest, Completion, True),
+    Operation(
+        "POST", "/v1/audio/transcriptions", "Sound to text", answer=Transcription, streams=True
+    ),
+    Operation(
+        "POST", "/v1/audio/translations", "Sound to English", answer=Transcription, streams=True
+    ),
     Operation("POST", "/v1/responses", "Answer items", ResponsesRequest, ResponseObject, True),
     Operation(
         "POST", "/v1/chat/completions/render", "Render only", RenderChatRequest, RenderedBody

@@ -1,0 +1,196 @@
+"""`POST /v1/audio/transcriptions` and `/v1/audio/translations`: a file in a form → its text."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from lookonce.errors import BadRequestError, RequestFailedError
+from lookonce.frontend import transcript_formats as formats
+from lookonce.frontend.responses import ReuseReceipt
+from lookonce.frontend.transcript import (
+    EncodedAudio,
+    Fallback,
+    Granularity,
+    Task,
+    TranscriptDelta,
+    TranscriptDone,
+    TranscriptEvent,
+    TranscriptionOptions,
+)
+from lookonce.frontend.transcription import Transcriber, check_hears
+from lookonce.server.http.multipart import Form, read_form
+from lookonce.server.http.responses import (
+    ChunkGroup,
+    ChunkGroups,
+    EventStream,
+    json_response,
+    while_connected,
+)
+from lookonce.server.routes.serving_base import request_id_of
+from lookonce.server.services import Principal, Services, header
+
+LISTS = ("timestamp_granularities", "include")
+UNSUPPORTED = ("keywords", "known_speaker_names", "known_speaker_references", "languages")
+IGNORED = ("chunking_strategy", "file", "user", "metadata")
+TIMED_FORMATS = ("srt", "vtt", "verbose_json")
+
+
+class TranscriptionRequest(msgspec.Struct, kw_only=True):
+    """The fields of the form, beside the file."""
+
+    model: str | None = None
+    language: str | None = None
+    prompt: str = ""
+    response_format: formats.ResponseFormat = "json"
+    temperature: float = 0.0
+    timestamp_granularities: list[Granularity] = []
+    include: list[Literal["logprobs"]] = []
+    stream: bool = False
+    cache_salt: str | None = None
+    request_id: str | None = None
+    reuse_receipt: bool = False
+
+
+async def transcriptions(request: Request) -> Response:
+    return await _answer(request, "transcribe")
+
+
+async def translations(request: Request) -> Response:
+    return await _answer(request, "translate")
+
+
+async def _answer(request: Request, task: Task) -> Response:
+    services: Services = request.app.state.services
+    services.require_ready()
+    form = await read_form(request, services.config.media.max_bytes)
+    asked, unknown = _fields(form)
+    if unknown:
+        request.state.warning = services.unknown_fields.judge(unknown, TranscriptionRequest)
+    services.require_model(asked.model)
+    request_id_of(request, asked.request_id)
+    if not form.file:
+        raise BadRequestError("file: the form needs a file that is not empty", param="file")
+    options = _options(asked, task)
+    check_hears(services, options)
+    if header(request.scope, b"x-reuse-receipt") == "1":
+        asked.reuse_receipt = True
+    principal: Principal = request.state.principal
+    events = Transcriber(services).transcribe(
+        EncodedAudio(form.file),
+        options,
+        tenant=principal.tenant,
+        cache_salt=asked.cache_salt,
+    )
+    form.file = None  # the transcriber alone holds it
+    if asked.stream:
+        return EventStream(_streamed(events, asked, services))
+    done = await while_connected(request.receive, _whole(events))
+    return _response(done, asked, task, services)
+
+
+def _fields(form: Form) -> tuple[TranscriptionRequest, list[str]]:
+    """The request, and the names of fields that nothing reads. Raises `BadRequestError`."""
+    known = {field.name for field in msgspec.structs.fields(TranscriptionRequest)}
+    given: dict[str, str | list[str]] = {}
+    for name, values in form.fields.items():
+        if name in UNSUPPORTED:
+            raise BadRequestError(
+                f"{name} is not supported; leave it out", param=name, code="unsupported_parameter"
+            )
+        if name in LISTS:
+            given[name] = values
+        elif name in known and values[-1] != "":
+            given[name] = values[-1]
+    asked = {}
+    for name, value in given.items():
+        try:
+            one = msgspec.convert({name: value}, TranscriptionRequest, strict=False)
+        except msgspec.ValidationError as error:
+            reason = str(error).partition(" - at ")[0]
+            raise BadRequestError(f"{name}: {reason}", param=name) from None
+        asked[name] = getattr(one, name)
+    unknown = [name for name in form.fields if name not in known and name not in IGNORED]
+    return TranscriptionRequest(**asked), unknown
+
+
+def _options(asked: TranscriptionRequest, task: Task) -> TranscriptionOptions:
+    """Raises `BadRequestError` for fields that contradict each other."""
+    if not 0.0 <= asked.temperature <= 2.0:
+        raise BadRequestError("temperature: must be in [0, 2]", param="temperature")
+    if asked.timestamp_granularities and asked.response_format != "verbose_json":
+        raise BadRequestError(
+            "timestamp_granularities needs response_format verbose_json",
+            param="timestamp_granularities",
+        )
+    if asked.stream and asked.response_format in TIMED_FORMATS:
+        raise BadRequestError("stream needs response_format json or text", param="response_format")
+    if asked.include and asked.response_format != "json":
+        raise BadRequestError("include needs response_format json", param="include")
+    timestamps: set[Granularity] = set(asked.timestamp_granularities)
+    if asked.response_format in TIMED_FORMATS:
+        timestamps.add("segment")
+    return TranscriptionOptions(
+        language=asked.language,
+        prompt=asked.prompt,
+        temperature=asked.temperature,
+        # OpenAI's: at 0 the temperature rises by itself where the text is doubtful.
+        fallback=Fallback() if asked.temperature == 0.0 else None,
+        task=task,
+        timestamps=frozenset(timestamps),
+        logprobs="logprobs" in asked.include,
+    )
+
+
+async def _whole(events: AsyncGenerator[TranscriptEvent, None]) -> TranscriptDone:
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, TranscriptDone):
+                return event
+    raise RequestFailedError("the transcription ended without a result")
+
+
+def _response(
+    done: TranscriptDone, asked: TranscriptionRequest, task: Task, services: Services
+) -> Response:
+    match asked.response_format:
+        case "text":
+            return PlainTextResponse(done.text + "\n")
+        case "srt":
+            return PlainTextResponse(formats.srt(done.segments))
+        case "vtt":
+            return PlainTextResponse(formats.vtt(done.segments), media_type="text/vtt")
+        case "verbose_json":
+            wanted = asked.timestamp_granularities or ["segment"]
+            verbose = formats.verbose_transcription(
+                done, task, segments="segment" in wanted, words="word" in wanted
+            )
+            verbose.reuse_receipt = _receipt(done, asked)
+            return json_response(verbose)
+    plain = formats.transcription(done, services.renderer.token_bytes)
+    plain.reuse_receipt = _receipt(done, asked)
+    return json_response(plain)
+
+
+def _receipt(done: TranscriptDone, asked: TranscriptionRequest) -> ReuseReceipt | msgspec.UnsetType:
+    return done.receipt if asked.reuse_receipt else UNSET
+
+
+async def _streamed(
+    events: AsyncGenerator[TranscriptEvent, None], asked: TranscriptionRequest, services: Services
+) -> ChunkGroups:
+    token_bytes = services.renderer.token_bytes
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, TranscriptDelta):
+                yield ChunkGroup([formats.delta_event(event, token_bytes)], last=False)
+            else:
+                done = formats.done_event(event, token_bytes)
+                done.reuse_receipt = _receipt(event, asked)
+                yield ChunkGroup([done], last=True)
