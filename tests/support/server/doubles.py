@@ -69,6 +69,7 @@ class ByteRenderer:
     """Text parts are their bytes; every picture or sound is four placeholder tokens."""
 
     modalities = ("image", "audio")
+    speech = None
 
     def __init__(self) -> None:
         self.rendering = 0

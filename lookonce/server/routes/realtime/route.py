@@ -25,7 +25,7 @@ async def realtime(websocket: WebSocket) -> None:
     with services.realtime.opened(principal.tenant) as budget:
         work = SessionTasks(services, principal, model, outbox.room)
         session = RealtimeSession(
-            kind=_kind(websocket),
+            kind=_kind(websocket, speech_only=services.renderer.speech is not None),
             model=model,
             hears="audio" in services.renderer.modalities,
             budget=budget,
@@ -54,9 +54,10 @@ def _offered(websocket: WebSocket) -> list[str]:
     return subprotocols
 
 
-def _kind(websocket: WebSocket) -> SessionKind:
-    """Raises `BadRequestError`."""
-    intent = websocket.query_params.get("intent", "conversation")
+def _kind(websocket: WebSocket, *, speech_only: bool) -> SessionKind:
+    """`speech_only`: the model transcribes and does nothing else. Raises `BadRequestError`."""
+    default = "transcription" if speech_only else "conversation"
+    intent = websocket.query_params.get("intent", default)
     if intent not in INTENTS:
         raise BadRequestError(
             f"intent: {intent[:60]!r} is none of {', '.join(INTENTS)}", param="intent"
