@@ -15,8 +15,8 @@ const question = byId("question");
 const send = byId("send");
 const samples = byId("samples");
 const conversation = new Conversation();
-const transcript = new Transcript(byId("transcript"), byId("welcome"));
 const settings = new Settings(findModel);
+const transcript = new Transcript(byId("transcript"), byId("welcome"), (item) => api.transcribe(item.file, settings.key));
 const tray = new Tray(byId("chips"), {
   onChange: updateSend,
   onRefused: (name) => announce(`${name} is neither a picture nor a sound`),

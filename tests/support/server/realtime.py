@@ -53,6 +53,11 @@ def silence(seconds: float, rate: int = 24_000) -> np.ndarray:
     return np.zeros(int(seconds * rate), "<i2")
 
 
+def spoken_turn(rate: int = 16_000) -> np.ndarray:
+    """A second of speech between silences."""
+    return np.concatenate([silence(1, rate), speech(1, rate), silence(2, rate)])
+
+
 def as_text(samples: np.ndarray | bytes) -> str:
     return base64.b64encode(samples if isinstance(samples, bytes) else samples.tobytes()).decode()
 
