@@ -1,4 +1,7 @@
-"""A real Chromium, driven by Playwright, whose microphone hears a file over and over. Where either is absent, these tests are skipped."""
+"""A real Chromium, driven by Playwright; its microphone hears a file over and over.
+
+Where either is absent, these tests are skipped.
+"""
 
 from __future__ import annotations
 
