@@ -156,7 +156,6 @@ def given(value: Value | UnsetType | None, default: Value) -> Value:
 
 def read_session(options: SessionOptions, kind: SessionKind, model: str) -> SessionSettings:
     """Raises `BadRequestError` naming the option, `ModelNotFoundError` for another model."""
-    _refuse(options, "session")
     if options.type not in (UNSET, None, "realtime", "transcription"):
         raise BadRequestError(
             "session.type is realtime or transcription", param="session.type", code="invalid_value"
@@ -172,6 +171,15 @@ def read_session(options: SessionOptions, kind: SessionKind, model: str) -> Sess
         logprobs=_read_include(options),
         **_read_input(given(audio.input, AudioInputOptions()), kind, model),
     )
+
+
+def check_supported(update: SessionOptions) -> None:
+    """Raises `BadRequestError` for what is declared as not supported and asks for something."""
+    _refuse(update, "session")
+    audio = given(update.audio, AudioOptions())
+    transcription = given(audio.input, AudioInputOptions()).transcription
+    if isinstance(transcription, TranscriptionOptions):
+        _refuse(transcription, "session.audio.input.transcription")
 
 
 def read_response(
@@ -294,7 +302,6 @@ def _read_format(options: FormatOptions, param: str) -> AudioFormat:
 
 
 def _read_transcription(options: TranscriptionOptions, model: str, where: str) -> Transcription:
-    _refuse(options, where)
     check_model(options.model, model, f"{where}.model")
     _check_length(options.prompt, MAX_PROMPT_CHARACTERS, f"{where}.prompt")
     _check_length(options.language, MAX_NAME, f"{where}.language")

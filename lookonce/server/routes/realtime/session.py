@@ -280,6 +280,7 @@ class RealtimeSession:
         return self.settings.shown(self.id, self._model)
 
     def _update(self, event: SessionUpdate) -> None:
+        check_supported(event.session)
         options = merged(self._options, event.session)
         settings = read_session(options, self.settings.kind, self._model)
         if settings.kind != self.settings.kind and (len(self.conversation) or self.busy):

@@ -48,12 +48,13 @@ async def raw(here, *, small=False):
     return reader, writer
 
 
-async def closing_code(reader):
+async def closing_code(reader, writer):
     """Of the close frame that ends what the server sends."""
     data = b""
     async with asyncio.timeout(30):
         while part := await reader.read(1 << 16):
             data += part
+    writer.close()
     return struct.unpack(">H", data[data.rindex(b"\x88") + 2 :][:2])[0]
 
 
@@ -155,17 +156,17 @@ def test_giant_messages_close_their_own_connection():
             reader, writer = await raw(here)
             head = b"\x81\xff" + struct.pack(">Q", MAX_MESSAGE_BYTES + 1) + bytes(4)
             writer.write(head)
-            assert await closing_code(reader) == 1009
+            assert await closing_code(reader, writer) == 1009
             reader, writer = await raw(here)
             writer.write(frame(TEXT, final=False))
             writer.write(frame(CONTINUATION, final=False) * MAX_FRAGMENTS)
-            assert await closing_code(reader) == 1009
+            assert await closing_code(reader, writer) == 1009
             reader, writer = await raw(here)
             writer.write(frame(TEXT, b"\xff\xfe"))
-            assert await closing_code(reader) == 1007
+            assert await closing_code(reader, writer) == 1007
             reader, writer = await raw(here)
             writer.write(b"\x01\x02garbage" * 10)
-            assert await closing_code(reader) == 1002
+            assert await closing_code(reader, writer) == 1002
             await other.response.cancel()
             assert (await until(other))[-1].error.code == "response_cancel_not_active"
 
@@ -176,7 +177,7 @@ def test_a_message_that_trickles_is_given_up():
     async def scenario(here):
         reader, writer = await raw(here)
         writer.write(frame(TEXT, bytes(1000))[:500])
-        assert await closing_code(reader) == 1008
+        assert await closing_code(reader, writer) == 1008
 
     on_realtime_site(scenario, connections=ConnectionConfig(body_timeout=0.5))
 
