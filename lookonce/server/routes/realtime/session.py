@@ -88,7 +88,6 @@ from lookonce.server.routes.realtime.events import (
 from lookonce.server.routes.realtime.events import Conversation as ConversationShown
 from lookonce.server.routes.realtime.options import (
     AnswerSettings,
-    SessionSettings,
     check_supported,
     read_response,
     read_session,
