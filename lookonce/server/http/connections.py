@@ -282,7 +282,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._overhead = 0
-        if self.cycle is None:
+        if self.phase == "headers":
             return  # a WebSocket begins
         if self.cycle.response_complete:
             self._enter("idle", self._limits.keep_alive_timeout)
@@ -387,9 +387,14 @@ def _is_websocket_key(value: bytes) -> bool:
 class Connection(Protocol):
     """What `Connections` must know of one, be it HTTP or a WebSocket."""
 
-    address: str | None
-    phase: Phase
-    num_requests: int
+    @property
+    def address(self) -> str | None: ...
+
+    @property
+    def phase(self) -> Phase: ...
+
+    @property
+    def num_requests(self) -> int: ...
 
     def evict(self) -> bool: ...
 

@@ -159,7 +159,7 @@ def read_audio(encoded: object, format: AudioFormat, param: str) -> bytes:
     if not isinstance(encoded, str):
         raise BadRequestError(f"{param} is missing", param=param)
     try:
-        data = pybase64.b64decode(encoded, validate=True)
+        data: bytes = pybase64.b64decode(encoded, validate=True)
     except ValueError:
         raise BadRequestError(
             f"{param} is not valid base64", param=param, code="invalid_audio"

@@ -706,9 +706,16 @@ class RealtimeSession:
         self._send(ResponseEvent(type="response.done", response=done))
 
     def _close_item(self, response: Response, text: str) -> None:
-        item, place = response.item, {"response_id": response.id, "item_id": response.item.id}
-        self._send(TextDone(text=text, **place))
-        self._send(PartEvent(type="response.content_part.done", part=TextPart(text=text), **place))
+        item = response.item
+        self._send(TextDone(response_id=response.id, item_id=item.id, text=text))
+        self._send(
+            PartEvent(
+                type="response.content_part.done",
+                response_id=response.id,
+                item_id=item.id,
+                part=TextPart(text=text),
+            )
+        )
         self._send(
             OutputItemEvent(
                 type="response.output_item.done", response_id=response.id, item=item.copy()
