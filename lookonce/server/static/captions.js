@@ -57,7 +57,7 @@ export class Captions {
 
   #connect(listening) {
     const address = new URL("v1/realtime?intent=transcription", document.baseURI);
-    address.protocol = address.protocol === "https:" ? "wss:" : "ws:";
+    address.protocol = address.protocol.replace("http", "ws");
     const key = this.key();
     const socket = new WebSocket(address, [SUBPROTOCOL, ...(key ? [KEY_SUBPROTOCOL + key] : [])]);
     socket.onmessage = ({ data }) => this.#take(listening, JSON.parse(data));
