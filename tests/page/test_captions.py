@@ -30,18 +30,24 @@ def test_the_microphone_is_captioned_turn_by_turn(open_page):
         expect(page.locator("#captions")).to_be_hidden()
 
 
-def test_a_missing_key_is_told(open_page):
+def test_the_key_that_was_typed_goes_along(open_page):
     with PausableServer("yes", api_key=("sesame",)) as server:
         page = open_page(server.url, expect_errors=True, permissions=["microphone"])
-        page.keyboard.press("Escape")
-        listen(page)
-        expect(page.locator("#captions-note")).to_contain_text("API key")
-        expect(page.get_by_role("button", name="Live captions", exact=True)).to_be_visible()
-        page.get_by_role("button", name="Settings").click()
         page.get_by_label("API key").fill("sesame")
         page.get_by_role("button", name="Done").click()
         listen(page)
         expect(page.locator("#captions-note")).to_have_text("Listening")
+        expect(captions(page).first).to_have_text("yes")
+
+
+def test_a_server_that_ends_the_session_is_told(open_page):
+    with PausableServer("yes") as server:
+        page = open_page(server.url, permissions=["microphone"])
+        listen(page)
+        expect(page.locator("#captions-note")).to_have_text("Listening")
+        server.drain()
+        expect(page.locator("#captions-note")).to_contain_text("shuts down")
+        expect(page.get_by_role("button", name="Live captions", exact=True)).to_be_visible()
 
 
 def test_a_sound_is_transcribed_where_it_stands(open_page):

@@ -52,6 +52,7 @@ class PausableServer:
 
     async def _serve(self, here: Site) -> None:
         self._loop = asyncio.get_running_loop()
+        self._drain = here.services.drain
         here.services.engine = self.engine  # type: ignore[assignment]
         app = build_app(here.services, websockets=WEBSOCKETS)
         self._server = api_server(app, here.services)
@@ -61,6 +62,9 @@ class PausableServer:
 
     def resume(self) -> None:
         self._loop.call_soon_threadsafe(self.engine.resume.set)
+
+    def drain(self) -> None:
+        self._loop.call_soon_threadsafe(self._drain.begin)
 
     def __enter__(self) -> Self:
         self._thread.start()
