@@ -28,6 +28,7 @@ def test_the_microphone_is_captioned_turn_by_turn(open_page):
         expect(page.locator("#captions-note")).to_have_text("Stopped.")
         page.get_by_role("button", name="Close live captions").click()
         expect(page.locator("#captions")).to_be_hidden()
+        page.close()
 
 
 def test_the_key_that_was_typed_goes_along(open_page):
@@ -38,6 +39,7 @@ def test_the_key_that_was_typed_goes_along(open_page):
         listen(page)
         expect(page.locator("#captions-note")).to_have_text("Listening")
         expect(captions(page).first).to_have_text("yes")
+        page.close()
 
 
 def test_a_server_that_ends_the_session_is_told(open_page):
@@ -48,6 +50,7 @@ def test_a_server_that_ends_the_session_is_told(open_page):
         server.drain()
         expect(page.locator("#captions-note")).to_contain_text("shuts down")
         expect(page.get_by_role("button", name="Live captions", exact=True)).to_be_visible()
+        page.close()
 
 
 def test_a_sound_is_transcribed_where_it_stands(open_page):
