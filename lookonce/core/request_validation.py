@@ -84,11 +84,6 @@ class RequestValidator:
     def _collect(self, features: tuple[MediaFeature, ...]) -> MultiModalFeatures:
         if not self._model.encoder_decoder:
             return MultiModalFeatures(features)
-        if not features:
-            raise BadRequestError(
-                "an encoder-decoder request needs its input; the model transcribes sound",
-                param="features",
-            )
         if len(features) > 1:  # two requests that each hold one of two would wait for ever
             raise BadRequestError(
                 f"the request has {len(features)} items; an encoder-decoder request has one input",

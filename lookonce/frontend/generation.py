@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Collection, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 
-from lookonce.errors import RequestFailedError, error_from_wire
+from lookonce.errors import BadRequestError, RequestFailedError, error_from_wire
 from lookonce.frontend.frontend import Frontend
 from lookonce.frontend.responses import StopReason
 from lookonce.render.prompt.detokenizer import CONTEXT_TOKENS, Detokenizer
@@ -204,6 +204,11 @@ def prepare(
     the prompt.
     """
     model = frontend.engine.model
+    if model.encoder_decoder and not rendered.features:
+        raise BadRequestError(
+            "this model answers no text alone: it transcribes sound (/v1/audio/transcriptions)",
+            param="model",
+        )
     if not limit_asked:
         sampling = shorten_max_tokens(sampling, rendered.num_tokens, model.max_model_len)
     check_fits(rendered.num_tokens, sampling, model)

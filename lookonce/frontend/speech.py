@@ -462,6 +462,8 @@ class SpeechTranscription:
         """Add a segment to the result; its delta, if it has text."""
         result, tokens = self._result, heard.token_ids[piece.tokens]
         written = self._text(tokens)
+        if not self._settings.is_whisper and text.whole:
+            written = " " + written.lstrip()  # such tokenizers drop the space before a text
         segment = TranscriptSegment(
             id=len(result.segments),
             seek=seek,
@@ -519,6 +521,8 @@ class SpeechTranscription:
         words = words_of(text_tokens, self._frontend.renderer.decode, self._result.language)
         found = []
         for word in words:
+            if not word.text.strip():
+                continue
             begin, end = first + shown[word.indices[0]], first + shown[word.indices[-1]]
             start = heard.times[begin - 1] if begin else 0.0
             times = (round(offset + start, 2), round(offset + heard.times[end], 2))

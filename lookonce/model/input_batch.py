@@ -57,7 +57,7 @@ class InputBatch:
         self._rows[new.seq_id] = row
         self.tokens[row, : len(new.token_ids)] = new.token_ids
         self._num_blocks[row] = 0
-        self.input_keys[row] = new.features[0].key if encoder_decoder else None
+        self.input_keys[row] = new.features[0].key if encoder_decoder and new.features else None
         self._positions[row] = MropePositions(new.features) if mrope else None
         self._update_tail(row)
 

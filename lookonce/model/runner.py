@@ -127,7 +127,11 @@ class Runner:
             return list(scheduled)
         kept = []
         for chunk in scheduled:
-            missing = [key for key in self._keys_read(chunk) if key not in self._encoder]
+            keys = self._keys_read(chunk)
+            if self._family.encoder_decoder and not keys:
+                output.fail(chunk.seq_id, "this model answers no text alone: it needs a sound")
+                continue
+            missing = [key for key in keys if key not in self._encoder]
             if not missing:
                 kept.append(chunk)
             elif not any(key in failed_items for key in missing):

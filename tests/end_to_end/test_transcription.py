@@ -85,9 +85,10 @@ def reference(whisper_folder):
 
 def transcribe(server: LiveServer, data: bytes, **options: Any) -> Any:
     with server.client() as client:
-        return client.audio.transcriptions.create(
+        answer = client.audio.transcriptions.create(
             **{"model": "ear", "file": ("clip.wav", data), "temperature": GREEDY, **options}
         )
+        return list(answer) if options.get("stream") else answer
 
 
 def verbose(server: LiveServer, data: bytes, **options: Any) -> Any:
@@ -202,21 +203,28 @@ def test_a_file_that_begins_like_another_reuses_its_windows(whisper) -> None:
     assert "miss" in by_window.values()
 
 
-def test_one_clip_for_many_at_once_is_encoded_once(whisper) -> None:
-    data, before = wav(tones(8, 1.5)), counts(whisper)
+def test_one_clip_for_many_at_once_is_decoded_and_encoded_once(whisper) -> None:
+    data, (decoded, _) = wav(tones(8, 1.5)), counts(whisper)
 
-    async def many() -> list[str]:
+    async def many() -> list[Any]:
         async with whisper.async_client() as client:
             asked = [
                 client.audio.transcriptions.create(
-                    model="ear", file=("a.wav", data), temperature=GREEDY
+                    model="ear",
+                    file=("a.wav", data),
+                    temperature=GREEDY,
+                    extra_body={"reuse_receipt": "true"},
                 )
                 for _ in range(6)
             ]
-            return [answer.text for answer in await asyncio.gather(*asked)]
+            return await asyncio.gather(*asked)
 
-    assert len(set(asyncio.run(many()))) == 1
-    assert counts(whisper) == (before[0] + 1, before[1] + 1)
+    answers = asyncio.run(many())
+    assert len({answer.text for answer in answers}) == 1
+    items = [item for answer in answers for item in answer.reuse_receipt["items"]]
+    assert [item["encoder"] for item in items].count("miss") == 1
+    assert len({item["hash"] for item in items}) == 1
+    assert counts(whisper)[0] == decoded + 1
 
 
 def test_a_doubtful_text_is_tried_again_and_stays_the_same(whisper) -> None:

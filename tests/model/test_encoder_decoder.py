@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForSpeechSeq2Seq
 
 from lookonce.config import ModelConfig
-from lookonce.errors import BadRequestError
 from lookonce.model.families.encoder_decoder import CrossAttendingDecoder, EncoderDecoderFamily
 from lookonce.model.loader import load_model
 from lookonce.render.families.registry import load_family
@@ -21,7 +20,7 @@ from lookonce.render.families.speech import SpeechProcessing
 from lookonce.types.media import feature_at
 from lookonce.types.model import ENCODER_DECODER
 from lookonce.types.step import StepPlan
-from tests.support.model.cases import Case, sound
+from tests.support.model.cases import MAX_LOGIT_ERROR, Case, sound
 from tests.support.model.serving import (
     NUM_TOKENS,
     Answer,
@@ -95,9 +94,9 @@ def test_preemption_encodes_nothing_again(subject) -> None:
     assert_parity(served, expected)
 
 
-def test_a_request_without_a_sound_is_refused(subject) -> None:
+def test_a_request_without_a_sound_fails_alone(subject) -> None:
     silent = dataclasses.replace(subject.cases[0], features=(), items={})
-    with pytest.raises(BadRequestError, match="needs its input"):
+    with pytest.raises(AssertionError, match="needs a sound"):
         serve(subject.loaded, [silent], budget=16)
 
 
@@ -163,12 +162,14 @@ def late(edit):
     return edited
 
 
-def test_positions_shifted_by_one_part(subject, monkeypatch) -> None:
+def test_other_positions_part(subject, monkeypatch) -> None:
     right = CrossAttendingDecoder.forward
 
-    def shifted(self, *, inputs_embeds, position_ids, **options):
-        later = position_ids + 1 + (position_ids > 3)
-        return right(self, inputs_embeds=inputs_embeds, position_ids=later, **options)
+    def moved(self, *, inputs_embeds, position_ids, **options):
+        other = position_ids * 5 % 44
+        return right(self, inputs_embeds=inputs_embeds, position_ids=other, **options)
 
-    monkeypatch.setattr(CrossAttendingDecoder, "forward", shifted)
-    assert_parted(serve(subject.loaded, subject.cases, budget=64), subject.expected)
+    monkeypatch.setattr(CrossAttendingDecoder, "forward", moved)
+    served = serve(subject.loaded, subject.cases, budget=64)
+    # With rotary positions and a loud input the best tokens may stay the same; the logits do not.
+    assert compare(served.answers, subject.expected).max_logit_error > 100 * MAX_LOGIT_ERROR

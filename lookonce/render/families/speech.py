@@ -180,7 +180,7 @@ class MoonshineStreamingProcessing(MoonshineProcessing):
         super().__init__(files, dtype)
         encoder = files.config.get("encoder_config") or {}
         rate, milliseconds = encoder.get("sample_rate", 16000), encoder.get("frame_ms", 5.0)
-        self._encoder_frame = round(rate * milliseconds / 1000)
+        self._encoder_frame: int = round(float(rate) * float(milliseconds) / 1000)
 
     def num_rows(self, num_samples: int) -> int:
         """Of two causal convolutions of stride 2 over the frames."""

@@ -134,9 +134,10 @@ def make_moonshine_streaming(target: Path, *, seed: int = 0) -> Path:
 
     ids = _write_moonshine_files(target)
     config = MoonshineStreamingConfig(
-        **_moonshine(ids),
+        **{**_moonshine(ids), "max_position_embeddings": 128},  # of the encoder's rows, too
         num_hidden_layers=3,
         num_attention_heads=4,
+        num_key_value_heads=4,
         encoder_config={
             "hidden_size": 32,
             "intermediate_size": 64,
