@@ -79,6 +79,7 @@ OPTION_RANGES = {
     "header_timeout": _SECONDS,
     "body_timeout": _SECONDS,
     "keep_alive_timeout": _SECONDS,
+    "max_sessions": _COUNT,
 }
 """Every option that is a number. The most is what no machine has: a slip, or no number at all."""
 MAX_SOCKET_FOLDER = 90
@@ -209,6 +210,20 @@ class ConnectionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionConfig:
+    """Limits of one API process for the sessions of `/v1/realtime`."""
+
+    max_sessions: int = 128
+    """Of one tenant."""
+    max_bytes: int = 64 * 1024 * 1024
+    """Sound, pictures and text that one session may hold."""
+    max_total_bytes: int = GIB
+    """What all sessions of the process may hold."""
+    idle_timeout: float = 600.0
+    """Seconds without an event from the client and without work for it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
@@ -225,6 +240,7 @@ class ServerConfig:
     """A PEM file's path; None: no TLS."""
     ssl_keyfile: str | None = None
     connections: ConnectionConfig = field(default_factory=ConnectionConfig)
+    sessions: SessionConfig = field(default_factory=SessionConfig)
     allow_injection: bool = False
     chat_template: str | None = None
     """A file's path."""
@@ -278,6 +294,7 @@ class Options:
     header_timeout: float = 20.0
     body_timeout: float = 30.0
     keep_alive_timeout: float = 75.0
+    max_sessions: int = 128
     allow_injection: bool = False
     chat_template: str | None = None
     tool_call_parser: str = "auto"
@@ -362,6 +379,7 @@ def resolve(options: Options) -> Config:
                 body_timeout=options.body_timeout,
                 keep_alive_timeout=options.keep_alive_timeout,
             ),
+            sessions=SessionConfig(max_sessions=int(options.max_sessions)),
             allow_injection=options.allow_injection,
             chat_template=_existing_file("--chat-template", options.chat_template),
             tool_call_parser=_one_of(

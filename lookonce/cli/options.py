@@ -38,6 +38,7 @@ HELP: dict[str, str] = {
     "header_timeout": "Seconds in which a request's header must have come.",
     "body_timeout": "Seconds a request's body may stand still.",
     "keep_alive_timeout": "Seconds a connection may wait for its next request.",
+    "max_sessions": "Realtime sessions that one tenant may hold open in one API process.",
     "allow_injection": "Let clients of a server without keys inject processed media.",
     "tool_call_parser": "How the model writes tool calls: hermes (Qwen too), llama3, mistral, "
     "qwen3_coder or harmony (gpt-oss); auto reads it off the chat template.",

@@ -260,6 +260,8 @@ COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
     "http_refused_total": MetricInfo(
         "Connections and requests refused before they reached a route", label="reason"
     ),
+    "realtime_sessions": MetricInfo("Realtime sessions that are open"),
+    "realtime_sessions_total": MetricInfo("Realtime sessions that were opened"),
     "mm_cache_queries_total": MetricInfo(
         "Media parts looked up in the processor cache", vllm="mm_cache_queries_total"
     ),

@@ -235,14 +235,19 @@ def _model_info(config: ModelConfig, family: ModelFamily, digest: str) -> ModelI
         weights_digest=digest,
         frame_shape=() if family.frame_encoder is None else family.frame_encoder.frame_shape,
         sliding_window=family.sliding_window if family.config.model_type in SUPPORTED else 0,
-        max_positions=_longest_sequence(family.text_config),
+        max_positions=_max_positions(family),
         relative_positions=key_rotation(family) is not None,
         encoder_decoder=family.encoder_decoder,
     )
 
 
+def _max_positions(family: ModelFamily) -> int:
+    """Positions that the model has."""
+    return family.longest_sequence or _longest_sequence(family.text_config)
+
+
 def _max_model_len(config: ModelConfig, family: ModelFamily) -> int:
-    limit = family.longest_sequence or _longest_sequence(family.text_config)
+    limit = _max_positions(family)
     wanted = config.max_model_len
     if wanted is not None and not 1 <= wanted <= limit:
         raise ModelLoadError(f"--max-model-len is 1 to {limit} for this model, got {wanted}")

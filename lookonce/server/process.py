@@ -46,12 +46,17 @@ from lookonce.engine.supervisor.socket_folder import joined_socket_folder
 from lookonce.errors import ConfigError, DrainingError, ModelLoadError, error_to_wire
 from lookonce.render.families.registry import load_family
 from lookonce.render.prompt.encoder import load_encoder
-from lookonce.server.http.app import build_app
+from lookonce.server.http.app import WEBSOCKETS, build_app
 from lookonce.server.http.connections import (
     Acceptor,
     Connections,
     HttpProtocol,
     allowed_connections,
+)
+from lookonce.server.http.websocket import (
+    MAX_MESSAGE_BYTES,
+    PING_TIMEOUT_SECONDS,
+    WebSocketProtocol,
 )
 from lookonce.server.log_limiter import limit_log_lines
 from lookonce.server.services import Services, open_services
@@ -161,7 +166,7 @@ async def serve(start: ApiStart, progress: ProgressPipe) -> None:
             fork_server=Path(start.fork_server) if start.fork_server else None,
         ) as services:
             logger.info("the renderer is ready")
-            app = build_app(services)
+            app = build_app(services, websockets=WEBSOCKETS)
             server = api_server(
                 app, services, lambda: progress.tell(Serving(time.monotonic() - began))
             )
@@ -194,7 +199,10 @@ def uvicorn_config(app: object) -> uvicorn.Config:
         interface="asgi3",
         loop="uvloop",
         http=HttpProtocol,
-        ws="none",
+        ws=WebSocketProtocol,
+        ws_max_size=MAX_MESSAGE_BYTES,
+        ws_ping_timeout=PING_TIMEOUT_SECONDS,
+        ws_per_message_deflate=False,  # base64 of sound hardly shrinks, and bombs are made of it
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -238,7 +246,7 @@ class DrainOnSignal:
         if self._drain.draining:
             self._server.should_exit = self._server.force_exit = True
             return
-        self._drain.draining = True
+        self._drain.begin()
         self._tasks.append(asyncio.get_running_loop().create_task(self._finish()))
 
     async def _finish(self) -> None:

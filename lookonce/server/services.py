@@ -24,11 +24,16 @@ from lookonce.errors import (
     UnauthorizedError,
 )
 from lookonce.frontend.frontend import Frontend, engine_client, limits_learned, open_frontend
+from lookonce.render.media.vad import VoiceDetectors
 from lookonce.render.readonly import ReadOnlyRenderer, open_readonly
 from lookonce.server.api_process_peers import AbortPeers
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.unknown_fields import UnknownFields
+from lookonce.server.realtime_sessions import RealtimeSessions
 from lookonce.server.shared_counts import SharedCounts
+
+KEY_SUBPROTOCOL = "openai-insecure-api-key."
+"""Before the API key that the client of a WebSocket offers as a subprotocol."""
 
 Abort = Callable[[], Awaitable[None]]
 """Ends one request of this process."""
@@ -75,9 +80,12 @@ class KeyRing:
         if not self._keys:
             return self._anyone
         scheme, _, key = header(scope, b"authorization").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise UnauthorizedError("an API key is needed: Authorization: Bearer KEY")
-        return self._find(key.strip())
+        if scheme.lower() == "bearer" and key.strip():
+            return self._find(key.strip())
+        for offered in scope.get("subprotocols", ()):  # browsers send no headers of ours
+            if offered.startswith(KEY_SUBPROTOCOL):
+                return self._find(offered.removeprefix(KEY_SUBPROTOCOL))
+        raise UnauthorizedError("an API key is needed: Authorization: Bearer KEY")
 
     def _find(self, key: str) -> Principal:
         """Compares with every key in constant time: the time taken tells no client about a key."""
@@ -111,10 +119,21 @@ class Drain:
     """Counts the requests that are served, and refuses new ones once draining has begun."""
 
     def __init__(self) -> None:
-        self.draining = False
         self.active = 0
+        self._begun = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def draining(self) -> bool:
+        return self._begun.is_set()
+
+    def begin(self) -> None:
+        """Refuse new requests, and tell those that wait for it."""
+        self._begun.set()
+
+    async def wait_begun(self) -> None:
+        await self._begun.wait()
 
     def serving(self) -> Self:
         """The block around one request. Raises `DrainingError` while draining."""
@@ -173,6 +192,7 @@ class Services(Frontend):
     drain: Drain = field(default_factory=Drain)
     running: RunningRequests = field(default_factory=RunningRequests)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    realtime: RealtimeSessions = field(default_factory=RealtimeSessions)
     shared_counts: SharedCounts | None = None
     """What all API processes of this server count; None: this one counts for itself."""
     abort_peers: AbortPeers | None = None
@@ -255,6 +275,7 @@ async def open_services(
             limits_learned(client, readonly),
             open_readonly(frontend.renderer, config.media) as warmup_renderer,
             AbortPeers(folder, index, config.server.api_processes, running.abort) as abort_peers,
+            VoiceDetectors() as detectors,
         ):
             yield Services(
                 config=config,
@@ -268,6 +289,7 @@ async def open_services(
                 guard=RequestGuard.of(config.server),
                 running=running,
                 unknown_fields=UnknownFields(strict=config.server.strict_requests),
+                realtime=RealtimeSessions(config.server.sessions, counts, detectors),
                 shared_counts=shared,
                 abort_peers=abort_peers,
                 warmup_renderer=warmup_renderer,

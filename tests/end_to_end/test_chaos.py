@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 
 import pytest
@@ -30,6 +31,7 @@ from tests.support.chaos import (
 )
 from tests.support.drawing import text_part
 from tests.support.live_server import LiveServer, until
+from tests.support.server.realtime import until as events_until
 from tests.support.traffic import PlannedRequest, drawn, plans, working_set
 
 NUM_KILLS = int(os.environ.get("CHAOS_KILLS", len(KINDS)))
@@ -179,6 +181,41 @@ def test_aborts_and_resets_reach_processes_that_were_restarted(crowd):
     for tier in ("mm", "encoder", "prefix"):
         assert crowd.post(f"/reset_{tier}_cache").status_code == 200
     assert settled(crowd)["mm_cache_bytes"] == 0
+
+
+def test_a_realtime_session_outlives_the_engine_and_its_answer_fails(crowd):
+    item = {
+        "type": "message",
+        "role": "user",
+        "content": [{"type": "input_text", "text": "1 2 3 4"}],
+    }
+
+    async def scenario():
+        async with crowd.async_client().realtime.connect() as connection:
+            await events_until(connection, "conversation.created")
+            await connection.conversation.item.create(item=item)
+            endless = {"max_output_tokens": 4000, "temperature": 1.5}
+            while True:  # an answer may end before its engine does
+                await connection.response.create(response=endless)
+                await events_until(connection, "response.output_text.delta")
+                os.kill(crowd.engine_pid(), signal.SIGKILL)
+                told = (await events_until(connection, "response.done"))[-1]
+                await asyncio.to_thread(until, lambda: is_up(crowd), PATIENCE, crowd.log)
+                if told.type == "error":
+                    break
+            assert told.error.type == "service_unavailable_error"
+            failed = (await events_until(connection, "response.done"))[-1].response
+            assert failed.status == "failed"
+            await connection.response.create(response={"max_output_tokens": 4})
+            done = (await events_until(connection, "response.done"))[-1].response
+            assert done.status in ("completed", "incomplete")
+
+    asyncio.run(scenario())
+
+
+def is_up(live):
+    """Every API process says so: each connection may reach another one."""
+    return all(live.get("/ready").status_code == 200 for _ in range(8))
 
 
 def test_nothing_is_left_when_it_ends(crowd):

@@ -101,13 +101,28 @@ def test_a_body_of_many_small_chunks_is_served(server):
     assert (answer.status, b'"count":3' in answer.body) == (200, True)
 
 
-def test_websockets_are_refused_as_json(server):
-    upgrade = (
-        b"GET /v1/realtime" + HEAD + b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
-        b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-    )
-    answer = send_raw(server.url, upgrade)
-    assert (answer.status, answer.error["code"]) == (400, "websocket_not_supported")
+UPGRADE = HEAD + b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
+VERSION_13 = b"Sec-WebSocket-Version: 13\r\n"
+KEY = b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+LENGTH = b"Content-Length: 1\r\n"
+REALTIME = b"GET /v1/realtime" + UPGRADE
+NO_WEBSOCKETS = {
+    "another path": b"GET /v1/chat/completions" + UPGRADE + VERSION_13 + KEY,
+    "another method": b"POST /v1/realtime" + UPGRADE + VERSION_13 + KEY,
+    "no version": REALTIME + KEY,
+    "no key": REALTIME + VERSION_13,
+    "a short key": REALTIME + VERSION_13 + KEY.replace(b"ZQ==", b""),
+    "two keys": REALTIME + VERSION_13 + KEY + KEY,
+    "a body": REALTIME + VERSION_13 + KEY + LENGTH,
+}
+
+
+@pytest.mark.parametrize("what", NO_WEBSOCKETS)
+def test_what_begins_no_websocket_is_refused_as_json(server, what):
+    answer = send_raw(server.url, NO_WEBSOCKETS[what] + b"\r\n")
+    code = "websocket_not_supported" if what == "another path" else "invalid_websocket"
+    assert (answer.status, answer.error["code"], answer.closed) == (400, code, True)
+    control(server.url)
 
 
 def test_more_requests_than_may_wait_on_a_connection_end_it(server):

@@ -1,4 +1,7 @@
-"""A real Chromium, driven by Playwright. Where either is absent, these tests are skipped."""
+"""A real Chromium, driven by Playwright; its microphone hears a file over and over.
+
+Where either is absent, these tests are skipped.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.support.drawing import wav
+from tests.support.server.realtime import spoken_turn
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -17,7 +23,7 @@ PageOpener = Callable[..., "Page"]
 
 
 @pytest.fixture(scope="package")
-def browser() -> Iterator[Browser]:
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """Chromium, closed before other tests begin: its driver uses this thread's event loop."""
     # Imported here, since pytest reads this file even where the tests beside it are skipped.
     from playwright.sync_api import sync_playwright
@@ -26,7 +32,14 @@ def browser() -> Iterator[Browser]:
     if path is None:
         pytest.skip("no Chromium: `apt-get install chromium`")
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        said = tmp_path_factory.mktemp("microphone") / "said.wav"
+        said.write_bytes(wav(spoken_turn() / 32_768))
+        microphone = (
+            "--use-fake-device-for-media-stream",
+            "--use-fake-ui-for-media-stream",
+            f"--use-file-for-fake-audio-capture={said}",
+        )
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox", *microphone])
         yield browser
         browser.close()
 

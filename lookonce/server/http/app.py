@@ -12,10 +12,11 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from lookonce.errors import LookOnceError
+from lookonce.errors import LookOnceError, ModelNotFoundError
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
 from lookonce.server.http.request_guard import Headers
 from lookonce.server.http.responses import INTERNAL, ClientLeftError, error_response, json_response
@@ -37,6 +38,7 @@ from lookonce.server.routes.completions import completions
 from lookonce.server.routes.generate import generate
 from lookonce.server.routes.media_cache import inject_media, show_media_cache
 from lookonce.server.routes.openapi import show_openapi
+from lookonce.server.routes.realtime.route import realtime
 from lookonce.server.routes.render import detokenize, render_chat, render_completion, tokenize
 from lookonce.server.routes.responses_api.route import create_response
 from lookonce.server.services import Drain, Services, header
@@ -74,26 +76,35 @@ ROUTES = [
     *[Route(f"/reset_{tier}_cache", reset_route(tier), methods=["POST"]) for tier in TIERS],
 ]
 
+WEBSOCKETS = [WebSocketRoute("/v1/realtime", realtime)]
+
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json"})
 """Paths that are answered without a key and while draining: they tell the server's state."""
 
 HEADER_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 CLIENT_LEFT_STATUS = 499
+INTERNAL_ERROR = 1011
+"""Code that a WebSocket is closed with when serving it broke."""
 WARNING_HEADER = b"x-lookonce-warning"
 """Names the fields of the request that were ignored."""
 
 
-def build_app(services: Services, routes: Sequence[Route] = ROUTES) -> Application:
-    return Application(services, routes)
+def build_app(
+    services: Services, routes: Sequence[Route] = ROUTES, websockets: Sequence[WebSocketRoute] = ()
+) -> Application:
+    return Application(services, routes, websockets)
 
 
 class Application(Starlette):
     """Starlette's router behind `RequestMiddleware`, which takes the place of Starlette's own."""
 
-    def __init__(self, services: Services, routes: Sequence[Route]) -> None:
-        super().__init__(routes=routes)
+    def __init__(
+        self, services: Services, routes: Sequence[Route], websockets: Sequence[WebSocketRoute]
+    ) -> None:
+        all_routes: list[BaseRoute] = [*routes, *websockets]
+        super().__init__(routes=all_routes)
         self.state.services = services
-        self._middleware = RequestMiddleware(services, routes, self.router)
+        self._middleware = RequestMiddleware(services, routes, self.router, websockets)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
@@ -108,11 +119,18 @@ class RequestMiddleware:
     answers requests that match no route.
     """
 
-    def __init__(self, services: Services, routes: Sequence[Route], router: ASGIApp) -> None:
+    def __init__(
+        self,
+        services: Services,
+        routes: Sequence[Route],
+        router: ASGIApp,
+        websockets: Sequence[WebSocketRoute] = (),
+    ) -> None:
         self._services = services
         self._guard = services.guard
         self._router = router
         self._endpoints: dict[tuple[str, str], Callable[[Request], Awaitable[Response]]] = {}
+        self._websockets = {route.path: route.endpoint for route in websockets}
         for route in routes:
             if "{" not in route.path and inspect.iscoroutinefunction(route.endpoint):
                 for method in route.methods or ():
@@ -121,6 +139,9 @@ class RequestMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. It never raises: a failure before the response has begun becomes
         OpenAI's error body, a later one is logged."""
+        if scope["type"] == "websocket":
+            await self._serve_websocket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._router(scope, receive, send)
             return
@@ -159,6 +180,35 @@ class RequestMiddleware:
                 return
             response = await endpoint(Request(scope, receive, send))
             await response(scope, receive, send)
+
+    async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one WebSocket, or answer its handshake with an error as any other request's."""
+        websocket = WebSocket(scope, receive, send)
+        scope.setdefault("state", {})
+        try:
+            self._guard.admit(scope)
+            endpoint = self._websockets.get(scope["path"])
+            if endpoint is None:
+                raise ModelNotFoundError(f"{scope['path'][:200]}: no such route", code="not_found")
+            with self._services.drain.serving():
+                scope["state"]["principal"] = self._services.keys.principal(scope)
+                await endpoint(websocket)
+        except LookOnceError as error:
+            await _refuse_websocket(websocket, error_response(error))
+        except Exception:
+            logger.exception("the WebSocket %s failed", scope["path"])
+            await _refuse_websocket(websocket, json_response(INTERNAL, 500))
+
+
+async def _refuse_websocket(websocket: WebSocket, response: Response) -> None:
+    """Answer the handshake; one that was accepted is closed."""
+    try:
+        if websocket.application_state == WebSocketState.CONNECTING:
+            await websocket.send_denial_response(response)
+        else:
+            await websocket.close(INTERNAL_ERROR)
+    except (WebSocketDisconnect, RuntimeError, OSError):
+        pass  # the client is gone
 
 
 class _ResponseSender:

@@ -195,7 +195,7 @@ def _strip_path(message: str) -> str:
 def _locate(value: Any, kind: Any, path: str, message: str) -> tuple[str, str]:
     """`(path, message)` of the deepest part of `value` that does not fit its declared type."""
     for name, part, part_kind in _parts(value, _member(value, kind)):
-        if part_kind == Raw:
+        if part_kind in (Raw, msgspec.Raw):
             continue  # any JSON fits
         problem = _problem(part, part_kind)
         if problem is not None:

@@ -8,6 +8,9 @@ accepting   The event loop's own server accepts whatever comes: no limit, none p
 limits      `HttpProtocol` bounds headers and gives header, body and idle time a deadline.
 refusals    What is no request is answered in OpenAI's error shape, and not logged one by one.
 
+WebSockets are opened at `WEBSOCKET_PATHS` alone: the connection is handed to a `WebSocketProtocol`,
+which takes its place in `Connections`.
+
 A connection's phases; each but SERVING ends at its deadline, which `Connections.sweep` looks at
 once a second:
 
@@ -18,6 +21,8 @@ once a second:
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import errno
 import ipaddress
 import logging
@@ -28,7 +33,7 @@ import ssl
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import httptools
 import uvicorn
@@ -38,6 +43,7 @@ from uvicorn.server import ServerState
 from lookonce.config import ConnectionConfig
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
 from lookonce.server.http.responses import RETRY_AFTER_SECONDS, encode, error_type
+from lookonce.server.http.websocket import WebSocketProtocol
 from lookonce.types.counts import Counts
 
 logger = logging.getLogger("lookonce.server")
@@ -52,6 +58,9 @@ MAX_PIPELINED = 64
 """Requests of one connection that may wait for the one being served."""
 CHUNK_OVERHEAD = 32
 """Bytes that one chunk of a chunked body may take beside its data."""
+WEBSOCKET_PATHS = (b"/v1/realtime",)
+WEBSOCKET_VERSION = b"13"
+WEBSOCKET_KEY_BYTES = 16
 
 
 class RefusedRequestError(Exception):
@@ -151,7 +160,10 @@ class HttpProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # an offer that is not taken: the request is served as it is
+            if self._should_upgrade():
+                self.handle_websocket_upgrade()
+                return
+            # any other offer is not taken: the request is served as it is
         except httptools.HttpParserError as error:
             self._refuse(_reason(error))
             return
@@ -178,10 +190,10 @@ class HttpProtocol(HttpToolsProtocol):
         if self._overhead > limits.max_header_bytes:
             self._check_header_size()
         upgrade = self.parser.should_upgrade()
-        if upgrade and self.ws_protocol_class is None and self._get_upgrade() == b"websocket":
-            raise RefusedRequestError(
-                400, "websocket_not_supported", "this server has no WebSockets: send plain requests"
-            )
+        if upgrade and self._get_upgrade() == b"websocket":
+            self._check_websocket()
+            super().on_headers_complete()
+            return
         if len(self.pipeline) >= MAX_PIPELINED:
             raise RefusedRequestError(
                 429,
@@ -194,6 +206,52 @@ class HttpProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False  # the parser takes what follows for another protocol
         self.phase = "body"
         self._deadline = self._table.now + limits.body_timeout
+
+    def _check_websocket(self) -> None:
+        """Raises `RefusedRequestError` for a WebSocket at another path or with a bad handshake."""
+        path = httptools.parse_url(self.url).path
+        if self.ws_protocol_class is None or path not in WEBSOCKET_PATHS:
+            raise RefusedRequestError(
+                400, "websocket_not_supported", "there are WebSockets at /v1/realtime alone"
+            )
+        wrong = self._wrong_in_handshake()
+        if wrong is not None:
+            raise RefusedRequestError(400, "invalid_websocket", wrong)
+
+    def _wrong_in_handshake(self) -> str | None:
+        sent: dict[bytes, list[bytes]] = {}
+        for name, value in self.headers:
+            sent.setdefault(name, []).append(value)
+        if self.parser.get_method() != b"GET" or self.parser.get_http_version() != "1.1":
+            return "a WebSocket begins with a GET of HTTP/1.1"
+        if self._serving() or self.pipeline:
+            return "a WebSocket begins when the requests before it have been answered"
+        if b"content-length" in sent or b"transfer-encoding" in sent:
+            return "the request that begins a WebSocket has no body"
+        if sent.get(b"sec-websocket-version") != [WEBSOCKET_VERSION]:
+            return "Sec-WebSocket-Version is not 13"
+        keys = sent.get(b"sec-websocket-key", [])
+        if len(keys) != 1 or not _is_websocket_key(keys[0]):
+            return "Sec-WebSocket-Key is not base64 of 16 bytes"
+        return None
+
+    def handle_websocket_upgrade(self) -> None:
+        """Hand the connection to a `WebSocketProtocol`, which reads the request once more."""
+        self.connections.discard(self)
+        protocol = WebSocketProtocol(
+            self.config,
+            self.server_state,
+            self.app_state,
+            connections=self._table,
+            address=self.address,
+        )
+        self._table.replace(self, protocol)
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/1.1"]
+        lines += [name + b": " + value for name, value in self.headers]
+        self._enter("serving", math.inf)
+        protocol.connection_made(self.transport)
+        protocol.data_received(b"\r\n".join([*lines, b"", b""]))
+        self.transport.set_protocol(protocol)
 
     def _check_header_size(self) -> None:
         """The header may have come together with its body."""
@@ -224,6 +282,8 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._overhead = 0
+        if self.phase == "headers":
+            return  # a WebSocket begins
         if self.cycle.response_complete:
             self._enter("idle", self._limits.keep_alive_timeout)
         else:
@@ -314,7 +374,31 @@ def _reason(error: httptools.HttpParserError) -> RefusedRequestError:
     )
 
 
+def _is_websocket_key(value: bytes) -> bool:
+    try:
+        return len(base64.b64decode(value, validate=True)) == WEBSOCKET_KEY_BYTES
+    except binascii.Error:
+        return False
+
+
 # --- all connections ----------------------------------------------------------------------------
+
+
+class Connection(Protocol):
+    """What `Connections` must know of one, be it HTTP or a WebSocket."""
+
+    @property
+    def address(self) -> str | None: ...
+
+    @property
+    def phase(self) -> Phase: ...
+
+    @property
+    def num_requests(self) -> int: ...
+
+    def evict(self) -> bool: ...
+
+    def check_deadline(self, now: float) -> None: ...
 
 
 class Connections:
@@ -330,7 +414,7 @@ class Connections:
         self.total = 0
         self.on_room: Callable[[], None] = lambda: None
         """Called when a connection has ended."""
-        self._by_address: dict[str | None, dict[HttpProtocol, None]] = {}
+        self._by_address: dict[str | None, dict[Connection, None]] = {}
         counts = Counts() if counts is None else counts
         self._refused = counts.by_label("http_refused_total")
         self._evicted = counts.count("http_connections_evicted_total")
@@ -341,12 +425,12 @@ class Connections:
         held = len(self._by_address.get(address, ()))
         return address is not None and held >= self.limits.max_per_address
 
-    def add(self, connection: HttpProtocol) -> None:
+    def add(self, connection: Connection) -> None:
         self._by_address.setdefault(connection.address, {})[connection] = None
         self.total += 1
         self._open.set(self.total)
 
-    def remove(self, connection: HttpProtocol) -> None:
+    def remove(self, connection: Connection) -> None:
         held = self._by_address.get(connection.address, {})
         if connection in held:
             del held[connection]
@@ -355,6 +439,13 @@ class Connections:
             if not held:
                 del self._by_address[connection.address]
             self.on_room()
+
+    def replace(self, old: Connection, new: Connection) -> None:
+        """`new` is the same connection with another protocol."""
+        held = self._by_address.get(old.address, {})
+        if old in held:
+            del held[old]
+            held[new] = None
 
     def evict_one(self) -> bool:
         """Close the oldest connection that waits for its client, of the address that has most.
@@ -392,7 +483,7 @@ class Connections:
     def count_refused(self, reason: str) -> None:
         self._refused[reason] += 1
 
-    def _all(self) -> Iterable[HttpProtocol]:
+    def _all(self) -> Iterable[Connection]:
         return [each for held in self._by_address.values() for each in held]
 
 

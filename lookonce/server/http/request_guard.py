@@ -91,7 +91,7 @@ class RequestGuard:
                 self._check_host(host, scope)
         origin = headers.get(b"origin")
         cors = NO_HEADERS if origin is None else self._check_origin(origin, headers)
-        if scope["method"] == "POST" and headers.get(b"content-type") != b"application/json":
+        if scope.get("method") == "POST" and headers.get(b"content-type") != b"application/json":
             _check_type(headers.get(b"content-type", b""), scope["path"])
         return cors
 

@@ -30,6 +30,22 @@ export async function models(key) {
   return (await response.json()).data;
 }
 
+/** What is said in a sound: `{text, words}`, without words where the model gives no times. */
+export async function transcribe(file, key) {
+  const timed = await sendSound(file, key, { response_format: "verbose_json", "timestamp_granularities[]": "word" });
+  const answer = timed.status === 400 ? await sendSound(file, key, { response_format: "json" }) : timed;
+  if (!answer.ok) throw await refused(answer);
+  return answer.json();
+}
+
+function sendSound(file, key, fields) {
+  const form = new FormData();
+  for (const [name, value] of Object.entries(fields)) form.append(name, value);
+  form.append("file", file, file.name || "sound");
+  const sent = key ? { Authorization: `Bearer ${key}` } : {};
+  return fetch("v1/audio/transcriptions", { method: "POST", headers: sent, body: form });
+}
+
 /** "ready", "starting", "draining", "stuck", "dead". */
 export async function state() {
   return (await (await fetch("ready")).json()).status;

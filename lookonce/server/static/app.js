@@ -2,6 +2,7 @@
 
 import * as api from "./api.js";
 import { acceptFiles, Tray } from "./attachments.js";
+import { Captions } from "./captions.js";
 import { Conversation } from "./conversation.js";
 import { byId, element, icon } from "./dom.js";
 import { sampleFile, SAMPLES } from "./samples.js";
@@ -14,12 +15,13 @@ const question = byId("question");
 const send = byId("send");
 const samples = byId("samples");
 const conversation = new Conversation();
-const transcript = new Transcript(byId("transcript"), byId("welcome"));
 const settings = new Settings(findModel);
+const transcript = new Transcript(byId("transcript"), byId("welcome"), (item) => api.transcribe(item.file, settings.key));
 const tray = new Tray(byId("chips"), {
   onChange: updateSend,
   onRefused: (name) => announce(`${name} is neither a picture nor a sound`),
 });
+new Captions(() => settings.key);
 let model = null;
 let asking = null; // the AbortController of the question being answered
 

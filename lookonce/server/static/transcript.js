@@ -2,13 +2,16 @@
 
 import { element } from "./dom.js";
 import { receiptCard } from "./receipt.js";
+import { spokenFigure } from "./spoken.js";
 
 const NEAR = 80; // pixels from the bottom within which new text is followed
 
 export class Transcript {
-  constructor(node, welcome) {
+  /** `transcribe(item)` answers what is said in a sound. */
+  constructor(node, welcome, transcribe) {
     this.node = node;
     this.welcome = welcome;
+    this.transcribe = transcribe;
   }
 
   clear() {
@@ -19,7 +22,9 @@ export class Transcript {
   begin(turn) {
     this.welcome.remove();
     for (const old of this.node.querySelectorAll(".receipt[open]")) old.open = false;
-    const figures = turn.attachments.map((item) => item.figure());
+    const figures = turn.attachments.map((item) => (item.kind === "audio"
+      ? spokenFigure(item.figure(), () => this.transcribe(item))
+      : item.figure()));
     const asked = element(
       "article", { class: "asked", "aria-label": "You" },
       figures.length ? element("div", { class: "figures" }, ...figures) : null,

@@ -378,7 +378,7 @@ def test_draining_refuses_new_requests_and_lets_running_ones_end(on_site):
         running = asyncio.create_task(site.chat("hi"))
         await settled(lambda: site.engine.running)
         assert "connection" not in (await site.client.get("/health")).headers
-        site.services.drain.draining = True
+        site.services.drain.begin()
 
         refused = await site.chat("hi")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")

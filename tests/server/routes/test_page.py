@@ -11,12 +11,12 @@ import pytest
 from lookonce.server.routes.page import FOLDER, PageFiles
 
 KEYS = {"api_key": ("secret",)}
-NAMED = re.compile(r"(?:href|src)=\"page/([^\"]+)\"|from \"\./([^\"]+)\"")
+NAMED = re.compile(r"(?:(?:href|src)=|addModule\()\"page/([^\"]+)\"|from \"\./([^\"]+)\"")
 
 
 def test_the_page_is_served_without_a_key_and_while_draining(on_site):
     async def scenario(site):
-        site.services.drain.draining = True
+        site.services.drain.begin()
         page = await site.client.get("/")
         assert page.status_code == 200
         assert page.headers["content-type"] == "text/html; charset=utf-8"

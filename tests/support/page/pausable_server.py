@@ -8,9 +8,8 @@ import threading
 from collections.abc import AsyncGenerator
 from typing import Self
 
-import uvicorn
-
-from lookonce.server.http.app import build_app
+from lookonce.server.http.app import WEBSOCKETS, build_app
+from lookonce.server.process import api_server
 from lookonce.types.request import RenderedPrompt, TokenDelta
 from lookonce.types.sampling import SamplingParams
 from tests.support.server.doubles import RecitingEngine
@@ -53,14 +52,19 @@ class PausableServer:
 
     async def _serve(self, here: Site) -> None:
         self._loop = asyncio.get_running_loop()
+        self._drain = here.services.drain
         here.services.engine = self.engine  # type: ignore[assignment]
-        config = uvicorn.Config(build_app(here.services), log_level="warning", lifespan="off")
-        self._server = uvicorn.Server(config)
+        app = build_app(here.services, websockets=WEBSOCKETS)
+        self._server = api_server(app, here.services)
         self._serving.set()
-        await self._server.serve(sockets=[self._socket])
+        async with here.services.realtime.detectors:
+            await self._server.serve(sockets=[self._socket])
 
     def resume(self) -> None:
         self._loop.call_soon_threadsafe(self.engine.resume.set)
+
+    def drain(self) -> None:
+        self._loop.call_soon_threadsafe(self._drain.begin)
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -66,7 +66,10 @@ class ByteText:
 
 
 class ByteRenderer:
-    """Text parts are their bytes; every image part is four placeholder tokens."""
+    """Text parts are their bytes; every picture or sound is four placeholder tokens."""
+
+    modalities = ("image", "audio")
+    speech = None
 
     def __init__(self) -> None:
         self.rendering = 0
@@ -103,9 +106,13 @@ class ByteRenderer:
                 if "text" in part:
                     tokens += part["text"].encode()
                     continue
-                key = str(part["image_url"]["url"]).encode().rjust(32, b"0")[-32:]
-                features.append(feature_at(key, "image", EXPANSION, len(tokens)))
-                items.append(RenderedItem(key, key, "image", EXPANSION, None, outcome="hit"))
+                kind = "image" if "image_url" in part else "audio"
+                source = (
+                    part["image_url"]["url"] if kind == "image" else part["input_audio"]["data"]
+                )
+                key = str(source).encode().rjust(32, b"0")[-32:]
+                features.append(feature_at(key, kind, EXPANSION, len(tokens)))
+                items.append(RenderedItem(key, key, kind, EXPANSION, None, outcome="hit"))
                 tokens += EXPANSION.token_ids()
         prompt = RenderedPrompt(tokens, tuple(features), items, scope)
         self.rendered.append(prompt)

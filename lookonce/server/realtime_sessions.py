@@ -1,0 +1,78 @@
+"""What the realtime sessions of one API process share: their number, their memory, their ears."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from lookonce.config import SessionConfig
+from lookonce.errors import QueueFullError
+from lookonce.render.media.vad import VoiceDetectors
+from lookonce.types.counts import Counts
+
+
+@dataclass(slots=True)
+class ByteBudget:
+    """Bytes that may be held, also counted by `parent`."""
+
+    limit: int
+    parent: ByteBudget | None = None
+    used: int = 0
+
+    def take(self, nbytes: int) -> bool:
+        """Whether there is room; it is taken then."""
+        if self.used + nbytes > self.limit:
+            return False
+        if self.parent is not None and not self.parent.take(nbytes):
+            return False
+        self.used += nbytes
+        return True
+
+    def give(self, nbytes: int) -> None:
+        self.used -= nbytes
+        if self.parent is not None:
+            self.parent.give(nbytes)
+
+
+class RealtimeSessions:
+    """Lets tenants open sessions, up to a limit each."""
+
+    def __init__(
+        self,
+        config: SessionConfig | None = None,
+        counts: Counts | None = None,
+        detectors: VoiceDetectors | None = None,
+    ) -> None:
+        """`counts` gets what is counted for metrics."""
+        self.config = config or SessionConfig()
+        self.budget = ByteBudget(self.config.max_total_bytes)
+        self.detectors = detectors or VoiceDetectors()
+        counts = counts or Counts()
+        self._held: dict[str, int] = {}
+        self._open = counts.count("realtime_sessions", gauge=True)
+        self._opened = counts.count("realtime_sessions_total")
+
+    @property
+    def num_open(self) -> int:
+        return sum(self._held.values())
+
+    @contextmanager
+    def opened(self, tenant: str) -> Iterator[ByteBudget]:
+        """Around one session; gives its budget. Raises `QueueFullError`."""
+        held = self._held.get(tenant, 0)
+        if held >= self.config.max_sessions:
+            raise QueueFullError(
+                f"{held} realtime sessions are open, which is the limit (--max-sessions)",
+                code="too_many_sessions",
+            )
+        self._held[tenant] = held + 1
+        self._opened.add()
+        self._open.set(self.num_open)
+        try:
+            yield ByteBudget(self.config.max_bytes, self.budget)
+        finally:
+            self._held[tenant] -= 1
+            if not self._held[tenant]:
+                del self._held[tenant]
+            self._open.set(self.num_open)

@@ -1,0 +1,62 @@
+"""Live captions from the browser's microphone, which plays speech, and a sound's transcript."""
+
+from __future__ import annotations
+
+from tests.support.drawing import beeps, wav
+from tests.support.page.actions import ask, drop_file, expect
+from tests.support.page.pausable_server import PausableServer
+
+
+def captions(page):
+    return page.get_by_role("log", name="Captions").locator(".caption")
+
+
+def listen(page):
+    page.get_by_role("button", name="Live captions", exact=True).click()
+
+
+def test_the_microphone_is_captioned_turn_by_turn(open_page):
+    with PausableServer("a red circle", pause_after=5) as server:
+        page = open_page(server.url, permissions=["microphone"])
+        listen(page)
+        expect(page.locator("#captions-note")).to_have_text("Listening")
+        expect(captions(page).first).to_have_text("a red")
+        server.resume()
+        expect(captions(page).first).to_have_text("a red circle")
+        expect(captions(page)).to_have_count(2)
+        page.get_by_role("button", name="Stop live captions").click()
+        expect(page.locator("#captions-note")).to_have_text("Stopped.")
+        page.get_by_role("button", name="Close live captions").click()
+        expect(page.locator("#captions")).to_be_hidden()
+        page.close()
+
+
+def test_the_key_that_was_typed_goes_along(open_page):
+    with PausableServer("yes", api_key=("sesame",)) as server:
+        page = open_page(server.url, expect_errors=True, permissions=["microphone"])
+        page.get_by_label("API key").fill("sesame")
+        page.get_by_role("button", name="Done").click()
+        listen(page)
+        expect(page.locator("#captions-note")).to_have_text("Listening")
+        expect(captions(page).first).to_have_text("yes")
+        page.close()
+
+
+def test_a_server_that_ends_the_session_is_told(open_page):
+    with PausableServer("yes") as server:
+        page = open_page(server.url, permissions=["microphone"])
+        listen(page)
+        expect(page.locator("#captions-note")).to_have_text("Listening")
+        server.drain()
+        expect(page.locator("#captions-note")).to_contain_text("shuts down")
+        expect(page.get_by_role("button", name="Live captions", exact=True)).to_be_visible()
+        page.close()
+
+
+def test_a_sound_is_transcribed_where_it_stands(open_page):
+    with PausableServer("a red circle") as server:
+        page = open_page(server.url, expect_errors=True)
+        drop_file(page, wav(beeps(1)), "beep.wav", "audio/wav")
+        ask(page, "What?")
+        page.get_by_role("button", name="Transcript").click()
+        expect(page.get_by_label("Transcript", exact=True)).to_have_text("a red circle")
