@@ -158,14 +158,22 @@ def _classes(base: type[LookOnceError]) -> list[type[LookOnceError]]:
     return found
 
 
-def error_to_wire(error: LookOnceError) -> tuple[str, str, str | None]:
-    """`(class name, message, param)`: how an error travels between processes."""
-    return type(error).__name__, error.message, getattr(error, "param", None)
+WireError = tuple[str, str, str | None, str | None]
+"""(class name, message, param, code): how an error travels between processes."""
 
 
-def error_from_wire(kind: str, message: str, param: str | None) -> LookOnceError:
+def error_to_wire(error: LookOnceError) -> WireError:
+    code = getattr(error, "code", None)
+    return type(error).__name__, error.message, getattr(error, "param", None), code
+
+
+def error_from_wire(
+    kind: str, message: str, param: str | None = None, code: str | None = None
+) -> LookOnceError:
     """The inverse of `error_to_wire`; an unknown kind becomes `RequestFailedError`."""
     for cls in _classes(LookOnceError):
         if cls.__name__ == kind:
-            return cls(message, param=param) if issubclass(cls, RequestError) else cls(message)
+            if issubclass(cls, RequestError):
+                return cls(message, param=param, code=code)
+            return cls(message)
     return RequestFailedError(message)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from lookonce.errors import WireError
 from lookonce.types.media import Expansion, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest, TokenDelta
@@ -183,7 +184,7 @@ class ResendMedia(msgspec.Struct, frozen=True, tag="resend", array_like=True):
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected", array_like=True):
     request_id: str
-    error: tuple[str, str, str | None]
+    error: WireError
 
 
 class Deltas(msgspec.Struct, frozen=True, tag="deltas", array_like=True):

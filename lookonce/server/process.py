@@ -48,9 +48,9 @@ from lookonce.server.http.connections import (
     HttpProtocol,
     allowed_connections,
 )
-from lookonce.server.log_limiter import limit_log_lines
 from lookonce.server.services import Services, open_services
 from lookonce.server.warmup import warming_up
+from lookonce.types.log_limiter import limit_log_lines
 
 logger = logging.getLogger("lookonce.server")
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lookonce.errors import BadRequestError
+from lookonce.errors import BadRequestError, WireError
 from lookonce.types.kv import ExternalCacheStats
 from lookonce.types.media import Array, Expansion, MediaFeature, Modality, ProcessedItem
 from lookonce.types.sampling import SamplingParams
@@ -89,7 +89,7 @@ class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     prompt_logprobs: list[PromptLogprob] | None = None
     """Of the prompt's tokens from the second on, where asked for; with the first delta of sample 0.
     """
-    error: tuple[str, str, str | None] | None = None
+    error: WireError | None = None
     """`errors.error_to_wire` of what broke this request, with finish_reason "error"."""
 
 

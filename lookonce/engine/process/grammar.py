@@ -63,7 +63,7 @@ from lookonce.errors import (
     error_from_wire,
 )
 from lookonce.ipc.framing import MessageSocket
-from lookonce.ipc.worker_process import start_worker
+from lookonce.ipc.worker_process import how_it_ended, start_worker
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.fair_queue import FairQueue
 from lookonce.types.sampling import CompiledGrammar, Grammar
@@ -300,8 +300,11 @@ class GrammarWorker:
                 raise ProtocolError("the worker answers something else")
         except (OSError, ProtocolError, msgspec.MsgspecError):
             self.ended = True
-            logger.warning("a grammar worker did not start")
-            raise _no_worker() from None
+            ended = self._ended_how()
+            logger.warning("a grammar worker did not start: it %s", ended)
+            raise UnavailableError(
+                f"grammars cannot be compiled now: the process for it {ended} while it started"
+            ) from None
         self._link.settimeout(POLL_SECONDS)
 
     def try_grammar(self, grammar: Grammar, abandoned: Abandoned) -> GrammarTried:
@@ -352,12 +355,19 @@ class GrammarWorker:
             case code if code == -signal.SIGABRT:
                 megabytes = self._limits.memory_bytes >> 20
                 why = f"too complex: it takes more than {megabytes} MiB of memory to compile"
-            case None | -9:  # SIGKILL: by somebody else
-                return _no_worker()
+            case None | -9:  # SIGKILL: by somebody else, such as the system, short of memory
+                return UnavailableError(
+                    f"{grammar.param}: the process that compiled the grammar was killed"
+                )
             case _:
                 why = "it cannot be compiled: the compiler crashed"
         logger.warning("a grammar worker ended (%s): %s", self._process.returncode, why)
         return refusal(grammar, why)
+
+    def _ended_how(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        return how_it_ended(self._process.returncode)
 
     def kill(self) -> None:
         """End the process, from any thread; the thread that waits for it sees the link close."""

@@ -33,7 +33,7 @@ from llguidance import LLMatcher
 from llguidance._lib import LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
-from lookonce.errors import BadRequestError, ProtocolError, error_to_wire
+from lookonce.errors import BadRequestError, ProtocolError, WireError, error_to_wire
 from lookonce.ipc.framing import MessageSocket
 from lookonce.types.sampling import JSON_SPACES, Grammar
 
@@ -102,7 +102,7 @@ class GrammarTried(msgspec.Struct, frozen=True, tag="tried", array_like=True):
 
 
 class GrammarRefused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
-    error: tuple[str, str, str | None]
+    error: WireError
     """`errors.error_to_wire`."""
     worn: bool = False
 

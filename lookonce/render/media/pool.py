@@ -45,7 +45,7 @@ from lookonce.errors import (
 )
 from lookonce.ipc.codec import SlabReference
 from lookonce.ipc.framing import MessageSocket, close_fds
-from lookonce.ipc.worker_process import start_worker
+from lookonce.ipc.worker_process import how_it_ended, start_worker
 from lookonce.render.media.cost import cpu_deadline
 from lookonce.render.media.fair_queue import MediaQueue, QueuedJob
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
@@ -81,6 +81,8 @@ ABANDONED_TIMEOUT = 1.0
 """Seconds that a job may go on after which nobody waits for it."""
 GUARD_INTERVAL = 0.1
 STOP_TIMEOUT = 2.0
+END_TIMEOUT = 0.5
+"""For a worker that has closed its link, to end."""
 STARTS_PER_JOB = 3
 """Workers that are tried for a job when they are killed before they have begun it."""
 LEAST_CHARGE = 0.25
@@ -407,6 +409,8 @@ class MediaPool:
             if self._closed:
                 raise _draining() from None
             logger.warning("no media worker can be started: %s", error)
+            if isinstance(error, _WorkerEndedError):
+                raise UnavailableError(f"media cannot be processed now: {error.message}") from error
             raise _out_of_resources() from error
 
     def _begin(self, queued: Queued, worker: _WorkerProcess) -> _Running:
@@ -468,6 +472,10 @@ def _reason_to_kill(queued: Queued, running: _Running) -> KillReason | None:
     if queued.job.abandoned and time.monotonic() - running.started > ABANDONED_TIMEOUT:
         return "abandoned"
     return None
+
+
+class _WorkerEndedError(ModelLoadError):
+    """A worker ended before it was ready; the message says how."""
 
 
 class _Workers:
@@ -581,7 +589,10 @@ class _WorkerProcess:
             send(self._link, ConfigureWorker(self._settings, self._slab_bytes))
             reply, _ = receive(self._link, self._replies)
         except (LinkClosedError, OSError):
-            raise ModelLoadError("a media worker process did not start") from None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_TIMEOUT)
+            ended = how_it_ended(self._process.returncode)
+            raise _WorkerEndedError(f"a media worker process {ended} while it started") from None
         if isinstance(reply, JobFailed):
             raise error_from_wire(*reply.error)
         if not isinstance(reply, WorkerReady):

@@ -298,7 +298,7 @@ class HttpProtocol(HttpToolsProtocol):
             )
             self._refuse(RefusedRequestError(408, "body_timeout", message))
         else:
-            if what != "idle":
+            if what not in ("idle", "refused", "handshake"):  # those are counted elsewhere
                 reason = "no_request" if what == "headers" else f"{what}_timeout"
                 self._table.count_refused(reason)
             self._abort()

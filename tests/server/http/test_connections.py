@@ -181,6 +181,19 @@ def test_a_body_that_keeps_its_pace_is_read_and_one_that_does_not_is_told():
     on_connections(scenario)
 
 
+def test_a_refusal_whose_client_lingers_is_counted_once():
+    async def scenario(running):
+        protocol, wire = running.connect()
+        protocol.data_received(b"garbage\r\n\r\n")
+        running.pass_seconds(10)
+        assert wire.state == "aborted"
+        counts = running.counts.read()
+        counted = {name: counts[name].numbers for name in counts if "refused" in name}
+        assert counted == {"http_refused_total:invalid_http": (1,)}
+
+    on_connections(scenario)
+
+
 def test_a_body_that_nobody_reads_yet_is_not_late():
     """The application has not asked for it: uvicorn does not read on."""
 
