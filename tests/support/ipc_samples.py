@@ -119,7 +119,7 @@ engine_messages: tuple[EngineMessage, ...] = (
     Received(3),
     Accepted("r"),
     ResendMedia("r", (b"k" * 32,)),
-    Rejected("r", ("QueueFullError", "full", None)),
+    Rejected("r", ("QueueFullError", "full", None, "queue_full")),
     Deltas(
         [
             TokenDelta("r", 0, [1], logprobs=[TokenLogprob(-0.5, ((1, -0.5),))]),
