@@ -40,6 +40,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`time.monotonic()` when the server received it (one clock for all processes of a machine)."""
     tenant: str = ""
     """Whose request it is: tenants take turns where something is short."""
+    weight: float = 1.0
+    """How many times another one's share the tenant gets."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
