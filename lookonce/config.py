@@ -31,6 +31,7 @@ from lookonce.types.kv import (
     TierSpec,
     parse_tier_spec,
 )
+from lookonce.types.limits import Limits, parse_limits
 from lookonce.types.media import MODALITIES
 
 
@@ -211,6 +212,9 @@ class ServerConfig:
     api_keys: tuple[ApiKey, ...] = ()
     """All keys, those of `api_key_file` included."""
     api_key_file: str | None = None
+    limits: Limits | None = None
+    """What tenants and keys may use; None: anything."""
+    limits_file: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     """More names that `Host` may have; `*` and `*.example.org` are patterns."""
     allowed_origins: tuple[str, ...] = ()
@@ -262,6 +266,7 @@ class Options:
     api_processes: int = 1
     api_key: tuple[str, ...] = ()
     api_key_file: str | None = None
+    limits: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     ssl_certfile: str | None = None
@@ -340,6 +345,8 @@ def resolve(options: Options) -> Config:
             api_processes=options.api_processes,
             api_keys=_api_keys(options.api_key, options.api_key_file),
             api_key_file=options.api_key_file,
+            limits=limits_of_file(options.limits),
+            limits_file=options.limits,
             allowed_hosts=tuple(map(_host_pattern, options.allowed_hosts)),
             allowed_origins=tuple(map(_origin, options.allowed_origins)),
             ssl_certfile=options.ssl_certfile,
@@ -483,6 +490,25 @@ class ReloadedSettings:
     """What a supervisor tells a running API process after SIGHUP: one line of JSON."""
 
     api_keys: tuple[ApiKey, ...]
+    limits: Limits | None = None
+
+
+def reloaded_settings(server: ServerConfig) -> ReloadedSettings:
+    """What SIGHUP reads again. Raises `ConfigError`."""
+    return ReloadedSettings(reloaded_api_keys(server), limits_of_file(server.limits_file))
+
+
+def limits_of_file(path: str | None) -> Limits | None:
+    """Of `--limits`. Raises `ConfigError` naming the entry at fault."""
+    if path is None:
+        return None
+    try:
+        with Path(path).open("rb") as file:
+            return parse_limits(file.read(MAX_KEY_FILE_BYTES))
+    except OSError as error:
+        raise ConfigError(f"--limits: {path} cannot be read: {error.strerror}") from None
+    except ConfigError as error:
+        raise ConfigError(f"--limits: {path}: {error.message}") from None
 
 
 def _api_keys(specs: tuple[str, ...], file: str | None) -> tuple[ApiKey, ...]:

@@ -12,7 +12,8 @@ LookOnceError
 │   ├── UnsupportedMediaTypeError a body of a type that no route takes
 │   ├── UnprocessableMediaError media bytes cannot be decoded or fetched
 │   │   └── MediaNotCachedError     a reference with nothing behind it
-│   └── QueueFullError          too many requests are waiting
+│   ├── QueueFullError          too many requests are waiting
+│   └── RateLimitedError        a tenant or key has used what it may; carries `retry_after`
 ├── UnavailableError        the server cannot serve now; the caller may retry
 │   ├── NotReadyError           still starting or warming up
 │   ├── DrainingError           shutting down
@@ -91,6 +92,22 @@ class QueueFullError(RequestError):
     code = "queue_full"
 
 
+class RateLimitedError(RequestError):
+    code = "rate_limit_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float = 1.0,
+    ) -> None:
+        """`retry_after`: seconds after which the same request may be let in."""
+        super().__init__(message, param=param, code=code)
+        self.retry_after = retry_after
+
+
 class UnavailableError(LookOnceError):
     code = "unavailable"
 
@@ -138,6 +155,7 @@ HTTP_STATUS: dict[type[LookOnceError], int] = {
     UnsupportedMediaTypeError: 415,
     UnprocessableMediaError: 422,
     QueueFullError: 429,
+    RateLimitedError: 429,
     UnavailableError: 503,
 }
 """Class → status; a class that is not listed uses its nearest listed base, else 500."""

@@ -21,6 +21,7 @@ from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT, share_of_workers
 from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE
 from lookonce.render.renderer import Renderer, open_renderer
 from lookonce.types.counts import Counts
+from lookonce.types.fair_queue import TenantWeights
 from lookonce.types.media import ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import RenderedPrompt, TokenDelta
@@ -38,6 +39,7 @@ class Frontend:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     tool_dialect: ToolDialect | None = None
     """How the served model writes tool calls; None where its template has no place for tools."""
+    weights: TenantWeights = field(default_factory=TenantWeights)
 
 
 def engine_client(config: Config, counts: Counts | None = None) -> EngineClient:
@@ -53,6 +55,7 @@ async def open_frontend(
     counts: Counts | None = None,
     *,
     wait_for_worker: bool = True,
+    weights: TenantWeights | None = None,
 ) -> AsyncIterator[Frontend]:
     """A frontend of an entered client, whose engine may still be loading.
 
@@ -70,6 +73,7 @@ async def open_frontend(
             num_workers=share_of_workers(config.server.api_processes),
             wait_for_worker=wait_for_worker,
             slabs=client.slabs if config.media.shared_cache_bytes else None,
+            weights=weights,
         ) as renderer,
         limits_learned(client, renderer),
     ):
@@ -81,6 +85,7 @@ async def open_frontend(
             metrics=metrics,
             defaults=read_defaults(config.model.folder),
             tool_dialect=dialect_of(config, renderer),
+            weights=weights or TenantWeights(),
         )
 
 

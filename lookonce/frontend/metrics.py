@@ -260,6 +260,9 @@ COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
     "http_refused_total": MetricInfo(
         "Connections and requests refused before they reached a route", label="reason"
     ),
+    "rate_limited_total": MetricInfo(
+        "Requests refused because a tenant or key has used what it may", label="limit"
+    ),
     "mm_cache_queries_total": MetricInfo(
         "Media parts looked up in the processor cache", vllm="mm_cache_queries_total"
     ),

@@ -51,6 +51,7 @@ from lookonce.render.prompt.messages import has_many_values, in_thread_if, read_
 from lookonce.render.prompt.placeholders import match_placeholders, place_media
 from lookonce.render.prompt.token_cache import TokenCache
 from lookonce.types.counts import Counts
+from lookonce.types.fair_queue import TenantWeights
 from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.ports import ClaimsItems
 from lookonce.types.request import RenderedItem, RenderedPrompt
@@ -344,15 +345,17 @@ async def open_renderer(
     claims: ClaimsItems | None = None,
     num_workers: int | None = None,
     wait_for_worker: bool = True,
+    weights: TenantWeights | None = None,
 ) -> AsyncIterator[Renderer]:
     """Load the tokenizer and, for a model with media, start the worker pool.
 
     `chat_template` is a file's path; `slabs` is where processed media goes, None: into private
     memory; `counts` gets what is counted; `claims` are asked before an item is made; `num_workers`
-    decode media (default: by cores). Raises `ModelLoadError` or `ConfigError`.
+    decode media (default: by cores); `weights` decide about turns of tenants.
+    Raises `ModelLoadError` or `ConfigError`.
     """
     family = load_family(Path(model.folder), model.dtype)
-    encoder = await asyncio.to_thread(load_encoder, model.folder, chat_template, family)
+    encoder = await asyncio.to_thread(load_encoder, model.folder, chat_template, family, weights)
     async with AsyncExitStack() as stack:
         resolver = None
         if family is not None:
@@ -367,6 +370,7 @@ async def open_renderer(
                 claims=claims,
                 num_workers=num_workers,
                 wait_for_worker=wait_for_worker,
+                weights=weights,
             )
             resolver = await stack.enter_async_context(opened)
             resolver.stats.show(encoder.placeholder_ids)

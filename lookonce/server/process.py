@@ -28,13 +28,12 @@ import uvicorn
 import uvloop
 
 from lookonce.config import (
-    ApiKey,
     Config,
     ConnectionConfig,
     ReloadedSettings,
     ServerConfig,
     load_certificate,
-    reloaded_api_keys,
+    reloaded_settings,
     tls_context,
 )
 from lookonce.engine.process_io import ProgressPipe, Serving, StartFailed
@@ -246,7 +245,7 @@ class DrainOnSignal:
         data = os.read(sys.stdin.fileno(), 1 << 16)
         *lines, self._line = (self._line + data).split(b"\n")
         for line in lines:
-            self._use(msgspec.json.decode(line, type=ReloadedSettings).api_keys)
+            self._use(msgspec.json.decode(line, type=ReloadedSettings))
         if not data:
             asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
             logger.warning("the parent process is gone")
@@ -255,12 +254,15 @@ class DrainOnSignal:
 
     def _reload(self) -> None:
         try:
-            self._use(reloaded_api_keys(self._services.config.server))
+            self._use(reloaded_settings(self._services.config.server))
         except ConfigError as error:
-            logger.error("SIGHUP: %s; the keys stay what they were", error.message)
+            logger.error("SIGHUP: %s; keys and limits stay what they were", error.message)
 
-    def _use(self, keys: tuple[ApiKey, ...]) -> None:
+    def _use(self, settings: ReloadedSettings) -> None:
+        keys = settings.api_keys
         self._services.keys.replace(keys)
+        if self._services.rates is not None and settings.limits is not None:
+            self._services.rates.replace(settings.limits)
         try:
             self._server.reload_certificate(self._services.config.server)
         except ConfigError as error:

@@ -154,10 +154,11 @@ class FairQueue(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return (job for jobs in self._jobs.values() for job, _ in jobs)
 
-    def push(self, tenant: str, job: T, cost: float) -> None:
+    def push(self, tenant: str, job: T, cost: float, weight: float | None = None) -> None:
+        """`weight` is the tenant's, where the queue's `weights` do not know it."""
         if tenant not in self._jobs:
             self._jobs[tenant] = deque()
-            self._turns.join(tenant, self._weights.of(tenant))
+            self._turns.join(tenant, self._weights.of(tenant) if weight is None else weight)
         self._jobs[tenant].append((job, max(1, cost)))
 
     def pop(self, allowed: Callable[[str], bool] = lambda tenant: True) -> tuple[str, T] | None:

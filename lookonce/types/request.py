@@ -140,7 +140,7 @@ class RenderedPrompt:
     integers takes milliseconds to make, and again to turn back.
     """
 
-    __slots__ = ("features", "ids", "items", "scope", "tenant", "text")
+    __slots__ = ("features", "ids", "items", "scope", "tenant", "text", "weight")
 
     def __init__(
         self,
@@ -160,6 +160,8 @@ class RenderedPrompt:
         self.scope = scope
         self.text = text
         self.tenant = tenant
+        self.weight = 1.0
+        """How many times another one's share the tenant gets."""
 
     @property
     def num_tokens(self) -> int:

@@ -171,6 +171,7 @@ class EngineClient:
             sampling=sampling,
             arrival=time.monotonic() if arrival is None else arrival,
             tenant=rendered.tenant,
+            weight=rendered.weight,
         )
 
         async def submit(pending: PendingRequest) -> None:

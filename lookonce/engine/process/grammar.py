@@ -533,7 +533,7 @@ class GrammarCompilerPool:
                     self._settle(request, complete, _no_worker())
                     return
                 job = self._jobs[key] = _Job(key, grammar, compile)
-                self._queue.push(tenant, job, BASE_COST + grammar.nbytes)
+                self._queue.push(tenant, job, BASE_COST + grammar.nbytes, request.weight)
                 self._changed.notify()
             job.requests[request.request_id] = request, complete
             self._job_of[request.request_id] = job

@@ -66,6 +66,7 @@ from lookonce.render.media.worker import (
     send,
 )
 from lookonce.types.counts import Counts
+from lookonce.types.fair_queue import TenantWeights
 from lookonce.types.media import Array, ProcessedItem
 
 MAX_WORKERS = 4
@@ -159,12 +160,13 @@ class MediaPool:
         slabs: SlabPool | None = None,
         slab_bytes: int = 0,
         counts: Counts | None = None,
+        weights: TenantWeights | None = None,
     ) -> None:
         """`max_queue` bounds the jobs that wait for a worker, not counting those being processed,
         and `max_queue_per_tenant` those of one tenant; `job_timeout` is in seconds; `command`
         starts a worker (the descriptor of its socket is appended). Workers put large arrays into
         `slabs`, of which each may map `slab_bytes`; None: all arrays are in the messages. `counts`
-        gets what is counted for metrics.
+        gets what is counted for metrics; `weights` are those of tenants in the queue.
         """
         self.num_workers = num_workers or share_of_workers()
         counts = Counts() if counts is None else counts
@@ -178,6 +180,7 @@ class MediaPool:
         self._queue: MediaQueue[_Work] = MediaQueue(
             max_waiting=max_queue,
             max_waiting_per_tenant=max_queue_per_tenant or max_queue,
+            weights=weights,
         )
         self._running: dict[Queued, _Running | None] = {}
         """Jobs taken by a thread; None until its worker is ready."""

@@ -46,6 +46,7 @@ from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT, MediaPool
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
 from lookonce.render.media.single_flight import SingleFlight
 from lookonce.types.counts import Counts
+from lookonce.types.fair_queue import TenantWeights
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 from lookonce.types.ports import ClaimsItems, ItemDirectory, Publish
 from lookonce.types.request import ProcessorOutcome, RenderedItem
@@ -547,6 +548,7 @@ async def open_resolver(
     claims: ClaimsItems | None = None,
     num_workers: int | None = None,
     wait_for_worker: bool = True,
+    weights: TenantWeights | None = None,
 ) -> AsyncIterator[MediaResolver]:
     """A resolver with a loader and a started worker pool, whose workers write into `slabs`.
 
@@ -569,6 +571,7 @@ async def open_resolver(
             slabs=slabs,
             slab_bytes=slab_capacity(media.shared_cache_bytes),
             counts=counts,
+            weights=weights,
         )
         stack.push_async_callback(pool.aclose)
         if wait_for_worker:
