@@ -50,11 +50,15 @@ from lookonce.server.http.connections import (
 from lookonce.server.services import Services, open_services
 from lookonce.server.warmup import warming_up
 from lookonce.types.log_limiter import limit_log_lines
+from lookonce.types.memory import trim_memory
 
 logger = logging.getLogger("lookonce.server")
 
 TICKS_PER_SWEEP = 10
 """uvicorn ticks ten times a second."""
+TRIM_BYTES = 64 << 20
+"""After so many bytes were received freed memory is given back to the system: bodies, abandoned
+ones too, would leave it in pieces that stay with this process."""
 CUT_OFF_SECONDS = 2.0
 """For requests that are cut off to tell their clients."""
 ENGINE_SECONDS = 10.0
@@ -126,6 +130,9 @@ class ApiServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS_PER_SWEEP == 0:
             self._connections.sweep(asyncio.get_running_loop().time())
+            if self._connections.num_received >= TRIM_BYTES:
+                self._connections.num_received = 0
+                await asyncio.to_thread(trim_memory)
         return await super().on_tick(counter)
 
 

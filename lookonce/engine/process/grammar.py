@@ -51,7 +51,6 @@ from lookonce.engine.process.grammar_worker import (
     receive,
     refusal,
     send,
-    trim_memory,
 )
 from lookonce.errors import (
     BadRequestError,
@@ -66,6 +65,7 @@ from lookonce.ipc.framing import MessageSocket
 from lookonce.ipc.worker_process import how_it_ended, start_worker
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.fair_queue import FairQueue
+from lookonce.types.memory import trim_memory
 from lookonce.types.sampling import CompiledGrammar, Grammar
 
 logger = logging.getLogger(__name__)

@@ -148,6 +148,7 @@ class HttpProtocol(HttpToolsProtocol):
         elif self.phase == "refused":
             return
         self._overhead += len(data)
+        self._table.num_received += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -328,6 +329,8 @@ class Connections:
         """A second or less ahead of the clock: it is set at each sweep, so that no request has to
         ask for the time, and no deadline comes early."""
         self.total = 0
+        self.num_received = 0
+        """Bytes since freed memory was last given back to the system (`ApiServer`)."""
         self.on_room: Callable[[], None] = lambda: None
         """Called when a connection has ended."""
         self._by_address: dict[str | None, dict[HttpProtocol, None]] = {}
