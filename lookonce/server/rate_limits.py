@@ -62,7 +62,7 @@ class UsageFile:
     """The rows, mapped and shared. Inside `locked` this process alone reads and changes them."""
 
     def __init__(self, path: Path, num_processes: int, index: int) -> None:
-        """`index`: of this process among `num_processes`; an earlier one's requests are forgotten."""
+        """`index`: of this process among `num_processes`; requests of an earlier one are dropped."""
         self._counts_at = NAME_BYTES + _TIMES.size
         self._stride = self._counts_at + _COUNT.size * num_processes
         self._num_processes = num_processes
@@ -403,8 +403,8 @@ def _name(kind: str, name: str) -> bytes:
 def duration(seconds: float) -> str:
     """As OpenAI writes it: `17ms`, `1.2s`, `6m0s`."""
     if seconds < 1:
-        return f"{math.ceil(seconds * 1000)}ms"
+        return f"{math.ceil(seconds * 1000 - 1e-6)}ms"
     if seconds < 60:
-        return f"{math.ceil(seconds * 10) / 10:g}s"
+        return f"{math.ceil(seconds * 10 - 1e-6) / 10:g}s"
     minutes, rest = divmod(math.ceil(seconds), 60)
     return f"{minutes}m{rest}s"
