@@ -212,6 +212,8 @@ class Hints(msgspec.Struct, frozen=True, tag="hints", array_like=True):
     """Claims: the sender makes the item."""
     held: tuple[int, ...] = ()
     """Claims that have ended: the store holds the item; it is among `items`, unless it has gone."""
+    gone: tuple[bytes, ...] = ()
+    """Keys of items that nobody lists any more: earlier hints at them are void."""
 
 
 class ClearCache(msgspec.Struct, frozen=True, tag="clear", array_like=True):

@@ -62,7 +62,7 @@ class UsageFile:
     """The rows, mapped and shared. Inside `locked` this process alone reads and changes them."""
 
     def __init__(self, path: Path, num_processes: int, index: int) -> None:
-        """`index`: of this process among `num_processes`; requests of an earlier one are dropped."""
+        """`index`: of this process among `num_processes`; requests of an earlier are dropped."""
         self._counts_at = NAME_BYTES + _TIMES.size
         self._stride = self._counts_at + _COUNT.size * num_processes
         self._num_processes = num_processes
