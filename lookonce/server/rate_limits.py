@@ -189,7 +189,7 @@ class RateLimits:
         """Use these limits from now on; what has been used stays used."""
         self._limits = limits
         default = limits.default.weight or 1.0
-        weights = {name: own.weight or default for name, own in limits.tenants.items()}
+        weights = {name: own.weight or 1.0 for name, own in limits.tenants.items()}
         self._weights.replace(weights, default)
 
     def close(self) -> None:

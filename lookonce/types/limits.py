@@ -14,6 +14,7 @@ concurrent_requests = 2
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from typing import Annotated, Any, TypeVar
@@ -40,16 +41,6 @@ class UsageLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_tokens: Amount | None = None
     """Of one answer."""
 
-    def over(self, default: UsageLimits) -> UsageLimits:
-        """These, and those of `default` where they say nothing."""
-        own = {name: getattr(self, name) for name in self.__struct_fields__}
-        return type(self)(
-            **{
-                name: getattr(default, name, None) if value is None else value
-                for name, value in own.items()
-            }
-        )
-
 
 class TenantLimits(UsageLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weight: Annotated[float, msgspec.Meta(ge=0.01, le=100)] | None = None
@@ -61,12 +52,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     default: TenantLimits = TenantLimits()
     tenants: dict[str, TenantLimits] = {}
+    """With what they have from `default`."""
     keys: dict[str, UsageLimits] = {}
     """By the first digits of the SHA-256 of a key."""
 
-    def of_tenant(self, tenant: str) -> UsageLimits:
-        own = self.tenants.get(tenant)
-        return self.default if own is None else own.over(self.default)
+    def of_tenant(self, tenant: str) -> TenantLimits:
+        return self.tenants.get(tenant, self.default)
 
     def of_key(self, digest: str) -> UsageLimits | None:
         """None for a key without a section."""
@@ -82,18 +73,34 @@ def parse_limits(data: bytes) -> Limits:
     unknown = given.keys() - set(Limits.__struct_fields__)
     if unknown:
         raise ConfigError(f"{min(unknown)}: a section is default, tenants.NAME or keys.DIGEST")
-    keys = {
-        _digest(name): _section(value, f"keys.{name}", UsageLimits)
-        for name, value in _table(given, "keys").items()
-    }
+    default = _section(given.get("default", {}), "default", TenantLimits)
     return Limits(
-        default=_section(given.get("default", {}), "default", TenantLimits),
+        default=_without_infinite(default),
         tenants={
-            name: _section(value, f"tenants.{name}", TenantLimits)
+            name: _without_infinite(
+                _completed(_section(value, f"tenants.{name}", TenantLimits), default)
+            )
             for name, value in _table(given, "tenants").items()
         },
-        keys=keys,
+        keys={
+            _digest(name): _without_infinite(_section(value, f"keys.{name}", UsageLimits))
+            for name, value in _table(given, "keys").items()
+        },
     )
+
+
+def _completed(own: TenantLimits, default: TenantLimits) -> TenantLimits:
+    """`own`, with what it leaves out from `default`."""
+    given = {
+        name: value for name, value in msgspec.structs.asdict(own).items() if value is not None
+    }
+    return msgspec.structs.replace(default, **given)
+
+
+def _without_infinite(limits: S) -> S:
+    """No limit as None: JSON has no infinity."""
+    infinite = {name: None for name, v in msgspec.structs.asdict(limits).items() if v == math.inf}
+    return msgspec.structs.replace(limits, **infinite)
 
 
 def _table(given: dict[str, Any], name: str) -> dict[str, Any]:

@@ -471,7 +471,7 @@ def test_a_stale_hint_is_a_resend():
 
 def test_a_hint_is_withdrawn_when_nobody_lists_its_item_any_more():
     """Otherwise small caches of several senders would ask again for most of what they share."""
-    sender, other, receiver_cache = pair(capacity=2000)  # one item each
+    sender, other, receiver_cache = pair(capacity=1000)  # one item each
     receiver_cache.submit("a", submit(sender, part(1)))
     pass_hints(receiver_cache, other)
     assert other.directory.hinted(key(1)) is not None
@@ -485,7 +485,7 @@ def test_a_hint_is_withdrawn_when_nobody_lists_its_item_any_more():
 
 
 def test_an_item_that_another_sender_still_lists_is_not_withdrawn():
-    sender, other, receiver_cache = pair(capacity=2000)
+    sender, other, receiver_cache = pair(capacity=1000)
     receiver_cache.submit("a", submit(sender, part(1)))
     pass_hints(receiver_cache, other)
     receiver_cache.submit("b", submit(other, looked_up(other, 1), request_id="t"))

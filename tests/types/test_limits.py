@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
+import msgspec
 import pytest
 
 from lookonce.errors import ConfigError
-from lookonce.types.limits import parse_limits
+from lookonce.types.limits import Limits, parse_limits
 
 DIGEST = "3f0a9c51d2e4"
 WHOLE = f"""
@@ -27,10 +26,15 @@ concurrent_requests = 1
 def test_a_section_inherits_what_it_leaves_out():
     limits = parse_limits(WHOLE.encode())
     assert limits.of_tenant("stranger").requests_per_second == 2
-    assert limits.of_tenant("a").requests_per_second == math.inf
+    assert limits.of_tenant("a").requests_per_second is None
     assert limits.of_tenant("a").max_tokens == 100
     assert limits.of_tenant("b.c").media_per_minute == 0.5
     assert limits.of_tenant("b.c").requests_per_second == 2
+
+
+def test_limits_are_the_same_after_their_way_to_an_api_process():
+    limits = parse_limits(WHOLE.encode())
+    assert msgspec.json.decode(msgspec.json.encode(limits), type=Limits) == limits
 
 
 def test_a_key_is_named_by_the_beginning_of_its_digest():
