@@ -501,13 +501,20 @@ class Acceptor:
     def _accepted(
         self, done: asyncio.Task[Any], accepted: socket.socket, protocol: HttpProtocol
     ) -> None:
-        """A client that left, is no TLS client, or took too long is forgotten."""
+        """A client that left, is no TLS client, or took too long is forgotten.
+
+        The event loop closes the transport of a task that was cancelled or failed, but does not say
+        so to a protocol that it had connected in the same turn.
+        """
         self._tasks.discard(done)
-        if done.cancelled() or done.exception() is not None:
+        failed = done.cancelled() or done.exception() is not None
+        if failed:
             self._connections.count_refused("handshake")
         if protocol.phase == "handshake":
             accepted.close()
             self._connections.remove(protocol)
+        elif failed:
+            protocol.connection_lost(None)
 
 
 def _client_address(peer: object) -> str | None:

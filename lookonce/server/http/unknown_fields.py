@@ -144,7 +144,8 @@ def strict_kind(
             added.append((name, strict_kind(inner, frozenset()) | None, None))
         listed = _listed(declared)
         if listed is not None:
-            added.append((name, list[strict_kind(listed, frozenset())] | None, None))  # type: ignore[misc]
+            many = types.GenericAlias(list, (strict_kind(listed, frozenset()),))
+            added.append((name, many | None, None))
     return msgspec.defstruct(
         kind.__name__, added, bases=(kind,), kw_only=True, forbid_unknown_fields=True
     )

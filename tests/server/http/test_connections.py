@@ -337,6 +337,36 @@ def test_of_connections_closed_before_they_were_looked_at_none_is_left():
     on_connections(scenario)
 
 
+def test_a_connection_that_is_cancelled_while_it_is_made_is_not_counted_for_ever():
+    """An event loop may connect the protocol before the task hears that it was cancelled, and then
+    closes the transport without a word."""
+
+    class Loop:
+        def __init__(self, loop):
+            self.create_task = loop.create_task
+            self.add_reader, self.remove_reader = loop.add_reader, loop.remove_reader
+
+        async def connect_accepted_socket(self, factory, accepted, **_):
+            accepted.close()
+            protocol = factory()
+            protocol.connection_made(Wire())
+            raise asyncio.CancelledError
+
+    async def scenario(running):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            acceptor = Acceptor(listener, running.table, running.protocol, None)
+            acceptor._loop = Loop(acceptor._loop)
+            acceptor.resume()
+            client = connection(listener)
+            await until(lambda: "http_refused_total:handshake" in running.counts.read())
+            client.close()
+            assert running.table.total == 0
+            acceptor.close()
+            await acceptor.wait_closed()
+
+    on_connections(scenario)
+
+
 def test_without_room_new_connections_wait_until_one_ends():
     """Neither is served: room comes when one leaves."""
 
