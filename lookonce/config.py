@@ -114,7 +114,7 @@ class SchedulerConfig:
     max_encoder_tokens: int = 2048
     """Encoder rows computed in one step; a larger item runs alone."""
     max_queue: int = 1024
-    """Waiting requests beyond which a new one is refused with 429."""
+    """Waiting requests of one tenant beyond which a new one is refused with 429."""
     encoder_prefetch: bool = True
     """Encode items of later chunks and of waiting requests in spare encoder budget."""
 

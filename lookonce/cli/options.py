@@ -50,7 +50,7 @@ HELP: dict[str, str] = {
     "max_model_len": "Prompt plus generated tokens of one sequence; the model's own by default.",
     "max_num_seqs": "Sequences computed side by side.",
     "max_num_batched_tokens": "Tokens computed in one step, prompts and answers together.",
-    "max_queue": "Waiting requests beyond which new ones are refused with 429.",
+    "max_queue": "Waiting requests of one tenant beyond which new ones are refused with 429.",
     "kv_cache_gb": "Memory for keys and values, GiB.",
     "block_size": "Tokens per block of keys and values; 16 on CPU by default.",
     "prefix_caching": "Reuse keys and values of prompts that begin alike.",
