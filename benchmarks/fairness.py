@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, chdir, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -244,22 +244,12 @@ def on_cores(cores: set[int]) -> Iterator[None]:
 
 @contextmanager
 def server_of(checkout: Path | None) -> Iterator[RunningServer]:
-    """A server with the code of a checkout; None: this one's."""
-    before = os.environ.get("PYTHONPATH")
-    if checkout is not None:
-        os.environ["PYTHONPATH"] = str(checkout)
-    try:
-        server = running_server(KEYS)
-        started = server.__enter__()
-    finally:
-        if before is None:
-            os.environ.pop("PYTHONPATH", None)
-        else:
-            os.environ["PYTHONPATH"] = before
-    try:
-        yield started
-    finally:
-        server.__exit__(None, None, None)
+    """A server with the code of a checkout; None: this one's. `python -m` looks for modules in the
+    current folder first."""
+    with ExitStack() as stack:
+        with chdir(checkout or Path.cwd()):
+            server = stack.enter_context(running_server(KEYS))
+        yield server
 
 
 def resident(server: RunningServer) -> dict[str, int]:
