@@ -7,7 +7,9 @@ samples that the engine still computes.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
+import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Collection, Iterator
@@ -28,9 +30,18 @@ from lookonce.types.request import (
 from lookonce.types.request_validation import check_fits, shorten_max_tokens
 from lookonce.types.sampling import SamplingParams
 
-_PROCESS = secrets.token_hex(16)
 _numbers = itertools.count()
-"""The two parts of an engine request's id, which is unique; clients may repeat their own ids."""
+
+
+@functools.cache
+def _process_id(pid: int) -> str:
+    """A random name of this process. Not made on import: processes are forked after that."""
+    return secrets.token_hex(16)
+
+
+def _new_engine_id() -> str:
+    """An id that is unique among all API processes; clients may repeat their own ids."""
+    return f"{_process_id(os.getpid())}-{next(_numbers)}"
 
 
 @dataclass(slots=True)
@@ -67,7 +78,7 @@ class PromptGeneration:
         self.aborted = False
         """Set before the request is submitted: it is not submitted then."""
         self._frontend = frontend
-        self._engine_id = f"{_PROCESS}-{next(_numbers)}"
+        self._engine_id = _new_engine_id()
         self._index_base = index_base
         self._arrival = time.monotonic() if arrival is None else arrival
         context: list[int] = rendered.ids[-CONTEXT_TOKENS:].tolist()

@@ -257,7 +257,7 @@ def open_rates(
 
 @asynccontextmanager
 async def open_services(
-    config: Config, *, index: int = 0, restarted: bool = False
+    config: Config, *, index: int = 0, restarted: bool = False, fork_server: Path | None = None
 ) -> AsyncIterator[Services]:
     """Connected to the engine, which may still be loading. Raises `ModelLoadError`.
 
@@ -276,7 +276,12 @@ async def open_services(
         async with (
             client,
             open_frontend(
-                config, client, counts, wait_for_worker=not restarted, weights=weights
+                config,
+                client,
+                counts,
+                wait_for_worker=not restarted,
+                fork_server=fork_server,
+                weights=weights,
             ) as frontend,
             open_readonly(
                 frontend.renderer,

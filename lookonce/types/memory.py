@@ -39,8 +39,8 @@ def allocated_bytes() -> int:
     return int(info.uordblks + info.hblkhd)
 
 
-def trim_memory() -> None:
-    """Give freed memory back to the system, where the C library can."""
+def give_memory_back() -> None:
+    """Return what was freed to the system, where the C library can (glibc's `malloc_trim`)."""
     if GLIBC is not None:
         GLIBC.malloc_trim(0)
 

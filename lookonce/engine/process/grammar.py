@@ -65,7 +65,7 @@ from lookonce.ipc.framing import MessageSocket
 from lookonce.ipc.worker_process import how_it_ended, start_worker
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.fair_queue import FairQueue
-from lookonce.types.memory import trim_memory
+from lookonce.types.memory import give_memory_back
 from lookonce.types.sampling import CompiledGrammar, Grammar
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class GrammarCompiler:
         if matcher.is_error():
             raise refusal(grammar, matcher.get_error())
         if tried.nbytes > LARGE_BYTES:
-            trim_memory()
+            give_memory_back()
         return LLGuidanceGrammar(matcher, tried.nbytes, self._limits)
 
     def close(self) -> None:

@@ -37,8 +37,8 @@ from lookonce.ipc.framing import MessageSocket
 from lookonce.types.memory import (
     address_space_bytes,
     allocated_bytes,
+    give_memory_back,
     resident_bytes,
-    trim_memory,
 )
 from lookonce.types.sampling import JSON_SPACES, Grammar
 
@@ -273,7 +273,7 @@ def serve(link: MessageSocket) -> None:
         if isinstance(job, TryGrammar):
             answer = _answer(trial, job.grammar, configured.limits)
             del job
-            trim_memory()
+            give_memory_back()
             worn = resident_bytes() > base + KEPT_BYTES
             send(link, msgspec.structs.replace(answer, worn=worn))
 
