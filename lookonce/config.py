@@ -31,6 +31,7 @@ from lookonce.types.kv import (
     TierSpec,
     parse_tier_spec,
 )
+from lookonce.types.limits import Limits, parse_limits
 from lookonce.types.media import MODALITIES
 
 
@@ -79,7 +80,6 @@ OPTION_RANGES = {
     "header_timeout": _SECONDS,
     "body_timeout": _SECONDS,
     "keep_alive_timeout": _SECONDS,
-    "max_sessions": _COUNT,
 }
 """Every option that is a number. The most is what no machine has: a slip, or no number at all."""
 MAX_SOCKET_FOLDER = 90
@@ -116,8 +116,8 @@ class SchedulerConfig:
     max_encoder_tokens: int = 2048
     """Encoder rows computed in one step; a larger item runs alone."""
     max_queue: int = 1024
-    """Waiting requests beyond which a new one is refused with 429."""
-    max_sessions: int = 64
+    """Waiting requests of one tenant beyond which a new one is refused with 429."""
+    max_sessions: int = 128
     """Live sessions that may be open; a further one is refused with 429."""
     max_tenant_sessions: int | None = None
     """Live sessions that one tenant may have open; None: all."""
@@ -214,7 +214,9 @@ class SessionConfig:
     """Limits of one API process for the sessions of `/v1/realtime`."""
 
     max_sessions: int = 128
-    """Of one tenant."""
+    """That may be open; a further one is refused with 429."""
+    max_tenant_sessions: int | None = None
+    """That one tenant may have open; None: all."""
     max_bytes: int = 64 * 1024 * 1024
     """Sound, pictures and text that one session may hold."""
     max_total_bytes: int = GIB
@@ -232,6 +234,9 @@ class ServerConfig:
     api_keys: tuple[ApiKey, ...] = ()
     """All keys, those of `api_key_file` included."""
     api_key_file: str | None = None
+    limits: Limits | None = None
+    """What tenants and keys may use; None: anything."""
+    limits_file: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     """More names that `Host` may have; `*` and `*.example.org` are patterns."""
     allowed_origins: tuple[str, ...] = ()
@@ -284,6 +289,7 @@ class Options:
     api_processes: int = 1
     api_key: tuple[str, ...] = ()
     api_key_file: str | None = None
+    limits: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     ssl_certfile: str | None = None
@@ -294,7 +300,6 @@ class Options:
     header_timeout: float = 20.0
     body_timeout: float = 30.0
     keep_alive_timeout: float = 75.0
-    max_sessions: int = 128
     allow_injection: bool = False
     chat_template: str | None = None
     tool_call_parser: str = "auto"
@@ -304,7 +309,7 @@ class Options:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_queue: int = 1024
-    max_sessions: int = 64
+    max_sessions: int = 128
     max_tenant_sessions: int | None = None
     kv_cache_gb: float = 1.0
     block_size: int | None = None
@@ -367,6 +372,8 @@ def resolve(options: Options) -> Config:
             api_processes=options.api_processes,
             api_keys=_api_keys(options.api_key, options.api_key_file),
             api_key_file=options.api_key_file,
+            limits=limits_of_file(options.limits),
+            limits_file=options.limits,
             allowed_hosts=tuple(map(_host_pattern, options.allowed_hosts)),
             allowed_origins=tuple(map(_origin, options.allowed_origins)),
             ssl_certfile=options.ssl_certfile,
@@ -379,7 +386,10 @@ def resolve(options: Options) -> Config:
                 body_timeout=options.body_timeout,
                 keep_alive_timeout=options.keep_alive_timeout,
             ),
-            sessions=SessionConfig(max_sessions=int(options.max_sessions)),
+            sessions=SessionConfig(
+                max_sessions=options.max_sessions,
+                max_tenant_sessions=options.max_tenant_sessions,
+            ),
             allow_injection=options.allow_injection,
             chat_template=_existing_file("--chat-template", options.chat_template),
             tool_call_parser=_one_of(
@@ -511,6 +521,25 @@ class ReloadedSettings:
     """What a supervisor tells a running API process after SIGHUP: one line of JSON."""
 
     api_keys: tuple[ApiKey, ...]
+    limits: Limits | None = None
+
+
+def reloaded_settings(server: ServerConfig) -> ReloadedSettings:
+    """What SIGHUP reads again. Raises `ConfigError`."""
+    return ReloadedSettings(reloaded_api_keys(server), limits_of_file(server.limits_file))
+
+
+def limits_of_file(path: str | None) -> Limits | None:
+    """Of `--limits`. Raises `ConfigError` naming the entry at fault."""
+    if path is None:
+        return None
+    try:
+        with Path(path).open("rb") as file:
+            return parse_limits(file.read(MAX_KEY_FILE_BYTES))
+    except OSError as error:
+        raise ConfigError(f"--limits: {path} cannot be read: {error.strerror}") from None
+    except ConfigError as error:
+        raise ConfigError(f"--limits: {path}: {error.message}") from None
 
 
 def _api_keys(specs: tuple[str, ...], file: str | None) -> tuple[ApiKey, ...]:

@@ -12,7 +12,8 @@ LookOnceError
 │   ├── UnsupportedMediaTypeError a body of a type that no route takes
 │   ├── UnprocessableMediaError media bytes cannot be decoded or fetched
 │   │   └── MediaNotCachedError     a reference with nothing behind it
-│   └── QueueFullError          too many requests are waiting
+│   ├── QueueFullError          too many requests are waiting
+│   └── RateLimitedError        a tenant or key has used what it may; carries `retry_after`
 ├── UnavailableError        the server cannot serve now; the caller may retry
 │   ├── NotReadyError           still starting or warming up
 │   ├── DrainingError           shutting down
@@ -92,6 +93,22 @@ class QueueFullError(RequestError):
     code = "queue_full"
 
 
+class RateLimitedError(RequestError):
+    code = "rate_limit_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float = 1.0,
+    ) -> None:
+        """`retry_after`: seconds after which the same request may be let in."""
+        super().__init__(message, param=param, code=code)
+        self.retry_after = retry_after
+
+
 class UnavailableError(LookOnceError):
     code = "unavailable"
 
@@ -143,6 +160,7 @@ HTTP_STATUS: dict[type[LookOnceError], int] = {
     UnsupportedMediaTypeError: 415,
     UnprocessableMediaError: 422,
     QueueFullError: 429,
+    RateLimitedError: 429,
     UnavailableError: 503,
 }
 """Class → status; a class that is not listed uses its nearest listed base, else 500."""
@@ -163,14 +181,22 @@ def _classes(base: type[LookOnceError]) -> list[type[LookOnceError]]:
     return found
 
 
-def error_to_wire(error: LookOnceError) -> tuple[str, str, str | None]:
-    """`(class name, message, param)`: how an error travels between processes."""
-    return type(error).__name__, error.message, getattr(error, "param", None)
+WireError = tuple[str, str, str | None, str | None]
+"""(class name, message, param, code): how an error travels between processes."""
 
 
-def error_from_wire(kind: str, message: str, param: str | None) -> LookOnceError:
+def error_to_wire(error: LookOnceError) -> WireError:
+    code = getattr(error, "code", None)
+    return type(error).__name__, error.message, getattr(error, "param", None), code
+
+
+def error_from_wire(
+    kind: str, message: str, param: str | None = None, code: str | None = None
+) -> LookOnceError:
     """The inverse of `error_to_wire`; an unknown kind becomes `RequestFailedError`."""
     for cls in _classes(LookOnceError):
         if cls.__name__ == kind:
-            return cls(message, param=param) if issubclass(cls, RequestError) else cls(message)
+            if issubclass(cls, RequestError):
+                return cls(message, param=param, code=code)
+            return cls(message)
     return RequestFailedError(message)

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import msgspec
 
-from lookonce.config import Config, ReloadedSettings, ServerConfig, reloaded_api_keys
+from lookonce.config import Config, ServerConfig, reloaded_settings
 from lookonce.engine.process_io import Serving, StartFailed, engine_settings, parse_progress
 from lookonce.engine.supervisor.child_process import ChildProcess, SupervisedProcess
 from lookonce.engine.supervisor.engine_supervisor import (
@@ -129,15 +129,16 @@ class Supervisor:
     def reload(self) -> None:
         """Read the API keys again, and have the API processes use them and their certificate."""
         try:
-            keys = reloaded_api_keys(self._config.server)
+            settings = reloaded_settings(self._config.server)
         except ConfigError as error:
-            logger.error("SIGHUP: %s; the keys stay what they were", error.message)
+            logger.error("SIGHUP: %s; keys and limits stay what they were", error.message)
             return
-        server = dataclasses.replace(self._config.server, api_keys=keys)
+        keys = settings.api_keys
+        server = dataclasses.replace(self._config.server, api_keys=keys, limits=settings.limits)
         self._config = dataclasses.replace(self._config, server=server)  # of processes to come
         told = f"{len(keys)} API keys" if keys else "no API keys, as before"
         logger.info("SIGHUP: %s, and the TLS certificate if there is one", told)
-        line = msgspec.json.encode(ReloadedSettings(keys))
+        line = msgspec.json.encode(settings)
         for api in self._apis:
             api.tell(line)
 

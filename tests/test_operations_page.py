@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lookonce.cli.budgets import markdown
 from lookonce.cli.main import BENCHMARKS
 from lookonce.cli.options import HELP
 from lookonce.config import Options, ServerConfig
@@ -22,6 +23,10 @@ from lookonce.server.http.app import OPEN_PATHS
 PAGE = (Path(__file__).parent.parent / "docs" / "operations.md").read_text(encoding="utf-8")
 
 
+def test_the_table_of_budgets_is_the_one_that_is_declared():
+    assert markdown() in PAGE
+
+
 @pytest.mark.parametrize("name", [name for name in HELP if name != "model"])
 def test_every_option_is_explained(name):
     assert f"`--{name.replace('_', '-')}" in PAGE
@@ -30,7 +35,15 @@ def test_every_option_is_explained(name):
 def test_no_option_is_explained_that_there_is_not():
     known = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(Options)}
     known |= {"--no-prefix-caching", "--no-encoder-prefetch"}
-    of_benchmarks = {"--url", "--model", "--rate", "--concurrency", "--plot", "--peer-shape"}
+    of_benchmarks = {
+        "--url",
+        "--model",
+        "--rate",
+        "--concurrency",
+        "--plot",
+        "--peer-shape",
+        "--before",
+    }
     assert set(re.findall(r"--[a-z][a-z-]+", PAGE)) <= known | of_benchmarks | {"--json"}
 
 

@@ -306,6 +306,10 @@ class Directory:
         if nbytes <= self.capacity_bytes and key not in self._entries:
             self._hints.put(key, HintedItem(nbytes, expansion))
 
+    def forget_hint(self, key: bytes) -> None:
+        """No other sender lists the item any more."""
+        self._hints.pop(key)
+
     def hinted(self, key: bytes) -> HintedItem | None:
         return self._hints.get(key)
 

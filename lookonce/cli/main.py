@@ -31,6 +31,7 @@ Model = Annotated[str, typer.Argument(help="A local Hugging Face folder, a hub i
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "attention": ("benchmarks.attention", "our attention kernel beside what torch offers"),
     "engine": ("benchmarks.engine", "a decode step beside the bare model and transformers"),
+    "fairness": ("benchmarks.fairness", "what one tenant's attacks cost another one"),
     "items": ("benchmarks.items", "what 128,000 media items in one request cost per step"),
     "known": ("benchmarks.known", "the first token of known prompts and pictures, by its parts"),
     "kv": ("benchmarks.kv", "a long prompt's KV: computed, on the device, from each tier"),

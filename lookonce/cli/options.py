@@ -26,6 +26,8 @@ HELP: dict[str, str] = {
     "api_key": "KEY, TENANT:KEY, TENANT:KEY:inject or TENANT:KEY:admin; repeatable. Other users of "
     "the machine see it here: better use --api-key-file or the variable.",
     "api_key_file": "A file with such a key on each line; SIGHUP reads it again.",
+    "limits": "A TOML file of what tenants and keys may use: rates, tokens, concurrent requests, "
+    "weights; SIGHUP reads it again.",
     "allowed_hosts": "More names by which clients may call this server; comma-separated or "
     "repeated. Without keys: loopback, IP addresses and private names only.",
     "allowed_origins": "Web pages of these origins may use this server: https://example.org or *; "
@@ -38,7 +40,6 @@ HELP: dict[str, str] = {
     "header_timeout": "Seconds in which a request's header must have come.",
     "body_timeout": "Seconds a request's body may stand still.",
     "keep_alive_timeout": "Seconds a connection may wait for its next request.",
-    "max_sessions": "Realtime sessions that one tenant may hold open in one API process.",
     "allow_injection": "Let clients of a server without keys inject processed media.",
     "tool_call_parser": "How the model writes tool calls: hermes (Qwen too), llama3, mistral, "
     "qwen3_coder or harmony (gpt-oss); auto reads it off the chat template.",
@@ -49,9 +50,9 @@ HELP: dict[str, str] = {
     "max_model_len": "Prompt plus generated tokens of one sequence; the model's own by default.",
     "max_num_seqs": "Sequences computed side by side.",
     "max_num_batched_tokens": "Tokens computed in one step, prompts and answers together.",
-    "max_queue": "Waiting requests beyond which new ones are refused with 429.",
-    "max_sessions": "Live sessions that may be open beyond which new ones are refused with 429.",
-    "max_tenant_sessions": "Live sessions that one tenant may have open; all of them by default.",
+    "max_queue": "Waiting requests of one tenant beyond which new ones are refused with 429.",
+    "max_sessions": "Live sessions, and realtime ones of each API process, that may be open.",
+    "max_tenant_sessions": "Sessions that one tenant may have open; all of them by default.",
     "kv_cache_gb": "Memory for keys and values, GiB.",
     "block_size": "Tokens per block of keys and values; 16 on CPU by default.",
     "prefix_caching": "Reuse keys and values of prompts that begin alike.",

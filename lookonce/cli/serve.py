@@ -45,8 +45,8 @@ def run_render_server(options: Options) -> int:
     _log_as("render")
     for library in ("uvicorn", "httpx"):
         logging.getLogger(library).setLevel(logging.WARNING)
-    from lookonce.server.log_limiter import limit_log_lines
     from lookonce.server.render_server import serve_render  # slow: options are checked first
+    from lookonce.types.log_limiter import limit_log_lines
 
     limit_log_lines()
 

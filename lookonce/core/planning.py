@@ -2,7 +2,8 @@
 
 Every sequence that decodes comes first, then running prompts in chunks, then waiting sequences that
 are admitted; each group in order of arrival, except that a sequence which got nothing may go first
-in the next step (`Fairness`).
+in the next step (`Fairness`). Where prompts of several tenants wait, tenants take turns, and each
+one's prompts are planned in that order (`TenantPass`).
 
 Every request finishes: a decode gets its block by preempting later arrivals; a prompt gets all its
 blocks when it is admitted; no sequence is admitted that could take tokens or room that a running
@@ -11,6 +12,7 @@ prompt waits for; and idle sessions are evicted for requests that wait (`preempt
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable
 
 from lookonce.config import SchedulerConfig
@@ -60,6 +62,8 @@ class Planner:
         self._max_encoder_rows = config.max_encoder_tokens
         self.step_id = 0
         """Of the last plan; counts them."""
+        self._was_stalled = False
+        """In the last step a running prompt waited for tokens or room."""
         self.session_eviction = SessionEviction(state)
         self.encode_owners: EncodeOwners = []
         """Of the last plan's encoder runs."""
@@ -109,8 +113,12 @@ class Planner:
         if decodes:
             self._plan_decodes(decodes, step)
         if self._queues.has_prompts:
-            self._plan_prefills(first, step)
-            self._plan_admissions(step)
+            if self._queues.turns.several:
+                self._plan_by_tenant(first, step)
+            else:
+                self._plan_prefills(first, step)
+                self._plan_admissions(step)
+            self._was_stalled = step.stalled
             if self._prefetcher is not None and not step.stalled and step.encoder.left > 0:
                 self._prefetcher.plan(step)
         if step.starved or fairness.starved:
@@ -138,7 +146,7 @@ class Planner:
         """
         for sequence in self._fairness.first_candidates():
             waiting = sequence.state is SequenceState.WAITING
-            if waiting and sequence is self._queues.waiting.first:
+            if waiting and sequence is self._queues.turns.first(self._queues.waiting):
                 self._try_admit(sequence, step)
             elif sequence.state is SequenceState.PREFILLING:
                 self._plan_chunk(sequence, step)
@@ -179,6 +187,34 @@ class Planner:
             else:
                 step.starved.append(sequence)
 
+    def _plan_by_tenant(self, first: Sequence | None, step: StepPass) -> None:
+        """Prompts of several tenants, running ones and such that wait, as long as there are tokens.
+
+        Within a tenant running prompts come first. Those that wait are not admitted before the
+        running ones of others where one of these lacked room in the last step: they could take it.
+        """
+        running = self._queues.prefilling.head(self._max_num_seqs)
+        if step.room_kept:
+            running.sort(key=_holds_nothing)
+        tenants = TenantPass(
+            [sequence for sequence in running if sequence is not first], self._queues.waiting
+        )
+        while step.tokens > 0:
+            admits = not step.stalled and not (self._was_stalled and tenants.running)
+            heads = tenants.heads(step.tokens, admits=admits)
+            if not heads:
+                break
+            tenant = self._queues.turns.choose(heads)
+            sequence = tenants.take(tenant)
+            if sequence.state is SequenceState.PREFILLING:
+                self._plan_chunk(sequence, step)
+            elif not self._try_admit(sequence, step):
+                tenants.stop_admitting()
+        step.starved += tenants.running
+        waiting = self._queues.turns.first(self._queues.waiting)
+        if waiting is not None:
+            step.starved.append(waiting)
+
     def _plan_admissions(self, step: StepPass) -> None:
         while step.tokens > 0 and not step.stalled:
             sequence = self._queues.waiting.first
@@ -202,16 +238,59 @@ class Planner:
 
     def _plan_chunk(self, sequence: Sequence, step: StepPass) -> None:
         shortage = self._chunker.plan(sequence, step)
-        if shortage is Shortage.ITEM:
+        if shortage is None:
+            self._queues.turns.charge(sequence.request, step.scheduled[-1].num_tokens)
+        elif shortage is Shortage.ITEM:
             needed = self._admission.needed_keys(sequence, sequence.num_computed)
             self._state.wait_for_items(sequence, needed)
-        elif shortage is not None:
+        else:
             step.starved.append(sequence)
             step.stalled |= shortage is not Shortage.ENCODER_BUDGET
 
 
 def _holds_nothing(sequence: Sequence) -> bool:
     return not sequence.held
+
+
+class TenantPass:
+    """The prompts of one planning pass by tenant: what each would have computed next."""
+
+    def __init__(self, running: list[Sequence], waiting: list[Sequence]) -> None:
+        """Both in the order in which each tenant's are planned."""
+        self._running = _by_tenant(running)
+        self._waiting = _by_tenant(waiting)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Running prompts that have not been taken."""
+        return [sequence for sequences in self._running.values() for sequence in sequences]
+
+    def heads(self, num_tokens: int, *, admits: bool) -> dict[str, float]:
+        """Tenant → tokens that its next prompt would have computed, `num_tokens` at most."""
+        candidates = self._waiting | self._running if admits else self._running
+        return {
+            tenant: min(num_tokens, len(sequences[0].tokens) - sequences[0].num_computed)
+            for tenant, sequences in candidates.items()
+        }
+
+    def take(self, tenant: str) -> Sequence:
+        """The next prompt of a tenant that `heads` named."""
+        queue = self._running if tenant in self._running else self._waiting
+        sequence = queue[tenant].popleft()
+        if not queue[tenant]:
+            del queue[tenant]
+        return sequence
+
+    def stop_admitting(self) -> None:
+        """None that waits is taken any more."""
+        self._waiting.clear()
+
+
+def _by_tenant(sequences: list[Sequence]) -> dict[str, deque[Sequence]]:
+    found: dict[str, deque[Sequence]] = {}
+    for sequence in sequences:
+        found.setdefault(sequence.request.tenant, deque()).append(sequence)
+    return found
 
 
 class Fairness:
@@ -262,9 +341,11 @@ class Fairness:
         return is_session and sequence.state is SequenceState.PREFILLING
 
     def _first_other(self) -> Sequence | None:
-        """The earliest running prompt that is no session's; without one, the first that waits."""
-        prompts = (s for s in self._queues.prefilling if s.request.session is None)
-        return next(prompts, self._queues.waiting.first)
+        """The earliest running prompt that is no session's; without one, the first that waits. Of
+        several tenants the one whose turn it is."""
+        turns = self._queues.turns
+        prompts = [s for s in self._queues.prefilling if s.request.session is None]
+        return turns.first(prompts) or turns.first(self._queues.waiting)
 
 
 class Admission:

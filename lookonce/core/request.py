@@ -91,6 +91,8 @@ class Request:
         "sequences",
         "session",
         "stop_token_ids",
+        "tenant",
+        "weight",
     )
 
     def __init__(
@@ -105,6 +107,8 @@ class Request:
         sampling = request.sampling
         self.request_id = request.request_id
         self.arrival = request.arrival
+        self.tenant = request.tenant
+        self.weight = request.weight
         self.sampling = sampling
         self.prompt = prompt
         self.num_prompt_tokens = len(prompt)

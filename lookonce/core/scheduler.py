@@ -37,6 +37,9 @@ from lookonce.types.request import (
 )
 from lookonce.types.step import StepPlan, StepResult
 
+MAX_SHARES = 4
+"""How many tenants may have as many requests waiting as one tenant may."""
+
 
 class Scheduler:
     """Owns every request between `add` and its last delta.
@@ -132,8 +135,9 @@ class Scheduler:
         queues = self._state.queues
         if built.request_id in queues.requests:
             raise BadRequestError(f"request id {built.request_id!r} is in use", param="request_id")
-        if queues.num_waiting_requests >= self._max_queue:
-            raise QueueFullError(f"{self._max_queue} requests are waiting already")
+        check_queue(
+            queues.num_waiting_requests, queues.num_waiting_of(built.tenant), self._max_queue
+        )
         if live:
             self._sessions.open(built, options or SessionOptions())
         elif built.frames is not None:
@@ -247,6 +251,10 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests that hold none: queued, preempted, or waiting for items or a load."""
         return self._state.queues.num_waiting_requests
+
+    def num_waiting_of(self, tenant: str) -> int:
+        """Of `num_waiting`, those of one tenant."""
+        return self._state.queues.num_waiting_of(tenant)
 
     @property
     def has_work(self) -> bool:
@@ -483,6 +491,14 @@ class UpdateFromOutput:
             delta.alignment = request.alignment
         if not request.prefilled:
             self._state.release_siblings(sequence)
+
+
+def check_queue(num_waiting: int, num_of_tenant: int, max_queue: int) -> None:
+    """Raises `QueueFullError` where one more request of a tenant may not wait: `max_queue` may of
+    one tenant, and `MAX_SHARES` times as many of all, so that one that floods the queue does not
+    close it to the others."""
+    if num_of_tenant >= max_queue or num_waiting >= MAX_SHARES * max_queue:
+        raise QueueFullError(f"{num_of_tenant} of your requests are waiting, the most that may")
 
 
 def finish_reason(sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -19,6 +20,7 @@ from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.request import BlockHashCache, Request, Sequence, SequenceState
 from lookonce.errors import LookOnceError, error_to_wire
+from lookonce.types.fair_queue import DeficitRoundRobin
 from lookonce.types.kv import ExternalCacheStats
 from lookonce.types.ports import Clock
 from lookonce.types.request import FinishReason, TokenDelta
@@ -140,6 +142,7 @@ class SchedulerState:
             self.encoder_cache.stop_awaiting(key)
         self.queues.move(sequence, SequenceState.FINISHED)
         request = sequence.request
+        self.queues.turns.charge(request, sequence.num_generated)
         if request.finished:
             self.queues.forget(request)
             self.output.released.append(request.request_id)
@@ -298,6 +301,9 @@ class SchedulerOutput(msgspec.Struct, gc=False):
 
 _order = attrgetter("order")
 _ACTIVE = frozenset({SequenceState.PREFILLING, SequenceState.DECODING, SequenceState.IDLE})
+_PROMPTS = frozenset({SequenceState.WAITING, SequenceState.PREFILLING})
+QUANTUM = 512
+"""Tokens that a tenant of weight 1 may compute in one round."""
 
 
 class SequenceQueue(list[Sequence]):
@@ -320,10 +326,71 @@ class SequenceQueue(list[Sequence]):
         del self[bisect_left(self, sequence.order, key=_order)]
 
 
+class PromptTurns:
+    """Whose prompts are computed next, where those of several tenants wait.
+
+    Tenants take turns by the tokens that are computed for them (`DeficitRoundRobin`); each tenant's
+    sequences keep their order. What is computed while one tenant is alone costs it nothing.
+    """
+
+    def __init__(self) -> None:
+        self._turns = DeficitRoundRobin(QUANTUM)
+        self._prompts: Counter[str] = Counter()
+        """Sequences whose prompts are computed or wait to be, by tenant."""
+
+    @property
+    def several(self) -> bool:
+        """Whether there are prompts of more than one tenant."""
+        return len(self._prompts) > 1
+
+    def add(self, request: Request) -> None:
+        """A sequence of this request has a prompt to compute."""
+        if not self._prompts[request.tenant]:
+            self._turns.join(request.tenant, request.weight)
+        else:
+            self._turns.reweigh(request.tenant, request.weight)
+        self._prompts[request.tenant] += 1
+
+    def remove(self, request: Request) -> None:
+        self._prompts[request.tenant] -= 1
+        if not self._prompts[request.tenant]:
+            del self._prompts[request.tenant]
+            self._turns.leave(request.tenant)
+
+    def choose(self, heads: dict[str, float]) -> str:
+        """The tenant whose turn it is: `heads` has the tokens that each would compute next. Others
+        keep the credit they have."""
+        return self._turns.choose(heads, {tenant: heads.get(tenant, 0) for tenant in self._prompts})
+
+    def first(self, sequences: list[Sequence]) -> Sequence | None:
+        """The first of the tenant whose turn is the next one."""
+        if not self.several or not sequences:
+            return sequences[0] if sequences else None
+        firsts: dict[str, Sequence] = {}
+        for sequence in sequences:
+            firsts.setdefault(sequence.request.tenant, sequence)
+        order = self._turns.in_order(dict.fromkeys(firsts, QUANTUM))
+        return firsts[order[0]]
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """`num_tokens` are computed for this request."""
+        if self.several:
+            self._turns.charge(request.tenant, num_tokens)
+            if request.tenant not in self._prompts:
+                self._turns.leave(request.tenant)
+
+    def check_integrity(self, sequences: list[Sequence]) -> None:
+        """Raise `RuntimeError` where these are not the sequences with prompts to compute."""
+        if Counter(sequence.request.tenant for sequence in sequences) != self._prompts:
+            raise RuntimeError("the prompts of tenants are counted wrong")
+
+
 class RequestQueues:
     """Every unfinished sequence, in the queue of its state."""
 
     def __init__(self) -> None:
+        self.turns = PromptTurns()
+        self._waiting_of: Counter[str] = Counter()
         self.requests: dict[str, Request] = {}
         self.sequences: dict[int, Sequence] = {}
         self._by_state: dict[SequenceState, SequenceQueue] = {
@@ -340,6 +407,10 @@ class RequestQueues:
     @property
     def num_waiting_requests(self) -> int:
         return len(self.requests) - self.num_running_requests
+
+    def num_waiting_of(self, tenant: str) -> int:
+        """Of `num_waiting_requests`, those of one tenant."""
+        return self._waiting_of[tenant]
 
     @property
     def has_prompts(self) -> bool:
@@ -358,13 +429,17 @@ class RequestQueues:
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
+        self._waiting_of[request.tenant] += 1
         for sequence in request.sequences:
             self.sequences[sequence.seq_id] = sequence
             self._by_state[sequence.state].add(sequence)
+            if sequence.state in _PROMPTS:
+                self.turns.add(request)
 
     def move(self, sequence: Sequence, state: SequenceState) -> None:
         """Change a sequence's state and queue; a finished one is in no queue."""
         was_active = sequence.state in _ACTIVE
+        had_prompt = sequence.state in _PROMPTS
         queue = self._by_state[sequence.state]
         sequence.move_to(state)
         queue.remove(sequence)
@@ -372,12 +447,18 @@ class RequestQueues:
             del self.sequences[sequence.seq_id]
         else:
             self._by_state[state].add(sequence)
+        if (state in _PROMPTS) != had_prompt:
+            if had_prompt:
+                self.turns.remove(sequence.request)
+            else:
+                self.turns.add(sequence.request)
         is_active = state in _ACTIVE
         if was_active != is_active:
             self._count_active(sequence.request, 1 if is_active else -1)
 
     def forget(self, request: Request) -> None:
         del self.requests[request.request_id]
+        self._count_waiting(request, -1)
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` where queues, states and counts disagree."""
@@ -389,6 +470,10 @@ class RequestQueues:
                 raise RuntimeError(f"a sequence in the queue {state.value!r} is in another state")
             if [s.order for s in queue] != sorted(s.order for s in queue):
                 raise RuntimeError(f"the queue {state.value!r} is out of order")
+        self.turns.check_integrity([*self.waiting, *self.prefilling])
+        waiting = Counter(r.tenant for r in self.requests.values() if not r.num_active)
+        if waiting != self._waiting_of:
+            raise RuntimeError("the waiting requests of tenants are counted wrong")
         active = {s.request.request_id for s in listed.values() if s.state in _ACTIVE}
         if len(active) != self.num_running_requests:
             raise RuntimeError("the count of running requests is wrong")
@@ -398,7 +483,15 @@ class RequestQueues:
     def _count_active(self, request: Request, change: int) -> None:
         before = request.num_active > 0
         request.num_active += change
-        self.num_running_requests += (request.num_active > 0) - before
+        begun = (request.num_active > 0) - before
+        if begun:
+            self.num_running_requests += begun
+            self._count_waiting(request, -begun)
+
+    def _count_waiting(self, request: Request, change: int) -> None:
+        self._waiting_of[request.tenant] += change
+        if not self._waiting_of[request.tenant]:
+            del self._waiting_of[request.tenant]
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from lookonce.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from lookonce.errors import WireError
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class EngineAlive(msgspec.Struct, frozen=True, tag="alive"):
 class StartFailed(msgspec.Struct, frozen=True, tag="failed"):
     """The process cannot start; `error` as in `errors.error_to_wire`."""
 
-    error: tuple[str, str, str | None]
+    error: WireError
 
 
 ProgressEvent = EngineLoading | Serving | EngineAlive | StartFailed

@@ -22,6 +22,7 @@ from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT, ServerShare, share_
 from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE
 from lookonce.render.renderer import Renderer, open_renderer
 from lookonce.types.counts import Counts
+from lookonce.types.fair_queue import TenantWeights
 from lookonce.types.media import ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import RenderedPrompt, TokenDelta
@@ -39,6 +40,7 @@ class Frontend:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     tool_dialect: ToolDialect | None = None
     """How the served model writes tool calls; None where its template has no place for tools."""
+    weights: TenantWeights = field(default_factory=TenantWeights)
 
 
 def engine_client(config: Config, counts: Counts | None = None) -> EngineClient:
@@ -54,6 +56,7 @@ async def open_frontend(
     counts: Counts | None = None,
     *,
     wait_for_worker: bool = True,
+    weights: TenantWeights | None = None,
     fork_server: Path | None = None,
 ) -> AsyncIterator[Frontend]:
     """A frontend of an entered client, whose engine may still be loading.
@@ -69,6 +72,7 @@ async def open_frontend(
         shared_cache_bytes=config.media.shared_cache_bytes,
         claims=client.claims,
         counts=Counts() if counts is None else counts,
+        weights=weights or TenantWeights(),
     )
     async with (
         open_renderer(
@@ -89,6 +93,7 @@ async def open_frontend(
             metrics=metrics,
             defaults=read_defaults(config.model.folder),
             tool_dialect=dialect_of(config, renderer),
+            weights=share.weights,
         )
 
 

@@ -262,6 +262,9 @@ COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
     ),
     "realtime_sessions": MetricInfo("Realtime sessions that are open"),
     "realtime_sessions_total": MetricInfo("Realtime sessions that were opened"),
+    "rate_limited_total": MetricInfo(
+        "Requests refused because a tenant or key has used what it may", label="limit"
+    ),
     "mm_cache_queries_total": MetricInfo(
         "Media parts looked up in the processor cache", vllm="mm_cache_queries_total"
     ),

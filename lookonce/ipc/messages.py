@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from lookonce.errors import WireError
 from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest, SessionOptions, TokenDelta
@@ -240,7 +241,7 @@ class ResendMedia(msgspec.Struct, frozen=True, tag="resend", array_like=True):
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected", array_like=True):
     request_id: str
-    error: tuple[str, str, str | None]
+    error: WireError
 
 
 class Deltas(msgspec.Struct, frozen=True, tag="deltas", array_like=True):
@@ -268,6 +269,8 @@ class Hints(msgspec.Struct, frozen=True, tag="hints", array_like=True):
     """Claims: the sender makes the item."""
     held: tuple[int, ...] = ()
     """Claims that have ended: the store holds the item; it is among `items`, unless it has gone."""
+    gone: tuple[bytes, ...] = ()
+    """Keys of items that nobody lists any more: earlier hints at them are void."""
 
 
 class ClearCache(msgspec.Struct, frozen=True, tag="clear", array_like=True):

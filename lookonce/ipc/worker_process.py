@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,17 @@ def start_worker(
         except BaseException:
             ours.close()
             raise
+
+
+def how_it_ended(returncode: int | None) -> str:
+    """What happened to a worker, as the predicate of a sentence."""
+    if returncode is None:
+        return "did not answer as it should"
+    if returncode == -signal.SIGKILL:
+        return "was killed"
+    if returncode < 0:
+        return f"crashed (signal {-returncode})"
+    return f"ended with status {returncode}"
 
 
 def fork_worker(module: str, fork_server: Path) -> tuple[socket.socket, ForkedProcess] | None:

@@ -461,7 +461,9 @@ async def open_renderer(
     share = ServerShare() if share is None else share
     family = load_family(Path(model.folder), model.dtype)
     in_prompt = None if family is None or family.encoder_decoder else family
-    encoder = await asyncio.to_thread(load_encoder, model.folder, chat_template, in_prompt)
+    encoder = await asyncio.to_thread(
+        load_encoder, model.folder, chat_template, in_prompt, share.weights
+    )
     async with AsyncExitStack() as stack:
         resolver = None
         if family is not None:

@@ -30,14 +30,13 @@ import uvicorn
 import uvloop
 
 from lookonce.config import (
-    ApiKey,
     Config,
     ConnectionConfig,
     ModelConfig,
     ReloadedSettings,
     ServerConfig,
     load_certificate,
-    reloaded_api_keys,
+    reloaded_settings,
     tls_context,
 )
 from lookonce.engine.process_io import ProgressPipe, Serving, StartFailed
@@ -58,15 +57,18 @@ from lookonce.server.http.websocket import (
     PING_TIMEOUT_SECONDS,
     WebSocketProtocol,
 )
-from lookonce.server.log_limiter import limit_log_lines
 from lookonce.server.services import Services, open_services
 from lookonce.server.warmup import warming_up
+from lookonce.types.log_limiter import limit_log_lines
 from lookonce.types.memory import give_memory_back
 
 logger = logging.getLogger("lookonce.server")
 
 TICKS_PER_SWEEP = 10
 """uvicorn ticks ten times a second."""
+TRIM_BYTES = 64 << 20
+"""After so many bytes were received freed memory is given back to the system: bodies, abandoned
+ones too, would leave it in pieces that stay with this process."""
 CUT_OFF_SECONDS = 2.0
 """For requests that are cut off to tell their clients."""
 ENGINE_SECONDS = 10.0
@@ -140,6 +142,9 @@ class ApiServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS_PER_SWEEP == 0:
             self._connections.sweep(asyncio.get_running_loop().time())
+            if self._connections.num_received >= TRIM_BYTES:
+                self._connections.num_received = 0
+                await asyncio.to_thread(give_memory_back)
         return await super().on_tick(counter)
 
 
@@ -267,7 +272,7 @@ class DrainOnSignal:
         data = os.read(sys.stdin.fileno(), 1 << 16)
         *lines, self._line = (self._line + data).split(b"\n")
         for line in lines:
-            self._use(msgspec.json.decode(line, type=ReloadedSettings).api_keys)
+            self._use(msgspec.json.decode(line, type=ReloadedSettings))
         if not data:
             asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
             logger.warning("the parent process is gone")
@@ -276,12 +281,15 @@ class DrainOnSignal:
 
     def _reload(self) -> None:
         try:
-            self._use(reloaded_api_keys(self._services.config.server))
+            self._use(reloaded_settings(self._services.config.server))
         except ConfigError as error:
-            logger.error("SIGHUP: %s; the keys stay what they were", error.message)
+            logger.error("SIGHUP: %s; keys and limits stay what they were", error.message)
 
-    def _use(self, keys: tuple[ApiKey, ...]) -> None:
+    def _use(self, settings: ReloadedSettings) -> None:
+        keys = settings.api_keys
         self._services.keys.replace(keys)
+        if self._services.rates is not None and settings.limits is not None:
+            self._services.rates.replace(settings.limits)
         try:
             self._server.reload_certificate(self._services.config.server)
         except ConfigError as error:

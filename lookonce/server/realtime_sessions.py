@@ -36,7 +36,7 @@ class ByteBudget:
 
 
 class RealtimeSessions:
-    """Lets tenants open sessions, up to a limit each."""
+    """Lets tenants open sessions, up to a limit for each and one for all."""
 
     def __init__(
         self,
@@ -61,11 +61,8 @@ class RealtimeSessions:
     def opened(self, tenant: str) -> Iterator[ByteBudget]:
         """Around one session; gives its budget. Raises `QueueFullError`."""
         held = self._held.get(tenant, 0)
-        if held >= self.config.max_sessions:
-            raise QueueFullError(
-                f"{held} realtime sessions are open, which is the limit (--max-sessions)",
-                code="too_many_sessions",
-            )
+        self._check("--max-sessions", self.num_open, self.config.max_sessions)
+        self._check("--max-tenant-sessions", held, self.config.max_tenant_sessions)
         self._held[tenant] = held + 1
         self._opened.add()
         self._open.set(self.num_open)
@@ -76,3 +73,10 @@ class RealtimeSessions:
             if not self._held[tenant]:
                 del self._held[tenant]
             self._open.set(self.num_open)
+
+    def _check(self, option: str, num_open: int, limit: int | None) -> None:
+        if limit is not None and num_open >= limit:
+            raise QueueFullError(
+                f"{num_open} realtime sessions are open, which is the limit ({option})",
+                code="too_many_sessions",
+            )

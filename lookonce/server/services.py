@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -29,8 +29,11 @@ from lookonce.render.readonly import ReadOnlyRenderer, open_readonly
 from lookonce.server.api_process_peers import AbortPeers
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.unknown_fields import UnknownFields
+from lookonce.server.rate_limits import NO_LIMITS, RateLimits, RequestUsage
 from lookonce.server.realtime_sessions import RealtimeSessions
 from lookonce.server.shared_counts import SharedCounts
+from lookonce.types.counts import Counts
+from lookonce.types.fair_queue import TenantWeights
 
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 """Before the API key that the client of a WebSocket offers as a subprotocol."""
@@ -46,6 +49,8 @@ class Principal:
     tenant: str = ""
     inject: bool = False
     admin: bool = False
+    key: str = ""
+    """The key's SHA-256 in hex; empty without keys."""
 
     def require_admin(self) -> None:
         if not self.admin:
@@ -103,7 +108,7 @@ class KeyRing:
 
 def _principal(key: ApiKey) -> Principal:
     # A key without a tenant shares the tenant of a server without keys.
-    return Principal(tenant=key.tenant, inject=key.inject, admin=key.admin)
+    return Principal(tenant=key.tenant, inject=key.inject, admin=key.admin, key=key.digest)
 
 
 def header(scope: Scope, name: bytes) -> str:
@@ -193,6 +198,8 @@ class Services(Frontend):
     running: RunningRequests = field(default_factory=RunningRequests)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     realtime: RealtimeSessions = field(default_factory=RealtimeSessions)
+    rates: RateLimits | None = None
+    """Limits of tenants and keys; None: there are none."""
     shared_counts: SharedCounts | None = None
     """What all API processes of this server count; None: this one counts for itself."""
     abort_peers: AbortPeers | None = None
@@ -212,6 +219,12 @@ class Services(Frontend):
         if self.abort_peers is None:
             return await self.running.abort(tenant, request_ids)
         return await self.abort_peers.abort(tenant, request_ids)
+
+    def admit(self, principal: Principal) -> RequestUsage:
+        """Count a request. Raises `RateLimitedError`."""
+        if self.rates is None:
+            return NO_LIMITS
+        return self.rates.admit(principal.tenant, principal.key)
 
     def require_ready(self) -> None:
         """Raises what keeps the server from generating now."""
@@ -242,6 +255,26 @@ class Services(Frontend):
         return served
 
 
+@contextmanager
+def open_rates(
+    config: ServerConfig, folder: Path, index: int, weights: TenantWeights, counts: Counts
+) -> Iterator[RateLimits | None]:
+    """The limits of this API process, of which the others in `folder` know; None without any."""
+    if config.limits is None:
+        yield None
+        return
+    rates = RateLimits(
+        config.limits,
+        folder / "limits",
+        num_processes=config.api_processes,
+        index=index,
+        weights=weights,
+        counts=counts,
+    )
+    with closing(rates):
+        yield rates
+
+
 @asynccontextmanager
 async def open_services(
     config: Config, *, index: int = 0, restarted: bool = False, fork_server: Path | None = None
@@ -253,7 +286,11 @@ async def open_services(
     """
     folder = Path(config.channel.address).parent
     running = RunningRequests()
-    with SharedCounts(folder, index) as shared:
+    weights = TenantWeights()
+    with (
+        SharedCounts(folder, index) as shared,
+        open_rates(config.server, folder, index, weights, shared.counts) as rates,
+    ):
         counts = shared.counts
         client = engine_client(config, counts)
         async with (
@@ -264,6 +301,7 @@ async def open_services(
                 counts,
                 wait_for_worker=not restarted,
                 fork_server=fork_server,
+                weights=weights,
             ) as frontend,
             open_readonly(
                 frontend.renderer,
@@ -290,6 +328,7 @@ async def open_services(
                 running=running,
                 unknown_fields=UnknownFields(strict=config.server.strict_requests),
                 realtime=RealtimeSessions(config.server.sessions, counts, detectors),
+                rates=rates,
                 shared_counts=shared,
                 abort_peers=abort_peers,
                 warmup_renderer=warmup_renderer,

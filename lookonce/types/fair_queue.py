@@ -1,25 +1,139 @@
-"""A queue that serves tenants fairly: deficit round robin over the estimated cost of their jobs.
+"""Tenants that wait take turns by the cost of their jobs: deficit round robin.
 
-Shreedhar and Varghese, "Efficient Fair Queuing using Deficit Round Robin" (SIGCOMM 1995): tenants
-that wait take turns, each turn adds a quantum to the tenant's credit, and a job is taken once the
-credit covers its cost. A tenant with large jobs gets as much as one with small jobs, not more.
+Shreedhar and Varghese, "Efficient Fair Queuing using Deficit Round Robin" (SIGCOMM 1995): in every
+round each tenant that waits gets a quantum, times its weight, and a tenant whose deficit covers its
+next job is served and pays the job's cost. A tenant of large jobs gets as much as one of small
+jobs, not more.
+
+    DeficitRoundRobin   whose turn it is; it holds no jobs
+    ├── FairQueue       jobs in the order of arrival: grammars, long texts
+    ├── MediaQueue      (render.media.fair_queue) bounded, passes over long jobs
+    └── RequestQueues   (core.scheduler_state) sequences whose prompts are to be computed
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
+class TenantWeights:
+    """How many times another one's share a tenant gets where tenants take turns."""
+
+    def __init__(self) -> None:
+        self._weights: Mapping[str, float] = {}
+        self._default = 1.0
+
+    def replace(self, weights: Mapping[str, float], default: float) -> None:
+        """`default` is that of all others."""
+        self._weights, self._default = dict(weights), default
+
+    def of(self, tenant: str) -> float:
+        return self._weights.get(tenant, self._default)
+
+
 @dataclass(slots=True)
-class _Tenant(Generic[T]):
-    jobs: deque[tuple[T, int]] = field(default_factory=deque)
-    """(job, cost), the oldest first."""
-    credit: int = 0
+class _Account:
+    weight: float
+    deficit: float = 0.0
+
+
+class DeficitRoundRobin:
+    """The turns of tenants; `quantum` is in units of cost. Not for several threads.
+
+    A tenant that does not wait has no credit, but keeps its debt: it is paid off with the quanta of
+    later rounds, as long as others wait.
+    """
+
+    def __init__(self, quantum: float) -> None:
+        self._quantum = quantum
+        self._accounts: dict[str, _Account] = {}
+        """Tenants that wait, in the order of their turns, and those in debt."""
+
+    def join(self, tenant: str, weight: float = 1.0) -> None:
+        """A tenant begins to wait: its turn is the last."""
+        account = self._accounts.pop(tenant, None) or _Account(weight)
+        account.weight = weight
+        self._accounts[tenant] = account
+
+    def reweigh(self, tenant: str, weight: float) -> None:
+        """Of a tenant that waits."""
+        self._accounts[tenant].weight = weight
+
+    def leave(self, tenant: str) -> None:
+        """A tenant waits no more."""
+        account = self._accounts.get(tenant)
+        if account is not None and account.deficit >= 0:
+            del self._accounts[tenant]
+
+    def choose(self, heads: Mapping[str, float], waiting: Mapping[str, float] | None = None) -> str:
+        """The tenant whose turn it is, of those in `heads`: tenant → cost of its next job.
+
+        Passes as many rounds as that tenant needs; it is asked again until it is charged. `waiting`
+        has the dearest job of every tenant that waits, if some of them may not be served now: they
+        are paid all the same, up to that cost and a quantum.
+        """
+        rounds, place, chosen = self._turns(heads)[0]
+        if rounds:
+            self._pass_rounds(rounds, place, heads if waiting is None else waiting)
+        return chosen
+
+    def in_order(self, heads: Mapping[str, float]) -> list[str]:
+        """All tenants of `heads` in the order of their turns; the first is `choose`'s."""
+        return [tenant for _, _, tenant in self._turns(heads)]
+
+    def charge(self, tenant: str, cost: float) -> None:
+        """Take `cost` from what the tenant may use; a negative cost is given back."""
+        if not math.isfinite(cost):
+            raise ValueError("a cost must be finite")
+        self._accounts.setdefault(tenant, _Account(1.0)).deficit -= cost
+
+    def deficit(self, tenant: str) -> float:
+        account = self._accounts.get(tenant)
+        return 0.0 if account is None else account.deficit
+
+    def forget_all(self) -> None:
+        self._accounts.clear()
+
+    def _turns(self, heads: Mapping[str, float]) -> list[tuple[int, int, str]]:
+        """(rounds until its deficit covers its job, place, tenant), the next turn first.
+
+        The first tenant has had its quantum in this round: it gets the next one last.
+        """
+        turns = []
+        for place, (tenant, account) in enumerate(self._accounts.items()):
+            if tenant in heads:
+                share = self._quantum * account.weight
+                rounds = max(0, math.ceil((heads[tenant] - account.deficit) / share))
+                turns.append((rounds, place, tenant))
+        last = len(self._accounts)
+        turns.sort(key=lambda turn: (turn[0], turn[1] or last * bool(turn[0])))
+        return turns
+
+    def _pass_rounds(self, rounds: int, place: int, waiting: Mapping[str, float]) -> None:
+        """Pay out so many rounds, beginning behind the first tenant; the last one ends with the
+        tenant at `place`, which becomes the first.
+
+        Tenants that do not wait are paid too, until they are out of debt.
+        """
+        tenants = list(self._accounts)
+        for number, tenant in enumerate(tenants):
+            account = self._accounts[tenant]
+            share = self._quantum * account.weight
+            in_last_round = 0 < number <= place or not place
+            earned = share * (rounds if in_last_round else rounds - 1)
+            most = waiting[tenant] + share if tenant in waiting else 0.0
+            account.deficit = max(account.deficit, min(account.deficit + earned, most))
+        for tenant in tenants[:place]:
+            self._accounts[tenant] = self._accounts.pop(tenant)
+        for tenant in tenants:
+            if tenant not in waiting:
+                self.leave(tenant)
 
 
 class FairQueue(Generic[T]):
@@ -28,68 +142,52 @@ class FairQueue(Generic[T]):
     `quantum` is in units of cost. Jobs of one tenant keep their order.
     """
 
-    def __init__(self, quantum: int) -> None:
-        self._quantum = quantum
-        self._tenants: OrderedDict[str, _Tenant[T]] = OrderedDict()
-        """The tenants with waiting jobs; the first one's turn is next."""
+    def __init__(self, quantum: float, weights: TenantWeights | None = None) -> None:
+        self._turns = DeficitRoundRobin(quantum)
+        self._weights = weights or TenantWeights()
+        self._jobs: dict[str, deque[tuple[T, float]]] = {}
+        """Tenant → (job, cost), the oldest first; none is empty."""
 
     def __len__(self) -> int:
-        return sum(len(waiting.jobs) for waiting in self._tenants.values())
+        return sum(map(len, self._jobs.values()))
 
     def __iter__(self) -> Iterator[T]:
-        return (job for waiting in self._tenants.values() for job, _ in waiting.jobs)
+        return (job for jobs in self._jobs.values() for job, _ in jobs)
 
-    def push(self, tenant: str, job: T, cost: int) -> None:
-        waiting = self._tenants.setdefault(tenant, _Tenant())
-        waiting.jobs.append((job, max(1, cost)))
+    def push(self, tenant: str, job: T, cost: float, weight: float | None = None) -> None:
+        """`weight` is the tenant's, where the queue's `weights` do not know it."""
+        if tenant not in self._jobs:
+            self._jobs[tenant] = deque()
+            self._turns.join(tenant, self._weights.of(tenant) if weight is None else weight)
+        self._jobs[tenant].append((job, max(1, cost)))
 
     def pop(self, allowed: Callable[[str], bool] = lambda tenant: True) -> tuple[str, T] | None:
         """The next tenant and its job, of the tenants that `allowed` lets have one now.
 
         None where no such tenant waits. Tenants that are not allowed keep their turn and credit.
         """
-        ready = [tenant for tenant in self._tenants if allowed(tenant)]
-        if not ready:
+        waiting = {tenant: jobs[0][1] for tenant, jobs in self._jobs.items()}
+        heads = {tenant: cost for tenant, cost in waiting.items() if allowed(tenant)}
+        if not heads:
             return None
-        self._skip_idle_rounds(ready)
-        while True:
-            for tenant in ready:
-                waiting = self._tenants[tenant]
-                waiting.credit += self._quantum
-                if waiting.credit >= waiting.jobs[0][1]:
-                    return tenant, self._take(tenant, waiting)
-                self._tenants.move_to_end(tenant)
+        tenant = self._turns.choose(heads, waiting)
+        job, cost = self._jobs[tenant].popleft()
+        self._turns.charge(tenant, cost)
+        self._leave_if_empty(tenant)
+        return tenant, job
 
     def remove(self, tenant: str, job: T) -> bool:
         """Take a waiting job out of the queue; false where it does not wait."""
-        waiting = self._tenants.get(tenant)
-        if waiting is None:
+        jobs = self._jobs.get(tenant)
+        if jobs is None:
             return False
-        kept = deque(entry for entry in waiting.jobs if entry[0] is not job)
-        found = len(kept) < len(waiting.jobs)
-        waiting.jobs = kept
-        if not kept:
-            del self._tenants[tenant]
+        kept = deque(entry for entry in jobs if entry[0] is not job)
+        found = len(kept) < len(jobs)
+        self._jobs[tenant] = kept
+        self._leave_if_empty(tenant)
         return found
 
-    def _skip_idle_rounds(self, ready: list[str]) -> None:
-        """Give every tenant the turns of those rounds in which none could have taken a job."""
-        quantum = self._quantum
-        short = [
-            self._tenants[tenant].jobs[0][1] - self._tenants[tenant].credit for tenant in ready
-        ]
-        rounds = max(0, min(-(-missing // quantum) for missing in short) - 1)
-        for tenant in ready:
-            self._tenants[tenant].credit += rounds * quantum
-
-    def _take(self, tenant: str, waiting: _Tenant[T]) -> T:
-        """A tenant whose credit is left over goes on with its turn; one without jobs loses it."""
-        job, cost = waiting.jobs.popleft()
-        waiting.credit -= cost
-        if not waiting.jobs:
-            del self._tenants[tenant]
-        elif waiting.credit >= waiting.jobs[0][1]:
-            waiting.credit -= self._quantum  # its turn goes on: the next `pop` adds the quantum
-        else:
-            self._tenants.move_to_end(tenant)
-        return job
+    def _leave_if_empty(self, tenant: str) -> None:
+        if not self._jobs[tenant]:
+            del self._jobs[tenant]
+            self._turns.leave(tenant)

@@ -1,12 +1,60 @@
-"""The C library's memory."""
+"""The memory of this process, as the system and the C library tell it."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from contextlib import suppress
+import resource
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd",
+            "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def _glibc() -> ctypes.CDLL | None:
+    """The C library where it is glibc 2.33 or newer, which tells what is allocated."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        return None
+    library.mallinfo2.restype = _MallInfo
+    return library
+
+
+GLIBC = _glibc()
+
+
+def allocated_bytes() -> int:
+    """Bytes that this process has allocated and not freed; without glibc its resident size."""
+    if GLIBC is None:
+        return resident_bytes()
+    info = GLIBC.mallinfo2()
+    return int(info.uordblks + info.hblkhd)
 
 
 def give_memory_back() -> None:
     """Return what was freed to the system, where the C library can (glibc's `malloc_trim`)."""
-    with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    if GLIBC is not None:
+        GLIBC.malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    return _statm(1)
+
+
+def address_space_bytes() -> int:
+    return _statm(0)
+
+
+def _statm(column: int) -> int:
+    """A size of this process in bytes; 0 where there is no /proc."""
+    with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[column]) * resource.getpagesize()
+    return 0

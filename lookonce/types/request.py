@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lookonce.errors import BadRequestError
+from lookonce.errors import BadRequestError, WireError
 from lookonce.types.kv import ExternalCacheStats
 from lookonce.types.media import Array, Expansion, MediaFeature, Modality, ProcessedItem
 from lookonce.types.sampling import SamplingParams
@@ -43,6 +43,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     frames: Array | None = None
     """[n, *ModelInfo.frame_shape] in the model's dtype: the frames of sound that a live session
     begins with."""
+    weight: float = 1.0
+    """How many times another one's share the tenant gets."""
 
 
 Overflow = Literal["end", "compact"]
@@ -132,7 +134,7 @@ class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     alignment: list[int] | None = None
     """The input position of each aligned token, where asked for; with the first delta of sample 0.
     """
-    error: tuple[str, str, str | None] | None = None
+    error: WireError | None = None
     """`errors.error_to_wire` of what broke this request, with finish_reason "error"."""
     session: SessionUpdate | None = None
     """In live sessions only."""
@@ -183,7 +185,7 @@ class RenderedPrompt:
     integers takes milliseconds to make, and again to turn back.
     """
 
-    __slots__ = ("features", "frames", "ids", "items", "scope", "tenant", "text")
+    __slots__ = ("features", "frames", "ids", "items", "scope", "tenant", "text", "weight")
 
     def __init__(
         self,
@@ -206,6 +208,8 @@ class RenderedPrompt:
         self.tenant = tenant
         self.frames = frames
         """[n, *frame shape], where a live session adds a frame of sound to each token."""
+        self.weight = 1.0
+        """How many times another one's share the tenant gets."""
 
     @property
     def cost(self) -> int:

@@ -71,7 +71,7 @@ def test_a_step_that_raises_ends_its_requests_and_no_other(bench):
     bench.core.add(later, {})
     bench.run()
     assert set(bench.errors()) == {"broken", "broken too"}
-    assert {kind for kind, _, _ in bench.errors().values()} == {"RequestFailedError"}
+    assert {kind for kind, *_ in bench.errors().values()} == {"RequestFailedError"}
     assert bench.tokens("later") == reference(later, 8)
     assert not bench.runner.known
 
@@ -80,7 +80,7 @@ def test_what_a_failure_says_names_no_address_and_no_path(bench):
     bench.runner.raising = 1
     bench.core.add(request("broken", text(9)), {})
     bench.run()
-    [(_, message, _)] = bench.errors().values()
+    [(_, message, *_)] = bench.errors().values()
     assert message == "the model failed on this request (RuntimeError)"
 
 

@@ -469,6 +469,31 @@ def test_a_stale_hint_is_a_resend():
     assert receiver_cache.submit("b", again).missing == ()
 
 
+def test_a_hint_is_withdrawn_when_nobody_lists_its_item_any_more():
+    """Otherwise small caches of several senders would ask again for most of what they share."""
+    sender, other, receiver_cache = pair(capacity=1000)  # one item each
+    receiver_cache.submit("a", submit(sender, part(1)))
+    pass_hints(receiver_cache, other)
+    assert other.directory.hinted(key(1)) is not None
+    receiver_cache.release("r")
+    receiver_cache.submit("a", submit(sender, part(2), request_id="s"))  # evicts the first
+    told = receiver_cache.take_hints("b")
+    assert told.gone == (key(1),)
+    other.hint(told)
+    assert other.directory.hinted(key(1)) is None
+    assert other.directory.hinted(key(2)) is not None
+
+
+def test_an_item_that_another_sender_still_lists_is_not_withdrawn():
+    sender, other, receiver_cache = pair(capacity=1000)
+    receiver_cache.submit("a", submit(sender, part(1)))
+    pass_hints(receiver_cache, other)
+    receiver_cache.submit("b", submit(other, looked_up(other, 1), request_id="t"))
+    receiver_cache.release("r")
+    receiver_cache.submit("a", submit(sender, part(2), request_id="s"))
+    assert receiver_cache.take_hints("b").gone == ()
+
+
 def test_a_hint_without_room_is_only_referred_to():
     sender, other, receiver_cache = pair()
     receiver_cache.submit("b", submit(other, part(2, 2500), request_id="s"))

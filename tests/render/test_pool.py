@@ -504,7 +504,12 @@ def test_workers_get_no_secrets_in_their_environment(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("folder", "words"),
-    [("bad", "bad folder"), ("dead", "did not start"), ("nonsense", "did not start")],
+    [
+        ("bad", "bad folder"),
+        ("dead", "ended with status 0 while it started"),
+        ("killed", "was killed while it started"),
+        ("nonsense", "did not answer as it should while it started"),
+    ],
 )
 def test_a_worker_that_cannot_start_is_an_error_at_the_start(folder: str, words: str) -> None:
     async def scenario() -> None:

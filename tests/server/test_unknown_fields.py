@@ -7,6 +7,7 @@ import logging
 import msgspec
 import pytest
 
+from lookonce.errors import BadRequestError
 from lookonce.frontend.requests import (
     ChatRequest,
     CompletionRequest,
@@ -79,6 +80,37 @@ def test_what_was_probably_meant_is_told(on_site, fields, words):
         assert len(response.headers[HEADER]) < 1500
 
     on_site(scenario)
+
+
+PARTS = {
+    "text": ({"type": "text", "text": "hi", "txet": 1}, "txet (did you mean text?)"),
+    "outer": ({"type": "image_url", "image_url": {"url": "U"}, "uiud": "x"}, "uiud (did you mean"),
+    "inner": (
+        {"type": "image_url", "image_url": {"url": "U", "detial": "low"}},
+        "image_url.detial (did you mean detail?)",
+    ),
+}
+
+
+@pytest.mark.parametrize("where", PARTS)
+def test_a_misspelt_field_of_a_content_part_is_named_by_its_place(where):
+    part, words = PARTS[where]
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]
+    _, unknown = parse_reporting(msgspec.json.encode({"messages": messages}), ChatRequest)
+    warning = UnknownFields().judge(unknown, ChatRequest)
+    assert f"messages[0].content[1].{words}" in warning
+
+
+def test_a_misspelt_field_of_a_tool_is_named_by_its_place():
+    function = {"name": "f", "descripton": "?"}
+    tools = [{"type": "function", "function": {"name": "g"}}, {"type": "function", "x": 1}]
+    body = {**HELLO, "tools": [{"type": "function", "function": function}, *tools]}
+    _, unknown = parse_reporting(msgspec.json.encode(body), ChatRequest)
+    assert unknown == ["tools[0].function.descripton", "tools[2].x"]
+    strict = UnknownFields(strict=True)
+    with pytest.raises(BadRequestError) as refused:
+        strict.judge(unknown, ChatRequest)
+    assert refused.value.param == "tools[0].function.descripton"
 
 
 def test_fields_that_ask_for_nothing_and_openai_s_own_are_no_matter(on_site):

@@ -143,13 +143,13 @@ engine_messages: tuple[EngineMessage, ...] = (
     Received(3),
     Accepted("r"),
     ResendMedia("r", (b"k" * 32,)),
-    Rejected("r", ("QueueFullError", "full", None)),
+    Rejected("r", ("QueueFullError", "full", None, "queue_full")),
     Deltas(
         [
             TokenDelta("r", 0, [1], logprobs=[TokenLogprob(-0.5, ((1, -0.5),))]),
             TokenDelta("r", 1, [2], "stop", 2, reuse_stats=PrefillStats(16, 0, ("hit",), (1.5,))),
             TokenDelta("s", 0, [3], session=SessionUpdate(2, "length", 5, 16)),
-            TokenDelta("q", 0, [], "error", error=("RequestFailedError", "broke", None)),
+            TokenDelta("q", 0, [], "error", error=("BadRequestError", "broke", "top_k", "odd")),
         ]
     ),
     Hints((Hint(b"k" * 32, 9, Expansion(((9, 1),), 9)),), ((b"n", b"d"),)),

@@ -43,6 +43,7 @@ class LiveServer:
             start_new_session=True,
             preexec_fn=max_descriptors and (lambda: _limit_descriptors(max_descriptors)),
         )
+        self._watcher = _Watcher(self.process.pid)
         self.output: list[str] = []
         self._url: str | None = None
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -73,6 +74,7 @@ class LiveServer:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         status = self.process.wait(60)
+        self._watcher.close()
         self._reader.join(5)
         if self.process.stdout is not None:
             self.process.stdout.close()
@@ -120,6 +122,25 @@ class LiveServer:
         except OSError:
             return False
         return wanted in command and state != "Z" and int(fields[2]) == self.process.pid
+
+
+class _Watcher:
+    """A process that ends the server when this one has ended without stopping it.
+
+    It reads a pipe that ends with this process, however that ends.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", f"read line || kill -TERM {pid}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        self._process.communicate(b"stopped\n")
 
 
 def _limit_descriptors(most: int) -> None:

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookonce.types.fair_queue import FairQueue
+from lookonce.types.fair_queue import DeficitRoundRobin, FairQueue, TenantWeights
 
 QUANTUM = 10
 LARGEST = 50
@@ -32,6 +32,29 @@ def test_a_tenant_that_may_not_begin_keeps_its_place():
     assert queue.pop(lambda tenant: tenant == "b") == ("b", "b")
     assert queue.pop(lambda tenant: tenant == "b") is None
     assert queue.pop() == ("a", "a")
+
+
+def test_a_tenant_of_twice_the_weight_gets_twice_as_much():
+    weights = TenantWeights()
+    weights.replace({"heavy": 3.0}, 1.5)
+    queue = FairQueue(QUANTUM, weights)
+    for number in range(300):
+        for tenant in ("heavy", "light"):
+            queue.push(tenant, number, 10)
+    taken = Counter(queue.pop()[0] for _ in range(300))
+    assert abs(taken["heavy"] - 200) <= 3
+
+
+def test_debts_are_paid_before_the_next_turn():
+    turns = DeficitRoundRobin(QUANTUM)
+    for tenant in ("a", "b"):
+        turns.join(tenant)
+    turns.charge("a", 5 * QUANTUM)
+    served = []
+    for _ in range(10):
+        served.append(turns.choose(dict.fromkeys("ab", QUANTUM)))
+        turns.charge(served[-1], QUANTUM)
+    assert "".join(served) == "bbbbbbabab"
 
 
 def test_a_removed_job_is_not_taken():

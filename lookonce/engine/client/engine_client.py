@@ -532,6 +532,7 @@ def _wire_request(
         arrival=time.monotonic() if arrival is None else arrival,
         tenant=rendered.tenant,
         frames=rendered.frames,
+        weight=rendered.weight,
     )
 
 

@@ -337,6 +337,8 @@ class SenderCache:
 
     def hint(self, message: Hints) -> None:
         """Take note of what other senders added."""
+        for key in message.gone:
+            self.directory.forget_hint(key)
         for hint in message.items:
             self.directory.hint(hint.key, hint.nbytes, hint.expansion)
         for name, digest in message.bindings:

@@ -153,6 +153,9 @@ class EngineCore:
     def num_waiting(self) -> int:
         return self._scheduler.num_waiting
 
+    def num_waiting_of(self, tenant: str) -> int:
+        return self._scheduler.num_waiting_of(tenant)
+
     def check_integrity(self) -> None:
         self._scheduler.check_integrity()
 

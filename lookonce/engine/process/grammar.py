@@ -51,7 +51,6 @@ from lookonce.engine.process.grammar_worker import (
     receive,
     refusal,
     send,
-    trim_memory,
 )
 from lookonce.errors import (
     BadRequestError,
@@ -63,9 +62,10 @@ from lookonce.errors import (
     error_from_wire,
 )
 from lookonce.ipc.framing import MessageSocket
-from lookonce.ipc.worker_process import start_worker
+from lookonce.ipc.worker_process import how_it_ended, start_worker
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.fair_queue import FairQueue
+from lookonce.types.memory import give_memory_back
 from lookonce.types.sampling import CompiledGrammar, Grammar
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class GrammarCompiler:
         if matcher.is_error():
             raise refusal(grammar, matcher.get_error())
         if tried.nbytes > LARGE_BYTES:
-            trim_memory()
+            give_memory_back()
         return LLGuidanceGrammar(matcher, tried.nbytes, self._limits)
 
     def close(self) -> None:
@@ -300,8 +300,11 @@ class GrammarWorker:
                 raise ProtocolError("the worker answers something else")
         except (OSError, ProtocolError, msgspec.MsgspecError):
             self.ended = True
-            logger.warning("a grammar worker did not start")
-            raise _no_worker() from None
+            ended = self._ended_how()
+            logger.warning("a grammar worker did not start: it %s", ended)
+            raise UnavailableError(
+                f"grammars cannot be compiled now: the process for it {ended} while it started"
+            ) from None
         self._link.settimeout(POLL_SECONDS)
 
     def try_grammar(self, grammar: Grammar, abandoned: Abandoned) -> GrammarTried:
@@ -352,12 +355,19 @@ class GrammarWorker:
             case code if code == -signal.SIGABRT:
                 megabytes = self._limits.memory_bytes >> 20
                 why = f"too complex: it takes more than {megabytes} MiB of memory to compile"
-            case None | -9:  # SIGKILL: by somebody else
-                return _no_worker()
+            case None | -9:  # SIGKILL: by somebody else, such as the system, short of memory
+                return UnavailableError(
+                    f"{grammar.param}: the process that compiled the grammar was killed"
+                )
             case _:
                 why = "it cannot be compiled: the compiler crashed"
         logger.warning("a grammar worker ended (%s): %s", self._process.returncode, why)
         return refusal(grammar, why)
+
+    def _ended_how(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        return how_it_ended(self._process.returncode)
 
     def kill(self) -> None:
         """End the process, from any thread; the thread that waits for it sees the link close."""
@@ -523,7 +533,7 @@ class GrammarCompilerPool:
                     self._settle(request, complete, _no_worker())
                     return
                 job = self._jobs[key] = _Job(key, grammar, compile)
-                self._queue.push(tenant, job, BASE_COST + grammar.nbytes)
+                self._queue.push(tenant, job, BASE_COST + grammar.nbytes, request.weight)
                 self._changed.notify()
             job.requests[request.request_id] = request, complete
             self._job_of[request.request_id] = job

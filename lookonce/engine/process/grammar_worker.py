@@ -15,7 +15,6 @@ its end.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import random
@@ -33,8 +32,14 @@ from llguidance import LLMatcher
 from llguidance._lib import LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
-from lookonce.errors import BadRequestError, ProtocolError, error_to_wire
+from lookonce.errors import BadRequestError, ProtocolError, WireError, error_to_wire
 from lookonce.ipc.framing import MessageSocket
+from lookonce.types.memory import (
+    address_space_bytes,
+    allocated_bytes,
+    give_memory_back,
+    resident_bytes,
+)
 from lookonce.types.sampling import JSON_SPACES, Grammar
 
 if TYPE_CHECKING:
@@ -102,7 +107,7 @@ class GrammarTried(msgspec.Struct, frozen=True, tag="tried", array_like=True):
 
 
 class GrammarRefused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
-    error: tuple[str, str, str | None]
+    error: WireError
     """`errors.error_to_wire`."""
     worn: bool = False
 
@@ -243,58 +248,9 @@ class GrammarTrial:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-class _MallInfo(ctypes.Structure):
-    """glibc's `struct mallinfo2`."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd",
-            "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
-        )
-    ]  # fmt: skip
-
-
-def _glibc() -> ctypes.CDLL | None:
-    """The C library where it is glibc 2.33 or newer, which tells what is allocated."""
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "mallinfo2"):
-        return None
-    library.mallinfo2.restype = _MallInfo
-    return library
-
-
-GLIBC = _glibc()
-
-
-def allocated_bytes() -> int:
-    """Bytes that this process has allocated and not freed; without glibc its resident size."""
-    if GLIBC is None:
-        return resident_bytes()
-    info = GLIBC.mallinfo2()
-    return int(info.uordblks + info.hblkhd)
-
-
-def trim_memory() -> None:
-    """Give freed memory back to the system, where the C library can."""
-    if GLIBC is not None:
-        GLIBC.malloc_trim(0)
-
-
-def resident_bytes() -> int:
-    return _statm(1)
-
-
-def _statm(column: int) -> int:
-    """A size of this process in bytes; 0 where there is no /proc."""
-    with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[column]) * resource.getpagesize()
-    return 0
-
-
 def _limit_memory(more: int) -> None:
     """Let this process take so many bytes of address space beyond what it has."""
-    size = _statm(0)
+    size = address_space_bytes()
     if size:
         resource.setrlimit(resource.RLIMIT_AS, (size + more, size + more))
 
@@ -317,7 +273,7 @@ def serve(link: MessageSocket) -> None:
         if isinstance(job, TryGrammar):
             answer = _answer(trial, job.grammar, configured.limits)
             del job
-            trim_memory()
+            give_memory_back()
             worn = resident_bytes() > base + KEPT_BYTES
             send(link, msgspec.structs.replace(answer, worn=worn))
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from lookonce.cache.slabs import SlabOwner
 from lookonce.core.request import Request
+from lookonce.core.scheduler import check_queue
 from lookonce.engine.process.engine_core import RequestPreprocessor
 from lookonce.engine.process.grammar import CompiledRequest, GrammarCompilerPool
 from lookonce.engine.process.receiver_cache import Held, ReceiverCache
@@ -416,9 +417,9 @@ class InputThread:
         if self._preprocessor is None:
             raise NotReadyError("the model is still loading")
         channel = self._step_channel
-        waiting = channel.num_waiting() + channel.num_commands + len(self._grammar_pool)
-        if waiting >= self._max_queue:
-            raise QueueFullError(f"{waiting} requests are waiting, the most that may")
+        coming = channel.num_commands + len(self._grammar_pool)
+        waiting = channel.num_waiting() + coming
+        check_queue(waiting, channel.num_waiting_of(request.tenant) + coming, self._max_queue)
         try:
             return self._preprocessor.preprocess(request, items)
         except LookOnceError:

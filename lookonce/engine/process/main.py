@@ -38,6 +38,7 @@ from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.engine.supervisor.socket_folder import joined_socket_folder, remove_if_abandoned
 from lookonce.errors import ConfigError, LookOnceError, ModelLoadError, error_to_wire
 from lookonce.ipc.socket_engine_link import SocketEngineLink
+from lookonce.types.log_limiter import limit_log_lines
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ def run_engine(load: Load) -> NoReturn:
         format="%(asctime)s %(levelname)s engine: %(message)s",
         stream=sys.stderr,
     )
+    limit_log_lines()
     try:
         settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
         logger.info("loading %s", settings.model.folder)

@@ -62,11 +62,20 @@ class _Sender:
     granted: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     claims: dict[int, bytes] = field(default_factory=dict)
+    gone: dict[bytes, None] = field(default_factory=dict)
 
     def hint(self, key: bytes, item: ProcessedItem) -> None:
+        self.gone.pop(key, None)
         self.hints[key] = Hint(key, item.nbytes, item.expansion)
         if len(self.hints) > MAX_PENDING_HINTS:
             del self.hints[next(iter(self.hints))]
+
+    def withdraw(self, key: bytes) -> None:
+        """The item has left the store. The sender may know of it by an earlier hint."""
+        self.hints.pop(key, None)
+        self.gone[key] = None
+        if len(self.gone) > MAX_PENDING_HINTS:
+            del self.gone[next(iter(self.gone))]
 
 
 @dataclass(slots=True)
@@ -221,11 +230,20 @@ class ReceiverCache:
         Always None for a sender that was taken for dead and has not started over yet.
         """
         peer = self._senders.get(sender)
-        if peer is None or not (peer.hints or peer.bindings or peer.granted or peer.held):
+        if peer is None:
+            return None
+        all_news = (peer.hints, peer.bindings, peer.granted, peer.held, peer.gone)
+        if not any(all_news):
             return None
         items = tuple(hint for hint in peer.hints.values() if hint.key in self.store)
-        told = Hints(items, tuple(peer.bindings.items()), tuple(peer.granted), tuple(peer.held))
-        for news in (peer.hints, peer.bindings, peer.granted, peer.held):
+        told = Hints(
+            items,
+            tuple(peer.bindings.items()),
+            tuple(peer.granted),
+            tuple(peer.held),
+            tuple(peer.gone),
+        )
+        for news in all_news:
             news.clear()
         return told if told != Hints() else None
 
@@ -260,6 +278,8 @@ class ReceiverCache:
     def _apply(self, sender: str, ops: CacheOps) -> None:
         for key in ops.drops:
             self.store.drop(sender, key)
+            if self.store.get_listed(key) is None:
+                self._withdraw(sender, key)
         for keyed in ops.adds:
             if self.store.add(sender, keyed.key, keyed.item):
                 self._announce(sender, keyed)
@@ -280,6 +300,10 @@ class ReceiverCache:
         self.store.release(request_id)
         self.store.open_request(request_id)
         self._requests[request_id].missing = ()
+
+    def _withdraw(self, sender: str, key: bytes) -> None:
+        for peer in self._others(sender):
+            peer.withdraw(key)
 
     def _announce(self, sender: str, keyed: KeyedItem) -> None:
         for peer in self._others(sender):

@@ -149,6 +149,8 @@ class StepChannel:
         """`time.monotonic()` when the step in progress began; None when idle."""
         self.num_waiting: Callable[[], int] = int
         """Requests the scheduler has not begun: an estimate, since it goes on meanwhile."""
+        self.num_waiting_of: Callable[[str], int] = lambda tenant: 0
+        """The same of one tenant."""
 
     # --- the input thread's side --------------------------------------------------------------
 
@@ -212,6 +214,7 @@ class StepLoop:
         self._output_sender = OutputSender(channel.writer)
         self._stopped = False
         channel.num_waiting = lambda: core.num_waiting
+        channel.num_waiting_of = core.num_waiting_of
         core.wake_with(channel.wake)
 
     def run(self) -> None:

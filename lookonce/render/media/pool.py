@@ -49,7 +49,7 @@ from lookonce.errors import (
 from lookonce.ipc.codec import SlabReference
 from lookonce.ipc.fork_server import ForkedProcess
 from lookonce.ipc.framing import MessageSocket, close_fds
-from lookonce.ipc.worker_process import fork_worker, start_worker
+from lookonce.ipc.worker_process import fork_worker, how_it_ended, start_worker
 from lookonce.render.media.cost import cpu_deadline
 from lookonce.render.media.fair_queue import MediaQueue, QueuedJob
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
@@ -70,6 +70,7 @@ from lookonce.render.media.worker import (
     send,
 )
 from lookonce.types.counts import Counts
+from lookonce.types.fair_queue import TenantWeights
 from lookonce.types.media import Array, ProcessedItem
 from lookonce.types.ports import ClaimsItems
 
@@ -86,6 +87,8 @@ ABANDONED_TIMEOUT = 1.0
 """Seconds that a job may go on after which nobody waits for it."""
 GUARD_INTERVAL = 0.1
 STOP_TIMEOUT = 2.0
+END_TIMEOUT = 0.5
+"""For a worker that has closed its link, to end."""
 STARTS_PER_JOB = 3
 """Workers that are tried for a job when they are killed before they have begun it."""
 LEAST_CHARGE = 0.25
@@ -128,6 +131,8 @@ class ServerShare:
     """Asked before an item is made; None: nobody else makes items."""
     counts: Counts = field(default_factory=Counts)
     """Gets what is counted for metrics."""
+    weights: TenantWeights = field(default_factory=TenantWeights)
+    """Of tenants that take turns."""
 
 
 @dataclass(eq=False, slots=True)
@@ -198,6 +203,7 @@ class MediaPool:
         self._queue: MediaQueue[_Work] = MediaQueue(
             max_waiting=max_queue,
             max_waiting_per_tenant=max_queue_per_tenant or max_queue,
+            weights=share.weights,
         )
         self._running: dict[Queued, _Running | None] = {}
         """Jobs taken by a thread; None until its worker is ready."""
@@ -427,6 +433,8 @@ class MediaPool:
             if self._closed:
                 raise _draining() from None
             logger.warning("no media worker can be started: %s", error)
+            if isinstance(error, _WorkerEndedError):
+                raise UnavailableError(f"media cannot be processed now: {error.message}") from error
             raise _out_of_resources() from error
 
     def _begin(self, queued: Queued, worker: _WorkerProcess) -> _Running:
@@ -488,6 +496,10 @@ def _reason_to_kill(queued: Queued, running: _Running) -> KillReason | None:
     if queued.job.abandoned and time.monotonic() - running.started > ABANDONED_TIMEOUT:
         return "abandoned"
     return None
+
+
+class _WorkerEndedError(ModelLoadError):
+    """A worker ended before it was ready; the message says how."""
 
 
 class _Workers:
@@ -601,7 +613,10 @@ class _WorkerProcess:
             send(self._link, ConfigureWorker(self._settings, self._slab_bytes))
             reply, _ = receive(self._link, self._replies)
         except (LinkClosedError, OSError):
-            raise ModelLoadError("a media worker process did not start") from None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_TIMEOUT)
+            ended = how_it_ended(self._process.returncode)
+            raise _WorkerEndedError(f"a media worker process {ended} while it started") from None
         if isinstance(reply, JobFailed):
             raise error_from_wire(*reply.error)
         if not isinstance(reply, WorkerReady):

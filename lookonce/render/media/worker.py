@@ -46,6 +46,7 @@ from lookonce.errors import (
     LookOnceError,
     ProtocolError,
     UnprocessableMediaError,
+    WireError,
     error_to_wire,
 )
 from lookonce.ipc.codec import MessageDecoder, MessageEncoder, ReadSlab
@@ -150,7 +151,7 @@ class JobDone(msgspec.Struct, frozen=True, tag="done", array_like=True):
 class JobFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     """The error of a job, or of starting the worker."""
 
-    error: tuple[str, str, str | None]
+    error: WireError
     out_of_memory: bool = False
     """The worker ends: what is left of its memory may be in pieces."""
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from lookonce.errors import QueueFullError
 from lookonce.render.prompt.tokenizer import BYTE_ALPHABET, Tokenizer
-from lookonce.types.fair_queue import FairQueue
+from lookonce.types.fair_queue import FairQueue, TenantWeights
 
 THREADS = 2
 MAX_WAITING = 64
@@ -192,10 +192,15 @@ class _Turn(Generic[T]):
 class LongTextThreads:
     """Threads for long texts; used on an event loop."""
 
-    def __init__(self, num_threads: int = THREADS, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(
+        self,
+        num_threads: int = THREADS,
+        max_waiting: int = MAX_WAITING,
+        weights: TenantWeights | None = None,
+    ) -> None:
         self._num_threads = num_threads
         self._max_waiting = max_waiting
-        self._queue: FairQueue[_Turn[Any]] = FairQueue(QUANTUM)
+        self._queue: FairQueue[_Turn[Any]] = FairQueue(QUANTUM, weights)
         self._waiting: Counter[str] = Counter()
         self._running: Counter[str] = Counter()
         self._threads = ThreadPoolExecutor(

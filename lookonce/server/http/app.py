@@ -20,6 +20,7 @@ from lookonce.errors import LookOnceError, ModelNotFoundError
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
 from lookonce.server.http.request_guard import Headers
 from lookonce.server.http.responses import INTERNAL, ClientLeftError, error_response, json_response
+from lookonce.server.rate_limits import NO_LIMITS
 from lookonce.server.routes import page
 from lookonce.server.routes.admin import (
     TIERS,
@@ -80,6 +81,11 @@ WEBSOCKETS = [WebSocketRoute("/v1/realtime", realtime)]
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json"})
 """Paths that are answered without a key and while draining: they tell the server's state."""
+
+UNLIMITED_PATHS = frozenset(
+    {"/inference/v1/abort_requests", *(f"/reset_{tier}_cache" for tier in TIERS)}
+)
+"""Paths of requests that count for no limit: they free what others hold."""
 
 HEADER_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 CLIENT_LEFT_STATUS = 499
@@ -173,13 +179,17 @@ class RequestMiddleware:
             await self._router(scope, receive, send)
             return
         with self._services.drain.serving():
-            scope["state"]["principal"] = self._services.keys.principal(scope)
-            endpoint = self._endpoints.get((scope["method"], path))
-            if endpoint is None or scope.get("root_path"):
-                await self._router(scope, receive, send)
-                return
-            response = await endpoint(Request(scope, receive, send))
-            await response(scope, receive, send)
+            state = scope["state"]
+            state["principal"] = principal = self._services.keys.principal(scope)
+            limited = scope["method"] == "POST" and path not in UNLIMITED_PATHS
+            with self._services.admit(principal) if limited else NO_LIMITS as usage:
+                state["usage"] = usage
+                endpoint = self._endpoints.get((scope["method"], path))
+                if endpoint is None or scope.get("root_path"):
+                    await self._router(scope, receive, send)
+                    return
+                response = await endpoint(Request(scope, receive, send))
+                await response(scope, receive, send)
 
     async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one WebSocket, or answer its handshake with an error as any other request's."""
@@ -236,6 +246,8 @@ class _ResponseSender:
             self._begun = True
             request_id = (b"x-request-id", self._state["request_id"].encode("ascii"))
             message["headers"] = [*message.get("headers", ()), request_id, *self.headers]
+            if (usage := self._state.get("usage")) is not None:
+                message["headers"] += usage.headers()
             if (warning := self._state.get("warning")) is not None:
                 message["headers"].append((WARNING_HEADER, warning.encode("ascii")))
             if self._drain.draining:

@@ -20,7 +20,7 @@ from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, RequestError, TooLargeError
 from lookonce.frontend.requests import HARMLESS_VALUES, NOTHING, Raw, RefusesUnsupported, raw_bytes
 from lookonce.server.http.responses import ClientLeftError
-from lookonce.server.http.unknown_fields import strict_kind, unknown_fields
+from lookonce.server.http.unknown_fields import strict_kind, unknown_fields, unknown_part_fields
 from lookonce.server.services import Services, header
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -107,10 +107,11 @@ def parse_reporting(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
     try:
         request: T = _decoder(strict_kind(kind)).decode(body)
     except (ValueError, RecursionError):
-        return parse(body, kind), unknown_fields(body, kind)
+        request = parse(body, kind)
+        return request, unknown_fields(body, kind) + unknown_part_fields(request)
     if isinstance(request, RefusesUnsupported):
         refuse_unsupported(request)
-    return request, []
+    return request, unknown_part_fields(request)
 
 
 def _require_utf8(body: bytes) -> None:

@@ -157,6 +157,7 @@ class HttpProtocol(HttpToolsProtocol):
         elif self.phase == "refused":
             return
         self._overhead += len(data)
+        self._table.num_received += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -358,7 +359,7 @@ class HttpProtocol(HttpToolsProtocol):
             )
             self._refuse(RefusedRequestError(408, "body_timeout", message))
         else:
-            if what != "idle":
+            if what not in ("idle", "refused", "handshake"):  # those are counted elsewhere
                 reason = "no_request" if what == "headers" else f"{what}_timeout"
                 self._table.count_refused(reason)
             self._abort()
@@ -412,6 +413,8 @@ class Connections:
         """A second or less ahead of the clock: it is set at each sweep, so that no request has to
         ask for the time, and no deadline comes early."""
         self.total = 0
+        self.num_received = 0
+        """Bytes since freed memory was last given back to the system (`ApiServer`)."""
         self.on_room: Callable[[], None] = lambda: None
         """Called when a connection has ended."""
         self._by_address: dict[str | None, dict[Connection, None]] = {}
@@ -589,13 +592,20 @@ class Acceptor:
     def _accepted(
         self, done: asyncio.Task[Any], accepted: socket.socket, protocol: HttpProtocol
     ) -> None:
-        """A client that left, is no TLS client, or took too long is forgotten."""
+        """A client that left, is no TLS client, or took too long is forgotten.
+
+        The event loop closes the transport of a task that was cancelled or failed, but does not say
+        so to a protocol that it had connected in the same turn.
+        """
         self._tasks.discard(done)
-        if done.cancelled() or done.exception() is not None:
+        failed = done.cancelled() or done.exception() is not None
+        if failed:
             self._connections.count_refused("handshake")
         if protocol.phase == "handshake":
             accepted.close()
             self._connections.remove(protocol)
+        elif failed:
+            protocol.connection_lost(None)
 
 
 def _client_address(peer: object) -> str | None:

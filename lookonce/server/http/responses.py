@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from types import TracebackType
@@ -16,7 +17,13 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lookonce.errors import LookOnceError, RequestError, UnavailableError, http_status
+from lookonce.errors import (
+    LookOnceError,
+    RateLimitedError,
+    RequestError,
+    UnavailableError,
+    http_status,
+)
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
 
 logger = logging.getLogger("lookonce.server")
@@ -62,6 +69,9 @@ def error_response(error: LookOnceError) -> Response:
     headers = {}
     if isinstance(error, UnavailableError) or status == 429:
         headers["Retry-After"] = RETRY_AFTER_SECONDS
+    if isinstance(error, RateLimitedError):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+        headers["Retry-After-Ms"] = str(math.ceil(error.retry_after * 1000))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return json_response(error_body(error), status, headers)

@@ -12,7 +12,7 @@ import json
 import logging
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -30,6 +30,20 @@ MAX_LOGGED = 100
 """Different fields that a process logs: clients can think of as many as they like."""
 LIKENESS = 0.75
 """How alike a field must be to be the one that was meant."""
+PART_FIELDS: dict[str, frozenset[str]] = {
+    "text": frozenset({"type", "text"}),
+    "refusal": frozenset({"type", "refusal"}),
+    "image_url": frozenset({"type", "image_url", "uuid"}),
+    "input_audio": frozenset({"type", "input_audio", "uuid"}),
+    "audio_url": frozenset({"type", "audio_url", "uuid"}),
+}
+"""Type of a content part → its fields. Other fields of messages are given to the chat template."""
+MEDIA_FIELDS: dict[str, frozenset[str]] = {
+    "image_url": frozenset({"url", "detail"}),
+    "input_audio": frozenset({"data", "format"}),
+    "audio_url": frozenset({"url"}),
+}
+"""The same of the object that such a part has under its own name."""
 
 
 class UnknownFields:
@@ -76,8 +90,40 @@ def _unknown(body: bytes, kind: type[msgspec.Struct], prefix: str) -> Iterator[s
             inner = _member(declared[name])
             if inner is not None and raw.lstrip().startswith(b"{"):
                 yield from _unknown(raw, inner, f"{prefix}{name}.")
+            listed = _listed(declared[name])
+            if listed is not None and raw.lstrip().startswith(b"["):
+                for index, entry in enumerate(msgspec.json.decode(raw, type=list[msgspec.Raw])):
+                    yield from _unknown(bytes(entry), listed, f"{prefix}{name}[{index}].")
         elif raw not in HARMLESS_VALUES and (prefix or name not in ACCEPTED_FIELDS):
             yield prefix + name
+
+
+def unknown_part_fields(request: msgspec.Struct) -> list[str]:
+    """Names of the fields of content parts that nothing reads: `messages[0].content[1].detial`."""
+    return list(_unknown_in_parts(getattr(request, "messages", None) or ()))
+
+
+def _unknown_in_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What is no message or part is the renderer's to refuse."""
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if not isinstance(content, list):
+            continue
+        for index, part in enumerate(content):
+            known = _known_fields(part)
+            if known is None or (part.keys() <= known and part["type"] not in MEDIA_FIELDS):
+                continue
+            where = f"messages[{number}].content[{index}]."
+            yield from (where + name for name in part.keys() - known if part[name] is not None)
+            inner = part.get(part["type"])
+            if isinstance(inner, dict):
+                of_media = inner.keys() - MEDIA_FIELDS.get(part["type"], inner.keys())
+                yield from (f"{where}{part['type']}.{name}" for name in of_media)
+
+
+def _known_fields(part: object) -> frozenset[str] | None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return PART_FIELDS.get(kind) if isinstance(kind, str) else None
 
 
 @cache
@@ -96,6 +142,10 @@ def strict_kind(
         inner = _member(declared)
         if inner is not None:
             added.append((name, strict_kind(inner, frozenset()) | None, None))
+        listed = _listed(declared)
+        if listed is not None:
+            many = types.GenericAlias(list, (strict_kind(listed, frozenset()),))
+            added.append((name, many | None, None))
     return msgspec.defstruct(
         kind.__name__, added, bases=(kind,), kw_only=True, forbid_unknown_fields=True
     )
@@ -106,9 +156,23 @@ def _member(declared: Any) -> type[msgspec.Struct] | None:
     if typing.get_origin(declared) not in (typing.Union, types.UnionType):
         return None
     members = [each for each in typing.get_args(declared) if each is not type(None)]
-    one = members[0] if len(members) == 1 else None
-    if isinstance(one, type) and issubclass(one, msgspec.Struct):
-        return None if one.__struct_config__.tag is not None else one
+    return _plain_struct(members[0]) if len(members) == 1 else None
+
+
+def _listed(declared: Any) -> type[msgspec.Struct] | None:
+    """The struct of which an optional field holds a list; None for any other field."""
+    if typing.get_origin(declared) not in (typing.Union, types.UnionType):
+        return None
+    members = [each for each in typing.get_args(declared) if each is not type(None)]
+    if len(members) != 1 or typing.get_origin(members[0]) is not list:
+        return None
+    return _plain_struct(typing.get_args(members[0])[0])
+
+
+def _plain_struct(kind: Any) -> type[msgspec.Struct] | None:
+    """`kind` if it is a struct and no member of a tagged union."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return None if kind.__struct_config__.tag is not None else kind
     return None
 
 
@@ -117,5 +181,8 @@ def _described(name: str, kind: type[msgspec.Struct]) -> str:
     shown = json.dumps(name[:MAX_NAME])[1:-1]
     unsupported = kind.unsupported_fields() if issubclass(kind, RefusesUnsupported) else ()
     likely = [field for field in kind.__struct_fields__ if field not in unsupported]
-    close = difflib.get_close_matches(name[:MAX_NAME], likely, 1, LIKENESS)
+    if name.startswith("messages["):
+        likely = sorted(frozenset().union(*PART_FIELDS.values(), *MEDIA_FIELDS.values()))
+    meant = name.rpartition(".")[2] if "[" in name else name
+    close = difflib.get_close_matches(meant[:MAX_NAME], likely, 1, LIKENESS)
     return f"{shown} (did you mean {close[0]}?)" if close else shown

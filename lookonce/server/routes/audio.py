@@ -79,6 +79,7 @@ async def _answer(request: Request, task: Task) -> Response:
         raise BadRequestError("file: the form needs a file that is not empty", param="file")
     options = _options(asked, task)
     check_hears(services, options)
+    request.state.usage.take_media(1)
     if header(request.scope, b"x-reuse-receipt") == "1":
         asked.reuse_receipt = True
     principal: Principal = request.state.principal

@@ -37,6 +37,7 @@ from lookonce.frontend.tools.calls import (
     tool_calling,
 )
 from lookonce.server.http.body import receive
+from lookonce.server.rate_limits import count_media
 from lookonce.server.routes.serving_base import ServingContext, open_context, respond
 from lookonce.server.services import Services
 from lookonce.types.sampling import SamplingParams
@@ -92,6 +93,7 @@ class ChatResponseBuilder:
     async def render(self) -> None:
         context, body = self._context, self._body
         messages, body.messages = body.messages, []  # media are not kept while tokens are generated
+        context.usage_limits.take_media(count_media(messages))
         with context.services.metrics.render.time():
             rendered = await context.services.renderer.render_chat(
                 messages,

@@ -168,6 +168,7 @@ class GenerateResponseBuilder:
             [],
             None,
         )  # not kept while tokens are generated
+        context.usage_limits.take_media(len(media))
         with context.services.metrics.render.time():
             rendered = await context.services.renderer.render_tokens(
                 body.token_ids,

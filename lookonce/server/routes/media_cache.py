@@ -45,6 +45,7 @@ async def inject_media(request: Request) -> Response:
     principal: Principal = request.state.principal
     services.require_model(body.model)
     services.require_ready()
+    request.state.usage.take_media(sum(map(len, body.kwargs_data.values())))
     offered = offered_items(body.mm_hashes, body.kwargs_data, _reader)
     outcomes = await inject_offered(
         services,

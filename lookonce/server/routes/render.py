@@ -27,6 +27,7 @@ from lookonce.frontend.sampling_params import completion_sampling, names_limit
 from lookonce.frontend.tools.calls import read_tools, tool_calling
 from lookonce.server.http.body import receive
 from lookonce.server.http.responses import encode, json_response, while_connected
+from lookonce.server.rate_limits import count_media
 from lookonce.server.routes.chat import chat_options, checked_chat
 from lookonce.server.routes.completions import named_prompts
 from lookonce.server.routes.generate import Features, MediaForm, features_of
@@ -69,6 +70,7 @@ async def render_chat(request: Request) -> Response:
     check_body(body)
     sampling, tools = checked_chat(body, services)
     request_id = request_id_of(request, body.request_id)
+    request.state.usage.take_media(count_media(body.messages))
 
     async def render() -> RenderedBody:
         rendered = await services.readonly.render_chat(
@@ -151,6 +153,7 @@ async def tokenize(request: Request) -> Response:
     services: Services = request.app.state.services
     body = await receive(request, TokenizeRequest)
     services.require_model(body.model)
+    request.state.usage.take_media(count_media(body.messages or ()))
     work = _rendered(services, request.state.principal, body)
     rendered = await while_connected(request.receive, work)
     services.readonly.release(rendered)

@@ -37,6 +37,7 @@ from lookonce.server.http.responses import (
     encode,
     while_connected,
 )
+from lookonce.server.rate_limits import RequestUsage
 from lookonce.server.services import Principal, Services, header
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
@@ -96,6 +97,7 @@ def open_context(request: Request, body: GenerationBody, arrival: float) -> Serv
         wants_receipt=body.reuse_receipt or header(request.scope, b"x-reuse-receipt") == "1",
         limit_asked=names_limit(body),
         arrival=arrival,
+        usage_limits=request.state.usage,
     )
 
 
@@ -136,6 +138,8 @@ class ServingContext:
     limit_asked: bool
     """The client set the most tokens to generate."""
     arrival: float
+    usage_limits: RequestUsage
+    """What of its limits the request uses."""
     created: int = field(default_factory=lambda: int(time.time()))
     generations: list[PromptGeneration] = field(default_factory=list)
     aborted: bool = False
@@ -151,6 +155,7 @@ class ServingContext:
 
     def __exit__(self, *_: object) -> None:
         self.services.running.forget(self.principal.tenant, self.request_id, self.abort)
+        self.usage_limits.generated(sum(each.completion_tokens for each in self.generations))
         for rendered in self._prompts:
             self.services.renderer.release(rendered)
 
@@ -167,6 +172,10 @@ class ServingContext:
         prompt that the model cannot take."""
         self._prompts.append(rendered)
         rendered.tenant = self.principal.tenant
+        rendered.weight = self.services.weights.of(rendered.tenant)
+        limit = self.usage_limits.limit_answer(sampling.max_tokens, asked=self.limit_asked)
+        if limit != sampling.max_tokens:
+            sampling = msgspec.structs.replace(sampling, max_tokens=limit)
         generation = prepare(
             self.services,
             rendered,
@@ -177,6 +186,8 @@ class ServingContext:
             limit_asked=self.limit_asked,
         )
         generation.aborted = self.aborted
+        most = generation.sampling.max_tokens or 0
+        self.usage_limits.take_tokens(rendered.num_tokens, most * sampling.n)
         self.generations.append(generation)
         self._count_scored(rendered, sampling, scored_by)
 

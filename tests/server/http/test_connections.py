@@ -181,6 +181,19 @@ def test_a_body_that_keeps_its_pace_is_read_and_one_that_does_not_is_told():
     on_connections(scenario)
 
 
+def test_a_refusal_whose_client_lingers_is_counted_once():
+    async def scenario(running):
+        protocol, wire = running.connect()
+        protocol.data_received(b"garbage\r\n\r\n")
+        running.pass_seconds(10)
+        assert wire.state == "aborted"
+        counts = running.counts.read()
+        counted = {name: counts[name].numbers for name in counts if "refused" in name}
+        assert counted == {"http_refused_total:invalid_http": (1,)}
+
+    on_connections(scenario)
+
+
 def test_a_body_that_nobody_reads_yet_is_not_late():
     """The application has not asked for it: uvicorn does not read on."""
 
@@ -318,6 +331,36 @@ def test_of_connections_closed_before_they_were_looked_at_none_is_left():
             for client in [*clients, last]:
                 client.close()
             await until(lambda: running.table.total == 0)
+            acceptor.close()
+            await acceptor.wait_closed()
+
+    on_connections(scenario)
+
+
+def test_a_connection_that_is_cancelled_while_it_is_made_is_not_counted_for_ever():
+    """An event loop may connect the protocol before the task hears that it was cancelled, and then
+    closes the transport without a word."""
+
+    class Loop:
+        def __init__(self, loop):
+            self.create_task = loop.create_task
+            self.add_reader, self.remove_reader = loop.add_reader, loop.remove_reader
+
+        async def connect_accepted_socket(self, factory, accepted, **_):
+            accepted.close()
+            protocol = factory()
+            protocol.connection_made(Wire())
+            raise asyncio.CancelledError
+
+    async def scenario(running):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            acceptor = Acceptor(listener, running.table, running.protocol, None)
+            acceptor._loop = Loop(acceptor._loop)
+            acceptor.resume()
+            client = connection(listener)
+            await until(lambda: "http_refused_total:handshake" in running.counts.read())
+            client.close()
+            assert running.table.total == 0
             acceptor.close()
             await acceptor.wait_closed()
 

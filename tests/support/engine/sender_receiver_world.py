@@ -520,7 +520,7 @@ class Engine:
         api.inbox.append(Accepted(request_id))
 
     def _reject(self, api: Api, request_id: str, kind: str) -> None:
-        api.inbox.append(Rejected(request_id, (kind, "no", None)))
+        api.inbox.append(Rejected(request_id, (kind, "no", None, None)))
 
     def _heal(self, api: Api, taken: bool, epoch: int) -> None:
         if not taken and epoch == self.receiver_cache.epoch:

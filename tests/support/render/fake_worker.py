@@ -174,6 +174,8 @@ def main() -> None:
                 return
             if configure.settings.folder == "dead":
                 return
+            if configure.settings.folder == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
             if configure.settings.folder == "nonsense":
                 link.send(NONSENSE)
             if configure.settings.folder == "mute":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 
 from msgspec import UNSET
@@ -24,9 +24,11 @@ from lookonce.frontend.transcription import (
     EncodedAudio,
     Transcriber,
     TranscriptDelta,
+    TranscriptEvent,
     TranscriptionOptions,
 )
 from lookonce.server.http.body import renamed_error
+from lookonce.server.rate_limits import NO_LIMITS, count_media
 from lookonce.server.routes.realtime.audio import Clip
 from lookonce.server.routes.realtime.conversation import Item, chat_messages
 from lookonce.server.routes.realtime.events import (
@@ -121,6 +123,7 @@ class SessionTasks:
             wants_kv_transfer=False,
             limit_asked=settings.max_output_tokens is not None,
             arrival=time.monotonic(),
+            usage_limits=NO_LIMITS,
         )
         self._contexts[response.id] = context
         self._start(response.id, self._answer(response, context))
@@ -134,7 +137,7 @@ class SessionTasks:
         reason = ""
         try:
             self._services.require_ready()
-            with context:
+            with self._services.admit(self._principal) as context.usage_limits, context:
                 await self._render(response, context)
                 async with aclosing(merged(context.generations)) as pieces:
                     async for piece in pieces:
@@ -155,6 +158,7 @@ class SessionTasks:
         fields.max_tokens = settings.max_output_tokens
         sampling = response_sampling(fields, None, services.defaults)
         chat = chat_messages(settings.instructions, response.items)
+        context.usage_limits.take_media(count_media(chat.messages))
         try:
             with services.metrics.render.time():
                 rendered = await services.renderer.render_chat(
@@ -183,26 +187,32 @@ class SessionTasks:
 
     async def _transcribe(self, item_id: str, clip: Clip, options: TranscriptionOptions) -> None:
         """One at a time and in their order: a session's turns follow each other."""
-        session = self.session
         try:
             async with self._one_transcript:
                 self._services.require_ready()
                 audio = EncodedAudio(clip.wav(), param=item_id)
                 events = self._transcriber.transcribe(audio, options, tenant=self._principal.tenant)
-                async with aclosing(events):
-                    async for event in events:
-                        await self._room()
-                        logprobs = self._logprobs(event.token_ids, event.logprobs)
-                        if isinstance(event, TranscriptDelta):
-                            if event.text:
-                                session.transcript_text(item_id, event.text, logprobs)
-                            continue
-                        session.transcript_done(
-                            item_id, event.text, _usage(event.usage), event.receipt, logprobs
-                        )
+                with self._services.admit(self._principal) as limits:
+                    limits.take_media(1)
+                    await self._send_transcript(item_id, events)
         except Exception as error:  # noqa: BLE001 - the client is told
             _log(error)
-            session.transcript_failed(item_id, error)
+            self.session.transcript_failed(item_id, error)
+
+    async def _send_transcript(
+        self, item_id: str, events: AsyncGenerator[TranscriptEvent, None]
+    ) -> None:
+        async with aclosing(events):
+            async for event in events:
+                await self._room()
+                logprobs = self._logprobs(event.token_ids, event.logprobs)
+                if isinstance(event, TranscriptDelta):
+                    if event.text:
+                        self.session.transcript_text(item_id, event.text, logprobs)
+                    continue
+                self.session.transcript_done(
+                    item_id, event.text, _usage(event.usage), event.receipt, logprobs
+                )
 
     def _logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None

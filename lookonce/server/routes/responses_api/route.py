@@ -31,6 +31,7 @@ from lookonce.frontend.tools.calls import (
 from lookonce.frontend.tools.parser import ContentText
 from lookonce.server.http.body import receive, renamed_error
 from lookonce.server.http.responses import encode, error_body
+from lookonce.server.rate_limits import count_media
 from lookonce.server.routes.responses_api.events import (
     ErrorEvent,
     InputTokensDetails,
@@ -120,6 +121,7 @@ class ResponsesApiBuilder:
             "mm_processor_kwargs": body.mm_processor_kwargs,
             "tools": None if tools is None else tools.asked.for_template(),
         }
+        context.usage_limits.take_media(count_media(read.messages))
         with _naming_items(read):
             with context.services.metrics.render.time():
                 rendered = await context.services.renderer.render_chat(

@@ -1,4 +1,4 @@
-"""Keeps clients from filling the log: each place in the code may write so many lines a minute."""
+"""Keeps strangers from filling the log: each place in the code may write so many lines a minute."""
 
 from __future__ import annotations
 

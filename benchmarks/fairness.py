@@ -1,0 +1,317 @@
+"""`lookonce bench fairness`: what one tenant's attacks cost another one.
+
+    alone     the other tenant's p99 with half of the machine's cores, and nobody else
+    attacked  its p99 with the whole machine, while the attacker does what the row says
+    ratio     of the two: 2 or less is fair
+    memory    of the API process and the engine: after the attack over before
+
+The other tenant asks for text, a known picture, a new picture, and text with a new grammar, one
+after another. The attackers are a process of low priority, so that their own CPU time, which other
+machines would spend, is not the server's. With `--before FOLDER` the code of another checkout is
+attacked in turn with this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import math
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, chdir, contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+from PIL import Image
+
+from benchmarks.pictures import encoded_picture, variant
+from benchmarks.report import Report, publish
+from benchmarks.running_server import RunningServer, running_server, set_environment
+
+ATTACKER, OTHER = "attacker", "other"
+"""Tenants; their keys are their names."""
+KEYS = [word for name in (ATTACKER, OTHER) for word in ("--api-key", f"{name}:{name}")]
+KINDS = ("text", "known picture", "new picture", "grammar")
+PROCESSES = {"API": "lookonce.server.process", "engine": "lookonce.engine.process"}
+HEAD = b" HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer attacker\r\n"
+POST = b"POST /v1/completions" + HEAD + b"Content-Type: application/json\r\n"
+SIDE = 6900
+LEAST_SECONDS = 8.0
+_numbers = count()
+
+
+@dataclass
+class Latencies:
+    """Seconds of one tenant's requests, by kind, and what went wrong."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    wrong: int = 0
+
+    def p99(self, kind: str) -> float:
+        ordered = sorted(self.seconds[kind])
+        return ordered[math.ceil(0.99 * len(ordered)) - 1]
+
+
+# --- the tenant that is measured ------------------------------------------------------------------
+
+
+class Other:
+    """Asks one request after another."""
+
+    def __init__(self, url: str) -> None:
+        headers = {"Authorization": f"Bearer {OTHER}"}
+        self._client = httpx.Client(base_url=url, headers=headers, timeout=120)
+        self._picture = encoded_picture("512", "JPEG")
+
+    def ask(self, rounds: int, seconds: float = 0.0) -> Latencies:
+        """So many requests of each kind, and for so many seconds at least."""
+        found, end = Latencies(), time.monotonic() + seconds
+        done = 0
+        while done < rounds or time.monotonic() < end:
+            for kind in KINDS:
+                path, body = self._request(kind)
+                began = time.monotonic()
+                answer = self._client.post(path, json=body)
+                found.seconds[kind].append(time.monotonic() - began)
+                found.wrong += answer.status_code != 200
+            done += 1
+        return found
+
+    def _request(self, kind: str) -> tuple[str, dict[str, Any]]:
+        if kind == "text":
+            return "/v1/completions", {"prompt": "a red", "max_tokens": 8}
+        if kind == "grammar":
+            regex = f"[a-z]{{3}}{next(_numbers)}"
+            body = {"prompt": "a red", "max_tokens": 8, "structured_outputs": {"regex": regex}}
+            return "/v1/completions", body
+        picture = self._picture if kind == "known picture" else variant(self._picture, _fresh())
+        return "/v1/chat/completions", chat(picture)
+
+
+def _fresh() -> int:
+    return time.monotonic_ns()
+
+
+def chat(picture: bytes) -> dict[str, Any]:
+    url = "data:image/jpeg;base64," + base64.b64encode(picture).decode()
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+    return {"messages": [{"role": "user", "content": parts}], "max_tokens": 4}
+
+
+# --- the attacks ----------------------------------------------------------------------------------
+
+Attack = Callable[[httpx.Client, str, int], None]
+"""(client, URL, thread) → one attempt."""
+
+
+def grammars(client: httpx.Client, url: str, thread: int) -> None:
+    """Schemas that take seconds to compile, each another one."""
+    patterns = [f"^[a-z]{{1,{length}}}$" for length in range(1, 51)] * 50
+    name = _fresh()
+    texts = {f"p{name}x{i}": {"type": "string", "pattern": p} for i, p in enumerate(patterns)}
+    schema = {"type": "object", "properties": texts}
+    body = {"prompt": "a", "max_tokens": 2, "structured_outputs": {"json": schema}}
+    client.post("/v1/completions", json=body)
+
+
+def scan_bombs(client: httpx.Client, url: str, thread: int) -> None:
+    client.post("/v1/chat/completions", json=chat(variant(_PICTURES["bomb"], _fresh())))
+
+
+def large_pictures(client: httpx.Client, url: str, thread: int) -> None:
+    client.post("/v1/chat/completions", json=chat(variant(_PICTURES["large"], _fresh())))
+
+
+def long_texts(client: httpx.Client, url: str, thread: int) -> None:
+    """White space: how many tokens it has is known only once it is tokenized."""
+    client.post("/v1/completions", json={"prompt": " " * (100_000 - thread), "max_tokens": 1})
+
+
+def many_requests(client: httpx.Client, url: str, thread: int) -> None:
+    body = {"prompt": [5 + _fresh() % 200] * 1500, "max_tokens": 64, "ignore_eos": True}
+    client.post("/v1/completions", json=body)
+
+
+def headers(client: httpx.Client, url: str, thread: int) -> None:
+    """Headers without end, and connections that come and go."""
+    with connection(url, thread) as link:
+        link.sendall(b"GET /version" + HEAD)
+        for _ in range(100):
+            link.sendall(b"X: y\r\n" * 10_000)
+
+
+def connections(client: httpx.Client, url: str, thread: int) -> None:
+    for _ in range(20):
+        with connection(url, thread):
+            pass
+
+
+def abandoned_bodies(client: httpx.Client, url: str, thread: int) -> None:
+    with connection(url, thread) as link:
+        link.sendall(POST + b"Content-Length: 20000000\r\n\r\n" + b"a" * 4_000_000)
+
+
+@contextmanager
+def connection(url: str, thread: int) -> Iterator[socket.socket]:
+    """From an address of this thread's own; on Linux all of 127/8 are this machine's."""
+    where = urlsplit(url)
+    source = (f"127.0.0.{2 + thread}", 0)
+    with socket.create_connection((where.hostname, where.port), 30, source) as link:
+        yield link
+
+
+ATTACKS: dict[str, tuple[Attack, int]] = {
+    "grammars": (grammars, 8),
+    "scan bombs": (scan_bombs, 8),
+    "large pictures": (large_pictures, 8),
+    "long texts": (long_texts, 8),
+    "headers": (headers, 8),
+    "connections": (connections, 8),
+    "many requests": (many_requests, 32),
+    "abandoned bodies": (abandoned_bodies, 8),
+}
+"""Name → what each of so many threads does again and again."""
+
+
+def large_picture() -> bytes:
+    """47.6 megapixels in some 100 KB."""
+    buffer = io.BytesIO()
+    Image.new("L", (SIDE, SIDE), 90).save(buffer, "JPEG", progressive=True)
+    return buffer.getvalue()
+
+
+def scan_bomb(picture: bytes, scans: int = 600) -> bytes:
+    """A progressive JPEG whose last scan is repeated."""
+    last = picture.rindex(b"\xff\xda")
+    return picture[:-2] + picture[last:-2] * scans + b"\xff\xd9"
+
+
+_PICTURES: dict[str, bytes] = {}
+
+
+def _attack(name: str, url: str) -> None:
+    """In a process of its own, until it is killed."""
+    os.nice(19)
+    large = large_picture()
+    _PICTURES.update(large=large, bomb=scan_bomb(large))
+    attempt, threads = ATTACKS[name]
+
+    def go_on(number: int) -> None:
+        auth = {"Authorization": f"Bearer {ATTACKER}"}
+        with httpx.Client(base_url=url, headers=auth, timeout=60) as client:
+            while True:
+                with suppress(OSError, httpx.HTTPError):
+                    attempt(client, url, number)
+
+    for number in range(threads):
+        threading.Thread(target=go_on, args=(number,)).start()
+
+
+@contextmanager
+def attacked(name: str, url: str) -> Iterator[None]:
+    process = multiprocessing.get_context("spawn").Process(target=_attack, args=(name, url))
+    process.start()
+    try:
+        time.sleep(3.0)  # it has begun
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def on_cores(cores: set[int]) -> Iterator[None]:
+    """Within the block, processes that are started may use these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def server_of(checkout: Path | None) -> Iterator[RunningServer]:
+    """A server with the code of a checkout; None: this one's. `python -m` looks for modules in the
+    current folder first."""
+    with ExitStack() as stack:
+        with chdir(checkout or Path.cwd()):
+            server = stack.enter_context(running_server(KEYS))
+        yield server
+
+
+def resident(server: RunningServer) -> dict[str, int]:
+    size = os.sysconf("SC_PAGE_SIZE")
+    return {
+        kind: int(Path(f"/proc/{server.process(module)}/statm").read_text().split()[1]) * size
+        for kind, module in PROCESSES.items()
+    }
+
+
+def measure(
+    checkout: Path | None, names: Sequence[str], rounds: int, alone: Latencies, report: Report
+) -> None:
+    """One row for each attack and kind of request."""
+    which = "this" if checkout is None else "before"
+    for name in names:
+        with server_of(checkout) as server:
+            other = Other(server.url)
+            other.ask(5)
+            before = resident(server)
+            with attacked(name, server.url):
+                seen = other.ask(rounds, LEAST_SECONDS)
+            time.sleep(2.0)
+            after = resident(server)
+        for kind in KINDS:
+            p99 = seen.p99(kind)
+            report.add(
+                name, which, kind, 1000 * alone.p99(kind), 1000 * p99, p99 / alone.p99(kind),
+                seen.wrong, after["API"] / before["API"], after["engine"] / before["engine"],
+            )  # fmt: skip
+
+
+def measured_alone(rounds: int) -> Latencies:
+    cores = sorted(os.sched_getaffinity(0))
+    half = set(cores[: max(1, len(cores) // 2)])
+    with on_cores(half), server_of(None) as server:
+        other = Other(server.url)
+        other.ask(5)
+        return other.ask(rounds, LEAST_SECONDS)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="lookonce bench fairness")
+    parser.add_argument("--attack", action="append", choices=ATTACKS, help="only this; repeatable")
+    parser.add_argument("--rounds", type=int, default=40, help="requests of each kind")
+    parser.add_argument("--before", type=Path, help="another checkout, attacked in turn")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    set_environment()
+    columns = (
+        "attack", "code", "asked", "alone ms", "attacked ms", "ratio", "errors",
+        "API memory", "engine memory",
+    )  # fmt: skip
+    report = Report("fairness", columns)
+    report.notes.append("p99; alone: with half of the cores, and nobody else")
+    for name in given.attack or ATTACKS:
+        alone = measured_alone(given.rounds)
+        if given.before is not None:
+            measure(given.before, [name], given.rounds, alone, report)
+        measure(None, [name], given.rounds, alone, report)
+    publish([report], given.json)
+
+
+if __name__ == "__main__":
+    main()

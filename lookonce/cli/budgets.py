@@ -1,0 +1,136 @@
+"""Everything that a request can make a server do, and how much of it: one table.
+
+The limits are read from where they are enforced. `python -m lookonce.cli.budgets` prints the table
+of docs/operations.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lookonce.config import ConnectionConfig, Options
+from lookonce.core.scheduler import MAX_SHARES
+from lookonce.engine.process import grammar
+from lookonce.engine.process.grammar_worker import GrammarLimits
+from lookonce.frontend.sampling_params import MAX_CHOICES
+from lookonce.render.media import cost, pool
+from lookonce.render.media.processing import MAX_CHANNELS
+from lookonce.render.prompt import long_texts
+from lookonce.server.http.body import MAX_VALUES
+from lookonce.server.http.connections import DISCARD_SECONDS, MAX_PIPELINED
+from lookonce.server.routes.completions import MAX_PROMPTS
+from lookonce.server.routes.serving_base import MAX_SCORED
+from lookonce.types.log_limiter import MAX_LINES
+from lookonce.types.sampling import MAX_GRAMMAR_BYTES
+
+Payer = Literal["address", "connection", "request", "tenant", "key, tenant", "process", "item"]
+"""Whose use is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    what: str
+    limit: float | str
+    """A number, or the option that sets it."""
+    unit: str
+    payer: Payer
+    above: str
+    """What happens to what is beyond the limit."""
+
+    def row(self) -> str:
+        limit = self.limit if isinstance(self.limit, str) else f"{self.limit:,.10g}"
+        return f"| {self.what} | {limit} | {self.unit} | {self.payer} | {self.above} |"
+
+
+_OPTIONS = Options()
+_CONNECTIONS = ConnectionConfig()
+_GRAMMARS = GrammarLimits()
+
+
+def _option(name: str) -> str:
+    """An option and its default."""
+    value = getattr(_OPTIONS, name)
+    shown = f"{value:,}" if isinstance(value, int | float) else value
+    return f"`--{name.replace('_', '-')}` [{shown}]"
+
+
+BUDGETS = (
+    # before authentication
+    Budget("open connections", _option("max_connections"), "connections", "process",
+           "one that waits is closed, else new ones wait"),
+    Budget("open connections of one", _option("max_connections_per_address"), "connections",
+           "address", "429"),
+    Budget("header", _option("max_header_bytes"), "bytes", "request", "431"),
+    Budget("header fields", _CONNECTIONS.max_headers, "fields", "request", "431"),
+    Budget("time for a header", _option("header_timeout"), "s", "connection", "408"),
+    Budget("time without a byte of a body", _option("body_timeout"), "s", "connection", "408"),
+    Budget("pace of a body, at least", _CONNECTIONS.min_body_rate, "bytes/s", "connection", "408"),
+    Budget("rest of a body that was answered", DISCARD_SECONDS, "s", "connection", "closed"),
+    Budget("time between requests", _option("keep_alive_timeout"), "s", "connection", "closed"),
+    Budget("time an answer is not read", _CONNECTIONS.write_timeout, "s", "connection", "closed"),
+    Budget("pipelined requests", MAX_PIPELINED, "requests", "connection", "429"),
+    Budget("log lines of one line of code", MAX_LINES, "lines/min", "process",
+           "left out, and counted"),
+    # of a tenant
+    Budget("requests", "`--limits` requests_per_second", "requests/s", "key, tenant", "429"),
+    Budget("tokens", "`--limits` tokens_per_minute", "tokens/min", "key, tenant", "429"),
+    Budget("media parts", "`--limits` media_per_minute", "parts/min", "key, tenant", "429"),
+    Budget("requests being served", "`--limits` concurrent_requests", "requests", "key, tenant",
+           "429"),
+    Budget("answer", "`--limits` max_tokens", "tokens", "key, tenant", "400"),
+    Budget("requests waiting in the engine", _option("max_queue"), "requests", "tenant",
+           f"429; of all tenants {MAX_SHARES} times as many"),
+    Budget("computing prompts", "turns", "tokens", "tenant", "waits for the others' turns"),
+    # of a request
+    Budget("body", f"16 MiB and four of {_option('max_media_bytes')} in base64", "bytes", "request",
+           "413"),
+    Budget("commas and brackets of a body", MAX_VALUES, "characters", "request", "413"),
+    Budget("prompts of a completion", MAX_PROMPTS, "prompts", "request", "400"),
+    Budget("log-probabilities of prompts", MAX_SCORED, "numbers", "request", "400"),
+    Budget("media of a prompt", _option("limit_mm_per_prompt"), "parts", "request", "400"),
+    # texts
+    Budget("text", "what the context can hold", "places where a token must end", "request",
+           "400 before it is tokenized"),
+    Budget("threads for long texts", max(1, long_texts.THREADS - 1), "threads", "tenant", "waits"),
+    Budget("long texts waiting", long_texts.MAX_WAITING, "texts", "tenant", "429"),
+    # media
+    Budget("file", _option("max_media_bytes"), "bytes", "item", "413"),
+    Budget("time of a fetch", _option("media_timeout"), "s", "item", "422"),
+    Budget("picture", _option("max_image_pixels"), "pixels", "item", "413 by its header"),
+    Budget("sound", _option("max_audio_seconds"), "s", "item", "413"),
+    Budget("channels of a sound", MAX_CHANNELS, "channels", "item", "422"),
+    Budget("scans of a JPEG", cost.MAX_SCANS, "scans", "item", "413 before it is decoded"),
+    Budget("segments of a JPEG", cost.MAX_SEGMENTS, "segments", "item", "413"),
+    Budget("chunks of a PNG or GIF", cost.MAX_CHUNKS, "chunks", "item", "413"),
+    Budget("decoding, by its header", _option("max_decode_seconds"), "CPU s", "item",
+           "413 before it is decoded"),
+    Budget("decoding, really", "6 times the estimate, 4 to 60", "CPU s", "item",
+           "422, its worker is replaced; the tenant pays for it"),
+    Budget("media waiting", pool.MAX_QUEUE_PER_TENANT, "items", "tenant", "429"),
+    Budget("media waiting of all", pool.MAX_QUEUE, "items", "process", "429"),
+    Budget("media workers", "turns", "CPU s", "tenant", "waits for the others' turns"),
+    # grammars
+    Budget("grammar", MAX_GRAMMAR_BYTES, "bytes", "request", "400"),
+    Budget("choices", MAX_CHOICES, "choices", "request", "400"),
+    Budget("compiling a grammar", _GRAMMARS.cpu_seconds, "CPU s", "request",
+           "400, the worker is replaced"),
+    Budget("memory of compiling", _GRAMMARS.memory_bytes, "bytes", "request",
+           "400, the worker is replaced"),
+    Budget("compiled grammar", _GRAMMARS.compiled_bytes, "bytes", "request", "400"),
+    Budget("masks of one sample", _GRAMMARS.mask_seconds, "CPU s, and 5 ms a token", "request",
+           "this request fails"),
+    Budget("grammars waiting", grammar.MAX_WAITING, "grammars", "tenant", "429"),
+    Budget("workers for grammars", max(1, grammar.WORKERS - 1), "workers", "tenant", "waits"),
+    Budget("compiled grammars kept", grammar.CACHE_BYTES, "bytes", "tenant",
+           "dropped from the tenant that holds most"),
+)  # fmt: skip
+
+
+def markdown() -> str:
+    head = ["| what | limit | unit | who pays | above it |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *(budget.row() for budget in BUDGETS)])
+
+
+if __name__ == "__main__":
+    print(markdown())

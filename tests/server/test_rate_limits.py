@@ -1,0 +1,294 @@
+"""Limits of tenants and keys: exact over processes, told in headers, and given back."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections import Counter
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookonce.config import key_digest
+from lookonce.errors import RateLimitedError
+from lookonce.server.rate_limits import RateLimits, count_media, duration
+from lookonce.types.fair_queue import TenantWeights
+from lookonce.types.limits import Limits, TenantLimits, UsageLimits
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def limited(tmp_path, clock, *, index=0, **fields):
+    limits = Limits(default=TenantLimits(**fields))
+    return RateLimits(limits, tmp_path / "limits", num_processes=3, index=index, clock=clock)
+
+
+def test_a_rate_lets_one_period_through_at_once_and_then_as_much_as_comes(tmp_path):
+    clock = Clock()
+    rates = limited(tmp_path, clock, requests_per_second=5)
+    for _ in range(5):
+        with rates.admit("a"):
+            pass
+    with pytest.raises(RateLimitedError) as refused:
+        rates.admit("a")
+    assert refused.value.retry_after == pytest.approx(0.2)
+    assert refused.value.code == "rate_limit_exceeded"
+    with rates.admit("b"):  # another one's
+        pass
+    clock.now += 0.2
+    with rates.admit("a"):
+        pass
+    with pytest.raises(RateLimitedError):
+        rates.admit("a")
+
+
+def test_processes_share_what_is_used_and_what_runs(tmp_path):
+    clock = Clock()
+    one, two = (
+        limited(tmp_path, clock, index=index, requests_per_second=100, concurrent_requests=2)
+        for index in (0, 1)
+    )
+    first, second = one.admit("a"), two.admit("a")
+    for rates in (one, two):
+        with pytest.raises(RateLimitedError, match="2 concurrent requests"):
+            rates.admit("a")
+    with first:
+        pass
+    with one.admit("a"), pytest.raises(RateLimitedError):
+        two.admit("a")
+    with second:
+        pass
+
+
+def test_a_process_that_is_started_again_has_no_requests_running(tmp_path):
+    clock = Clock()
+    limited(tmp_path, clock, index=1, concurrent_requests=1).admit("a")
+    other = limited(tmp_path, clock, index=0, concurrent_requests=1)
+    with pytest.raises(RateLimitedError):
+        other.admit("a")
+    limited(tmp_path, clock, index=1, concurrent_requests=1)
+    with other.admit("a"):
+        pass
+
+
+def test_tokens_that_are_not_generated_come_back(tmp_path):
+    clock = Clock()
+    rates = limited(tmp_path, clock, tokens_per_minute=600)
+    with rates.admit("a") as usage:
+        usage.take_tokens(100, 400)
+        with rates.admit("a") as other, pytest.raises(RateLimitedError) as refused:
+            other.take_tokens(150, 100)
+        assert refused.value.retry_after == pytest.approx(15.0)  # 150 tokens too few
+        usage.generated(50)
+    assert dict(rates.headers(usage._subjects))[b"x-ratelimit-remaining-tokens"] == b"450"
+
+
+def test_a_prompt_larger_than_a_whole_bucket_is_let_in_when_it_is_full(tmp_path):
+    clock = Clock()
+    rates = limited(tmp_path, clock, tokens_per_minute=60)
+    with rates.admit("a") as usage:
+        usage.take_tokens(120, 1000)
+    with rates.admit("a") as usage:
+        with pytest.raises(RateLimitedError) as refused:
+            usage.take_tokens(1, 0)
+        clock.now += refused.value.retry_after
+        usage.take_tokens(1, 0)
+
+
+def test_a_key_has_limits_of_its_own_beside_its_tenants(tmp_path):
+    clock = Clock()
+    small = UsageLimits(requests_per_second=1)
+    limits = Limits(default=TenantLimits(requests_per_second=3), keys={"a" * 12: small})
+    rates = RateLimits(limits, tmp_path / "limits", clock=clock)
+    with rates.admit("t", "a" * 64) as usage:
+        assert dict(usage.headers())[b"x-ratelimit-limit-requests"] == b"1"
+    with pytest.raises(RateLimitedError, match="limit of 1 requests per second"):
+        rates.admit("t", "a" * 64)
+    for _ in range(2):  # the refused one has cost its tenant nothing
+        with rates.admit("t", "b" * 64):
+            pass
+    with pytest.raises(RateLimitedError, match="limit of 3 requests per second"):
+        rates.admit("t", "b" * 64)
+
+
+def test_weights_come_from_the_file_and_change_with_it(tmp_path):
+    weights = TenantWeights()
+    default = TenantLimits(weight=2)
+    limits = Limits(default=default, tenants={"a": TenantLimits(weight=8), "b": default})
+    rates = RateLimits(limits, tmp_path / "limits", weights=weights)
+    assert [weights.of(tenant) for tenant in ("a", "b", "c")] == [8, 2, 2]
+    rates.replace(Limits())
+    assert weights.of("a") == 1
+
+
+STEPS = st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 40), st.floats(0, 2)), max_size=40)
+
+
+@settings(deadline=None, max_examples=60)
+@given(STEPS)
+def test_no_more_than_the_rate_is_let_through_in_any_time(tmp_path_factory, steps):
+    """In every stretch of time at most what comes in it, and one bucket."""
+    clock = Clock()
+    rates = limited(tmp_path_factory.mktemp("r"), clock, tokens_per_minute=600)
+    taken = []
+    for tenant, amount, pause in steps:
+        clock.now += pause
+        with rates.admit(tenant) as usage, suppress(RateLimitedError):
+            usage.take_tokens(amount, 0)
+            taken.append((tenant, clock.now, amount))
+    for tenant in "ab":
+        own = [(at, amount) for name, at, amount in taken if name == tenant]
+        for start, (begun, _) in enumerate(own):
+            used = 0
+            for at, amount in own[start:]:
+                used += amount
+                assert used <= 600 + 10 * (at - begun) + 1e-6
+
+
+def _flood(path, index, results):
+    limits = Limits(default=TenantLimits(tokens_per_minute=6_000, concurrent_requests=2))
+    rates = RateLimits(limits, path, num_processes=3, index=index, clock=lambda: 5.0)
+    counted = Counter()
+    for _ in range(400):
+        try:
+            with rates.admit("a") as usage:
+                usage.take_tokens(10, 0)
+                counted["taken"] += 1
+        except RateLimitedError as refused:
+            counted["concurrent" if "concurrent" in refused.message else "tokens"] += 1
+    results.put(counted)
+
+
+def test_three_processes_at_once_let_through_exactly_what_they_may(tmp_path):
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    flooding = [
+        context.Process(target=_flood, args=(tmp_path / "limits", index, results))
+        for index in range(3)
+    ]
+    for process in flooding:
+        process.start()
+    counted = sum((results.get(timeout=60) for _ in flooding), Counter())
+    for process in flooding:
+        process.join()
+    assert counted["taken"] == 600
+    assert counted.total() == 1200
+    rates = limited(tmp_path, lambda: 5.0, concurrent_requests=1)
+    with rates.admit("a"):  # none is counted as running
+        pass
+
+
+def test_durations_are_written_as_openai_writes_them():
+    assert [duration(s) for s in (0, 0.0171, 1.2, 59.99, 360)] == [
+        "0ms", "18ms", "1.2s", "60s", "6m0s",
+    ]  # fmt: skip
+
+
+def test_media_are_counted_before_they_are_checked():
+    parts = [{"type": "text"}, {"type": "image_url"}, {"type": "odd"}, "x", {}]
+    assert count_media([{"content": parts}, {"content": "text"}, "x", {}]) == 3
+
+
+# --- through the server ---------------------------------------------------------------------------
+
+
+def limited_site(on_site, tmp_path, scenario, text, **options):
+    path = tmp_path / "limits.toml"
+    path.write_text(text)
+
+    async def whole(site):
+        rates = RateLimits(
+            site.services.config.server.limits,
+            tmp_path / "limits",
+            weights=site.services.weights,
+            counts=site.services.metrics.counts,
+        )
+        site.services.rates = rates
+        await scenario(site)
+        rates.close()
+
+    on_site(whole, limits=str(path), **options)
+
+
+def test_clients_are_told_what_is_left_and_when_to_come_again(on_site, tmp_path):
+    async def scenario(site):
+        first = await site.chat(max_tokens=5)
+        assert first.status_code == 200
+        assert first.headers["x-ratelimit-limit-requests"] == "1"
+        assert first.headers["x-ratelimit-remaining-requests"] == "0"
+        assert first.headers["x-ratelimit-reset-requests"].endswith("s")
+        assert int(first.headers["x-ratelimit-remaining-tokens"]) < 1000
+        second = await site.chat(max_tokens=5)
+        assert second.status_code == 429
+        assert second.json()["error"]["code"] == "rate_limit_exceeded"
+        assert second.json()["error"]["type"] == "rate_limit_error"
+        assert int(second.headers["retry-after"]) == 100
+        assert site.services.metrics.counts.read()["rate_limited_total:requests"].numbers == (1,)
+        assert (await site.client.get("/health")).status_code == 200
+        models = await site.client.get("/v1/models")
+        assert models.status_code == 200
+
+    text = "[default]\nrequests_per_second = 0.01\ntokens_per_minute = 1000"
+    limited_site(on_site, tmp_path, scenario, text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_are_counted_by_what_was_used(on_site, tmp_path, stream):
+    async def scenario(site):
+        await site.chat("x" * 10, max_tokens=5, stream=stream)
+        await asyncio.sleep(0)
+        refused = await site.chat("x" * 90, max_tokens=5, stream=stream)
+        assert refused.status_code == 429
+        assert "tokens per minute" in refused.json()["error"]["message"]
+        left = int(refused.headers["x-ratelimit-remaining-tokens"])
+        assert 100 - 10 - 20 < left < 100 - 10
+
+    limited_site(on_site, tmp_path, scenario, "[default]\ntokens_per_minute = 100")
+
+
+def test_media_are_limited_before_they_are_loaded(on_site, tmp_path):
+    async def scenario(site):
+        part = {"type": "image_url", "image_url": {"url": "https://x.example/a.png"}}
+        body = {"messages": [{"role": "user", "content": [part, part, part]}]}
+        await site.client.post("/v1/chat/completions", json=body)
+        refused = await site.client.post("/v1/chat/completions", json=body)
+        assert refused.status_code == 429
+        assert "media per minute" in refused.json()["error"]["message"]
+
+    limited_site(on_site, tmp_path, scenario, "[default]\nmedia_per_minute = 4")
+
+
+def test_answers_are_limited(on_site, tmp_path):
+    async def scenario(site):
+        refused = await site.chat(max_tokens=9)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "max_tokens"
+        for asked in ({}, {"max_tokens": 8}):
+            answer = await site.chat("recite this to me", **asked)
+            assert answer.json()["usage"]["completion_tokens"] <= 8
+
+    limited_site(on_site, tmp_path, scenario, "[default]\nmax_tokens = 8")
+
+
+def test_a_key_is_limited_by_its_digest(on_site, tmp_path):
+    async def scenario(site):
+        headers = {"Authorization": "Bearer one"}
+        for status in (200, 429):
+            assert (await site.client.get("/v1/models", headers=headers)).status_code == 200
+            body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+            answer = await site.client.post("/v1/chat/completions", json=body, headers=headers)
+            assert answer.status_code == status
+        other = {"Authorization": "Bearer two"}
+        answer = await site.client.post("/v1/chat/completions", json=body, headers=other)
+        assert answer.status_code == 200
+
+    text = f"[keys.{key_digest('one')[:16]}]\nrequests_per_second = 0.001"
+    limited_site(on_site, tmp_path, scenario, text, api_key=("t:one", "t:two"))
