@@ -31,6 +31,7 @@ from lookonce.types.kv import (
     TierSpec,
     parse_tier_spec,
 )
+from lookonce.types.logs import LogConfig, LogFormat, LogLevel
 from lookonce.types.media import MODALITIES
 
 
@@ -89,6 +90,8 @@ TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral", "qwen3_coder", "harm
 ProcessorCacheType = Literal["shm", "lru"]
 """Where processed media lies: in shared memory, or in messages and then in the engine's memory."""
 DEFAULT_CACHE_TYPE: ProcessorCacheType = "shm" if sys.platform == "linux" else "lru"
+LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
+LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
 DTYPES = ("float32", "bfloat16", "float16")
 AUTO = "auto"
 """As a `--dtype`: the fastest of this hardware; of two that are as fast, the more exact one."""
@@ -248,6 +251,7 @@ class Config:
     media: MediaConfig
     server: ServerConfig
     channel: ChannelConfig
+    logs: LogConfig = field(default_factory=LogConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +309,8 @@ class Options:
     engine_stall_timeout: float = 120.0
     vllm_metric_names: bool = False
     strict_requests: bool = False
+    log_format: str = "text"
+    log_level: str = "info"
 
 
 def resolve(options: Options) -> Config:
@@ -361,6 +367,10 @@ def resolve(options: Options) -> Config:
             strict_requests=options.strict_requests,
         ),
         channel=ChannelConfig(address=_socket_path(), stall_timeout=options.engine_stall_timeout),
+        logs=LogConfig(
+            format=_one_of("--log-format", options.log_format, LOG_FORMATS),
+            level=_one_of("--log-level", options.log_level, LOG_LEVELS),
+        ),
     )
 
 

@@ -22,6 +22,7 @@ from lookonce.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from lookonce.types.logs import LogConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class EngineSettings:
     """Its limits decide how large the items are that the engine warms up with."""
     num_senders: int = 1
     """API processes, which share the processor cache's budget equally."""
+    logs: LogConfig = field(default_factory=LogConfig)
 
 
 def engine_settings(config: Config) -> EngineSettings:
@@ -49,6 +51,7 @@ def engine_settings(config: Config) -> EngineSettings:
         address=config.channel.address,
         media=config.media,
         num_senders=config.server.api_processes,
+        logs=config.logs,
     )
 
 

@@ -18,19 +18,21 @@ from lookonce.errors import RequestFailedError, error_from_wire
 from lookonce.frontend.frontend import Frontend
 from lookonce.frontend.responses import StopReason
 from lookonce.render.prompt.detokenizer import CONTEXT_TOKENS, Detokenizer
+from lookonce.types.logs import current_request_id
 from lookonce.types.request import (
     PrefillStats,
     PromptLogprob,
     RenderedPrompt,
     TokenDelta,
     TokenLogprob,
+    engine_request_id,
 )
 from lookonce.types.request_validation import check_fits, shorten_max_tokens
 from lookonce.types.sampling import SamplingParams
 
-_PROCESS = secrets.token_hex(16)
+_PROCESS = secrets.token_hex(8)
 _numbers = itertools.count()
-"""The two parts of an engine request's id, which is unique; clients may repeat their own ids."""
+"""What makes an engine request's id unique; clients may repeat their own ids, which follow."""
 
 
 @dataclass(slots=True)
@@ -67,7 +69,9 @@ class PromptGeneration:
         self.aborted = False
         """Set before the request is submitted: it is not submitted then."""
         self._frontend = frontend
-        self._engine_id = f"{_PROCESS}-{next(_numbers)}"
+        self._engine_id = engine_request_id(
+            f"{_PROCESS}-{next(_numbers)}", current_request_id.get()
+        )
         self._index_base = index_base
         self._arrival = time.monotonic() if arrival is None else arrival
         context: list[int] = rendered.ids[-CONTEXT_TOKENS:].tolist()

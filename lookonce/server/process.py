@@ -48,9 +48,9 @@ from lookonce.server.http.connections import (
     HttpProtocol,
     allowed_connections,
 )
-from lookonce.server.log_limiter import limit_log_lines
 from lookonce.server.services import Services, open_services
 from lookonce.server.warmup import warming_up
+from lookonce.types.logs import configure_logging
 
 logger = logging.getLogger("lookonce.server")
 
@@ -273,12 +273,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):  # the parent gets them too, and decides
         signal.signal(number, signal.SIG_IGN)
     start = msgspec.json.decode(_first_line(), type=ApiStart)
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s %(levelname)s api {start.index}: %(message)s"
-    )
-    for library in ("uvicorn", "httpx"):
-        logging.getLogger(library).setLevel(logging.WARNING)
-    limit_log_lines()
+    configure_logging(f"api {start.index}", start.config.logs)
     logger.info("opening %s", start.config.model.folder)
     progress = ProgressPipe(sys.stdout.fileno())
     try:

@@ -41,6 +41,8 @@ class Principal:
     tenant: str = ""
     inject: bool = False
     admin: bool = False
+    key: str = field(default="", compare=False)
+    """First 8 hex digits of the key's SHA-256, for the audit log; empty without keys."""
 
     def require_admin(self) -> None:
         if not self.admin:
@@ -95,7 +97,7 @@ class KeyRing:
 
 def _principal(key: ApiKey) -> Principal:
     # A key without a tenant shares the tenant of a server without keys.
-    return Principal(tenant=key.tenant, inject=key.inject, admin=key.admin)
+    return Principal(tenant=key.tenant, inject=key.inject, admin=key.admin, key=key.digest[:8])
 
 
 def header(scope: Scope, name: bytes) -> str:

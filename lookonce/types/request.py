@@ -42,6 +42,16 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Whose request it is: tenants take turns where something is short."""
 
 
+def engine_request_id(unique: str, client_id: str) -> str:
+    """The engine's id of a request: `unique`, which has one dash, and the client's id, for logs."""
+    return f"{unique}-{client_id}" if client_id else unique
+
+
+def client_request_id(engine_id: str) -> str:
+    """The client's id in an `engine_request_id`; empty where there is none."""
+    return engine_id.split("-", 2)[2] if engine_id.count("-") > 1 else ""
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural-log probability of the sampled token and of the best alternatives, best first."""
 

@@ -60,7 +60,12 @@ from lookonce.types.counts import Counts
 from lookonce.types.media import Array, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import Clock
-from lookonce.types.request import GenerateRequest, RenderedItem, RenderedPrompt
+from lookonce.types.request import (
+    GenerateRequest,
+    RenderedItem,
+    RenderedPrompt,
+    client_request_id,
+)
 from lookonce.types.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -504,7 +509,10 @@ class Resender:
         except LookOnceError as error:
             self._give_up(request, error)
         except Exception:
-            logger.exception("request %s: media could not be made again", request.request_id)
+            logger.exception(
+                "media could not be made again",
+                extra={"request_id": client_request_id(request.request_id)},
+            )
             self._give_up(request, RequestFailedError("media could not be processed again"))
 
     async def _try_supply(

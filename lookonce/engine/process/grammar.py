@@ -66,6 +66,8 @@ from lookonce.ipc.framing import MessageSocket
 from lookonce.ipc.worker_process import start_worker
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.fair_queue import FairQueue
+from lookonce.types.logs import current_request_id
+from lookonce.types.request import client_request_id
 from lookonce.types.sampling import CompiledGrammar, Grammar
 
 logger = logging.getLogger(__name__)
@@ -589,6 +591,7 @@ class GrammarCompilerPool:
     def _work(self) -> None:
         _lower_priority()
         while (job := self._next()) is not None:
+            current_request_id.set(client_request_id(next(iter(job.requests), "")))
             result = _result_of(job)
             with self._changed:
                 self._finish(job, result)

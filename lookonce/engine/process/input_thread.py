@@ -71,9 +71,10 @@ from lookonce.ipc.messages import (
     Welcome,
 )
 from lookonce.types.media import ProcessedItem
-from lookonce.types.request import GenerateRequest
+from lookonce.types.request import GenerateRequest, client_request_id
 
 logger = logging.getLogger(__name__)
+audit_logger = logging.getLogger("lookonce.audit")
 
 HEARTBEAT_SECONDS = 0.5
 MAX_LOST = 64
@@ -283,6 +284,15 @@ class InputThread:
         finally:
             for fd in leases.descriptors:
                 os.close(fd)
+        audit_logger.info(
+            "leased",
+            extra={
+                "event": "leased",
+                "sender": sender,
+                "slabs": sum(number > 0 for _, number, _ in leases.slabs),
+                "bytes": sum(nbytes for _, number, nbytes in leases.slabs if number),
+            },
+        )
         if leases.is_short:
             self._broadcast(ReclaimSlabs())
 
@@ -343,7 +353,10 @@ class InputThread:
         except LookOnceError:
             raise
         except Exception as error:
-            logger.exception("request %s could not be validated", request.request_id)
+            logger.exception(
+                "a request could not be validated",
+                extra={"request_id": client_request_id(request.request_id)},
+            )
             raise RequestFailedError("the engine does not understand this request") from error
 
     def _grammar_compiled(self, compiled: CompiledRequest) -> None:

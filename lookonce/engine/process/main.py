@@ -38,6 +38,7 @@ from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.engine.supervisor.socket_folder import joined_socket_folder, remove_if_abandoned
 from lookonce.errors import ConfigError, LookOnceError, ModelLoadError, error_to_wire
 from lookonce.ipc.socket_engine_link import SocketEngineLink
+from lookonce.types.logs import configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +61,10 @@ def run_engine(load: Load) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGHUP):  # the parent gets them too, and decides
         signal.signal(number, signal.SIG_IGN)
     progress = ProgressPipe(_private_stdout())
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s engine: %(message)s",
-        stream=sys.stderr,
-    )
+    configure_logging("engine")
     try:
         settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
+        configure_logging("engine", settings.logs)
         logger.info("loading %s", settings.model.folder)
         watch = threading.Thread(
             target=_watch_parent, args=(settings.address,), name="watch", daemon=True

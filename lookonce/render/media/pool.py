@@ -66,6 +66,7 @@ from lookonce.render.media.worker import (
     send,
 )
 from lookonce.types.counts import Counts
+from lookonce.types.logs import log_config
 from lookonce.types.media import Array, ProcessedItem
 
 MAX_WORKERS = 4
@@ -376,7 +377,8 @@ class MediaPool:
                 return worker.call(queued.job.job)
             except LookOnceError:
                 if worker.out_of_memory:
-                    self._count_lost(self._lost(worker, running, hung=False))
+                    reason = self._lost(worker, running, hung=False)
+                    self._count_lost(reason, queued.job.job)
                 raise
             except (LinkClosedError, TimeoutError) as error:
                 if self._closed:
@@ -384,7 +386,7 @@ class MediaPool:
                 reason = self._lost(worker, running, hung=isinstance(error, TimeoutError))
                 if starts_left and not worker.has_begun and reason == "crashed":
                     continue
-                self._count_lost(reason)
+                self._count_lost(reason, queued.job.job)
                 raise _lost_worker(queued.job.job, reason) from None
             except OSError as error:
                 self._workers.discard(worker)
@@ -431,9 +433,18 @@ class MediaPool:
             return "cpu"
         return "hung" if hung else "crashed"
 
-    def _count_lost(self, reason: KillReason) -> None:
+    def _count_lost(self, reason: KillReason, job: MediaJob) -> None:
         with self._changed:
             self.killed[reason] += 1
+        logger.warning(
+            "a media worker ended before its item was done",
+            extra={
+                "reason": reason,
+                "modality": job.modality,
+                "tenant": job.tenant,
+                "request_id": job.request_id,
+            },
+        )
 
     def _settle(self, queued: Queued, running: _Running) -> None:
         """Charge the tenant what the job really took; a part of its estimate at least, so that
@@ -578,7 +589,11 @@ class _WorkerProcess:
         """Blocks for a second or two. Raises `ModelLoadError` when it cannot serve the model."""
         self._link.settimeout(START_TIMEOUT)
         try:
-            send(self._link, ConfigureWorker(self._settings, self._slab_bytes))
+            logs = log_config()
+            send(
+                self._link,
+                ConfigureWorker(self._settings, self._slab_bytes, logs.format, logs.level),
+            )
             reply, _ = receive(self._link, self._replies)
         except (LinkClosedError, OSError):
             raise ModelLoadError("a media worker process did not start") from None
@@ -609,7 +624,10 @@ class _WorkerProcess:
     def _work(self, job: MediaJob, granted: dict[int, LeasedSlab]) -> Processed:
         data = Array("uint8", (memoryview(job.data).nbytes,), job.data)
         uses_slabs = self._slab_pool is not None and self._slab_pool.is_open
-        send(self._link, JobRequest(job.modality, job.options, data, uses_slabs))
+        send(
+            self._link,
+            JobRequest(job.modality, job.options, data, uses_slabs, job.request_id),
+        )
         read_slab = partial(_array_in, granted)
         while True:
             reply, _ = receive(self._link, self._replies, read_slab)

@@ -46,6 +46,7 @@ from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT, MediaPool
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
 from lookonce.render.media.single_flight import SingleFlight
 from lookonce.types.counts import Counts
+from lookonce.types.logs import current_request_id
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 from lookonce.types.ports import ClaimsItems, ItemDirectory, Publish
 from lookonce.types.request import ProcessorOutcome, RenderedItem
@@ -168,7 +169,13 @@ class ResolvedPart:
 
     @property
     def job(self) -> MediaJob:
-        return MediaJob(self.source.modality, self.data or b"", self.options, self.tenant)
+        return MediaJob(
+            self.source.modality,
+            self.data or b"",
+            self.options,
+            self.tenant,
+            request_id=current_request_id.get(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

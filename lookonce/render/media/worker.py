@@ -63,6 +63,13 @@ from lookonce.render.media.sandbox import (
     die_with_parent,
     limit_resources,
 )
+from lookonce.types.logs import (
+    LogConfig,
+    LogFormat,
+    LogLevel,
+    configure_logging,
+    current_request_id,
+)
 from lookonce.types.media import FLOATS, Array, Modality, ProcessedItem, SlabPlace
 
 NICENESS = 5
@@ -92,6 +99,8 @@ class ConfigureWorker(msgspec.Struct, frozen=True, tag="configure", array_like=T
     settings: ProcessingSettings
     slab_bytes: int = 0
     """Slabs that the worker may have to map."""
+    log_format: LogFormat = "text"
+    log_level: LogLevel = "info"
 
 
 class JobRequest(msgspec.Struct, frozen=True, tag="work", array_like=True):
@@ -103,6 +112,8 @@ class JobRequest(msgspec.Struct, frozen=True, tag="work", array_like=True):
     data: Array
     """The encoded media."""
     uses_slabs: bool = False
+    request_id: str = ""
+    """Whose item it is, for the log."""
 
 
 class DropSlabs(msgspec.Struct, frozen=True, tag="drop_slabs", array_like=True):
@@ -201,13 +212,14 @@ def _restrict_process() -> None:
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
-    logging.basicConfig(stream=sys.stderr)
+    configure_logging("media worker")
 
 
 def _configured(link: MessageSocket, requests: MessageDecoder[WorkerRequest]) -> Processing | None:
     request, fds = receive(link, requests)
     close_fds(fds)
     assert isinstance(request, ConfigureWorker)
+    configure_logging("media worker", LogConfig(request.log_format, request.log_level))
     settings = request.settings
     try:
         processing = Processing(settings)
@@ -243,6 +255,7 @@ def _serve(
         slabs.unmap(request.numbers)
         return
     assert isinstance(request, JobRequest)
+    current_request_id.set(request.request_id)
     send(link, JobBegun())
     slabs.begin(usable=request.uses_slabs)
     job = MediaJob(request.modality, request.data.data, request.options)
@@ -257,8 +270,8 @@ def _serve(
         error = UnprocessableMediaError(f"the {request.modality} takes too much memory")
         send(link, JobFailed(error_to_wire(error), out_of_memory=True))
         raise LinkClosedError from None
-    except Exception as failure:  # noqa: BLE001  one bad item must not end the worker
-        log.error("processing %s failed: %r", request.modality, failure)
+    except Exception:  # one bad item must not end the worker
+        log.exception("processing failed", extra={"modality": request.modality})
         send_error(link, UnprocessableMediaError(f"the {request.modality} cannot be processed"))
     else:
         send(link, JobDone(processed))

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lookonce.errors import LookOnceError
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
+from lookonce.server.audit import audit_refusal, route_of
 from lookonce.server.http.request_guard import Headers
 from lookonce.server.http.responses import INTERNAL, ClientLeftError, error_response, json_response
 from lookonce.server.routes import page
@@ -39,6 +40,7 @@ from lookonce.server.routes.openapi import show_openapi
 from lookonce.server.routes.render import detokenize, render_chat, render_completion, tokenize
 from lookonce.server.routes.responses_api.route import create_response
 from lookonce.server.services import Drain, Services, header
+from lookonce.types.logs import current_request_id
 
 logger = logging.getLogger("lookonce.server")
 
@@ -90,6 +92,8 @@ class Application(Starlette):
     def __init__(self, services: Services, routes: Sequence[Route]) -> None:
         super().__init__(routes=routes)
         self.state.services = services
+        self.paths = frozenset(route.path for route in routes if "{" not in route.path)
+        """Paths that the log may name."""
         self._middleware = RequestMiddleware(services, routes, self.router)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,18 +126,22 @@ class RequestMiddleware:
             await self._router(scope, receive, send)
             return
         sender = _ResponseSender(scope, send, self._services.drain)
+        current_request_id.set(scope["state"]["request_id"])
         try:
             await self._serve(scope, receive, sender)
         except ClientLeftError:
-            logger.info("%s %s %d", scope["method"], scope["path"], CLIENT_LEFT_STATUS)
+            logger.info("the client left", extra=_what(scope, CLIENT_LEFT_STATUS))
             await sender.send_instead(Response(status_code=CLIENT_LEFT_STATUS), receive)
         except LookOnceError as error:
+            audit_refusal(scope, error)
             await sender.send_instead(error_response(error), receive)
         except HTTPException as error:
             await sender.send_instead(_no_such_route(scope, error), receive)
         except Exception:
-            logger.exception("%s %s failed", scope["method"], scope["path"])
+            logger.exception("a request failed", extra=_what(scope, 500))
             await sender.send_instead(json_response(INTERNAL, 500), receive)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("served", extra=_what(scope, sender.status))
 
     async def _serve(self, scope: Scope, receive: Receive, send: _ResponseSender) -> None:
         """Raises what the guard and the route raise, `DrainingError` and `UnauthorizedError`."""
@@ -158,6 +166,13 @@ class RequestMiddleware:
             await response(scope, receive, send)
 
 
+def _what(scope: Scope, status: int) -> dict[str, object]:
+    """What a log line says of a request; its id is added to every line."""
+    principal = scope["state"].get("principal")
+    tenant = None if principal is None else principal.tenant
+    return {"route": route_of(scope), "status": status, "tenant": tenant}
+
+
 class _ResponseSender:
     """The `send` of one request, which adds the request's id to the response's headers.
 
@@ -177,10 +192,13 @@ class _ResponseSender:
         self._send = send
         self._drain = drain
         self._begun = False
+        self.status = 0
+        """Of the response, once it has begun."""
 
     def __call__(self, message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
             self._begun = True
+            self.status = message["status"]
             request_id = (b"x-request-id", self._state["request_id"].encode("ascii"))
             message["headers"] = [*message.get("headers", ()), request_id, *self.headers]
             if (warning := self._state.get("warning")) is not None:

@@ -41,6 +41,7 @@ from lookonce.server.http.responses import RETRY_AFTER_SECONDS, encode, error_ty
 from lookonce.types.counts import Counts
 
 logger = logging.getLogger("lookonce.server")
+audit_logger = logging.getLogger("lookonce.audit")
 
 Phase = Literal["handshake", "headers", "body", "serving", "idle", "refused"]
 SWEEP_SECONDS = 1.0
@@ -391,6 +392,7 @@ class Connections:
 
     def count_refused(self, reason: str) -> None:
         self._refused[reason] += 1
+        audit_logger.info("refused", extra={"event": "refused", "reason": reason})
 
     def _all(self) -> Iterable[HttpProtocol]:
         return [each for held in self._by_address.values() for each in held]

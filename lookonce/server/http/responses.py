@@ -159,7 +159,10 @@ class EventStream(Response):
                 group = await anext(groups)
             end = b"".join(map(encoder.event, group.chunks)) + encoder.end
         except Exception as error:
-            if not isinstance(error, LookOnceError):
+            if isinstance(error, LookOnceError):
+                extra = {"error": type(error).__name__, "code": getattr(error, "code", None)}
+                logger.warning("a stream ended with an error", extra=extra)
+            else:
                 logger.exception("a stream broke")
             end = encoder.failure(error) + encoder.end
         await send({"type": "http.response.body", "body": end, "more_body": False})

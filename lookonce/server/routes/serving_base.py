@@ -38,6 +38,7 @@ from lookonce.server.http.responses import (
     while_connected,
 )
 from lookonce.server.services import Principal, Services, header
+from lookonce.types.logs import current_request_id
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
@@ -114,6 +115,7 @@ def request_id_of(request: Request, asked: str | None) -> str:
             "request_id takes 1 to 128 letters, digits and . _ : -", param="request_id"
         )
     request.state.request_id = asked  # the response's header has the same
+    current_request_id.set(asked)
     return asked
 
 

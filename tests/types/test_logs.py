@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from lookonce.server.log_limiter import LogLimiter
+from lookonce.types.logs import LogLimiter
 
 
 class Log(logging.Handler):
