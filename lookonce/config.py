@@ -78,6 +78,7 @@ OPTION_RANGES = {
     "header_timeout": _SECONDS,
     "body_timeout": _SECONDS,
     "keep_alive_timeout": _SECONDS,
+    "otlp_sample_ratio": Range(0, 1),
 }
 """Every option that is a number. The most is what no machine has: a slip, or no number at all."""
 MAX_SOCKET_FOLDER = 90
@@ -93,6 +94,10 @@ DEFAULT_CACHE_TYPE: ProcessorCacheType = "shm" if sys.platform == "linux" else "
 LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
 DTYPES = ("float32", "bfloat16", "float16")
+OTEL_MISSING = (
+    "--otlp-endpoint needs OpenTelemetry: pip install 'lookonce[otel]' "
+    "(opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http)"
+)
 AUTO = "auto"
 """As a `--dtype`: the fastest of this hardware; of two that are as fast, the more exact one."""
 
@@ -243,6 +248,16 @@ class ChannelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class OtlpConfig:
+    """Where traces and metrics are sent by OTLP over HTTP."""
+
+    endpoint: str | None = None
+    """`http://host:4318`; None: nowhere."""
+    sample_ratio: float = 1.0
+    """Of the requests whose sender says nothing of sampling."""
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     model: ModelConfig
     scheduler: SchedulerConfig
@@ -252,6 +267,7 @@ class Config:
     server: ServerConfig
     channel: ChannelConfig
     logs: LogConfig = field(default_factory=LogConfig)
+    otlp: OtlpConfig = field(default_factory=OtlpConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +327,8 @@ class Options:
     strict_requests: bool = False
     log_format: str = "text"
     log_level: str = "info"
+    otlp_endpoint: str | None = None
+    otlp_sample_ratio: float = 1.0
 
 
 def resolve(options: Options) -> Config:
@@ -371,6 +389,7 @@ def resolve(options: Options) -> Config:
             format=_one_of("--log-format", options.log_format, LOG_FORMATS),
             level=_one_of("--log-level", options.log_level, LOG_LEVELS),
         ),
+        otlp=OtlpConfig(_otlp_endpoint(options.otlp_endpoint), options.otlp_sample_ratio),
     )
 
 
@@ -622,6 +641,26 @@ def load_certificate(context: ssl.SSLContext, certfile: str, keyfile: str | None
             f"--ssl-certfile, --ssl-keyfile: not a certificate and its key without password: "
             f"{reason}"
         ) from None
+
+
+def _otlp_endpoint(url: str | None) -> str | None:
+    """The collector's URL without path. Raises `ConfigError`, also without OpenTelemetry."""
+    if url is None:
+        return None
+    if not re.fullmatch(r"https?://[^\s/?#@]+/?", url):
+        raise ConfigError(
+            "--otlp-endpoint is the collector's http:// or https:// URL without path, as "
+            "http://127.0.0.1:4318; keys for it go into OTEL_EXPORTER_OTLP_HEADERS"
+        )
+    try:
+        found = find_spec("opentelemetry.exporter.otlp.proto.http") and find_spec(
+            "opentelemetry.sdk"
+        )
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ConfigError(OTEL_MISSING)
+    return url.rstrip("/")
 
 
 def _existing_file(name: str, path: str | None) -> str | None:

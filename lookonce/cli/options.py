@@ -76,6 +76,8 @@ HELP: dict[str, str] = {
     "vllm_metric_names": "Export metrics under vLLM's names too.",
     "strict_requests": "Refuse requests with unknown fields, which are ignored otherwise.",
     "log_format": "text, or json: one JSON object a line.",
+    "otlp_endpoint": "Send traces and metrics to this OTLP/HTTP collector: http://host:4318.",
+    "otlp_sample_ratio": "Share of requests that are traced, where their sender does not say.",
     "log_level": "debug (a line per request), info, warning or error.",
 }
 """One line per field of `Options`."""

@@ -21,6 +21,7 @@ from lookonce.render.prompt.detokenizer import CONTEXT_TOKENS, Detokenizer
 from lookonce.types.logs import current_request_id
 from lookonce.types.request import (
     PrefillStats,
+    PrefillTimes,
     PromptLogprob,
     RenderedPrompt,
     TokenDelta,
@@ -80,7 +81,16 @@ class PromptGeneration:
             for index in range(sampling.n)
         }
         self._last_delta: dict[int, float] = {}
+        self.reasons: list[str] = []
+        """Why samples finished, in the order in which they did."""
         self._first_reason = ""
+        self.started = self.ended = 0.0
+        """When the engine was asked, and when its last delta came; `time.monotonic()`."""
+
+    @property
+    def times(self) -> PrefillTimes | None:
+        """None before the first token."""
+        return None if self.reuse_stats is None else self.reuse_stats.times
 
     @property
     def finished(self) -> bool:
@@ -94,6 +104,7 @@ class PromptGeneration:
                 self._close_sample(index, "abort")
                 yield Piece(index + self._index_base, "", [], finish_reason="abort")
             return
+        self.started = time.monotonic()
         deltas = self._frontend.engine.generate(self.rendered, self.sampling, self._engine_id)
         async with aclosing(deltas):
             async for delta in deltas:
@@ -143,12 +154,16 @@ class PromptGeneration:
 
     def _close_sample(self, index: int, reason: str) -> None:
         del self._texts[index]
+        self.reasons.append(reason)
         if index == 0:
             self._first_reason = reason
         if not self._texts:
             metrics = self._frontend.metrics
             metrics.success.inc(self._first_reason)
-            metrics.request_latency.observe(time.monotonic() - self._arrival)
+            self.ended = time.monotonic()
+            metrics.request_latency.observe(self.ended - self._arrival)
+            if self.times is not None:
+                metrics.observe_phases(self.times, self.ended)
 
     def _observe(self, delta: TokenDelta) -> None:
         metrics, now = self._frontend.metrics, time.monotonic()

@@ -48,6 +48,7 @@ from lookonce.server.http.connections import (
     HttpProtocol,
     allowed_connections,
 )
+from lookonce.server.otlp import exporting
 from lookonce.server.services import Services, open_services
 from lookonce.server.warmup import warming_up
 from lookonce.types.logs import configure_logging
@@ -158,7 +159,10 @@ async def serve(start: ApiStart, progress: ProgressPipe) -> None:
             with socket.socket(fileno=start.listen_fd) as listener, drainer:
                 if start.restarted:
                     await _wait_for_engine(services)
-                async with warming_up(services, app, settle_memory, hold_ready=not start.restarted):
+                async with (
+                    exporting(services, start.index),
+                    warming_up(services, app, settle_memory, hold_ready=not start.restarted),
+                ):
                     await server.serve(sockets=[listener])
 
 

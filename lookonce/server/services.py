@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from prometheus_client.core import Metric
 from starlette.types import Scope
@@ -29,6 +29,10 @@ from lookonce.server.api_process_peers import AbortPeers
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.unknown_fields import UnknownFields
 from lookonce.server.shared_counts import SharedCounts
+from lookonce.types.counts import Values
+
+if TYPE_CHECKING:
+    from lookonce.server.tracing import Tracer
 
 Abort = Callable[[], Awaitable[None]]
 """Ends one request of this process."""
@@ -180,14 +184,20 @@ class Services(Frontend):
     abort_peers: AbortPeers | None = None
     warmup_renderer: ReadOnlyRenderer | None = None
     """Renders the requests that warm up the process; None: nothing is warmed up."""
+    tracer: Tracer | None = None
+    """None: no request is traced."""
     warming: bool = False
     """The warm-up has not ended: `/ready` says no."""
 
     async def local_metrics(self) -> list[Metric]:
         """The metrics that API processes count, summed over all of them."""
+        return self.metrics.families(await self.summed_counts())
+
+    async def summed_counts(self) -> dict[str, Values]:
+        """What all API processes count, by name."""
         if self.shared_counts is None:
-            return self.metrics.families()
-        return self.metrics.families(await asyncio.to_thread(self.shared_counts.sums))
+            return self.metrics.counts.read()
+        return await asyncio.to_thread(self.shared_counts.sums)
 
     async def abort(self, tenant: str, request_ids: list[str]) -> list[str]:
         """Abort a tenant's requests in whatever API process they run; the ids that were running."""

@@ -127,19 +127,28 @@ class RequestMiddleware:
             return
         sender = _ResponseSender(scope, send, self._services.drain)
         current_request_id.set(scope["state"]["request_id"])
+        tracer, failure = self._services.tracer, None
+        if tracer is not None and scope["path"] not in OPEN_PATHS:
+            scope["state"]["trace"] = tracer.begin(scope)
         try:
             await self._serve(scope, receive, sender)
         except ClientLeftError:
+            failure = "client_left"
             logger.info("the client left", extra=_what(scope, CLIENT_LEFT_STATUS))
             await sender.send_instead(Response(status_code=CLIENT_LEFT_STATUS), receive)
         except LookOnceError as error:
+            failure = type(error).__name__
             audit_refusal(scope, error)
             await sender.send_instead(error_response(error), receive)
         except HTTPException as error:
             await sender.send_instead(_no_such_route(scope, error), receive)
         except Exception:
+            failure = "internal"
             logger.exception("a request failed", extra=_what(scope, 500))
             await sender.send_instead(json_response(INTERNAL, 500), receive)
+        if tracer is not None and (trace := scope["state"].get("trace")) is not None:
+            failed = failure or scope["state"].get("failure")
+            tracer.end(trace, scope, sender.status or CLIENT_LEFT_STATUS, failed)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("served", extra=_what(scope, sender.status))
 
@@ -203,6 +212,8 @@ class _ResponseSender:
             message["headers"] = [*message.get("headers", ()), request_id, *self.headers]
             if (warning := self._state.get("warning")) is not None:
                 message["headers"].append((WARNING_HEADER, warning.encode("ascii")))
+            if (trace := self._state.get("trace")) is not None:
+                message["headers"].append((b"traceresponse", trace.response_header))
             if self._drain.draining:
                 message["headers"].append((b"connection", b"close"))
         return self._send(message)

@@ -83,7 +83,7 @@ def open_context(request: Request, body: GenerationBody, arrival: float) -> Serv
     model = services.require_model(body.model)
     services.require_ready()
     check_body(body)
-    return ServingContext(
+    context = ServingContext(
         services=services,
         principal=principal,
         model=model,
@@ -98,6 +98,9 @@ def open_context(request: Request, body: GenerationBody, arrival: float) -> Serv
         limit_asked=names_limit(body),
         arrival=arrival,
     )
+    if (trace := request.scope["state"].get("trace")) is not None:
+        trace.serving = context
+    return context
 
 
 def check_body(body: GenerationBody) -> None:
