@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import queue
 import threading
 import time
@@ -41,7 +42,8 @@ MAX_WAITING = 4096
 """Finished traces that wait for the collector; later ones are dropped and counted."""
 BATCH = 64
 BATCH_SECONDS = 1.0
-METRICS_SECONDS = 15.0
+METRICS_SECONDS = float(os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", 15_000)) / 1000
+"""OpenTelemetry's own variable, in milliseconds."""
 POST_SECONDS = 5.0
 """For one post, with its repetitions."""
 DROPPED = "otlp_traces_dropped_total"
