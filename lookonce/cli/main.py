@@ -42,6 +42,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "render": ("benchmarks.render", "what /render and /tokenize cost beside the picture's work"),
     "serve": ("benchmarks.serve", "a server under load: rates, percentiles, caches; a peer"),
     "start": ("benchmarks.start", "from the command to /ready, and the first requests"),
+    "tracing": ("benchmarks.tracing", "what traces cost: tokens/s and CPU beside a server without"),
     "warmup": ("benchmarks.warmup", "the first request after /ready beside later ones"),
 }
 """Name → module, whose `main(arguments)` returns the exit status, and what it measures."""

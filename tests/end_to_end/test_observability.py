@@ -26,7 +26,7 @@ needs_otel = pytest.mark.skipif(not HAS_OTEL, reason="opentelemetry-sdk is not i
 KEY, ADMIN, INJECTOR = "Canary-key-4711", "Canary-admin-4712", "Canary-inject-4713"
 CANARY = "canary"
 """In everything that clients send below, in any case of letters."""
-FETCH_SECONDS = 0.6
+FETCH_SECONDS = 1.0
 PICTURE = encoded(picture(("red", "circle")))
 
 
@@ -221,16 +221,14 @@ def streamed(live: LiveServer, body: dict[str, Any], **headers: str) -> tuple[fl
     """Seconds until the last byte, and the `traceresponse`."""
     headers = {"Authorization": f"Bearer {KEY}", **headers}
     body = {**body, "stream": True, "temperature": 0}
-    begun = time.monotonic()
-    with (
-        httpx.Client(timeout=60) as client,
-        client.stream(
-            "POST", live.url + "/v1/chat/completions", json=body, headers=headers
-        ) as answer,
-    ):
-        assert answer.status_code == 200
-        assert b"[DONE]" in answer.read()
-        return time.monotonic() - begun, answer.headers["traceresponse"]
+    url = live.url + "/v1/chat/completions"
+    with httpx.Client(timeout=60) as client:
+        client.get(live.url + "/version")  # connects
+        begun = time.monotonic()
+        with client.stream("POST", url, json=body, headers=headers) as answer:
+            assert answer.status_code == 200
+            assert b"[DONE]" in answer.read()
+            return time.monotonic() - begun, answer.headers["traceresponse"]
 
 
 def spans_of(collector: Collector, live: LiveServer, trace_id: str) -> list[CollectedSpan]:
