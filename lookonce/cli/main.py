@@ -97,6 +97,22 @@ def models(
     print_models(as_json=as_json)
 
 
+@app.command()
+def top(
+    url: Annotated[str, typer.Option(help="Of the server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="LOOKONCE_API_KEY", help="An admin key, to see tenants."),
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once, also on a terminal.")] = False,
+) -> None:
+    """Watch a running server: requests, tenants, what is reused, memory, KV tiers."""
+    from lookonce.cli.top import run_top
+
+    run_top(url, api_key, interval=interval, once=once)
+
+
 @app.command(
     add_help_option=False,  # the benchmark shows its own
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,7 +27,7 @@ from lookonce.errors import (
 )
 from lookonce.frontend.frontend import Frontend, engine_client, limits_learned, open_frontend
 from lookonce.render.readonly import ReadOnlyRenderer, open_readonly
-from lookonce.server.api_process_peers import AbortPeers
+from lookonce.server.api_process_peers import AbortPeers, ProcessState
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.unknown_fields import UnknownFields
 from lookonce.server.shared_counts import SharedCounts
@@ -159,6 +161,13 @@ class RunningRequests:
         if not self._running[name]:
             del self._running[name]
 
+    def count_by_tenant(self) -> dict[str, int]:
+        """Tenant → requests that run here."""
+        counted: Counter[str] = Counter()
+        for (tenant, _), aborts in self._running.items():
+            counted[tenant] += len(aborts)
+        return dict(counted)
+
     async def abort(self, tenant: str, request_ids: list[str]) -> list[str]:
         """Abort a tenant's requests; answers the ids that were running here."""
         found = [name for name in dict.fromkeys(request_ids) if (tenant, name) in self._running]
@@ -184,6 +193,8 @@ class Services(Frontend):
     abort_peers: AbortPeers | None = None
     warmup_renderer: ReadOnlyRenderer | None = None
     """Renders the requests that warm up the process; None: nothing is warmed up."""
+    index: int = 0
+    """0-based number of this API process."""
     tracer: Tracer | None = None
     """None: no request is traced."""
     warming: bool = False
@@ -204,6 +215,21 @@ class Services(Frontend):
         if self.abort_peers is None:
             return await self.running.abort(tenant, request_ids)
         return await self.abort_peers.abort(tenant, request_ids)
+
+    def own_state(self) -> ProcessState:
+        """What this API process does now."""
+        return ProcessState(
+            index=self.index,
+            pid=os.getpid(),
+            serving=self.drain.active,
+            draining=self.drain.draining,
+            tenants=self.running.count_by_tenant(),
+        )
+
+    async def process_states(self) -> list[ProcessState]:
+        """Of every API process that answers."""
+        others = [] if self.abort_peers is None else await self.abort_peers.states()
+        return sorted([self.own_state(), *others], key=lambda state: state.index)
 
     def require_ready(self) -> None:
         """Raises what keeps the server from generating now."""
@@ -262,8 +288,9 @@ async def open_services(
             open_readonly(frontend.renderer, config.media) as warmup_renderer,
             AbortPeers(folder, index, config.server.api_processes, running.abort) as abort_peers,
         ):
-            yield Services(
+            services = Services(
                 config=config,
+                index=index,
                 renderer=frontend.renderer,
                 engine=client,
                 metrics=frontend.metrics,
@@ -278,3 +305,5 @@ async def open_services(
                 abort_peers=abort_peers,
                 warmup_renderer=warmup_renderer,
             )
+            abort_peers.describe = services.own_state
+            yield services
