@@ -37,6 +37,7 @@ from lookonce.engine.supervisor.engine_supervisor import (
 )
 from lookonce.engine.supervisor.socket_folder import socket_folder
 from lookonce.errors import ConfigError, error_from_wire
+from lookonce.types.stack_samples import listen_for_samples
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +82,11 @@ class Supervisor:
         when a process cannot be kept running.
         """
         with (
-            socket_folder(self._config.channel.address),
+            socket_folder(self._config.channel.address) as folder,
             bind(self._config.server) as listener,
             _Signals(self),
         ):
+            listen_for_samples(folder, "server")
             try:
                 await self._serve_on(listener)
             finally:

@@ -22,6 +22,7 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import uvicorn
@@ -52,6 +53,7 @@ from lookonce.server.otlp import exporting
 from lookonce.server.services import Services, open_services
 from lookonce.server.warmup import warming_up
 from lookonce.types.logs import configure_logging
+from lookonce.types.stack_samples import listen_for_samples
 
 logger = logging.getLogger("lookonce.server")
 
@@ -278,6 +280,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     start = msgspec.json.decode(_first_line(), type=ApiStart)
     configure_logging(f"api {start.index}", start.config.logs)
+    listen_for_samples(Path(start.config.channel.address).parent, f"api {start.index}")
     logger.info("opening %s", start.config.model.folder)
     progress = ProgressPipe(sys.stdout.fileno())
     try:

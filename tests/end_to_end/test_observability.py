@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from itertools import pairwise
@@ -306,3 +311,60 @@ def test_media_paths_that_hold_canaries_are_there(live):
     media: Path = live.media
     body = chat(image(f"file://{media}/canary-file.png"))
     assert post(live, "/v1/chat/completions", body).status_code == 200
+
+
+# --- top, state and profiles --------------------------------------------------------------------
+
+
+def test_top_prints_once_where_there_is_no_terminal(live):
+    command = [sys.executable, "-m", "lookonce.cli.main", "top", "--url", live.url]
+    env = {**os.environ, "LOOKONCE_API_KEY": ADMIN}
+    shown = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert f"at {live.url}: ready" in shown.stdout
+    assert "processor cache" in shown.stdout
+    assert "(none is served now)" in shown.stdout
+    assert "\x1b" not in shown.stdout
+
+
+def test_state_and_profiles_are_for_admins(live):
+    for key, status in ((KEY, 403), ("nobody", 401)):
+        headers = {"Authorization": f"Bearer {key}"}
+        assert httpx.get(live.url + "/debug/state", headers=headers).status_code == status
+        assert post(live, "/debug/profile", {"seconds": 1}, key).status_code == status
+
+
+def test_a_profile_has_the_stacks_of_all_processes_and_there_is_one_at_a_time(live):
+    with ThreadPoolExecutor(3) as threads:
+        busy = threads.submit(
+            post, live, "/v1/completions", {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
+        )
+        first = threads.submit(post, live, "/debug/profile", {"seconds": 1.0}, ADMIN)
+        time.sleep(0.4)
+        refused = post(live, "/debug/profile", {"seconds": 1.0}, ADMIN)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "profile_running")
+        profile = first.result().json()
+        assert busy.result().status_code == 200
+    by_process = {each["process"]: each for each in profile["processes"]}
+    assert by_process.keys() >= {"server", "engine", "api 0", "media worker"}
+    assert all(each["samples"] > 0 for each in by_process.values())
+    engine = " ".join(by_process["engine"]["stacks"])
+    assert "StepLoop.run" in engine
+    assert "input;" in engine
+    assert post(live, "/v1/completions", {"prompt": "x", "max_tokens": 2}).status_code == 200
+    folded = post(live, "/debug/profile", {"seconds": 0.2, "format": "folded"}, ADMIN)
+    assert all(line.rpartition(" ")[2].isdigit() for line in folded.text.splitlines())
+
+
+def test_torch_profiles_the_engine_s_steps(live):
+    with ThreadPoolExecutor(1) as threads:
+        body = {"kind": "torch", "seconds": 0.5}
+        asked = threads.submit(post, live, "/debug/profile", body, ADMIN)
+        until(asked.running, 5, live.log)
+        while not asked.done():
+            post(live, "/v1/completions", {"prompt": "x", "max_tokens": 4})
+        answer = asked.result()
+    assert answer.status_code == 200, answer.text
+    trace = json.loads(gzip.decompress(answer.content))
+    assert any(event.get("cat") == "cpu_op" for event in trace["traceEvents"])
+    too_long = post(live, "/debug/profile", {"kind": "torch", "seconds": 30}, ADMIN)
+    assert too_long.status_code == 400

@@ -52,6 +52,7 @@ from lookonce.ipc.messages import (
     SlabsReleased,
     Stats,
     SupplyMedia,
+    TakeProfile,
     UpdateCache,
     Welcome,
 )
@@ -235,6 +236,14 @@ class EngineClient:
         self._health.require_ready()
         self._send(ResetCache(self.sender.epoch, tier))
         await self._ask_stats()  # answered after the reset: all messages keep their order
+
+    def take_profile(self, seconds: float, path: str) -> None:
+        """Let the engine profile its steps; the trace is at `path` some time after `seconds`.
+
+        Raises `EngineDeadError`, `NotReadyError`.
+        """
+        self._health.require_ready()
+        self._send(TakeProfile(seconds, path))
 
     def expect_no_restart(self) -> None:
         """The supervisor is gone: an engine that ends now is not started again."""

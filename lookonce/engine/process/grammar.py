@@ -69,6 +69,7 @@ from lookonce.types.fair_queue import FairQueue
 from lookonce.types.logs import current_request_id
 from lookonce.types.request import client_request_id
 from lookonce.types.sampling import CompiledGrammar, Grammar
+from lookonce.types.stack_samples import samples_folder
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +222,13 @@ class GrammarCompiler:
             if closed:
                 raise _no_worker()
             worker.configure(
-                Configure(tokenizer.text, self._vocab_size, self._eos_token_ids, self._limits)
+                Configure(
+                    tokenizer.text,
+                    self._vocab_size,
+                    self._eos_token_ids,
+                    self._limits,
+                    None if (folder := samples_folder()) is None else str(folder),
+                )
             )
         except BaseException:
             self._discard(worker)

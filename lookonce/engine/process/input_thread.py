@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from lookonce.engine.process.step_loop import (
     AddCommand,
     CutOffCommand,
     Outcome,
+    ProfileCommand,
     ResetCommand,
     StatsAnswer,
     StatsCommand,
@@ -66,6 +68,7 @@ from lookonce.ipc.messages import (
     Stats,
     Submit,
     SupplyMedia,
+    TakeProfile,
     Unclaim,
     UpdateCache,
     Welcome,
@@ -191,10 +194,19 @@ class InputThread:
                 self._lease_slabs(sender, message)
             case GetStats(nonce):
                 self._step_channel.command(StatsCommand(sender, nonce))
+            case TakeProfile(seconds, path):
+                self._take_profile(seconds, path)
             case Hello():
                 self._hello(sender, message)
             case Unreadable(request_id):
                 self._unreadable(sender, request_id)
+
+    def _take_profile(self, seconds: float, path: str) -> None:
+        self._step_channel.command(ProfileCommand(path))
+        stop = ProfileCommand(None)
+        timer = threading.Timer(seconds, self._step_channel.command, [stop])
+        timer.daemon = True
+        timer.start()
 
     # --- senders ------------------------------------------------------------------------------
 

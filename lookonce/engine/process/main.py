@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -39,6 +40,7 @@ from lookonce.engine.supervisor.socket_folder import joined_socket_folder, remov
 from lookonce.errors import ConfigError, LookOnceError, ModelLoadError, error_to_wire
 from lookonce.ipc.socket_engine_link import SocketEngineLink
 from lookonce.types.logs import configure_logging
+from lookonce.types.stack_samples import listen_for_samples
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ def run_engine(load: Load) -> NoReturn:
     try:
         settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
         configure_logging("engine", settings.logs)
+        listen_for_samples(Path(settings.address).parent, "engine")
         logger.info("loading %s", settings.model.folder)
         watch = threading.Thread(
             target=_watch_parent, args=(settings.address,), name="watch", daemon=True

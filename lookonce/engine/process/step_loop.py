@@ -20,6 +20,7 @@ from typing import TypeAlias
 from lookonce.core.request import Request
 from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.engine.process.engine_core import EngineCore
+from lookonce.engine.process.profiler import StepProfiler
 from lookonce.errors import LookOnceError, error_to_wire
 from lookonce.ipc.channel import EngineChannelWriter
 from lookonce.ipc.messages import Accepted, Deltas
@@ -72,6 +73,12 @@ class StatsCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class ProfileCommand:
+    path: str | None
+    """Begin a profile that will be written there; None: end the one that was begun."""
+
+
+@dataclass(frozen=True, slots=True)
 class StopCommand:
     pass
 
@@ -88,6 +95,7 @@ Command: TypeAlias = (
     | CutOffCommand
     | ResetCommand
     | StatsCommand
+    | ProfileCommand
     | StopCommand
 )
 """What the input thread tells the step loop."""
@@ -191,6 +199,7 @@ class StepLoop:
         self._core = core
         self._channel = channel
         self._output_sender = OutputSender(channel.writer)
+        self._profiler = StepProfiler()
         self._stopped = False
         channel.num_waiting = lambda: core.num_waiting
         core.wake_with(channel.wake)
@@ -238,6 +247,10 @@ class StepLoop:
                 self._core.reset_encoder_cache()
             case StatsCommand(sender, nonce):
                 self._channel.report(StatsAnswer(sender, nonce, self._core.stats()))
+            case ProfileCommand(None):
+                self._profiler.stop()
+            case ProfileCommand(str(path)):
+                self._profiler.start(path)
             case StopCommand():
                 self._stopped = True
 

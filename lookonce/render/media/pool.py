@@ -68,6 +68,7 @@ from lookonce.render.media.worker import (
 from lookonce.types.counts import Counts
 from lookonce.types.logs import log_config
 from lookonce.types.media import Array, ProcessedItem
+from lookonce.types.stack_samples import samples_folder
 
 MAX_WORKERS = 4
 """Of all API processes of a server together, but at least one in each."""
@@ -589,10 +590,16 @@ class _WorkerProcess:
         """Blocks for a second or two. Raises `ModelLoadError` when it cannot serve the model."""
         self._link.settimeout(START_TIMEOUT)
         try:
-            logs = log_config()
+            logs, folder = log_config(), samples_folder()
             send(
                 self._link,
-                ConfigureWorker(self._settings, self._slab_bytes, logs.format, logs.level),
+                ConfigureWorker(
+                    self._settings,
+                    self._slab_bytes,
+                    logs.format,
+                    logs.level,
+                    None if folder is None else str(folder),
+                ),
             )
             reply, _ = receive(self._link, self._replies)
         except (LinkClosedError, OSError):

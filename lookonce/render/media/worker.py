@@ -30,6 +30,7 @@ import socket
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -71,6 +72,7 @@ from lookonce.types.logs import (
     current_request_id,
 )
 from lookonce.types.media import FLOATS, Array, Modality, ProcessedItem, SlabPlace
+from lookonce.types.stack_samples import listen_for_samples
 
 NICENESS = 5
 """Workers run at lower priority than the event loop and the engine, which share the cores."""
@@ -101,6 +103,8 @@ class ConfigureWorker(msgspec.Struct, frozen=True, tag="configure", array_like=T
     """Slabs that the worker may have to map."""
     log_format: LogFormat = "text"
     log_level: LogLevel = "info"
+    samples_folder: str | None = None
+    """Where the worker listens for those who profile it."""
 
 
 class JobRequest(msgspec.Struct, frozen=True, tag="work", array_like=True):
@@ -220,6 +224,8 @@ def _configured(link: MessageSocket, requests: MessageDecoder[WorkerRequest]) ->
     close_fds(fds)
     assert isinstance(request, ConfigureWorker)
     configure_logging("media worker", LogConfig(request.log_format, request.log_level))
+    if request.samples_folder is not None:
+        listen_for_samples(Path(request.samples_folder), "media worker")
     settings = request.settings
     try:
         processing = Processing(settings)

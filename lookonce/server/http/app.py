@@ -34,7 +34,7 @@ from lookonce.server.routes.admin import (
 )
 from lookonce.server.routes.chat import chat_completions
 from lookonce.server.routes.completions import completions
-from lookonce.server.routes.debug import show_state
+from lookonce.server.routes.debug import show_state, take_profile
 from lookonce.server.routes.generate import generate
 from lookonce.server.routes.media_cache import inject_media, show_media_cache
 from lookonce.server.routes.openapi import show_openapi
@@ -72,6 +72,7 @@ ROUTES = [
     Route("/inference/v1/media_cache", inject_media, methods=["POST"]),
     Route("/inference/v1/media_cache", show_media_cache, methods=["GET"]),
     Route("/debug/state", show_state, methods=["GET"]),
+    Route("/debug/profile", take_profile, methods=["POST"]),
     *[Route(f"/reset_{tier}_cache", reset_route(tier), methods=["POST"]) for tier in TIERS],
 ]
 
