@@ -6,7 +6,7 @@
                 keeps nothing
 
 All three run at once and are loaded in turn, many times; a ratio compares rounds that follow one
-another. CPU seconds are those of the API process, of which tracing is a part.
+another. CPU seconds are those of the API process, which traces, and of the engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.running_server import RunningServer, cpu_seconds, running_server
 from benchmarks.workloads import RequestShape, text
 from lookonce.errors import UnavailableError
 
-API = "lookonce.server.process"
+PROCESSES = ("lookonce.server.process", "lookonce.engine.process")
 SERVERS = ("off", "off again", "sampled")
 
 
@@ -54,22 +54,20 @@ def collector() -> Iterator[str]:
 
 
 def measured(server: RunningServer, given: argparse.Namespace, first: int) -> tuple[float, float]:
-    """Generated tokens per second, and CPU seconds of the API process per 1,000 requests."""
+    """Generated tokens per second, and CPU seconds of API process and engine per 1,000 requests."""
     shape = RequestShape("nano", output_tokens=given.tokens, first=first, body={"model": None})
     work = text(shape, given.requests, 0)
-    process = server.process(API)
-    before = cpu_seconds(process)
+    processes = [server.process(name) for name in PROCESSES]
+    before = sum(map(cpu_seconds, processes))
     result = run_load(server.url, [], work.bodies, Arrivals(concurrency=given.clients))
-    used = cpu_seconds(process) - before
+    used = sum(map(cpu_seconds, processes)) - before
     if len(result.answered) != given.requests:
         raise UnavailableError(f"{given.requests - len(result.answered)} requests failed")
     return given.requests * given.tokens / result.seconds, used / given.requests * 1000
 
 
 def report(given: argparse.Namespace) -> Report:
-    found = Report(
-        "tracing", ("server", "tokens/s", "ratio", "API CPU s/1,000 requests", "CPU ratio")
-    )
+    found = Report("tracing", ("server", "tokens/s", "ratio", "CPU s/1,000 requests", "CPU ratio"))
     rates: dict[str, list[float]] = {name: [] for name in SERVERS}
     costs: dict[str, list[float]] = {name: [] for name in SERVERS}
     with ExitStack() as stack:

@@ -28,8 +28,6 @@ from collections.abc import Callable
 import msgspec
 
 MAX_OPEN_FILES = 64
-MAX_FILE_BYTES = 32 << 20
-"""Of the file of stack samples, the one that a worker may write."""
 """Names of environment variables that a worker does not get: a library may be taken over."""
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
@@ -98,7 +96,6 @@ def limit_resources(address_space: int) -> None:
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
         (resource.RLIMIT_NPROC, 0),
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
     ):
         hard = resource.getrlimit(name)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
