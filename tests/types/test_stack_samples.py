@@ -67,9 +67,17 @@ def test_a_process_that_ends_meanwhile_disturbs_nobody(busy, tmp_path):
     assert found.pid == busy.pid
 
 
-def test_files_that_no_process_holds_signal_nobody(tmp_path):
-    """Whatever number is in a name: this process would end by the signal."""
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+@pytest.fixture
+def signalled():
+    """The numbers of the signals that this process got."""
+    numbers: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_files_that_no_process_holds_signal_nobody(tmp_path, signalled):
     Path(tmp_path, f"stacks-own-{os.getpid()}").write_text("1 MainThread;x\n")
     Path(tmp_path, "stacks-of-nobody").write_text("?")
     assert sample_stacks(tmp_path, 0.05) == []
+    assert signalled == []
