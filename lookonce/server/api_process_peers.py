@@ -71,9 +71,9 @@ class AbortPeers:
     async def abort(self, tenant: str, request_ids: list[str]) -> list[str]:
         """The ids that were running in any process, in the order they were asked for."""
         question = msgspec.msgpack.encode(_AbortQuestion(tenant, request_ids))
-        own, *others = await asyncio.gather(
+        own, others = await asyncio.gather(
             self._local(tenant, request_ids),
-            *(self._ask(path, question, list[str]) for path in self._others),
+            asyncio.gather(*(self._ask(path, question, list[str]) for path in self._others)),
         )
         ended = {*own, *(name for answer in others for name in answer or ())}
         return [name for name in dict.fromkeys(request_ids) if name in ended]
