@@ -59,7 +59,7 @@ async def show_state(request: Request) -> Response:
 # --- profiles -------------------------------------------------------------------------------------
 
 
-class ProfileRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ProfileRequest(msgspec.Struct, kw_only=True):
     kind: Literal["stacks", "torch"] = "stacks"
     """Stacks of all processes, or torch's profile of the engine's steps."""
     seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = 5.0
