@@ -18,15 +18,13 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
 import msgspec
-
-from lookonce.types.ports import Clock
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -257,7 +255,7 @@ class LogLimiter(logging.Filter):
         self,
         max_lines: int = MAX_LINES,
         seconds: float = WINDOW_SECONDS,
-        clock: Clock = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
         self._max_lines = max_lines

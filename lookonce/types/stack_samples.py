@@ -76,7 +76,6 @@ def listen_for_samples(folder: Path, process: str) -> None:
                 os.write(fd, _stacks(microseconds, interrupted))
 
     signal.signal(signal.SIGUSR1, sample)
-    signal.siginterrupt(signal.SIGUSR1, False)  # system calls of C libraries go on
     fcntl.flock(fd, fcntl.LOCK_EX)  # from now on it is signalled
     _folder = folder
 
