@@ -3,6 +3,8 @@
     python handover_probe.py api CACHE_TYPE BYTES    one JSON object of figures on stdout
     python handover_probe.py engine ADDRESS SLABS    the engine process, which the first one starts
     python handover_probe.py worker DESCRIPTOR       a media worker, which the pool starts
+    python handover_probe.py floor                   the same hand-overs by plain sockets
+    python handover_probe.py plain WORKER ENGINE     their other process, on these descriptors
 
 Worker, pool, event loop, channel, input thread, store and the conversion to a tensor are real; the
 processor copies a picture that is decoded already, and the encoder is a sum over the tensor. It is
@@ -17,6 +19,7 @@ import inspect
 import json
 import os
 import queue
+import socket
 import struct
 import subprocess
 import sys
@@ -169,9 +172,16 @@ async def hand_over(
     async with client_module.EngineClient(channel, processor_cache_bytes=cache_bytes) as client:
         await client.wait_ready()
         settings = processing.ProcessingSettings("", "float32", 1_000_000, 1.0)
-        more = {"slabs": client.slabs, "slab_bytes": slabs} if slabs else {}
         command = [sys.executable, __file__, "worker"]
-        pool = pool_module.MediaPool(settings, num_workers=1, command=command, **more)
+        more: dict[str, Any] = {"num_workers": 1}
+        if slabs:
+            more["slabs"] = client.slabs
+        if hasattr(pool_module, "ServerShare"):
+            share = pool_module.ServerShare(**more, shared_cache_bytes=cache_bytes if slabs else 0)
+            more = {"share": share}
+        elif slabs:
+            more["slab_bytes"] = slabs
+        pool = pool_module.MediaPool(settings, command=command, **more)
         await pool.start()
         try:
             for number in range(WARM_UP + ITEMS):
@@ -200,11 +210,74 @@ async def hand_over(
     }
 
 
+# --- the floor -----------------------------------------------------------------------------------
+
+
+async def plain_hand_overs() -> dict[str, float]:
+    """Milliseconds of the six wake-ups by which an item is handed over, without the item and
+    without any of our code: a worker asks a thread for memory and is answered, it says where the
+    item is, the thread tells the event loop, which tells a thread of the engine, which tells
+    another one."""
+    loop = asyncio.get_running_loop()
+    to_worker, worker = socket.socketpair()
+    to_engine, engine = socket.socketpair()
+    fds = (worker.fileno(), engine.fileno())
+    command = [sys.executable, __file__, "plain", *map(str, fds)]
+    took = []
+    pipes = {"stdout": subprocess.PIPE, "pass_fds": fds}
+    with subprocess.Popen(command, **pipes) as other:  # type: ignore[call-overload]  # noqa: ASYNC220
+
+        def answer() -> None:
+            to_worker.recv(READ.size)
+            to_worker.send(bytes(READ.size))
+            placed = to_worker.recv(READ.size)
+            loop.call_soon_threadsafe(to_engine.send, placed)
+
+        try:
+            for _ in range(WARM_UP + 10 * ITEMS):
+                answered = loop.run_in_executor(None, answer)
+                read = loop.run_in_executor(None, other.stdout.read, READ.size)
+                await asyncio.sleep(0.002)  # they wait
+                to_worker.send(bytes(READ.size))
+                await answered
+                took.append(READ.unpack(await read)[0])
+        finally:
+            other.kill()
+    took = sorted(took[WARM_UP:])
+    return {"floor_ms": took[len(took) // 4]}
+
+
+def run_plain(worker_fd: int, engine_fd: int) -> None:
+    worker, engine = socket.socket(fileno=worker_fd), socket.socket(fileno=engine_fd)
+    arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def receive() -> None:
+        while data := engine.recv(READ.size):
+            arrived.put(data)
+
+    def encode() -> None:
+        while True:
+            (decoded,) = READ.unpack(arrived.get())
+            os.write(1, READ.pack((time.monotonic() - decoded) * 1e3))
+
+    for each in (receive, encode):
+        threading.Thread(target=each, daemon=True).start()
+    while worker.recv(READ.size):
+        decoded = time.monotonic()
+        worker.send(bytes(READ.size))
+        worker.recv(READ.size)
+        worker.send(READ.pack(decoded))
+
+
 def main() -> None:
     if sys.argv[1] == "worker":
         run_worker()
     elif sys.argv[1] == "engine":
         run_engine(sys.argv[2], int(sys.argv[3]))
+    elif sys.argv[1] == "plain":
+        run_plain(int(sys.argv[2]), int(sys.argv[3]))
+    elif sys.argv[1] == "floor":
+        print(json.dumps(import_module("uvloop").run(plain_hand_overs())))
     else:
         uvloop = import_module("uvloop")
         print(json.dumps(uvloop.run(run_api(sys.argv[2], int(sys.argv[3])))))

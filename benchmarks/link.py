@@ -17,6 +17,8 @@ handover ms   from the end of decoding in the worker until the encoder has read 
               writing it is one copy in the worker. The lower quartile of 15 items
 copies        the same, in copies of that size between two warm buffers, timed in that worker too
 API CPU ms    CPU time of the API process per item, beyond reading the request
+floor ms      the same six wake-ups of threads by plain sockets between processes, without an item:
+              what is left of a small item's time is the system's; timed in the same turns
 
 Two processes speak over the real channel, without a model, a millisecond between steps. With
 `--against FOLDER` the same is measured with the LookOnce of another checkout, in turn; ratio is the
@@ -74,13 +76,16 @@ def main(arguments: Sequence[str]) -> int:
 
 def handover_report(against: Path | None, turns: int) -> Report:
     """One row for each size and way."""
-    report = Report("handover", ("MB", "", "handover ms", "copies", "API CPU ms"))
+    columns = ("MB", "", "handover ms", "floor ms", "copies", "copies beyond", "API CPU ms")
+    report = Report("handover", columns)
     ways = [("shm", ROOT, "shm"), ("lru", ROOT, "lru")]
     if against is not None:
         ways.append(("the other", against.resolve(), "lru"))
     for size in SIZES:
         found: dict[str, list[dict[str, float]]] = {name: [] for name, _, _ in ways}
+        floors = []
         for _ in range(turns):
+            floors.append(probe(ROOT, HANDOVER_PROBE, "floor")["floor_ms"])
             for name, checkout, cache_type in ways:
                 arguments = ("api", cache_type, str(size * 1_000_000))
                 found[name].append(probe(checkout, HANDOVER_PROBE, *arguments))
@@ -89,7 +94,12 @@ def handover_report(against: Path | None, turns: int) -> Report:
             took, cpu = (
                 median([each[key] for each in figures]) for key in ("handover_ms", "api_cpu_ms")
             )
-            report.add(size, name, took, median(copies), cpu)
+            beyond = [
+                (each["handover_ms"] - floor) / each["copy_ms"]
+                for each, floor in zip(figures, floors, strict=True)
+            ]
+            report.add(size, name, took, median(floors), median(copies), median(beyond), cpu)
+    report.notes.append("copies beyond: of what the hand-over takes beyond its wake-ups (floor)")
     report.notes.append(f"medians of {turns} turns, each in three new processes; the ways in turn")
     return report
 

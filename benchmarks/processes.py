@@ -2,7 +2,9 @@
 
     rates       requests/s of text, known pictures and new pictures, each with as many clients; CPU
                 seconds per 1,000 requests by process: API processes, media workers, the engine
-    memory      PSS of all processes together (shared pages once) with a full processor cache
+    memory      PSS of all processes together (shared pages once) with a full processor cache, when
+                nothing was asked for so long that idle memory is given back
+    restart     seconds from the death of the only API process, then of the engine, to `/ready`
 
 A server of each size is started in turn; every figure is also given as a ratio to one API process.
 """
@@ -10,9 +12,14 @@ A server of each size is started in turn; every figure is also given as a ratio 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import httpx
 
 from benchmarks.load_generator import Arrivals, run_load
 from benchmarks.pictures import data_url, encoded_picture, variant
@@ -26,9 +33,13 @@ KINDS = {
     "API": "lookonce.server.process",
     "workers": "lookonce.render.media.worker",
     "engine": "lookonce.engine.process",
+    "fork server": "lookonce.ipc.fork_server",
 }
 GIB = 1 << 30
 BATCH = 16
+REST_SECONDS = 75.0
+"""Free slabs are given back after a minute."""
+POLL_SECONDS = 0.02
 FULL = 0.97
 """Share of the cache's bytes that counts as full: items do not fit it exactly."""
 
@@ -95,6 +106,22 @@ def fill(server: RunningServer, nbytes: int, size: str, clients: int) -> float:
     return held
 
 
+def restart_seconds(server: RunningServer, module: str) -> float:
+    """From the death of the process that runs `module` until all are ready again."""
+    pid, began = server.process(module), time.perf_counter()
+    os.kill(pid, signal.SIGKILL)
+    while pid in server.processes(module) or not _is_ready(server):
+        time.sleep(POLL_SECONDS)
+    return time.perf_counter() - began
+
+
+def _is_ready(server: RunningServer) -> bool:
+    try:
+        return httpx.get(f"{server.url}/ready", timeout=60).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 def _about(shape: RequestShape, picture: bytes) -> bytes:
     image = {"type": "image_url", "image_url": {"url": data_url(picture)}}
     return shape.request([image, {"type": "text", "text": "What?"}])
@@ -106,9 +133,17 @@ def reports(given: argparse.Namespace) -> list[Report]:
     rate.notes.append(f"{given.clients} clients; new pictures: {given.size} JPEGs")
     held = Report(
         "processes (memory)",
-        ("API processes", "cache MiB", *(f"{kind} MiB" for kind in KINDS), "all MiB", "ratio"),
-        notes=["PSS of all processes with a full processor cache"],
+        (
+            "API processes",
+            "cache MiB",
+            "slabs MiB",
+            *(f"{kind} MiB" for kind in KINDS),
+            "all MiB",
+            "ratio",
+        ),
+        notes=[f"PSS of all processes with a full processor cache, {REST_SECONDS:.0f} s at rest"],
     )
+    restarts = Report("processes (restart)", ("killed", "seconds"))
     first: dict[str, float] = {}
     for count in given.processes:
         options = ["--api-processes", str(count), "--mm-processor-cache-gb", str(given.cache_gb)]
@@ -119,12 +154,17 @@ def reports(given: argparse.Namespace) -> list[Report]:
                 ratio = found.requests_per_second / base
                 rate.add(count, work.name, found.requests_per_second, ratio, *found.cpu.values())
             cached = fill(server, int(given.cache_gb * GIB), given.size, given.clients)
+            time.sleep(REST_SECONDS)
+            slabs = server.metrics()["mm_slab_bytes"]
             by_kind = memory(server)
             total = sum(by_kind.values())
             base = first.setdefault("memory", total)
             kinds = (by_kind[kind] / 2**20 for kind in KINDS)
-            held.add(count, cached / 2**20, *kinds, total / 2**20, total / base)
-    return [rate, held]
+            held.add(count, cached / 2**20, slabs / 2**20, *kinds, total / 2**20, total / base)
+            if count == 1:
+                for kind in ("API", "engine"):
+                    restarts.add(kind, restart_seconds(server, KINDS[kind]))
+    return [rate, held, restarts]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -36,10 +36,10 @@ class RunningServer:
     """When it printed its URL, seconds since the epoch."""
 
     def process(self, module: str) -> int:
-        """The pid of the first child that runs `python -m module`. Raises `UnavailableError`."""
-        for pid in _children(self.pid):
-            if module in _command_line(pid):
-                return pid
+        """The pid of the first descendant that runs `python -m module`. Raises
+        `UnavailableError`."""
+        for pid in sorted(self.processes(module)):
+            return pid
         raise UnavailableError(f"no process runs {module}")
 
     def processes(self, module: str) -> list[int]:

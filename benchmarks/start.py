@@ -25,14 +25,18 @@ from benchmarks.workloads import RequestShape, Workload, new, text
 from lookonce.errors import UnavailableError
 
 LATER = 9
-_LINE = re.compile(r"(?P<at>\S+ \S+,\d{3}) INFO (?P<process>engine|api 0|server): (?P<words>.*)")
+_LINE = re.compile(
+    r"(?P<at>\S+ \S+,\d{3}) INFO (?P<process>engine|api 0|server|fork server): (?P<words>.*)"
+)
 
 ENGINE, API = "lookonce.engine.process", "lookonce.server.process"
+FORK_SERVER = "lookonce.ipc.fork_server"
 STAGES = (
     ("engine", "interpreter, imports", ENGINE, "loading "),
     ("engine", "weights, tokenizer of the warm-up", "loading ", "serving "),
     ("engine", "warm-up", "serving ", "the engine serves"),
-    ("api 0", "interpreter, imports", API, "opening "),
+    ("fork server", "interpreter, imports, warm-up", FORK_SERVER, "ready to fork"),
+    ("api 0", "fork", API, "opening "),
     ("api 0", "tokenizer, templates, media worker", "opening ", "the renderer is ready"),
     ("api 0", "warm-up", "the renderer is ready", "warmed up"),
 )
@@ -88,7 +92,7 @@ def breakdown(start: Start) -> Report:
 
 def _start_of(server: RunningServer) -> Start:
     """How a running server started."""
-    modules = {"engine": ENGINE, "api 0": API}
+    modules = {"engine": ENGINE, "fork server": FORK_SERVER, "api 0": API}
     pids = {name: server.process(module) for name, module in modules.items()}
     cpu = {name: cpu_seconds(pid) for name, pid in pids.items()}
     events = read_events(server.log.read_text())

@@ -2,7 +2,9 @@
 
 supervisor (this process: neither torch nor transformers)
   ├── engine process          restarted when it dies
-  └── API process × N         share one listening socket, bound here; restarted when they die
+  └── fork server             has imported what the others need; restarted when it dies
+        ├── API process × N   share one listening socket, bound here; restarted when they die
+        └── media workers     of each API process
 
 A process is given up, and with it the server, only when its starts fail again and again.
 
@@ -35,13 +37,17 @@ from lookonce.engine.supervisor.engine_supervisor import (
     EngineSupervisor,
     OnLoading,
 )
-from lookonce.engine.supervisor.socket_folder import socket_folder
-from lookonce.errors import ConfigError, error_from_wire
+from lookonce.engine.supervisor.fork_supervisor import ForkSupervisor
+from lookonce.engine.supervisor.socket_folder import folder_of, socket_folder
+from lookonce.errors import ConfigError, UnavailableError, error_from_wire
+from lookonce.ipc.fork_server import Preload
 from lookonce.types.stack_samples import listen_for_samples
 
 logger = logging.getLogger(__name__)
 
-API_COMMAND = (sys.executable, "-m", "lookonce.server.process")
+API_MODULE = "lookonce.server.process"
+API_COMMAND = (sys.executable, "-m", API_MODULE)
+FORKED = (API_MODULE, "lookonce.render.media.worker")
 BACKLOG = 2048
 DRAIN_GRACE = 5.0
 """Seconds an API process has, after the drain timeout, to end."""
@@ -61,11 +67,15 @@ class Supervisor:
         on_loading: OnLoading | None = None,
         on_ready: OnReady | None = None,
         engine_command: Sequence[str] = ENGINE_COMMAND,
-        api_command: Sequence[str] = API_COMMAND,
+        api_command: Sequence[str] | None = None,
     ) -> None:
+        """`api_command` starts an API process; None: they and their media workers are forked, where
+        the system can."""
         self._config = config
         self._on_ready = on_ready
-        self._api_command = api_command
+        self._api_command = API_COMMAND if api_command is None else api_command
+        self._forks = api_command is None and sys.platform == "linux"
+        self._fork_server: ForkSupervisor | None = None
         self._engine = EngineSupervisor(
             engine_settings(config),
             stall_timeout=config.channel.stall_timeout,
@@ -93,6 +103,11 @@ class Supervisor:
                 _unlink(self._config.server.uds)
 
     async def _serve_on(self, listener: socket.socket) -> None:
+        if self._forks:
+            config = self._config
+            parts = {"model": config.model, "media": config.media}  # no keys
+            preload = Preload(FORKED, msgspec.to_builtins(parts), config.logs)
+            self._fork_server = ForkSupervisor(folder_of(config.channel.address), preload)
         self._apis = [
             self._api_process(index, listener) for index in range(self._config.server.api_processes)
         ]
@@ -109,6 +124,8 @@ class Supervisor:
             self._engine.kill()
             for api in self._apis:
                 api.kill()
+            if self._fork_server is not None:
+                self._fork_server.kill()
         self._stop_asked.set()
 
     def reload(self) -> None:
@@ -131,11 +148,14 @@ class Supervisor:
         runs = [self._engine.run(), *(api.run() for api in self._apis)]
         processes = [asyncio.create_task(run) for run in runs]
         asked = asyncio.create_task(self._stop_asked.wait())
+        forking = None
+        if self._fork_server is not None:
+            forking = asyncio.create_task(self._fork_server.run())
         await asyncio.wait([asked, *processes], return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
         broken = [task for task in processes if task.done()]
         await self._end(drain=not broken)
-        await asyncio.gather(*processes, return_exceptions=True)
+        await asyncio.gather(*processes, *filter(None, [forking]), return_exceptions=True)
         for task in broken:
             task.result()
 
@@ -143,6 +163,8 @@ class Supervisor:
         timeout = DRAIN_GRACE + (self._config.server.drain_timeout if drain else 0.0)
         logger.info("stopping%s", ": running requests may finish" if drain else "")
         await asyncio.gather(*(api.stop(timeout) for api in self._apis))
+        if self._fork_server is not None:
+            await self._fork_server.stop()
         await self._engine.stop()
         logger.info("stopped")
 
@@ -156,13 +178,17 @@ class Supervisor:
                 "listen_fd": listener.fileno(),
                 "index": index,
                 "restarted": next(starts) > 0,
+                "fork_server": self._fork_server and str(self._fork_server.path),
             }
+            settings, fds = msgspec.json.encode(start), [listener.fileno()]
+            if self._fork_server is not None:
+                path = self._fork_server.path
+                try:
+                    return await ChildProcess.fork(name, path, API_MODULE, settings, fds)
+                except UnavailableError:
+                    logger.warning("%s starts without the fork server", name)
             return await ChildProcess.start(
-                name,
-                self._api_command,
-                msgspec.json.encode(start),
-                pass_fds=[listener.fileno()],
-                read_output=True,
+                name, self._api_command, settings, pass_fds=fds, read_output=True
             )
 
         async def follow(child: ChildProcess) -> None:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from lookonce.config import Config, MediaConfig
 from lookonce.engine.client.engine_client import EngineClient, EngineState
@@ -17,7 +18,7 @@ from lookonce.errors import LookOnceError, NotReadyError
 from lookonce.frontend.metrics import Metrics
 from lookonce.frontend.sampling_params import SamplingDefaults, read_defaults
 from lookonce.frontend.tools.formats import ToolDialect, choose_dialect
-from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT, share_of_workers
+from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT, ServerShare, share_of_workers
 from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE
 from lookonce.render.renderer import Renderer, open_renderer
 from lookonce.types.counts import Counts
@@ -53,11 +54,22 @@ async def open_frontend(
     counts: Counts | None = None,
     *,
     wait_for_worker: bool = True,
+    fork_server: Path | None = None,
 ) -> AsyncIterator[Frontend]:
     """A frontend of an entered client, whose engine may still be loading.
 
-    `counts` gets what is counted for metrics. Raises `ModelLoadError`.
+    `counts` gets what is counted for metrics; media workers come from `fork_server`, if given.
+    Raises `ModelLoadError`.
     """
+    share = ServerShare(
+        num_workers=share_of_workers(config.server.api_processes),
+        wait_for_worker=wait_for_worker,
+        fork_server=fork_server,
+        slabs=client.slabs if config.media.shared_cache_bytes else None,
+        shared_cache_bytes=config.media.shared_cache_bytes,
+        claims=client.claims,
+        counts=Counts() if counts is None else counts,
+    )
     async with (
         open_renderer(
             config.model,
@@ -65,11 +77,7 @@ async def open_frontend(
             directory=client.directory,
             uuids=client.sender.uuids,
             chat_template=config.server.chat_template,
-            counts=counts,
-            claims=client.claims,
-            num_workers=share_of_workers(config.server.api_processes),
-            wait_for_worker=wait_for_worker,
-            slabs=client.slabs if config.media.shared_cache_bytes else None,
+            share=share,
         ) as renderer,
         limits_learned(client, renderer),
     ):

@@ -7,7 +7,9 @@ samples that the engine still computes.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
+import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Collection, Iterator
@@ -31,9 +33,20 @@ from lookonce.types.request import (
 from lookonce.types.request_validation import check_fits, shorten_max_tokens
 from lookonce.types.sampling import SamplingParams
 
-_PROCESS = secrets.token_hex(8)
 _numbers = itertools.count()
-"""What makes an engine request's id unique; clients may repeat their own ids, which follow."""
+
+
+@functools.cache
+def _process_id(pid: int) -> str:
+    """A random name of this process. Not made on import: processes are forked after that."""
+    return secrets.token_hex(8)
+
+
+def _new_engine_id() -> str:
+    """An id that is unique among all API processes; clients may repeat their own ids, which follow
+    in it."""
+    unique = f"{_process_id(os.getpid())}-{next(_numbers)}"
+    return engine_request_id(unique, current_request_id.get())
 
 
 @dataclass(slots=True)
@@ -70,9 +83,7 @@ class PromptGeneration:
         self.aborted = False
         """Set before the request is submitted: it is not submitted then."""
         self._frontend = frontend
-        self._engine_id = engine_request_id(
-            f"{_PROCESS}-{next(_numbers)}", current_request_id.get()
-        )
+        self._engine_id = _new_engine_id()
         self._index_base = index_base
         self._arrival = time.monotonic() if arrival is None else arrival
         context: list[int] = rendered.ids[-CONTEXT_TOKENS:].tolist()

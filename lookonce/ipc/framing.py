@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import select
 import socket
 import struct
 from array import array
@@ -387,6 +388,10 @@ class MessageSocket:
         except BlockingIOError:
             raise TimeoutError("the peer does not read") from None
 
+    def wait(self, seconds: float) -> bool:
+        """Whether anything comes, or the peer leaves, within so many seconds."""
+        return bool(self._received or select.select([self._link], [], [], seconds)[0])
+
     def receive(self) -> Message:
         """The next message; the caller closes its descriptors.
 
@@ -410,25 +415,6 @@ class MessageSocket:
         for _, fds in self._received:
             close_fds(fds)
         self._received.clear()
-
-
-def peer_uid(link: socket.socket) -> int | None:
-    """The user of the process at the other end; None where the system does not say.
-
-    At the connecting end: of the process that listens.
-    """
-    option = getattr(socket, "SO_PEERCRED", None)
-    if option is None:
-        return None
-    size = struct.calcsize("3i")
-    _, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, option, size))
-    return int(uid)
-
-
-def require_same_user(uid: int | None) -> None:
-    """Raises `ProtocolError` for the `peer_uid` of another user's process."""
-    if uid is not None and uid != os.geteuid():
-        raise ProtocolError(f"the peer belongs to user {uid}, not to {os.geteuid()}")
 
 
 def close_fds(fds: Iterable[int]) -> None:

@@ -25,9 +25,8 @@ from lookonce.ipc.framing import (
     SendQueue,
     greeting,
     message_pieces,
-    peer_uid,
-    require_same_user,
 )
+from lookonce.ipc.peer import peer_uid, require_same_user
 from lookonce.types.media import Buffer
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,12 @@ import re
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+from lookonce.errors import UnavailableError
+from lookonce.ipc.fork_server import ForkedProcess, ForkRequest, start_forked
 
 SECRETS = re.compile(r"(KEYS?|TOKENS?|SECRETS?|PASSWORDS?|CREDENTIALS?)$|^AWS_|^LOOKONCE_", re.I)
 ENVIRONMENT = {
@@ -15,6 +20,9 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
 }
+FORK_SECONDS = 10.0
+"""How long a worker's start waits for a fork server that is being restarted."""
+LINK_FD = 3
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
@@ -44,3 +52,21 @@ def start_worker(
         except BaseException:
             ours.close()
             raise
+
+
+def fork_worker(module: str, fork_server: Path) -> tuple[socket.socket, ForkedProcess] | None:
+    """The same, by the fork server whose socket has this path: the new process is `module`'s
+    `main()`, with its descriptor as the only argument, and ends with this process. None where the
+    fork server does not answer. Raises `OSError`."""
+    ours, theirs = socket.socketpair()
+    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    request = ForkRequest(module, (str(LINK_FD),), (0, 1, LINK_FD), os.getpgrp(), True)
+    try:
+        with suppress(UnavailableError):
+            fds = (nowhere, nowhere, theirs.fileno())
+            return ours, start_forked(fork_server, request, fds, FORK_SECONDS)
+        ours.close()
+        return None
+    finally:
+        theirs.close()
+        os.close(nowhere)

@@ -16,11 +16,12 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lookonce.cache.identity import item_key, scope_digest
-from lookonce.cache.slab_pool import OwnSlabs, SlabPool
+from lookonce.cache.slab_pool import OwnSlabs
 from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import BadRequestError
 from lookonce.render.families.base import ProcessorFamily
@@ -33,11 +34,11 @@ from lookonce.render.media.external_items import (
     placeholder_span,
     storage_digest,
 )
+from lookonce.render.media.pool import ServerShare
 from lookonce.render.media.resolver import (
     MediaResolver,
     NameBindings,
     RendererDirectory,
-    RenderStats,
     open_resolver,
 )
 from lookonce.render.prompt.detokenizer import Detokenizer
@@ -50,9 +51,7 @@ from lookonce.render.prompt.encoder import (
 from lookonce.render.prompt.messages import has_many_values, in_thread_if, read_messages
 from lookonce.render.prompt.placeholders import match_placeholders, place_media
 from lookonce.render.prompt.token_cache import TokenCache
-from lookonce.types.counts import Counts
 from lookonce.types.media import Array, Modality, ProcessedItem
-from lookonce.types.ports import ClaimsItems
 from lookonce.types.request import RenderedItem, RenderedPrompt
 from lookonce.types.request_validation import check_prompt_length, check_token_ids
 from lookonce.types.sampling import SamplingParams
@@ -280,15 +279,6 @@ class Renderer:
         check_token_ids(token_ids, vocab_size, frozenset(), (), "tokens")
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def counts(self) -> dict[str, float]:
-        """Counts of `RenderStats`, as `name:modality` → value."""
-        stats = RenderStats() if self._resolver is None else self._resolver.stats
-        return {
-            f"{name}:{modality}": float(by_modality[modality])
-            for name, by_modality in stats.by_name().items()
-            for modality in self._encoder.placeholder_ids
-        }
-
     # --- inside -------------------------------------------------------------------------------
 
     def _processor_kwargs(self, kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -339,34 +329,22 @@ async def open_renderer(
     uuids: NameBindings,
     chat_template: str | None = None,
     max_model_len: int | None = None,
-    slabs: SlabPool | None = None,
-    counts: Counts | None = None,
-    claims: ClaimsItems | None = None,
-    num_workers: int | None = None,
-    wait_for_worker: bool = True,
+    share: ServerShare | None = None,
 ) -> AsyncIterator[Renderer]:
     """Load the tokenizer and, for a model with media, start the worker pool.
 
-    `chat_template` is a file's path; `slabs` is where processed media goes, None: into private
-    memory; `counts` gets what is counted; `claims` are asked before an item is made; `num_workers`
-    decode media (default: by cores). Raises `ModelLoadError` or `ConfigError`.
+    `chat_template` is a file's path. Raises `ModelLoadError` or `ConfigError`.
     """
+    share = ServerShare() if share is None else share
     family = load_family(Path(model.folder), model.dtype)
     encoder = await asyncio.to_thread(load_encoder, model.folder, chat_template, family)
     async with AsyncExitStack() as stack:
         resolver = None
         if family is not None:
+            if family.needs_torch:  # what the fork server has imported knows no torch
+                share = replace(share, fork_server=None)
             opened = open_resolver(
-                model,
-                media,
-                family,
-                directory=directory,
-                uuids=uuids,
-                slabs=slabs,
-                counts=counts,
-                claims=claims,
-                num_workers=num_workers,
-                wait_for_worker=wait_for_worker,
+                model, media, family, directory=directory, uuids=uuids, share=share
             )
             resolver = await stack.enter_async_context(opened)
             resolver.stats.show(encoder.placeholder_ids)
@@ -376,6 +354,6 @@ async def open_renderer(
             resolver=resolver,
             limits=media.limit_per_prompt,
             max_model_len=max_model_len,
-            token_cache=TokenCache(counts=counts),
-            own_slabs=None if slabs is None else OwnSlabs(slabs),
+            token_cache=TokenCache(counts=share.counts),
+            own_slabs=None if share.slabs is None else OwnSlabs(share.slabs),
         )

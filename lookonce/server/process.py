@@ -21,8 +21,9 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -32,6 +33,7 @@ from lookonce.config import (
     ApiKey,
     Config,
     ConnectionConfig,
+    ModelConfig,
     ReloadedSettings,
     ServerConfig,
     load_certificate,
@@ -42,6 +44,8 @@ from lookonce.engine.process_io import ProgressPipe, Serving, StartFailed
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.engine.supervisor.socket_folder import joined_socket_folder
 from lookonce.errors import ConfigError, DrainingError, ModelLoadError, error_to_wire
+from lookonce.render.families.registry import load_family
+from lookonce.render.prompt.encoder import load_encoder
 from lookonce.server.http.app import build_app
 from lookonce.server.http.connections import (
     Acceptor,
@@ -53,6 +57,7 @@ from lookonce.server.otlp import exporting
 from lookonce.server.services import Services, open_services
 from lookonce.server.warmup import warming_up
 from lookonce.types.logs import configure_logging
+from lookonce.types.memory import give_memory_back
 from lookonce.types.stack_samples import listen_for_samples
 
 logger = logging.getLogger("lookonce.server")
@@ -79,6 +84,8 @@ class ApiStart(msgspec.Struct, frozen=True, kw_only=True):
     """An earlier process of this number has ended: clients are served by others meanwhile."""
     index: int = 0
     """0-based number of this API process among `config.server.api_processes`."""
+    fork_server: str | None = None
+    """The socket of the process that media workers are forked from."""
 
 
 class ApiServer(uvicorn.Server):
@@ -150,7 +157,10 @@ async def serve(start: ApiStart, progress: ProgressPipe) -> None:
     began = time.monotonic()
     with joined_socket_folder(start.config.channel.address):
         async with open_services(
-            start.config, index=start.index, restarted=start.restarted
+            start.config,
+            index=start.index,
+            restarted=start.restarted,
+            fork_server=Path(start.fork_server) if start.fork_server else None,
         ) as services:
             logger.info("the renderer is ready")
             app = build_app(services)
@@ -175,10 +185,12 @@ async def _wait_for_engine(services: Services) -> None:
 
 
 def settle_memory() -> None:
-    """Exempt all objects that exist now from garbage collection, and collect less often."""
+    """Exempt all objects that exist now from garbage collection, and collect less often; what the
+    start has freed goes back to the system."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
+    give_memory_back()
 
 
 def uvicorn_config(app: object) -> uvicorn.Config:
@@ -273,6 +285,14 @@ class DrainOnSignal:
             logger.error("SIGHUP: %s; the certificate stays what it was", error.message)
         if keys:
             logger.info("%d API keys are accepted from now on", len(keys))
+
+
+def preloaded(settings: Mapping[str, Any]) -> Callable[[], None]:
+    """`main` for processes that are forked from this one, with `model` of a configuration: what the
+    tokenizer and the template need is imported here. Raises `ModelLoadError`."""
+    model = msgspec.convert(settings["model"], ModelConfig)
+    load_encoder(model.folder, None, load_family(Path(model.folder), model.dtype))
+    return main
 
 
 def main() -> None:

@@ -262,7 +262,7 @@ class Services(Frontend):
 
 @asynccontextmanager
 async def open_services(
-    config: Config, *, index: int = 0, restarted: bool = False
+    config: Config, *, index: int = 0, restarted: bool = False, fork_server: Path | None = None
 ) -> AsyncIterator[Services]:
     """Connected to the engine, which may still be loading. Raises `ModelLoadError`.
 
@@ -276,7 +276,13 @@ async def open_services(
         client = engine_client(config, counts)
         async with (
             client,
-            open_frontend(config, client, counts, wait_for_worker=not restarted) as frontend,
+            open_frontend(
+                config,
+                client,
+                counts,
+                wait_for_worker=not restarted,
+                fork_server=fork_server,
+            ) as frontend,
             open_readonly(
                 frontend.renderer,
                 config.media,

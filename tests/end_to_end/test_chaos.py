@@ -1,6 +1,6 @@
 """Random processes of a server with three API processes are killed under mixed load.
 
-`make soak` kills more often: `CHAOS_KILLS` says how often.
+`make soak` kills more often (`CHAOS_KILLS` says how often), and with both types of cache.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import time
 
 import pytest
 
+from lookonce.render.media.pool import share_of_workers
 from tests.support.chaos import (
     API,
     ENGINE,
+    FORK_SERVER,
+    KINDS,
     WORKER,
     Chaos,
     ask,
@@ -22,12 +25,14 @@ from tests.support.chaos import (
     of_kind,
     processes,
     shared_memory,
+    slabs_of,
+    zombies,
 )
 from tests.support.drawing import text_part
 from tests.support.live_server import LiveServer, until
 from tests.support.traffic import PlannedRequest, drawn, plans, working_set
 
-NUM_KILLS = int(os.environ.get("CHAOS_KILLS", "6"))
+NUM_KILLS = int(os.environ.get("CHAOS_KILLS", len(KINDS)))
 IN_SOAK = "CHAOS_KILLS" in os.environ
 PATIENCE = 120.0
 SLACK_BYTES = 64 << 20
@@ -35,10 +40,11 @@ SLACK_BYTES = 64 << 20
 COUNTERS = ("request_success_total:stop", "media_decodes_total:image", "mm_cache_queries_total")
 
 
-@pytest.fixture(scope="module")
-def crowd():
+@pytest.fixture(scope="module", params=("shm", "lru") if IN_SOAK else ("shm",))
+def crowd(request):
     with LiveServer(
         "--api-processes", "3",
+        "--mm-processor-cache-type", request.param,
         "--mm-processor-cache-gb", "0.05",
         "--limit-mm-per-prompt", "image=4,audio=4",
     ) as live:  # fmt: skip
@@ -61,7 +67,8 @@ def test_a_new_picture_is_decoded_once_whichever_processes_get_it(crowd):
         asked = [question(1000 + number) for number in range(6) for _ in range(8)]
         return await asyncio.gather(*(ask(host, int(port), each) for each in asked))
 
-    assert all(seen.as_planned for seen in asyncio.run(everybody()))
+    failed = [seen for seen in asyncio.run(everybody()) if not seen.as_planned]
+    assert not failed, failed[0]
     after = crowd.metrics()
     made = {name: after[name] - before.get(name, 0.0) for name in COUNTERS}
     assert made == {
@@ -84,10 +91,11 @@ def test_nobody_notices_whose_processes_live(crowd):
     media = working_set(num_pictures=30, num_sounds=10)
     shmem = shared_memory()
     steady = {pid: num_descriptors(pid) for pid in of_kind(crowd, "lookonce.cli")}
+    kinds = {kind: len(of_kind(crowd, kind)) for kind in (ENGINE, API, FORK_SERVER)}
     before = crowd.metrics()
     chaos = Chaos(crowd, list(with_new_pictures(plans(media, 1000, seed=5))))
     chaos.run(NUM_KILLS, PATIENCE)
-    assert {ENGINE, API, WORKER} <= set(chaos.kills)
+    assert set(KINDS) == set(chaos.kills)
     failed = [f"{seen.status} {seen.body[:300]}" for seen in chaos.failed_bystanders()]
     assert not failed, "\n".join(failed)
 
@@ -99,14 +107,31 @@ def test_nobody_notices_whose_processes_live(crowd):
     assert found["mm_cache_bytes"] == found["mm_store_listed_bytes"]
     for name in COUNTERS:
         assert found[name] >= before.get(name, 0.0)
-    assert len(of_kind(crowd, ENGINE)) == 1
-    assert len(of_kind(crowd, WORKER)) <= 3 * 4
+    assert {kind: len(of_kind(crowd, kind)) for kind in kinds} == kinds
+    workers = of_kind(crowd, WORKER)
+    assert len(workers) <= 3 * share_of_workers(3)
+    (forks,) = of_kind(crowd, FORK_SERVER)
+    assert num_descriptors(forks) <= 6 + 2 * (3 + len(workers)), "it loses descriptors"
+    until(lambda: not zombies(crowd), 10, crowd.log)
+    assert_every_slab_is_known(crowd)
     for pid, num in steady.items():
         assert num_descriptors(pid) <= num + 2, "the supervisor loses descriptors"
     for pid in of_kind(crowd, API):
         assert num_mappings(pid) <= 64
     if IN_SOAK:
         assert shared_memory() <= shmem + SLACK_BYTES
+
+
+def assert_every_slab_is_known(live):
+    """No process holds shared memory that the engine does not count, and the engine holds all."""
+
+    def all_known():
+        (engine,) = of_kind(live, ENGINE)
+        known = slabs_of([engine])
+        held = slabs_of(processes(live))
+        return held == known and len(known) == live.metrics().get("mm_slabs", 0.0)
+
+    until(all_known, 20, live.log)
 
 
 def success(found):

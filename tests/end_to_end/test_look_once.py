@@ -28,9 +28,10 @@ COUNTED = (
 )
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    with LiveServer("--allow-private-media", "--vllm-metric-names") as live:
+@pytest.fixture(scope="module", params=["shm", "lru"])
+def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
+    cache = ("--mm-processor-cache-type", request.param)
+    with LiveServer("--allow-private-media", "--vllm-metric-names", *cache) as live:
         yield live
 
 

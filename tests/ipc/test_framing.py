@@ -30,9 +30,8 @@ from lookonce.ipc.framing import (
     close_fds,
     greeting,
     message_pieces,
-    peer_uid,
-    require_same_user,
 )
+from lookonce.ipc.peer import peer_uid, require_same_user
 
 PATIENCE = 20.0
 GREETED = greeting("me")

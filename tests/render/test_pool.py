@@ -34,7 +34,7 @@ from lookonce.errors import (
 from lookonce.ipc import framing
 from lookonce.render.media import cost
 from lookonce.render.media import pool as pool_module
-from lookonce.render.media.pool import MediaPool, share_of_workers
+from lookonce.render.media.pool import MediaPool, ServerShare, share_of_workers
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
 from tests.support.render.doubles import until
 from tests.support.render.fake_worker import EXPANSIONS
@@ -52,7 +52,7 @@ async def fake_pool(
 ) -> AsyncIterator[MediaPool]:
     pool = MediaPool(
         settings(folder),
-        num_workers=num_workers,
+        share=ServerShare(num_workers=num_workers),
         max_queue=max_queue,
         job_timeout=job_timeout,
         command=FAKE,
@@ -172,7 +172,7 @@ def test_a_crash_fails_its_job_alone_and_the_worker_is_replaced() -> None:
 
 def test_a_pool_that_does_not_wait_for_its_worker_takes_jobs_at_once() -> None:
     async def scenario() -> None:
-        pool = MediaPool(settings(), num_workers=1, command=FAKE)
+        pool = MediaPool(settings(), share=ServerShare(num_workers=1), command=FAKE)
         pool.start_beside()
         try:
             assert isinstance(await pool.run(job()), Processed)
@@ -335,7 +335,11 @@ def test_a_newcomers_job_is_served_before_anothers_backlog(tmp_path: Path) -> No
 def test_one_tenant_cannot_fill_the_queue(tmp_path: Path) -> None:
     async def scenario() -> None:
         pool = MediaPool(
-            settings(), num_workers=1, max_queue=10, max_queue_per_tenant=3, command=FAKE
+            settings(),
+            share=ServerShare(num_workers=1),
+            max_queue=10,
+            max_queue_per_tenant=3,
+            command=FAKE,
         )
         await pool.start()
         gate = tmp_path / "gate"
@@ -513,7 +517,7 @@ def test_a_worker_that_cannot_start_is_an_error_at_the_start(folder: str, words:
 
 def test_a_command_that_does_not_exist_is_an_error_at_the_start() -> None:
     async def scenario() -> None:
-        pool = MediaPool(settings(), num_workers=1, command=["/no/such/program"])
+        pool = MediaPool(settings(), share=ServerShare(num_workers=1), command=["/no/such/program"])
         with pytest.raises(ModelLoadError, match="cannot be started"):
             await pool.start()
         await pool.aclose()
@@ -523,7 +527,7 @@ def test_a_command_that_does_not_exist_is_an_error_at_the_start() -> None:
 
 def test_a_start_that_fails_leaves_nothing_open() -> None:
     async def scenario(folder: str) -> None:
-        pool = MediaPool(settings(folder), num_workers=1, command=FAKE)
+        pool = MediaPool(settings(folder), share=ServerShare(num_workers=1), command=FAKE)
         with pytest.raises(ModelLoadError):
             await pool.start()
         await pool.aclose()
@@ -628,7 +632,7 @@ def test_a_worker_that_does_not_end_when_killed_is_replaced_all_the_same(
 
 def test_closing_ends_a_worker_that_is_still_starting() -> None:
     async def scenario() -> None:
-        pool = MediaPool(settings("mute"), num_workers=1, command=FAKE)
+        pool = MediaPool(settings("mute"), share=ServerShare(num_workers=1), command=FAKE)
         starting = asyncio.create_task(pool.start())
         await until(lambda: pool._workers.processes)
         await pool.aclose()
@@ -660,7 +664,7 @@ class TestRealWorkers:
 
     @pytest.fixture(scope="class")
     def pool(self, nano_folder: Path) -> Iterator[MediaPool]:
-        pool = MediaPool(settings(str(nano_folder)), num_workers=1)
+        pool = MediaPool(settings(str(nano_folder)), share=ServerShare(num_workers=1))
         asyncio.run(pool.start())
         yield pool
         asyncio.run(pool.aclose())
@@ -723,7 +727,7 @@ class TestRealWorkers:
     ) -> None:
         async def scenario() -> None:
             narrow = ProcessingSettings(str(nano_folder), "float32", 1, 0.001)
-            pool = MediaPool(narrow, num_workers=1)
+            pool = MediaPool(narrow, share=ServerShare(num_workers=1))
             await pool.start()
             await pool.aclose()
 

@@ -16,7 +16,7 @@ import soundfile
 
 from lookonce.cache.slabs import LARGE
 from lookonce.errors import UnprocessableMediaError
-from lookonce.render.media.pool import MediaPool
+from lookonce.render.media.pool import MediaPool, ServerShare
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
 from lookonce.types.media import Array
 from tests.support.drawing import encoded, picture
@@ -41,10 +41,8 @@ async def pool_with_slabs(
 ) -> AsyncIterator[MediaPool]:
     pool = MediaPool(
         ProcessingSettings(folder, "float32", 1_000_000, 20.0),
-        num_workers=workers,
+        share=ServerShare(num_workers=workers, slabs=engine.pool, shared_cache_bytes=CAPACITY),
         command=command,
-        slabs=engine.pool,
-        slab_bytes=CAPACITY,
     )
     try:
         await pool.start()

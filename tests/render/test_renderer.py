@@ -25,6 +25,7 @@ from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.readonly import open_readonly
 from lookonce.render.renderer import Renderer, open_renderer
 from lookonce.types.sampling import SamplingParams
+from tests.support.render.counted import counts_of
 from tests.support.render.doubles import FakeLoader, FakePool
 
 IMAGE, AUDIO = 9, 3
@@ -339,7 +340,7 @@ def test_decoding_shows_special_tokens(setup):
 
 def test_work_is_counted_by_modality(setup):
     setup.chat(user(picture(b"cat"), picture(b"cat"), sound(b"uh")))
-    assert setup.renderer.counts() == {
+    assert counts_of(setup.renderer) == {
         "media_fetches_total:image": 0.0,
         "media_fetches_total:audio": 0.0,
         "media_queued_total:image": 1.0,

@@ -22,7 +22,7 @@ from PIL import Image, ImageOps
 
 from lookonce.errors import LookOnceError, UnprocessableMediaError
 from lookonce.render.media import cost
-from lookonce.render.media.pool import MediaPool
+from lookonce.render.media.pool import MediaPool, ServerShare
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
 from lookonce.render.media.sandbox import (
     ALLOW,
@@ -62,7 +62,7 @@ class Confined:
     def __init__(self, folder: Path, command: tuple[str, ...] | None = None) -> None:
         self.loop = asyncio.new_event_loop()
         options = {} if command is None else {"command": command}
-        self.pool = MediaPool(settings(folder), num_workers=1, **options)  # type: ignore[arg-type]
+        self.pool = MediaPool(settings(folder), share=ServerShare(num_workers=1), **options)  # type: ignore[arg-type]
         self.loop.run_until_complete(self.pool.start())
 
     def run(self, data: bytes, modality: str = "image", **options: object) -> Processed:
@@ -142,11 +142,11 @@ def test_a_worker_dies_with_the_process_that_started_it(nano_folder: Path) -> No
     code = f"""
 import asyncio, os, sys
 from pathlib import Path
-from lookonce.render.media.pool import MediaPool
+from lookonce.render.media.pool import MediaPool, ServerShare
 from lookonce.render.media.processing import MediaJob, ProcessingSettings
 async def main():
     settings = ProcessingSettings({str(nano_folder)!r}, "float32", 1000, 1.0)
-    pool = MediaPool(settings, num_workers=1, command={HOSTILE!r})
+    pool = MediaPool(settings, share=ServerShare(num_workers=1), command={HOSTILE!r})
     await pool.start()
     task = asyncio.create_task(pool.run(MediaJob("image", b"burn")))
     await asyncio.sleep(0.3)

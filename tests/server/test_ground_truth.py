@@ -17,6 +17,7 @@ from tests.support.drawing import audio_part, image_part, text_part
 from tests.support.model.cases import picture, sound
 from tests.support.nodes import Node, engine_node, run
 from tests.support.nodes import cache_type as cache_type
+from tests.support.render.counted import counts_of
 from tests.support.render.origin import Answer, Origin, origin
 from tests.support.server.media import chat, encoded, frontend, inject
 
@@ -136,7 +137,7 @@ def test_every_counter_equals_what_was_seen(folder, seed, cache_gb):
 
 
 async def check(node: Node, web: Origin, seen: Seen) -> None:
-    counts = node.services.renderer.counts()
+    counts = counts_of(node.services.renderer)
     engine = await node.engine.stats()
     taken = Counter(job.modality for job in node.pool.jobs)
     made = Counter(job.modality for job in node.pool.jobs if job.data != BROKEN_DATA)

@@ -41,6 +41,7 @@ from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.services import KeyRing, Services
 from tests.support.in_process_link import InProcessHub
 from tests.support.model.chats import PoolInProcess
+from tests.support.render.counted import counts_of
 
 
 class CountingPool(PoolInProcess):
@@ -99,7 +100,7 @@ class Node:
         return (
             list(directory.sizes().items()), directory.num_pins, directory.nbytes, self.counts,
             directory.evictions, list(directory._known._values.items()),
-            dict(self.services.renderer.counts()), self.engine.sender.resends,
+            dict(counts_of(self.services.renderer)), self.engine.sender.resends,
         )  # fmt: skip
 
 

@@ -50,6 +50,19 @@ class PlannedRequest:
     refused: bool = False
     leaves_after: float | None = None
 
+    @property
+    def media(self) -> set[str]:
+        """What names or holds its media: addresses, sounds and uuids."""
+        found = set()
+        for message in self.body["messages"]:
+            parts = message["content"] if isinstance(message["content"], list) else []
+            for part in parts:
+                inner = part.get(part["type"])
+                if isinstance(inner, dict):
+                    found |= {str(inner[name]) for name in ("url", "data") if name in inner}
+                found |= {str(part["uuid"])} if part.get("uuid") else set()
+        return found
+
 
 @dataclass
 class Tally:

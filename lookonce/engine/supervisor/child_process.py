@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import time
-from asyncio.subprocess import PIPE, Process
-from collections.abc import Awaitable, Callable, Sequence
+from asyncio.subprocess import PIPE
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from lookonce.errors import EngineDeadError, LookOnceError
+from lookonce.ipc.fork_server import ForkedProcess, ForkRequest, start_forked
 
 if TYPE_CHECKING:  # `types.ports` needs numpy, which a supervisor does not import
     from lookonce.types.ports import Clock
@@ -87,6 +90,44 @@ class RestartBackoff:
         return longest * (1.0 - self._jitter() / 2)
 
 
+class Process(Protocol):
+    """What is used of `asyncio.subprocess.Process`."""
+
+    @property
+    def stdin(self) -> asyncio.StreamWriter | None: ...
+
+    @property
+    def stdout(self) -> asyncio.StreamReader | None: ...
+
+    async def wait(self) -> int: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class _Forked:
+    """The `Process` of a fork server."""
+
+    def __init__(
+        self, process: ForkedProcess, stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader
+    ) -> None:
+        self.stdin = stdin
+        self.stdout = stdout
+        self.terminate, self.kill = process.terminate, process.kill
+        self._process = process
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().add_reader(process.fileno(), self._end)
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._ended)
+
+    def _end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._process.fileno())
+        if not self._ended.done():
+            self._ended.set_result(self._process.wait())
+
+
 class ChildProcess:
     """One process from its start to its end."""
 
@@ -103,6 +144,7 @@ class ChildProcess:
         *,
         pass_fds: Sequence[int] = (),
         read_output: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> ChildProcess:
         """Start `command` and write `settings` to its stdin; `read_output`: `read_line` is used."""
         process = await asyncio.create_subprocess_exec(
@@ -111,7 +153,43 @@ class ChildProcess:
             stdout=PIPE if read_output else None,
             pass_fds=pass_fds,
             process_group=0,
+            env=environment,
         )
+        return await cls._told(name, process, settings)
+
+    @classmethod
+    async def fork(
+        cls, name: str, fork_server: Path, module: str, settings: bytes, pass_fds: Sequence[int]
+    ) -> ChildProcess:
+        """The same for `main()` of a module, by the fork server whose socket has this path.
+
+        Raises `UnavailableError` where it cannot.
+        """
+        loop = asyncio.get_running_loop()
+        stdin, ours = os.pipe()
+        output, stdout = os.pipe()
+        request = ForkRequest(module, (), (0, 1, *pass_fds), 0, False)
+        try:
+            fds = (stdin, stdout, *pass_fds)
+            process = await asyncio.to_thread(start_forked, fork_server, request, fds)
+        except BaseException:
+            os.close(ours)
+            os.close(output)
+            raise
+        finally:
+            os.close(stdin)
+            os.close(stdout)
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        await loop.connect_read_pipe(lambda: protocol, os.fdopen(output, "rb", 0))
+        transport, flow = await loop.connect_write_pipe(
+            asyncio.streams.FlowControlMixin, os.fdopen(ours, "wb", 0)
+        )
+        writer = asyncio.StreamWriter(transport, flow, None, loop)
+        return await cls._told(name, _Forked(process, writer, reader), settings)
+
+    @classmethod
+    async def _told(cls, name: str, process: Process, settings: bytes) -> ChildProcess:
         assert process.stdin is not None
         with suppress(ConnectionError):  # it died at once: `wait` tells
             process.stdin.write(settings + b"\n")

@@ -22,6 +22,7 @@ import math
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -31,9 +32,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from lookonce.cache.slab_pool import LeasedSlab, SlabPool
+from lookonce.cache.slabs import slab_capacity
 from lookonce.errors import (
     DrainingError,
     LookOnceError,
@@ -44,8 +47,9 @@ from lookonce.errors import (
     error_from_wire,
 )
 from lookonce.ipc.codec import SlabReference
+from lookonce.ipc.fork_server import ForkedProcess
 from lookonce.ipc.framing import MessageSocket, close_fds
-from lookonce.ipc.worker_process import start_worker
+from lookonce.ipc.worker_process import fork_worker, start_worker
 from lookonce.render.media.cost import cpu_deadline
 from lookonce.render.media.fair_queue import MediaQueue, QueuedJob
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
@@ -68,6 +72,7 @@ from lookonce.render.media.worker import (
 from lookonce.types.counts import Counts
 from lookonce.types.logs import log_config
 from lookonce.types.media import Array, ProcessedItem
+from lookonce.types.ports import ClaimsItems
 from lookonce.types.stack_samples import samples_folder
 
 MAX_WORKERS = 4
@@ -95,7 +100,8 @@ this process's memory. float32 takes 12 per pixel of the largest picture, 24 wit
 MAX_SLABS_PER_JOB = 16
 MAX_EXPANSION = 1 << 24
 """Prompt tokens of one item: more than any context, and few enough to be written out."""
-WORKER_COMMAND = (sys.executable, "-m", "lookonce.render.media.worker")
+WORKER = "lookonce.render.media.worker"
+WORKER_COMMAND = (sys.executable, "-m", WORKER)
 CPU_CLOCK = 2
 """With the complement of a process's number: its clock of CPU time (`clock_getcpuclockid`)."""
 KillReason = Literal["cpu", "hung", "abandoned", "memory", "crashed"]
@@ -104,6 +110,26 @@ KILL_REASONS: tuple[KillReason, ...] = get_args(KillReason)
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerShare:
+    """What the media of one process have of the server around it; by default they are alone."""
+
+    num_workers: int | None = None
+    """Processes that decode; None: by cores."""
+    wait_for_worker: bool = True
+    """The first worker is ready before media are taken."""
+    fork_server: Path | None = None
+    """The socket of the process that workers are forked from; None: each starts on its own."""
+    slabs: SlabPool | None = None
+    """Where workers put large arrays; None: they are in messages."""
+    shared_cache_bytes: int = 0
+    """What of the engine's store lies in slabs: how much a worker may map follows from it."""
+    claims: ClaimsItems | None = None
+    """Asked before an item is made; None: nobody else makes items."""
+    counts: Counts = field(default_factory=Counts)
+    """Gets what is counted for metrics."""
 
 
 @dataclass(eq=False, slots=True)
@@ -151,23 +177,19 @@ class MediaPool:
         self,
         settings: ProcessingSettings,
         *,
-        num_workers: int | None = None,
+        share: ServerShare | None = None,
         max_queue: int = MAX_QUEUE,
         max_queue_per_tenant: int | None = None,
         job_timeout: float = JOB_TIMEOUT,
         command: Sequence[str] = WORKER_COMMAND,
-        slabs: SlabPool | None = None,
-        slab_bytes: int = 0,
-        counts: Counts | None = None,
     ) -> None:
         """`max_queue` bounds the jobs that wait for a worker, not counting those being processed,
         and `max_queue_per_tenant` those of one tenant; `job_timeout` is in seconds; `command`
-        starts a worker (the descriptor of its socket is appended). Workers put large arrays into
-        `slabs`, of which each may map `slab_bytes`; None: all arrays are in the messages. `counts`
-        gets what is counted for metrics.
+        starts a worker (the descriptor of its socket is appended) where no fork server does.
         """
-        self.num_workers = num_workers or share_of_workers()
-        counts = Counts() if counts is None else counts
+        share = ServerShare() if share is None else share
+        self.num_workers = share.num_workers or share_of_workers()
+        counts = share.counts
         self.completed: Counter[str] = Counter()
         """Jobs that succeeded, by modality."""
         self.killed = counts.by_label("media_workers_lost_total")
@@ -189,9 +211,7 @@ class MediaPool:
         self._num_idle = 0
         self._threads: list[threading.Thread] = []
         self._guard: threading.Thread | None = None
-        self._workers = _Workers(
-            lambda: _WorkerProcess(command, settings, job_timeout, slabs, slab_bytes)
-        )
+        self._workers = _Workers(lambda: _WorkerProcess(command, settings, job_timeout, share))
 
     @property
     def num_pending(self) -> int:
@@ -563,12 +583,12 @@ class _WorkerProcess:
         command: Sequence[str],
         settings: ProcessingSettings,
         job_timeout: float,
-        slabs: SlabPool | None,
-        slab_bytes: int,
+        share: ServerShare,
     ) -> None:
         """Raises `ModelLoadError` when no process can be started. `configure` it before use."""
+        slabs = share.slabs
         self._settings = settings
-        self._slab_bytes = slab_bytes
+        self._slab_bytes = slab_capacity(share.shared_cache_bytes)
         self._busy = threading.Lock()
         """Held by whoever uses the link."""
         self._slab_pool = slabs
@@ -576,7 +596,7 @@ class _WorkerProcess:
         self._job_timeout = job_timeout
         self._replies = reply_decoder()
         try:
-            link, self._process = start_worker(command)
+            link, self._process = _started(command, share.fork_server)
         except OSError:
             raise ModelLoadError("a media worker process cannot be started") from None
         most = ITEM_BASE_BYTES + ITEM_BYTES_PER_PIXEL * settings.max_image_pixels
@@ -719,6 +739,14 @@ class _WorkerProcess:
         if self._slabs is not None:
             self._slabs.close()
         return -before if before is not None and before < 0 else None
+
+
+def _started(
+    command: Sequence[str], fork_server: Path | None
+) -> tuple[socket.socket, subprocess.Popen[bytes] | ForkedProcess]:
+    """Raises `OSError`."""
+    forked = None if fork_server is None else fork_worker(WORKER, fork_server)
+    return start_worker(command) if forked is None else forked
 
 
 def _array_in(

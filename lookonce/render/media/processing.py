@@ -28,6 +28,7 @@ import soxr
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import ModelLoadError, TooLargeError, UnprocessableMediaError
 from lookonce.render.families.base import MAX_SIDE_RATIO, Decoded, Options, ProcessorFamily
 from lookonce.render.families.registry import load_family
@@ -51,6 +52,15 @@ class ProcessingSettings(msgspec.Struct, frozen=True, array_like=True):
     """The model's."""
     max_image_pixels: int
     max_audio_seconds: float
+
+
+def processing_settings(model: ModelConfig, media: MediaConfig) -> ProcessingSettings:
+    return ProcessingSettings(
+        folder=model.folder,
+        dtype=model.dtype,
+        max_image_pixels=media.max_image_pixels,
+        max_audio_seconds=media.max_audio_seconds,
+    )
 
 
 class MediaJob(msgspec.Struct, frozen=True, array_like=True):
@@ -84,6 +94,7 @@ class Processing:
         family = load_family(settings.folder, settings.dtype)
         if family is None:
             raise ModelLoadError("the model takes no media")
+        self.settings = settings
         self.family: ProcessorFamily = family
         self._max_pixels = settings.max_image_pixels
         self._max_seconds = min(settings.max_audio_seconds, family.max_audio_seconds)

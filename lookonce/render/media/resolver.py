@@ -29,8 +29,6 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from lookonce.cache.identity import HashAlgorithm, item_key, media_hash
-from lookonce.cache.slab_pool import SlabPool
-from lookonce.cache.slabs import slab_capacity
 from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import (
     ConflictError,
@@ -43,8 +41,8 @@ from lookonce.render.families.base import Options
 from lookonce.render.media.cost import UNLIMITED, CostLimits, estimate_cost
 from lookonce.render.media.fair_queue import QueueLimitError
 from lookonce.render.media.loader import OFF_LOOP_BYTES, MediaLoader, MediaSource, for_part
-from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT, MediaPool
-from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
+from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT, MediaPool, ServerShare
+from lookonce.render.media.processing import MediaJob, Processed, processing_settings
 from lookonce.render.media.single_flight import SingleFlight
 from lookonce.types.counts import Counts
 from lookonce.types.logs import current_request_id
@@ -557,36 +555,19 @@ async def open_resolver(
     *,
     directory: RendererDirectory,
     uuids: NameBindings,
-    slabs: SlabPool | None = None,
-    counts: Counts | None = None,
-    claims: ClaimsItems | None = None,
-    num_workers: int | None = None,
-    wait_for_worker: bool = True,
+    share: ServerShare,
 ) -> AsyncIterator[MediaResolver]:
-    """A resolver with a loader and a started worker pool, whose workers write into `slabs`.
+    """A resolver with a loader and a started worker pool.
 
     Raises `ModelLoadError`, unless it does not wait for the first worker.
     """
-    settings = ProcessingSettings(
-        folder=model.folder,
-        dtype=model.dtype,
-        max_image_pixels=media.max_image_pixels,
-        max_audio_seconds=media.max_audio_seconds,
-    )
+    settings = processing_settings(model, media)
     async with AsyncExitStack() as stack:
-        counts = Counts() if counts is None else counts
-        loader = MediaLoader(media, fetched=counts.by_label("media_fetches_total"))
+        loader = MediaLoader(media, fetched=share.counts.by_label("media_fetches_total"))
         stack.push_async_callback(loader.aclose)
-        pool = MediaPool(
-            settings,
-            num_workers=num_workers,
-            max_queue_per_tenant=MAX_QUEUE_PER_TENANT,
-            slabs=slabs,
-            slab_bytes=slab_capacity(media.shared_cache_bytes),
-            counts=counts,
-        )
+        pool = MediaPool(settings, share=share, max_queue_per_tenant=MAX_QUEUE_PER_TENANT)
         stack.push_async_callback(pool.aclose)
-        if wait_for_worker:
+        if share.wait_for_worker:
             await pool.start()
         else:
             pool.start_beside()
@@ -601,8 +582,8 @@ async def open_resolver(
                 media.max_image_pixels, media.max_audio_seconds, media.max_decode_seconds
             ),
             algorithm=media.hash_algorithm,
-            stats=RenderStats(loader.fetched, counts),
-            claims=claims,
+            stats=RenderStats(loader.fetched, share.counts),
+            claims=share.claims,
         )
 
 

@@ -28,8 +28,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +42,7 @@ from PIL import ExifTags, Image
 
 from lookonce.cache.slab_pool import arrange
 from lookonce.cache.slabs import ALIGNMENT, LARGE, map_memory
+from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import (
     LookOnceError,
     ProtocolError,
@@ -48,7 +50,8 @@ from lookonce.errors import (
     error_to_wire,
 )
 from lookonce.ipc.codec import MessageDecoder, MessageEncoder, ReadSlab
-from lookonce.ipc.framing import MessageSocket, close_fds, peer_uid, require_same_user
+from lookonce.ipc.framing import MessageSocket, close_fds
+from lookonce.ipc.peer import peer_pid, peer_uid, require_same_user
 from lookonce.render.media.processing import (
     IMAGE_FORMATS,
     MediaJob,
@@ -57,6 +60,7 @@ from lookonce.render.media.processing import (
     ProcessingSettings,
     decode_audio,
     decode_image,
+    processing_settings,
 )
 from lookonce.render.media.sandbox import (
     SandboxReport,
@@ -72,6 +76,7 @@ from lookonce.types.logs import (
     current_request_id,
 )
 from lookonce.types.media import FLOATS, Array, Modality, ProcessedItem, SlabPlace
+from lookonce.types.memory import give_memory_back
 from lookonce.types.stack_samples import listen_for_samples
 
 NICENESS = 5
@@ -81,6 +86,8 @@ BYTES_PER_PIXEL = 64
 """Address space a worker may use: `BASE_MEMORY`, and this much per pixel of the largest picture."""
 TORCH_MEMORY = 8 << 30
 """Address space that torch's libraries take beside that, bytes."""
+REST_SECONDS = 1.0
+"""Without a job for so long, a worker gives the memory that its jobs have freed to the system."""
 WARM_UP_SIDE = 1024
 TEXT_CODECS = ("ascii", "latin-1", "utf-8", "utf-16", "utf-16-le", "utf-16-be", "cp1252")
 """Encodings of texts in media files, which Python loads when they are first used."""
@@ -181,13 +188,28 @@ class LinkClosedError(Exception):
     """The other process has ended, or sent something that is not a message."""
 
 
-def main() -> None:
-    """Serve jobs on the socket whose descriptor is the only argument, until it closes."""
+def preloaded(settings: Mapping[str, Any]) -> Callable[[], None]:
+    """`main` for processes that are forked from this one, with `model` and `media` of a
+    configuration: all is loaded and warmed up here. Raises `ModelLoadError`."""
+    model = msgspec.convert(settings["model"], ModelConfig)
+    media = msgspec.convert(settings["media"], MediaConfig)
+    processing = Processing(processing_settings(model, media))
+    if processing.family.needs_torch:
+        return main
+    warm_up(processing, media.max_image_pixels)
+    return partial(main, processing)
+
+
+def main(warm: Processing | None = None) -> None:
+    """Serve jobs on the socket whose descriptor is the only argument, until it closes.
+
+    `warm` needs no loading where its settings are those that the pool sends.
+    """
     _restrict_process()
     with contextlib.closing(pool_socket()) as link:
         requests = request_decoder()
         try:
-            processing = _configured(link, requests)
+            processing = _configured(link, requests, warm)
             if processing is None:
                 return
             slabs = WorkerSlabs(link, requests)
@@ -202,6 +224,8 @@ def pool_socket() -> MessageSocket:
     """This end of the connection to the pool. Raises `ProtocolError` for another user's."""
     link = socket.socket(fileno=int(sys.argv[-1]))
     require_same_user(peer_uid(link))
+    if peer_pid(link) == os.getppid():  # else the fork server sees to it
+        die_with_parent()
     return MessageSocket(link, takes_fds=True)
 
 
@@ -209,7 +233,6 @@ def _restrict_process() -> None:
     # Without torch transformers starts in one second instead of four, and takes 70 MB, not 300.
     sys.modules["torch"] = None  # type: ignore[assignment]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides when workers end
-    die_with_parent()
     os.nice(NICENESS)
     # C libraries write warnings about broken media straight to descriptor 2: it becomes /dev/null.
     # Python's own messages keep the real one.
@@ -219,7 +242,9 @@ def _restrict_process() -> None:
     configure_logging("media worker")
 
 
-def _configured(link: MessageSocket, requests: MessageDecoder[WorkerRequest]) -> Processing | None:
+def _configured(
+    link: MessageSocket, requests: MessageDecoder[WorkerRequest], warm: Processing | None
+) -> Processing | None:
     request, fds = receive(link, requests)
     close_fds(fds)
     assert isinstance(request, ConfigureWorker)
@@ -228,10 +253,13 @@ def _configured(link: MessageSocket, requests: MessageDecoder[WorkerRequest]) ->
         listen_for_samples(Path(request.samples_folder), "media worker")
     settings = request.settings
     try:
-        processing = Processing(settings)
-        if processing.family.needs_torch:
-            _allow_torch()
-        warm_up(processing, settings.max_image_pixels)
+        if warm is not None and warm.settings == settings:
+            processing = warm
+        else:
+            processing = Processing(settings)
+            if processing.family.needs_torch:
+                _allow_torch()
+            warm_up(processing, settings.max_image_pixels)
     except LookOnceError as error:
         send_error(link, error)
         return None
@@ -255,6 +283,8 @@ def _serve(
     processing: Processing,
     slabs: WorkerSlabs,
 ) -> None:
+    if not link.wait(REST_SECONDS):
+        give_memory_back()
     request, fds = receive(link, requests)
     close_fds(fds)
     if isinstance(request, DropSlabs):

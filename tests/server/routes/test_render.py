@@ -18,6 +18,7 @@ from tests.support.drawing import audio_part, image_part, text_part
 from tests.support.model.cases import picture, sound
 from tests.support.model_folders.make import KINDS
 from tests.support.nodes import engine_node, render_node, run
+from tests.support.render.counted import counts_of
 from tests.support.server.media import chat, processors
 
 KNOWN, NEW = image_part(picture(1)), image_part(picture(2))
@@ -75,7 +76,7 @@ def test_a_picture_met_again_is_not_decoded_again(folder, route):
         async with engine_node(folder("llava")) as node:
             answers = [await node.ok(route, chat(NEW, request_id="r")) for _ in range(3)]
             assert answers[0] == answers[1] == answers[2]
-            decoded = node.services.readonly.counts()["media_decodes_total:image"]
+            decoded = counts_of(node.services.readonly)["media_decodes_total:image"]
             assert (decoded, node.jobs()) == (1, 0)
 
     run(scenario())
@@ -87,7 +88,7 @@ def test_a_picture_the_engine_knows_is_not_decoded_at_all(folder, route):
         async with engine_node(folder("llava")) as node:
             await node.ok("/v1/chat/completions", chat(KNOWN))
             await node.ok(route, chat(KNOWN))
-            assert node.services.readonly.counts()["media_decodes_total:image"] == 0
+            assert counts_of(node.services.readonly)["media_decodes_total:image"] == 0
 
     run(scenario())
 
