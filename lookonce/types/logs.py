@@ -246,9 +246,9 @@ class _Window:
 class LogLimiter(logging.Filter):
     """Lets the first `max_lines` records of each line of code pass in every `seconds`.
 
-    The first record after others were left out says how many. Add it to a handler. Records with a
-    `tenant` are counted apart for each tenant, so that none can hide what another did; DEBUG is not
-    limited.
+    The first record after others were left out says how many. Add it to a handler. Records with an
+    `event` (the audit's) count by that, wherever they are written; those with a `tenant` count
+    apart for each, so that none can hide what another did. DEBUG is not limited.
     """
 
     def __init__(
@@ -267,7 +267,9 @@ class LogLimiter(logging.Filter):
         if record.levelno <= logging.DEBUG:
             return True
         now = self._clock()
-        key = (record.pathname, record.lineno, str(getattr(record, "tenant", "")))
+        event, tenant = getattr(record, "event", None), str(getattr(record, "tenant", None) or "")
+        place = (record.pathname, record.lineno) if event is None else (str(event), 0)
+        key = (*place, tenant)
         window = self._windows.setdefault(key, _Window(now))
         if now - window.begun >= self._seconds:
             if window.left_out:

@@ -74,6 +74,14 @@ def test_tenants_cannot_hide_one_another(log, logger):
     assert log.lines == ["refused loud"] * 3 + ["refused quiet"]
 
 
+def test_an_event_is_limited_wherever_it_is_written(log, logger):
+    for _ in range(3):
+        logger.warning("refused here", extra={"event": "refused"})
+    logger.warning("refused there", extra={"event": "refused"})
+    logger.warning("reset", extra={"event": "reset"})
+    assert log.lines == ["refused here"] * 3 + ["reset"]
+
+
 def test_debug_lines_are_not_limited(log, logger):
     for number in range(10):
         logger.debug("served %d", number)
