@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup serve wheel test test-models test-lmcache test-page test-openapi test-clients test-whisper check structure format attack fuzz soak clean
+.PHONY: setup serve wheel test test-models test-lmcache test-page test-openapi test-clients test-whisper test-alerts test-otel check structure format attack fuzz soak clean
 
 # Tests run side by side, so numeric libraries get one thread each in them; a server uses all cores.
-check test test-lmcache test-page test-openapi test-clients test-whisper attack fuzz soak: export OMP_NUM_THREADS ?= 1
+check test test-lmcache test-page test-openapi test-clients test-whisper test-alerts test-otel attack fuzz soak: export OMP_NUM_THREADS ?= 1
 
 setup: $(STAMP)
 
@@ -74,6 +74,16 @@ test-clients: $(STAMP)
 test-whisper: $(STAMP)
 	@command -v espeak-ng >/dev/null || apt-get install --yes --quiet espeak-ng || true
 	@WHISPER=1 $(BIN)/python -m pytest --timeout 900 tests/tools/test_whisper_tiny.py -rs
+
+# Alert rules and Prometheus' configuration in the real promtool. Skipped by name where it is absent.
+test-alerts: $(STAMP)
+	@command -v promtool >/dev/null || apt-get install --yes --quiet prometheus || true
+	@$(BIN)/python -m pytest tests/deploy -rs
+
+# Traces and metrics against a collector, with OpenTelemetry.
+test-otel: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,otel]"
+	@$(BIN)/python -m pytest tests/server/test_tracing.py tests/end_to_end/test_observability.py -rs
 
 # A wheel in dist/, tried in an empty environment in another folder.
 wheel: $(STAMP)

@@ -32,6 +32,7 @@ from lookonce.types.kv import (
     parse_tier_spec,
 )
 from lookonce.types.limits import Limits, parse_limits
+from lookonce.types.logs import LogConfig, LogFormat, LogLevel
 from lookonce.types.media import MODALITIES
 
 
@@ -80,6 +81,7 @@ OPTION_RANGES = {
     "header_timeout": _SECONDS,
     "body_timeout": _SECONDS,
     "keep_alive_timeout": _SECONDS,
+    "otlp_sample_ratio": Range(0, 1),
 }
 """Every option that is a number. The most is what no machine has: a slip, or no number at all."""
 MAX_SOCKET_FOLDER = 90
@@ -92,7 +94,13 @@ TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral", "qwen3_coder", "harm
 ProcessorCacheType = Literal["shm", "lru"]
 """Where processed media lies: in shared memory, or in messages and then in the engine's memory."""
 DEFAULT_CACHE_TYPE: ProcessorCacheType = "shm" if sys.platform == "linux" else "lru"
+LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
+LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
 DTYPES = ("float32", "bfloat16", "float16")
+OTEL_MISSING = (
+    "--otlp-endpoint needs OpenTelemetry: pip install 'lookonce[otel]' "
+    "(opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http)"
+)
 AUTO = "auto"
 """As a `--dtype`: the fastest of this hardware; of two that are as fast, the more exact one."""
 
@@ -267,6 +275,16 @@ class ChannelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class OtlpConfig:
+    """Where traces and metrics are sent by OTLP over HTTP."""
+
+    endpoint: str | None = None
+    """`http://host:4318`; None: nowhere."""
+    sample_ratio: float = 1.0
+    """Of the requests whose sender says nothing of sampling."""
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     model: ModelConfig
     scheduler: SchedulerConfig
@@ -275,6 +293,8 @@ class Config:
     media: MediaConfig
     server: ServerConfig
     channel: ChannelConfig
+    logs: LogConfig = field(default_factory=LogConfig)
+    otlp: OtlpConfig = field(default_factory=OtlpConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +355,10 @@ class Options:
     engine_stall_timeout: float = 120.0
     vllm_metric_names: bool = False
     strict_requests: bool = False
+    log_format: str = "text"
+    log_level: str = "info"
+    otlp_endpoint: str | None = None
+    otlp_sample_ratio: float = 1.0
 
 
 def resolve(options: Options) -> Config:
@@ -399,6 +423,11 @@ def resolve(options: Options) -> Config:
             strict_requests=options.strict_requests,
         ),
         channel=ChannelConfig(address=_socket_path(), stall_timeout=options.engine_stall_timeout),
+        logs=LogConfig(
+            format=_one_of("--log-format", options.log_format, LOG_FORMATS),
+            level=_one_of("--log-level", options.log_level, LOG_LEVELS),
+        ),
+        otlp=OtlpConfig(_otlp_endpoint(options.otlp_endpoint), options.otlp_sample_ratio),
     )
 
 
@@ -669,6 +698,26 @@ def load_certificate(context: ssl.SSLContext, certfile: str, keyfile: str | None
             f"--ssl-certfile, --ssl-keyfile: not a certificate and its key without password: "
             f"{reason}"
         ) from None
+
+
+def _otlp_endpoint(url: str | None) -> str | None:
+    """The collector's URL without path. Raises `ConfigError`, also without OpenTelemetry."""
+    if url is None:
+        return None
+    if not re.fullmatch(r"https?://[^\s/?#@]+/?", url):
+        raise ConfigError(
+            "--otlp-endpoint is the collector's http:// or https:// URL without path, as "
+            "http://127.0.0.1:4318; keys for it go into OTEL_EXPORTER_OTLP_HEADERS"
+        )
+    try:
+        found = find_spec("opentelemetry.exporter.otlp.proto.http") and find_spec(
+            "opentelemetry.sdk"
+        )
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ConfigError(OTEL_MISSING)
+    return url.rstrip("/")
 
 
 def _existing_file(name: str, path: str | None) -> str | None:

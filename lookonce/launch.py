@@ -41,6 +41,7 @@ from lookonce.engine.supervisor.fork_supervisor import ForkSupervisor
 from lookonce.engine.supervisor.socket_folder import folder_of, socket_folder
 from lookonce.errors import ConfigError, UnavailableError, error_from_wire
 from lookonce.ipc.fork_server import Preload
+from lookonce.types.stack_samples import listen_for_samples
 
 logger = logging.getLogger(__name__)
 
@@ -91,10 +92,11 @@ class Supervisor:
         when a process cannot be kept running.
         """
         with (
-            socket_folder(self._config.channel.address),
+            socket_folder(self._config.channel.address) as folder,
             bind(self._config.server) as listener,
             _Signals(self),
         ):
+            listen_for_samples(folder, "server")
             try:
                 await self._serve_on(listener)
             finally:
@@ -104,7 +106,7 @@ class Supervisor:
         if self._forks:
             config = self._config
             parts = {"model": config.model, "media": config.media}  # no keys
-            preload = Preload(FORKED, msgspec.to_builtins(parts))
+            preload = Preload(FORKED, msgspec.to_builtins(parts), config.logs)
             self._fork_server = ForkSupervisor(folder_of(config.channel.address), preload)
         self._apis = [
             self._api_process(index, listener) for index in range(self._config.server.api_processes)

@@ -21,7 +21,7 @@ from lookonce.server.http.body import MAX_VALUES
 from lookonce.server.http.connections import DISCARD_SECONDS, MAX_PIPELINED
 from lookonce.server.routes.completions import MAX_PROMPTS
 from lookonce.server.routes.serving_base import MAX_SCORED
-from lookonce.types.log_limiter import MAX_LINES
+from lookonce.types.logs import MAX_LINES
 from lookonce.types.sampling import MAX_GRAMMAR_BYTES
 
 Payer = Literal["address", "connection", "request", "tenant", "key, tenant", "process", "item"]

@@ -45,6 +45,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "restart": ("benchmarks.restart", "how long a killed engine or API process is missed"),
     "serve": ("benchmarks.serve", "a server under load: rates, percentiles, caches; a peer"),
     "start": ("benchmarks.start", "from the command to /ready, and the first requests"),
+    "tracing": ("benchmarks.tracing", "what traces cost: tokens/s and CPU beside a server without"),
     "warmup": ("benchmarks.warmup", "the first request after /ready beside later ones"),
 }
 """Name → module, whose `main(arguments)` returns the exit status, and what it measures."""
@@ -97,6 +98,22 @@ def models(
     from lookonce.cli.models import print_models
 
     print_models(as_json=as_json)
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Option(help="Of the server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="LOOKONCE_API_KEY", help="An admin key, to see tenants."),
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once, also on a terminal.")] = False,
+) -> None:
+    """Watch a running server: requests, tenants, what is reused, memory, KV tiers."""
+    from lookonce.cli.top import run_top
+
+    run_top(url, api_key, interval=interval, once=once)
 
 
 @app.command(

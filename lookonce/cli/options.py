@@ -79,6 +79,10 @@ HELP: dict[str, str] = {
     "engine_stall_timeout": "Seconds a step may take before the engine counts as stuck.",
     "vllm_metric_names": "Export metrics under vLLM's names too.",
     "strict_requests": "Refuse requests with unknown fields, which are ignored otherwise.",
+    "log_format": "text, or json: one JSON object a line.",
+    "otlp_endpoint": "Send traces and metrics to this OTLP/HTTP collector: http://host:4318.",
+    "otlp_sample_ratio": "Share of requests that are traced, where their sender does not say.",
+    "log_level": "debug (a line per request), info, warning or error.",
 }
 """One line per field of `Options`."""
 
@@ -125,6 +129,8 @@ RENDER_OPTIONS = (
     "max_decode_seconds",
     "vllm_metric_names",
     "strict_requests",
+    "log_format",
+    "log_level",
 )
 """The options of `lookonce render`: those of the API, and all that a rendered prompt depends on."""
 

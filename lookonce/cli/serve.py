@@ -7,8 +7,6 @@ error.
 from __future__ import annotations
 
 import asyncio
-import logging
-import sys
 from pathlib import Path
 from typing import Self
 
@@ -18,12 +16,14 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from lookonce.config import Config, Options, resolve
 from lookonce.frontend.model_download import with_local_model
 from lookonce.launch import Supervisor, bind, url_of
+from lookonce.types.logs import configure_logging
 
 
 def run_server(options: Options) -> int:
     """Supervise the server's processes; the exit status. Raises `ConfigError` before any load."""
-    config = with_local_model(resolve(options))
-    _log_as("server")
+    config = resolve(options)
+    configure_logging("server", config.logs)
+    config = with_local_model(config)
     asyncio.run(_serve(config))
     return 0
 
@@ -41,14 +41,10 @@ async def _serve(config: Config) -> None:
 
 def run_render_server(options: Options) -> int:
     """Serve from this process; the exit status. Raises `ConfigError`, `ModelLoadError`."""
-    config = with_local_model(resolve(options), weights=False)
-    _log_as("render")
-    for library in ("uvicorn", "httpx"):
-        logging.getLogger(library).setLevel(logging.WARNING)
+    config = resolve(options)
+    configure_logging("render", config.logs)
+    config = with_local_model(config, weights=False)
     from lookonce.server.render_server import serve_render  # slow: options are checked first
-    from lookonce.types.log_limiter import limit_log_lines
-
-    limit_log_lines()
 
     with bind(config.server) as listener:
         url = url_of(listener, tls=config.server.ssl_certfile is not None)
@@ -62,14 +58,6 @@ def run_render_server(options: Options) -> int:
             if config.server.uds is not None:
                 Path(config.server.uds).unlink(missing_ok=True)
     return 0
-
-
-def _log_as(name: str) -> None:
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s {name}: %(message)s",
-        stream=sys.stderr,
-    )
 
 
 class LoadingBar:

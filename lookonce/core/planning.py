@@ -67,11 +67,15 @@ class Planner:
         self.session_eviction = SessionEviction(state)
         self.encode_owners: EncodeOwners = []
         """Of the last plan's encoder runs."""
+        self.encodes_from = 0.0
+        """When the last plan with encoder runs was made."""
 
     def plan(self) -> StepPlan | None:
         """The next step, or None with nothing to compute and nothing to tell the runner."""
         step = self._plan_pass()
         self.encode_owners = step.encode_owners
+        if step.encode:
+            self.encodes_from = self._state.clock()
         if self._state.has_runner_updates:
             return self._plan_with_updates(step)
         if not (step.scheduled or step.encode):

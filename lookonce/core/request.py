@@ -49,6 +49,7 @@ from lookonce.types.request import (
     EncoderOutcome,
     GenerateRequest,
     PrefillStats,
+    PrefillTimes,
     PromptLogprob,
     SessionOptions,
     SessionUpdate,
@@ -627,7 +628,16 @@ class Session:
 class ReuseStats:
     """What a request reused: collected from its admission on, sent with its first token."""
 
-    __slots__ = ("_encode_ms", "_external", "_outcomes", "prefix_cached_tokens")
+    __slots__ = (
+        "_encode_begun",
+        "_encode_ended",
+        "_encode_ms",
+        "_external",
+        "_outcomes",
+        "admitted_at",
+        "prefix_cached_tokens",
+        "received_at",
+    )
 
     def __init__(self, num_features: int) -> None:
         listed = min(num_features, MAX_LISTED_ITEMS)
@@ -636,6 +646,9 @@ class ReuseStats:
         self._external: ExternalCacheStats | None = None
         self._outcomes: list[EncoderOutcome] = ["skipped"] * listed
         self._encode_ms = [0.0] * listed
+        self.received_at = self.admitted_at = 0.0
+        """By the scheduler's clock."""
+        self._encode_begun = self._encode_ended = 0.0
 
     @property
     def admitted(self) -> bool:
@@ -660,17 +673,30 @@ class ReuseStats:
         if index < len(self._outcomes) and self._outcomes[index] == "skipped":
             self._outcomes[index] = outcome
 
+    def note_encoding_time(self, begun: float, ended: float) -> None:
+        """A step encoded an item for the request, from and to these times."""
+        self._encode_begun = min(self._encode_begun or begun, begun)
+        self._encode_ended = max(self._encode_ended, ended)
+
     def note_encoding(self, index: int, seconds: float) -> None:
         if index < len(self._encode_ms):
             self._encode_ms[index] += 1000.0 * seconds
 
-    def freeze(self) -> PrefillStats:
+    def freeze(self, now: float) -> PrefillStats:
+        """`now`: the first token is there."""
         return PrefillStats(
             prefix_cached_tokens=self.prefix_cached_tokens or 0,
             external_cached_tokens=0 if self._external is None else self._external.loaded,
             encoder=tuple(self._outcomes),
             encode_ms=tuple(self._encode_ms),
             external=self._external,
+            times=PrefillTimes(
+                self.received_at,
+                self.admitted_at,
+                now,
+                self._encode_begun,
+                self._encode_ended,
+            ),
         )
 
 

@@ -95,7 +95,7 @@ class Scheduler:
 
     def update_from_output(self, plan: StepPlan, result: StepResult) -> SchedulerOutput:
         """Apply what the runner computed for `plan`. Returns all output since the last call."""
-        self._update.update(plan, result, self._planner.encode_owners)
+        self._update.update(plan, result, self._planner.encode_owners, self._planner.encodes_from)
         return self.take_output()
 
     def take_output(self) -> SchedulerOutput:
@@ -148,6 +148,7 @@ class Scheduler:
                 Sequence(self._next_seq_id, built, index, token_limit, self._state.block_hash_cache)
             )
             self._next_seq_id += 1
+        built.reuse_stats.received_at = self._state.clock()
         queues.add(built)
         if self._kv_connector is not None:
             self._kv_connector.add(built)
@@ -326,13 +327,20 @@ class UpdateFromOutput:
         self._sessions = sessions
         self._kv_connector = kv_connector
 
-    def update(self, plan: StepPlan, result: StepResult, encode_owners: EncodeOwners) -> None:
+    def update(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        encode_owners: EncodeOwners,
+        encodes_from: float,
+    ) -> None:
         """Update all sequences of `plan` except those that have ended since it was made.
 
-        `encode_owners`: the requests that the items of `plan.encode` were encoded for.
+        `encode_owners`: the requests that the items of `plan.encode` were encoded for, from the
+        time `encodes_from` on.
         """
         if plan.encode or result.lost_copies:
-            self._update_encodings(plan, result, encode_owners)
+            self._update_encodings(plan, result, encode_owners, encodes_from)
         if result.failed_items or result.failed_sequences:
             self._end_failed(result)
         if result.prompt_logprobs:
@@ -365,8 +373,13 @@ class UpdateFromOutput:
             self._kv_connector.store_registered()
 
     def _update_encodings(
-        self, plan: StepPlan, result: StepResult, encode_owners: EncodeOwners
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        encode_owners: EncodeOwners,
+        encodes_from: float,
     ) -> None:
+        encodes_to = encodes_from + sum(result.encode_seconds.values())
         encoder_cache = self._state.encoder_cache
         owners = ((stats, index) for stats, indices in encode_owners for index in indices)
         for encoded, (stats, index) in zip(plan.encode, owners, strict=True):
@@ -377,6 +390,7 @@ class UpdateFromOutput:
             if seconds is not None:
                 encoder_cache.record_cost(encoded.key, seconds)
                 stats.note_encoding(index, seconds)
+                stats.note_encoding_time(encodes_from, encodes_to)
         for key in result.lost_copies:
             encoder_cache.host.lose(key)
 
@@ -486,7 +500,7 @@ class UpdateFromOutput:
         """Add to `delta`, of the first token, what is reported once about a prompt."""
         request = sequence.request
         if sequence.index == 0 and sequence.num_generated == 1:
-            delta.reuse_stats = request.reuse_stats.freeze()
+            delta.reuse_stats = request.reuse_stats.freeze(self._state.clock())
             delta.prompt_logprobs = request.take_prompt_logprobs()
             delta.alignment = request.alignment
         if not request.prefilled:

@@ -72,7 +72,10 @@ class SchedulerState:
         sequence.num_computed = num_cached_blocks * self.block_pool.block_size
         sequence.num_registered = num_cached_blocks
         sequence.cache_generation = self.block_pool.generation
-        sequence.request.reuse_stats.note_admission(sequence.num_computed, external)
+        stats = sequence.request.reuse_stats
+        if not stats.admitted:
+            stats.admitted_at = self.clock()
+        stats.note_admission(sequence.num_computed, external)
 
     def begin_decode(self, sequence: Sequence) -> None:
         """PREFILLING → DECODING: every token but the last sampled one is computed."""

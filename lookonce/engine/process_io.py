@@ -23,6 +23,7 @@ from lookonce.config import (
     SchedulerConfig,
 )
 from lookonce.errors import WireError
+from lookonce.types.logs import LogConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class EngineSettings:
     """Its limits decide how large the items are that the engine warms up with."""
     num_senders: int = 1
     """API processes, which share the processor cache's budget equally."""
+    logs: LogConfig = field(default_factory=LogConfig)
 
 
 def engine_settings(config: Config) -> EngineSettings:
@@ -50,6 +52,7 @@ def engine_settings(config: Config) -> EngineSettings:
         address=config.channel.address,
         media=config.media,
         num_senders=config.server.api_processes,
+        logs=config.logs,
     )
 
 

@@ -162,6 +162,9 @@ class RenderOnlyEngine:
     async def reset_cache(self, tier: str) -> None:
         return
 
+    def take_profile(self, seconds: float, path: str) -> None:
+        raise _none()
+
     def expect_no_restart(self) -> None:
         return
 

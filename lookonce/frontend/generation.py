@@ -20,12 +20,15 @@ from lookonce.errors import BadRequestError, RequestFailedError, error_from_wire
 from lookonce.frontend.frontend import Frontend
 from lookonce.frontend.responses import StopReason
 from lookonce.render.prompt.detokenizer import CONTEXT_TOKENS, Detokenizer
+from lookonce.types.logs import current_request_id
 from lookonce.types.request import (
     PrefillStats,
+    PrefillTimes,
     PromptLogprob,
     RenderedPrompt,
     TokenDelta,
     TokenLogprob,
+    engine_request_id,
 )
 from lookonce.types.request_validation import check_fits, shorten_max_tokens
 from lookonce.types.sampling import SamplingParams
@@ -36,12 +39,14 @@ _numbers = itertools.count()
 @functools.cache
 def _process_id(pid: int) -> str:
     """A random name of this process. Not made on import: processes are forked after that."""
-    return secrets.token_hex(16)
+    return secrets.token_hex(8)
 
 
 def _new_engine_id() -> str:
-    """An id that is unique among all API processes; clients may repeat their own ids."""
-    return f"{_process_id(os.getpid())}-{next(_numbers)}"
+    """An id that is unique among all API processes; clients may repeat their own ids, which follow
+    in it."""
+    unique = f"{_process_id(os.getpid())}-{next(_numbers)}"
+    return engine_request_id(unique, current_request_id.get())
 
 
 @dataclass(slots=True)
@@ -89,7 +94,16 @@ class PromptGeneration:
             for index in range(sampling.n)
         }
         self._last_delta: dict[int, float] = {}
+        self.reasons: list[str] = []
+        """Why samples finished, in the order in which they did."""
         self._first_reason = ""
+        self.started = self.ended = 0.0
+        """When the engine was asked, and when its last delta came; `time.monotonic()`."""
+
+    @property
+    def times(self) -> PrefillTimes | None:
+        """None before the first token."""
+        return None if self.reuse_stats is None else self.reuse_stats.times
 
     @property
     def finished(self) -> bool:
@@ -103,6 +117,7 @@ class PromptGeneration:
                 self._close_sample(index, "abort")
                 yield Piece(index + self._index_base, "", [], finish_reason="abort")
             return
+        self.started = time.monotonic()
         deltas = self._frontend.engine.generate(self.rendered, self.sampling, self._engine_id)
         async with aclosing(deltas):
             async for delta in deltas:
@@ -152,12 +167,16 @@ class PromptGeneration:
 
     def _close_sample(self, index: int, reason: str) -> None:
         del self._texts[index]
+        self.reasons.append(reason)
         if index == 0:
             self._first_reason = reason
         if not self._texts:
             metrics = self._frontend.metrics
             metrics.success.inc(self._first_reason)
-            metrics.request_latency.observe(time.monotonic() - self._arrival)
+            self.ended = time.monotonic()
+            metrics.request_latency.observe(self.ended - self._arrival)
+            if self.times is not None:
+                metrics.observe_phases(self.times, self.ended)
 
     def _observe(self, delta: TokenDelta) -> None:
         metrics, now = self._frontend.metrics, time.monotonic()

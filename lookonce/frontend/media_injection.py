@@ -95,7 +95,7 @@ async def inject_offered(
 
 def _outcome(item: Offered, outcome: InjectionOutcome) -> ItemOutcome:
     if outcome.status == "rejected":
-        logger.warning("%s item %.16r rejected: %s", item.modality, item.name, outcome.reason)
+        logger.warning("an injected item was rejected", extra={"modality": item.modality})
     return ItemOutcome(hash=item.name, status=outcome.status, reason=outcome.reason)
 
 

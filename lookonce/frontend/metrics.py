@@ -26,6 +26,7 @@ from prometheus_client.core import (
 )
 
 from lookonce.types.counts import Counts, Values
+from lookonce.types.request import PrefillTimes
 
 Figures = Mapping[str, float]
 """What the engine counts, by name."""
@@ -57,6 +58,9 @@ class Metrics:
             counts, "e2e_request_latency", "From a request's arrival to its last token"
         )
         self.render = _seconds(counts, "render", "Media, template and tokens of one prompt")
+        self.queue = _seconds(counts, "request_queue", "From the engine's receipt to admission")
+        self.prefill = _seconds(counts, "request_prefill", "From admission to the first token")
+        self.decode = _seconds(counts, "request_decode", "From the first token to the last")
         self.success = TotalByLabel(
             counts, "lookonce_request_success", "Requests answered completely", "finished_reason"
         )
@@ -69,6 +73,9 @@ class Metrics:
             self.inter_token_latency,
             self.request_latency,
             self.render,
+            self.queue,
+            self.prefill,
+            self.decode,
             self.success,
             self.prompt_tokens,
             self.generation_tokens,
@@ -77,6 +84,12 @@ class Metrics:
         self._generated = self.generation_tokens.values
         self._served_name = served_name
         self._vllm_names = vllm_names
+
+    def observe_phases(self, times: PrefillTimes, ended: float) -> None:
+        """Count what a request whose last token came at `ended` spent in the engine."""
+        self.queue.observe(times.admitted - times.received)
+        self.prefill.observe(times.computed - times.admitted)
+        self.decode.observe(ended - times.computed)
 
     def delivered(self, seconds: float, num_tokens: int) -> None:
         """Count one delivery of tokens `seconds` after the one before.
@@ -97,9 +110,13 @@ class Metrics:
         own = {**sums, _GENERATED: _with_deliveries(sums)}
         return [*(counted.family(own) for counted in self._own), *_families(elsewhere)]
 
+    def all_families(self, local: Iterable[Metric], engine: Figures) -> list[Metric]:
+        """`local` families (of all API processes) and the engine's."""
+        return [*local, *_families(engine)]
+
     def exposition(self, local: Iterable[Metric], engine: Figures) -> bytes:
-        """The text of `/metrics`: `local` families (of all API processes) and the engine's."""
-        families = [*local, *_families(engine)]
+        """The text of `/metrics`."""
+        families = self.all_families(local, engine)
         if self._vllm_names:
             families += [alias for f in families for alias in self._vllm_alias(f)]
         return generate_latest(_Fixed(families))
@@ -253,6 +270,7 @@ class MetricInfo:
 
 
 COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
+    "otlp_traces_dropped_total": MetricInfo("Traces that the OTLP collector did not take in time"),
     "http_connections": MetricInfo("Connections of clients that are open"),
     "http_connections_evicted_total": MetricInfo(
         "Connections without a request that were closed to take new ones"
@@ -390,6 +408,9 @@ VLLM_NAMES = {
     "time_to_first_token_seconds": "time_to_first_token_seconds",
     "inter_token_latency_seconds": "inter_token_latency_seconds",
     "e2e_request_latency_seconds": "e2e_request_latency_seconds",
+    "request_queue_seconds": "request_queue_time_seconds",
+    "request_prefill_seconds": "request_prefill_time_seconds",
+    "request_decode_seconds": "request_decode_time_seconds",
     "request_success": "request_success",
     "prompt_tokens": "prompt_tokens",
     "generation_tokens": "generation_tokens",

@@ -42,6 +42,7 @@ import msgspec
 
 from lookonce.errors import LookOnceError, ProtocolError, UnavailableError
 from lookonce.ipc.peer import peer_uid, require_same_user
+from lookonce.types.logs import LogConfig, configure_logging
 
 log = logging.getLogger("lookonce.ipc.fork_server")
 
@@ -65,6 +66,7 @@ class Preload(msgspec.Struct, frozen=True):
     """Modules with a function `main`. Where one has a function `preloaded` too, that is called with
     `settings`, and answers what is run instead of `main`."""
     settings: dict[str, Any]
+    logs: LogConfig = LogConfig()
 
 
 class ForkRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -329,12 +331,10 @@ def main() -> None:
     began = time.monotonic()
     for ignored in (signal.SIGINT, signal.SIGHUP):  # the parent gets them too, and decides
         signal.signal(ignored, signal.SIG_IGN)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s fork server: %(message)s"
-    )
     listener = socket.socket(fileno=int(sys.argv[1]))
     listener.set_inheritable(False)
     preload = msgspec.json.decode(_first_line(), type=Preload)
+    configure_logging("fork server", preload.logs)
     # Without torch transformers starts in one second instead of four, and takes 70 MB, not 300.
     sys.modules["torch"] = None  # type: ignore[assignment]
     mains = {name: _main_of(name, preload.settings) for name in preload.modules}

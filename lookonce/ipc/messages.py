@@ -174,6 +174,13 @@ class GetStats(msgspec.Struct, frozen=True, tag="get_stats", array_like=True):
     nonce: int
 
 
+class TakeProfile(msgspec.Struct, frozen=True, tag="profile", array_like=True):
+    """Profile the engine's steps for so long, and put the Chrome trace at `path`."""
+
+    seconds: float
+    path: str
+
+
 class LeaseSlabs(msgspec.Struct, frozen=True, tag="lease_slabs", array_like=True):
     """What a sender gives back, and what it asks for (`cache.slab_pool.SlabChanges`)."""
 
@@ -199,6 +206,7 @@ ClientMessage = (
     | Abort
     | ResetCache
     | GetStats
+    | TakeProfile
     | LeaseSlabs
 )
 

@@ -57,10 +57,12 @@ from lookonce.server.http.websocket import (
     PING_TIMEOUT_SECONDS,
     WebSocketProtocol,
 )
+from lookonce.server.otlp import exporting
 from lookonce.server.services import Services, open_services
 from lookonce.server.warmup import warming_up
-from lookonce.types.log_limiter import limit_log_lines
+from lookonce.types.logs import configure_logging
 from lookonce.types.memory import give_memory_back
+from lookonce.types.stack_samples import listen_for_samples
 
 logger = logging.getLogger("lookonce.server")
 
@@ -179,7 +181,10 @@ async def serve(start: ApiStart, progress: ProgressPipe) -> None:
             with socket.socket(fileno=start.listen_fd) as listener, drainer:
                 if start.restarted:
                     await _wait_for_engine(services)
-                async with warming_up(services, app, settle_memory, hold_ready=not start.restarted):
+                async with (
+                    exporting(services, start.index),
+                    warming_up(services, app, settle_memory, hold_ready=not start.restarted),
+                ):
                     await server.serve(sockets=[listener])
 
 
@@ -310,12 +315,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):  # the parent gets them too, and decides
         signal.signal(number, signal.SIG_IGN)
     start = msgspec.json.decode(_first_line(), type=ApiStart)
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s %(levelname)s api {start.index}: %(message)s"
-    )
-    for library in ("uvicorn", "httpx"):
-        logging.getLogger(library).setLevel(logging.WARNING)
-    limit_log_lines()
+    configure_logging(f"api {start.index}", start.config.logs)
+    listen_for_samples(Path(start.config.channel.address).parent, f"api {start.index}")
     logger.info("opening %s", start.config.model.folder)
     progress = ProgressPipe(sys.stdout.fileno())
     try:

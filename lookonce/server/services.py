@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from prometheus_client.core import Metric
 from starlette.types import Scope
@@ -26,14 +28,17 @@ from lookonce.errors import (
 from lookonce.frontend.frontend import Frontend, engine_client, limits_learned, open_frontend
 from lookonce.render.media.vad import VoiceDetectors
 from lookonce.render.readonly import ReadOnlyRenderer, open_readonly
-from lookonce.server.api_process_peers import AbortPeers
+from lookonce.server.api_process_peers import AbortPeers, ProcessState
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.unknown_fields import UnknownFields
 from lookonce.server.rate_limits import NO_LIMITS, RateLimits, RequestUsage
 from lookonce.server.realtime_sessions import RealtimeSessions
 from lookonce.server.shared_counts import SharedCounts
-from lookonce.types.counts import Counts
+from lookonce.types.counts import Counts, Values
 from lookonce.types.fair_queue import TenantWeights
+
+if TYPE_CHECKING:
+    from lookonce.server.tracing import Tracer
 
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 """Before the API key that the client of a WebSocket offers as a subprotocol."""
@@ -49,8 +54,8 @@ class Principal:
     tenant: str = ""
     inject: bool = False
     admin: bool = False
-    key: str = ""
-    """The key's SHA-256 in hex; empty without keys."""
+    key: str = field(default="", compare=False)
+    """The key's SHA-256 in hex, of which a log shows the first 8 digits; empty without keys."""
 
     def require_admin(self) -> None:
         if not self.admin:
@@ -177,6 +182,13 @@ class RunningRequests:
         if not self._running[name]:
             del self._running[name]
 
+    def count_by_tenant(self) -> dict[str, int]:
+        """Tenant → requests that run here."""
+        counted: Counter[str] = Counter()
+        for (tenant, _), aborts in self._running.items():
+            counted[tenant] += len(aborts)
+        return dict(counted)
+
     async def abort(self, tenant: str, request_ids: list[str]) -> list[str]:
         """Abort a tenant's requests; answers the ids that were running here."""
         found = [name for name in dict.fromkeys(request_ids) if (tenant, name) in self._running]
@@ -205,14 +217,22 @@ class Services(Frontend):
     abort_peers: AbortPeers | None = None
     warmup_renderer: ReadOnlyRenderer | None = None
     """Renders the requests that warm up the process; None: nothing is warmed up."""
+    index: int = 0
+    """0-based number of this API process."""
+    tracer: Tracer | None = None
+    """None: no request is traced."""
     warming: bool = False
     """The warm-up has not ended: `/ready` says no."""
 
     async def local_metrics(self) -> list[Metric]:
         """The metrics that API processes count, summed over all of them."""
+        return self.metrics.families(await self.summed_counts())
+
+    async def summed_counts(self) -> dict[str, Values]:
+        """What all API processes count, by name."""
         if self.shared_counts is None:
-            return self.metrics.families()
-        return self.metrics.families(await asyncio.to_thread(self.shared_counts.sums))
+            return self.metrics.counts.read()
+        return await asyncio.to_thread(self.shared_counts.sums)
 
     async def abort(self, tenant: str, request_ids: list[str]) -> list[str]:
         """Abort a tenant's requests in whatever API process they run; the ids that were running."""
@@ -225,6 +245,21 @@ class Services(Frontend):
         if self.rates is None:
             return NO_LIMITS
         return self.rates.admit(principal.tenant, principal.key)
+
+    def own_state(self) -> ProcessState:
+        """What this API process does now."""
+        return ProcessState(
+            index=self.index,
+            pid=os.getpid(),
+            serving=self.drain.active,
+            draining=self.drain.draining,
+            tenants=self.running.count_by_tenant(),
+        )
+
+    async def process_states(self) -> list[ProcessState]:
+        """Of every API process that answers."""
+        others = [] if self.abort_peers is None else await self.abort_peers.states()
+        return sorted([self.own_state(), *others], key=lambda state: state.index)
 
     def require_ready(self) -> None:
         """Raises what keeps the server from generating now."""
@@ -315,8 +350,9 @@ async def open_services(
             AbortPeers(folder, index, config.server.api_processes, running.abort) as abort_peers,
             VoiceDetectors() as detectors,
         ):
-            yield Services(
+            services = Services(
                 config=config,
+                index=index,
                 renderer=frontend.renderer,
                 engine=client,
                 metrics=frontend.metrics,
@@ -333,3 +369,5 @@ async def open_services(
                 abort_peers=abort_peers,
                 warmup_renderer=warmup_renderer,
             )
+            abort_peers.describe = services.own_state
+            yield services

@@ -84,6 +84,16 @@ class SessionUpdate(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     """Tokens that the session has dropped to make room."""
 
 
+def engine_request_id(unique: str, client_id: str) -> str:
+    """The engine's id of a request: `unique`, which has one dash, and the client's id, for logs."""
+    return f"{unique}-{client_id}" if client_id else unique
+
+
+def client_request_id(engine_id: str) -> str:
+    """The client's id in an `engine_request_id`; empty where there is none."""
+    return engine_id.split("-", 2)[2] if engine_id.count("-") > 1 else ""
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural-log probability of the sampled token and of the best alternatives, best first."""
 
@@ -102,6 +112,20 @@ class PromptLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class PrefillTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """When the engine did what for a prompt; `time.monotonic()`, one clock for all processes."""
+
+    received: float
+    """The scheduler took the request in: it waits from now on."""
+    admitted: float
+    """It got its KV blocks, the first time."""
+    computed: float
+    """Its first token was there."""
+    encode_begun: float = 0.0
+    encode_ended: float = 0.0
+    """Of the steps that ran the encoder for it; 0 where none did."""
+
+
 class PrefillStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What was reused for a prompt, frozen at its first admission; sent with its first token."""
 
@@ -113,6 +137,7 @@ class PrefillStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One per listed feature; 0.0 where nothing was encoded."""
     external: ExternalCacheStats | None = None
     """None where no external tier is configured; `external.loaded` is `external_cached_tokens`."""
+    times: PrefillTimes | None = None
 
 
 class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -155,6 +180,10 @@ class RenderedItem:
     outcome: ProcessorOutcome = "miss"
     decode_ms: float = 0.0
     process_ms: float = 0.0
+    fetched: tuple[float, float] | None = None
+    """From when to when its bytes were fetched or read; `time.monotonic()`."""
+    made: tuple[float, float] | None = None
+    """From when to when it waited for a worker and was made, there or elsewhere."""
     pinned: bool = False
     """This part owns one pin of the directory (a `lookup` that answered), handed to the sender:
     it gives the pin back when the prompt is sent or cancelled, and clears this flag."""

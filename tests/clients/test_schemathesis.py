@@ -46,10 +46,16 @@ def keep_short(case):
     body, path = case.body, case.operation.path
     if isinstance(body, dict) and path in LIMITS and is_some_number(body.get(LIMITS[path])):
         body[LIMITS[path]] = SHORT
+    if isinstance(body, dict) and path == "/debug/profile":
+        body["seconds"] = min(body.get("seconds", 5.0), 0.05) if _is_number(body) else "none"
     if isinstance(body, dict) and path == "/inference/v1/generate":
         sampling = body.get("sampling_params")
         if sampling is None or isinstance(sampling, dict):
             body["sampling_params"] = {"max_tokens": SHORT, **(sampling or {})}
+
+
+def _is_number(body):
+    return isinstance(body.get("seconds", 5.0), int | float)
 
 
 def is_some_number(limit):

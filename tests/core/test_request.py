@@ -94,17 +94,19 @@ class TestReuseStats:
         stats = ReuseStats(2)
         stats.note(1, "miss")
         stats.note(1, "hit")
-        assert stats.freeze().encoder == ("skipped", "miss")
+        assert stats.freeze(0.0).encoder == ("skipped", "miss")
 
     def test_the_first_admission_decides_what_was_cached(self) -> None:
         stats = ReuseStats(0)
         assert not stats.admitted
         stats.note_admission(8)
         stats.note_admission(16)
-        assert stats.freeze().prefix_cached_tokens == 8
+        assert stats.freeze(0.0).prefix_cached_tokens == 8
 
     def test_at_most_a_thousand_items_are_listed(self) -> None:
         stats = ReuseStats(5000)
         stats.note(4000, "miss")
         stats.note_encoding(4000, 1.0)
-        assert len(stats.freeze().encoder) == len(stats.freeze().encode_ms) == MAX_LISTED_ITEMS
+        assert (
+            len(stats.freeze(0.0).encoder) == len(stats.freeze(0.0).encode_ms) == MAX_LISTED_ITEMS
+        )

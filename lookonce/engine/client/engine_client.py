@@ -59,6 +59,7 @@ from lookonce.ipc.messages import (
     SlabsReleased,
     Stats,
     SupplyMedia,
+    TakeProfile,
     UpdateCache,
     Welcome,
 )
@@ -73,6 +74,7 @@ from lookonce.types.request import (
     RenderedItem,
     RenderedPrompt,
     SessionOptions,
+    client_request_id,
 )
 from lookonce.types.sampling import SamplingParams
 
@@ -298,6 +300,14 @@ class EngineClient:
         self._health.require_ready()
         self._send(ResetCache(self.sender.epoch, tier))
         await self._ask_stats()  # answered after the reset: all messages keep their order
+
+    def take_profile(self, seconds: float, path: str) -> None:
+        """Let the engine profile its steps; the trace is at `path` some time after `seconds`.
+
+        Raises `EngineDeadError`, `NotReadyError`.
+        """
+        self._health.require_ready()
+        self._send(TakeProfile(seconds, path))
 
     def expect_no_restart(self) -> None:
         """The supervisor is gone: an engine that ends now is not started again."""
@@ -618,7 +628,10 @@ class Resender:
         except LookOnceError as error:
             self._give_up(request, error)
         except Exception:
-            logger.exception("request %s: media could not be made again", request.request_id)
+            logger.exception(
+                "media could not be made again",
+                extra={"request_id": client_request_id(request.request_id)},
+            )
             self._give_up(request, RequestFailedError("media could not be processed again"))
 
     async def _try_supply(

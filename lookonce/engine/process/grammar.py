@@ -65,8 +65,11 @@ from lookonce.ipc.framing import MessageSocket
 from lookonce.ipc.worker_process import how_it_ended, start_worker
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.fair_queue import FairQueue
+from lookonce.types.logs import current_request_id
 from lookonce.types.memory import give_memory_back
+from lookonce.types.request import client_request_id
 from lookonce.types.sampling import CompiledGrammar, Grammar
+from lookonce.types.stack_samples import samples_folder
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +222,13 @@ class GrammarCompiler:
             if closed:
                 raise _no_worker()
             worker.configure(
-                Configure(tokenizer.text, self._vocab_size, self._eos_token_ids, self._limits)
+                Configure(
+                    tokenizer.text,
+                    self._vocab_size,
+                    self._eos_token_ids,
+                    self._limits,
+                    None if (folder := samples_folder()) is None else str(folder),
+                )
             )
         except BaseException:
             self._discard(worker)
@@ -599,6 +608,7 @@ class GrammarCompilerPool:
     def _work(self) -> None:
         _lower_priority()
         while (job := self._next()) is not None:
+            current_request_id.set(client_request_id(next(iter(job.requests), "")))
             result = _result_of(job)
             with self._changed:
                 self._finish(job, result)

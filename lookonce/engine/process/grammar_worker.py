@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import llguidance
@@ -41,6 +42,7 @@ from lookonce.types.memory import (
     resident_bytes,
 )
 from lookonce.types.sampling import JSON_SPACES, Grammar
+from lookonce.types.stack_samples import listen_for_samples
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -85,6 +87,8 @@ class Configure(msgspec.Struct, frozen=True, tag="configure", array_like=True):
     vocab_size: int
     eos_token_ids: list[int]
     limits: GrammarLimits
+    samples_folder: str | None = None
+    """Where the worker listens for those who profile it."""
 
 
 class TryGrammar(msgspec.Struct, frozen=True, tag="try", array_like=True):
@@ -264,6 +268,8 @@ def serve(link: MessageSocket) -> None:
     configured = receive(link, jobs)
     if not isinstance(configured, Configure):
         raise ProtocolError("the first message is no configuration")
+    if configured.samples_folder is not None:
+        listen_for_samples(Path(configured.samples_folder), "grammar worker")
     trial = GrammarTrial(configured)
     base = resident_bytes()
     _limit_memory(configured.limits.memory_bytes)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -35,6 +36,7 @@ from lookonce.engine.process.step_loop import (
     CutOffCommand,
     ExtendCommand,
     Outcome,
+    ProfileCommand,
     ResetCommand,
     StatsAnswer,
     StatsCommand,
@@ -77,14 +79,16 @@ from lookonce.ipc.messages import (
     Stats,
     Submit,
     SupplyMedia,
+    TakeProfile,
     Unclaim,
     UpdateCache,
     Welcome,
 )
 from lookonce.types.media import Array, ProcessedItem
-from lookonce.types.request import SESSION_CREDITS, GenerateRequest
+from lookonce.types.request import SESSION_CREDITS, GenerateRequest, client_request_id
 
 logger = logging.getLogger(__name__)
+audit_logger = logging.getLogger("lookonce.audit")
 
 HEARTBEAT_SECONDS = 0.5
 MAX_LOST = 64
@@ -212,10 +216,19 @@ class InputThread:
                 self._lease_slabs(sender, message)
             case GetStats(nonce):
                 self._step_channel.command(StatsCommand(sender, nonce))
+            case TakeProfile(seconds, path):
+                self._take_profile(seconds, path)
             case Hello():
                 self._hello(sender, message)
             case Unreadable(request_id):
                 self._unreadable(sender, request_id)
+
+    def _take_profile(self, seconds: float, path: str) -> None:
+        self._step_channel.command(ProfileCommand(path))
+        stop = ProfileCommand(None)
+        timer = threading.Timer(seconds, self._step_channel.command, [stop])
+        timer.daemon = True
+        timer.start()
 
     # --- senders ------------------------------------------------------------------------------
 
@@ -305,6 +318,15 @@ class InputThread:
         finally:
             for fd in leases.descriptors:
                 os.close(fd)
+        audit_logger.info(
+            "leased",
+            extra={
+                "event": "leased",
+                "sender": sender,
+                "slabs": sum(number > 0 for _, number, _ in leases.slabs),
+                "bytes": sum(nbytes for _, number, nbytes in leases.slabs if number),
+            },
+        )
         if leases.is_short:
             self._broadcast(ReclaimSlabs())
 
@@ -425,7 +447,10 @@ class InputThread:
         except LookOnceError:
             raise
         except Exception as error:
-            logger.exception("request %s could not be validated", request.request_id)
+            logger.exception(
+                "a request could not be validated",
+                extra={"request_id": client_request_id(request.request_id)},
+            )
             raise RequestFailedError("the engine does not understand this request") from error
 
     def _grammar_compiled(self, compiled: CompiledRequest) -> None:

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -38,7 +39,8 @@ from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.engine.supervisor.socket_folder import joined_socket_folder, remove_if_abandoned
 from lookonce.errors import ConfigError, LookOnceError, ModelLoadError, error_to_wire
 from lookonce.ipc.socket_engine_link import SocketEngineLink
-from lookonce.types.log_limiter import limit_log_lines
+from lookonce.types.logs import configure_logging
+from lookonce.types.stack_samples import listen_for_samples
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +63,11 @@ def run_engine(load: Load) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGHUP):  # the parent gets them too, and decides
         signal.signal(number, signal.SIG_IGN)
     progress = ProgressPipe(_private_stdout())
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s engine: %(message)s",
-        stream=sys.stderr,
-    )
-    limit_log_lines()
+    configure_logging("engine")
     try:
         settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
+        configure_logging("engine", settings.logs)
+        listen_for_samples(Path(settings.address).parent, "engine")
         logger.info("loading %s", settings.model.folder)
         watch = threading.Thread(
             target=_watch_parent, args=(settings.address,), name="watch", daemon=True

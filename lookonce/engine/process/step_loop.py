@@ -9,6 +9,7 @@ other is woken; the input thread is told of a step only what changes the protoco
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections import deque
@@ -22,11 +23,14 @@ from numpy.typing import NDArray
 from lookonce.core.request import Request
 from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.engine.process.engine_core import EngineCore
+from lookonce.engine.process.profiler import StepProfiler
 from lookonce.errors import LookOnceError, error_to_wire
 from lookonce.ipc.channel import EngineChannelWriter
 from lookonce.ipc.messages import Accepted, Deltas
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
-from lookonce.types.request import SessionOptions, TokenDelta
+from lookonce.types.request import SessionOptions, TokenDelta, client_request_id
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,12 @@ class StatsCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class ProfileCommand:
+    path: str | None
+    """Begin a profile that will be written there; None: end the one that was begun."""
+
+
+@dataclass(frozen=True, slots=True)
 class StopCommand:
     pass
 
@@ -107,6 +117,7 @@ Command: TypeAlias = (
     | CutOffCommand
     | ResetCommand
     | StatsCommand
+    | ProfileCommand
     | StopCommand
 )
 """What the input thread tells the step loop."""
@@ -212,6 +223,7 @@ class StepLoop:
         self._core = core
         self._channel = channel
         self._output_sender = OutputSender(channel.writer)
+        self._profiler = StepProfiler()
         self._stopped = False
         channel.num_waiting = lambda: core.num_waiting
         channel.num_waiting_of = core.num_waiting_of
@@ -241,6 +253,8 @@ class StepLoop:
             self._channel.report(unreachable)
         if output.accepted or output.needs or output.released:
             self._channel.report(output)
+        if output.released:
+            _log_failures(output.deltas)
 
     def _execute_command(self, command: Command) -> None:
         match command:
@@ -260,12 +274,22 @@ class StepLoop:
                 self._core.reset_encoder_cache()
             case StatsCommand(sender, nonce):
                 self._channel.report(StatsAnswer(sender, nonce, self._core.stats()))
+            case ProfileCommand(None):
+                self._profiler.stop()
+            case ProfileCommand(str(path)):
+                self._profiler.start(path)
             case StopCommand():
                 self._stopped = True
 
     def _add(self, command: AddCommand) -> None:
         """A request that the scheduler refuses ends like any other that failed."""
         request = command.request
+        if logger.isEnabledFor(logging.DEBUG):
+            extra = {
+                "request_id": client_request_id(request.request_id),
+                "prompt_tokens": request.num_prompt_tokens,
+            }
+            logger.debug("a request is taken in", extra=extra)
         self._output_sender.open(request.request_id, command.sender, accepted=command.accepted)
         try:
             self._core.take_in(request, command.session)
@@ -359,6 +383,15 @@ class OutputSender:
     def _send(self, sender: str | None, message: Accepted | Deltas, lost: set[str]) -> None:
         if sender is not None and sender not in lost and not self._writer.send(sender, message):
             lost.add(sender)
+
+
+def _log_failures(deltas: Sequence[TokenDelta]) -> None:
+    """One line for each request that ended with an error; its message is the client's alone."""
+    for delta in deltas:
+        if delta.error is not None and delta.index == 0:
+            name = client_request_id(delta.request_id)
+            extra = {"request_id": name, "error": delta.error[0], "param": delta.error[2]}
+            logger.warning("a request ended with an error", extra=extra)
 
 
 def _failed(request: Request, error: LookOnceError) -> list[TokenDelta]:

@@ -71,8 +71,10 @@ from lookonce.render.media.worker import (
 )
 from lookonce.types.counts import Counts
 from lookonce.types.fair_queue import TenantWeights
+from lookonce.types.logs import log_config
 from lookonce.types.media import Array, ProcessedItem
 from lookonce.types.ports import ClaimsItems
+from lookonce.types.stack_samples import samples_folder
 
 MAX_WORKERS = 4
 """Of all API processes of a server together, but at least one in each."""
@@ -402,7 +404,8 @@ class MediaPool:
                 return worker.call(queued.job.job)
             except LookOnceError:
                 if worker.out_of_memory:
-                    self._count_lost(self._lost(worker, running, hung=False))
+                    reason = self._lost(worker, running, hung=False)
+                    self._count_lost(reason, queued.job.job)
                 raise
             except (LinkClosedError, TimeoutError) as error:
                 if self._closed:
@@ -410,7 +413,7 @@ class MediaPool:
                 reason = self._lost(worker, running, hung=isinstance(error, TimeoutError))
                 if starts_left and not worker.has_begun and reason == "crashed":
                     continue
-                self._count_lost(reason)
+                self._count_lost(reason, queued.job.job)
                 raise _lost_worker(queued.job.job, reason) from None
             except OSError as error:
                 self._workers.discard(worker)
@@ -459,9 +462,18 @@ class MediaPool:
             return "cpu"
         return "hung" if hung else "crashed"
 
-    def _count_lost(self, reason: KillReason) -> None:
+    def _count_lost(self, reason: KillReason, job: MediaJob) -> None:
         with self._changed:
             self.killed[reason] += 1
+        logger.warning(
+            "a media worker ended before its item was done",
+            extra={
+                "reason": reason,
+                "modality": job.modality,
+                "tenant": job.tenant,
+                "request_id": job.request_id,
+            },
+        )
 
     def _settle(self, queued: Queued, running: _Running) -> None:
         """Charge the tenant what the job really took; a part of its estimate at least, so that
@@ -610,7 +622,17 @@ class _WorkerProcess:
         """Blocks for a second or two. Raises `ModelLoadError` when it cannot serve the model."""
         self._link.settimeout(START_TIMEOUT)
         try:
-            send(self._link, ConfigureWorker(self._settings, self._slab_bytes))
+            logs, folder = log_config(), samples_folder()
+            send(
+                self._link,
+                ConfigureWorker(
+                    self._settings,
+                    self._slab_bytes,
+                    logs.format,
+                    logs.level,
+                    None if folder is None else str(folder),
+                ),
+            )
             reply, _ = receive(self._link, self._replies)
         except (LinkClosedError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -644,7 +666,10 @@ class _WorkerProcess:
     def _work(self, job: MediaJob, granted: dict[int, LeasedSlab]) -> Processed:
         data = Array("uint8", (memoryview(job.data).nbytes,), job.data)
         uses_slabs = self._slab_pool is not None and self._slab_pool.is_open
-        send(self._link, JobRequest(job.modality, job.options, data, uses_slabs))
+        send(
+            self._link,
+            JobRequest(job.modality, job.options, data, uses_slabs, job.request_id),
+        )
         read_slab = partial(_array_in, granted)
         while True:
             reply, _ = receive(self._link, self._replies, read_slab)

@@ -74,6 +74,8 @@ class MediaJob(msgspec.Struct, frozen=True, array_like=True):
     """Who pays for it."""
     seconds: float = 0.0
     """CPU seconds that it will take: `cost.estimate_cost`."""
+    request_id: str = ""
+    """Whose it is, for the log."""
 
 
 class Processed(msgspec.Struct, frozen=True, array_like=True):

@@ -17,6 +17,7 @@ given back before an error is raised.
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
 from collections import Counter
 from collections.abc import (
@@ -52,6 +53,7 @@ from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT, MediaPool, ServerSh
 from lookonce.render.media.processing import MediaJob, Processed, processing_settings
 from lookonce.render.media.single_flight import SingleFlight
 from lookonce.types.counts import Counts
+from lookonce.types.logs import current_request_id
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 from lookonce.types.ports import ClaimsItems, ItemDirectory, Publish
 from lookonce.types.request import ProcessorOutcome, RenderedItem
@@ -176,7 +178,13 @@ class ResolvedPart:
     def job(self) -> MediaJob:
         data = self.data or b""
         view = memoryview(data).toreadonly() if isinstance(data, bytearray) else data
-        return MediaJob(self.source.modality, view, self.options, self.tenant)
+        return MediaJob(
+            self.source.modality,
+            view,
+            self.options,
+            self.tenant,
+            request_id=current_request_id.get(),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,13 +332,17 @@ class MediaResolver:
         return [found[number] for number in range(len(sources))]
 
     async def _load_and_make(self, source: MediaSource, prompt: _Prompt) -> RenderedItem:
+        begun = time.monotonic()
         data = await self._loader.load(source, prompt.scope)
+        loaded = time.monotonic()
         if len(data) > OFF_LOOP_BYTES:
             digest = await asyncio.to_thread(self._hash, source, prompt, data)
         else:
             digest = self._hash(source, prompt, data)
         part = self._identified(source, prompt, digest, data)
-        return self._lookup(part, prompt) or await self._make(part, prompt)
+        item = self._lookup(part, prompt) or await self._make(part, prompt)
+        item.fetched = begun, loaded
+        return item
 
     # --- windows of sound files ---------------------------------------------------------------
 
@@ -495,6 +507,7 @@ class MediaResolver:
     async def _make(self, part: ResolvedPart, prompt: _Prompt) -> RenderedItem:
         """Decode and process the part, or wait for whoever does so for the same key: another part,
         or another API process."""
+        begun = time.monotonic()
         for _ in range(MAX_CLAIMS_OF_ONE_PART):
             joined = part.key in self._running
             made = await self._process(part, self._make_claimed)
@@ -502,12 +515,14 @@ class MediaResolver:
                 break
             held = self._lookup(part, prompt, waited=True)
             if held is not None:
+                held.made = begun, time.monotonic()
                 return held
         else:  # what others made was gone each time before it could be used here
             joined = part.key in self._running
             made = await self._make_unclaimed(part)
         prompt.waiting[part.source.modality] += joined
         item = self._item(part, made.item.expansion, self._outcome(made, joined=joined), made.item)
+        item.made = begun, time.monotonic()
         if not joined:
             item.decode_ms, item.process_ms = made.decode_ms, made.process_ms
         if self.directory.lookup(part.key) is not None:  # it is published: keep it until it is used

@@ -31,6 +31,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -68,8 +69,16 @@ from lookonce.render.media.sandbox import (
     die_with_parent,
     limit_resources,
 )
+from lookonce.types.logs import (
+    LogConfig,
+    LogFormat,
+    LogLevel,
+    configure_logging,
+    current_request_id,
+)
 from lookonce.types.media import FLOATS, Array, Modality, ProcessedItem, SlabPlace
 from lookonce.types.memory import give_memory_back
+from lookonce.types.stack_samples import listen_for_samples
 
 NICENESS = 5
 """Workers run at lower priority than the event loop and the engine, which share the cores."""
@@ -100,6 +109,10 @@ class ConfigureWorker(msgspec.Struct, frozen=True, tag="configure", array_like=T
     settings: ProcessingSettings
     slab_bytes: int = 0
     """Slabs that the worker may have to map."""
+    log_format: LogFormat = "text"
+    log_level: LogLevel = "info"
+    samples_folder: str | None = None
+    """Where the worker listens for those who profile it."""
 
 
 class JobRequest(msgspec.Struct, frozen=True, tag="work", array_like=True):
@@ -111,6 +124,8 @@ class JobRequest(msgspec.Struct, frozen=True, tag="work", array_like=True):
     data: Array
     """The encoded media."""
     uses_slabs: bool = False
+    request_id: str = ""
+    """Whose item it is, for the log."""
 
 
 class DropSlabs(msgspec.Struct, frozen=True, tag="drop_slabs", array_like=True):
@@ -225,7 +240,7 @@ def _restrict_process() -> None:
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
-    logging.basicConfig(stream=sys.stderr)
+    configure_logging("media worker")
 
 
 def _configured(
@@ -234,6 +249,9 @@ def _configured(
     request, fds = receive(link, requests)
     close_fds(fds)
     assert isinstance(request, ConfigureWorker)
+    configure_logging("media worker", LogConfig(request.log_format, request.log_level))
+    if request.samples_folder is not None:
+        listen_for_samples(Path(request.samples_folder), "media worker")
     settings = request.settings
     try:
         if warm is not None and warm.settings == settings:
@@ -274,6 +292,7 @@ def _serve(
         slabs.unmap(request.numbers)
         return
     assert isinstance(request, JobRequest)
+    current_request_id.set(request.request_id)
     send(link, JobBegun())
     slabs.begin(usable=request.uses_slabs)
     job = MediaJob(request.modality, request.data.data, request.options)
@@ -288,8 +307,8 @@ def _serve(
         error = UnprocessableMediaError(f"the {request.modality} takes too much memory")
         send(link, JobFailed(error_to_wire(error), out_of_memory=True))
         raise LinkClosedError from None
-    except Exception as failure:  # noqa: BLE001  one bad item must not end the worker
-        log.error("processing %s failed: %r", request.modality, failure)
+    except Exception:  # one bad item must not end the worker
+        log.exception("processing failed", extra={"modality": request.modality})
         send_error(link, UnprocessableMediaError(f"the {request.modality} cannot be processed"))
     else:
         send(link, JobDone(processed))

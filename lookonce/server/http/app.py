@@ -18,6 +18,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from lookonce.errors import LookOnceError, ModelNotFoundError
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
+from lookonce.server.audit import audit_refusal, route_of
 from lookonce.server.http.request_guard import Headers
 from lookonce.server.http.responses import INTERNAL, ClientLeftError, error_response, json_response
 from lookonce.server.rate_limits import NO_LIMITS
@@ -36,6 +37,7 @@ from lookonce.server.routes.admin import (
 from lookonce.server.routes.audio import transcriptions, translations
 from lookonce.server.routes.chat import chat_completions
 from lookonce.server.routes.completions import completions
+from lookonce.server.routes.debug import show_state, take_profile
 from lookonce.server.routes.generate import generate
 from lookonce.server.routes.media_cache import inject_media, show_media_cache
 from lookonce.server.routes.openapi import show_openapi
@@ -43,6 +45,7 @@ from lookonce.server.routes.realtime.route import realtime
 from lookonce.server.routes.render import detokenize, render_chat, render_completion, tokenize
 from lookonce.server.routes.responses_api.route import create_response
 from lookonce.server.services import Drain, Services, header
+from lookonce.types.logs import current_request_id
 
 logger = logging.getLogger("lookonce.server")
 
@@ -74,6 +77,8 @@ ROUTES = [
     Route("/inference/v1/abort_requests", abort_requests, methods=["POST"]),
     Route("/inference/v1/media_cache", inject_media, methods=["POST"]),
     Route("/inference/v1/media_cache", show_media_cache, methods=["GET"]),
+    Route("/debug/state", show_state, methods=["GET"]),
+    Route("/debug/profile", take_profile, methods=["POST"]),
     *[Route(f"/reset_{tier}_cache", reset_route(tier), methods=["POST"]) for tier in TIERS],
 ]
 
@@ -110,6 +115,8 @@ class Application(Starlette):
         all_routes: list[BaseRoute] = [*routes, *websockets]
         super().__init__(routes=all_routes)
         self.state.services = services
+        self.paths = frozenset(route.path for route in routes if "{" not in route.path)
+        """Paths that the log may name."""
         self._middleware = RequestMiddleware(services, routes, self.router, websockets)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,18 +159,31 @@ class RequestMiddleware:
             await self._router(scope, receive, send)
             return
         sender = _ResponseSender(scope, send, self._services.drain)
+        current_request_id.set(scope["state"]["request_id"])
+        tracer, failure = self._services.tracer, None
+        if tracer is not None and scope["path"] not in OPEN_PATHS:
+            scope["state"]["trace"] = tracer.begin(scope)
         try:
             await self._serve(scope, receive, sender)
         except ClientLeftError:
-            logger.info("%s %s %d", scope["method"], scope["path"], CLIENT_LEFT_STATUS)
+            failure = "client_left"
+            logger.info("the client left", extra=_what(scope, CLIENT_LEFT_STATUS))
             await sender.send_instead(Response(status_code=CLIENT_LEFT_STATUS), receive)
         except LookOnceError as error:
+            failure = type(error).__name__
+            audit_refusal(scope, error)
             await sender.send_instead(error_response(error), receive)
         except HTTPException as error:
             await sender.send_instead(_no_such_route(scope, error), receive)
         except Exception:
-            logger.exception("%s %s failed", scope["method"], scope["path"])
+            failure = "internal"
+            logger.exception("a request failed", extra=_what(scope, 500))
             await sender.send_instead(json_response(INTERNAL, 500), receive)
+        if tracer is not None and (trace := scope["state"].get("trace")) is not None:
+            failed = failure or scope["state"].get("failure")
+            tracer.end(trace, scope, sender.status or CLIENT_LEFT_STATUS, failed)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("served", extra=_what(scope, sender.status))
 
     async def _serve(self, scope: Scope, receive: Receive, send: _ResponseSender) -> None:
         """Raises what the guard and the route raise, `DrainingError` and `UnauthorizedError`."""
@@ -221,6 +241,13 @@ async def _refuse_websocket(websocket: WebSocket, response: Response) -> None:
         pass  # the client is gone
 
 
+def _what(scope: Scope, status: int) -> dict[str, object]:
+    """What a log line says of a request; its id is added to every line."""
+    principal = scope["state"].get("principal")
+    tenant = None if principal is None else principal.tenant
+    return {"route": route_of(scope), "status": status, "tenant": tenant}
+
+
 class _ResponseSender:
     """The `send` of one request, which adds the request's id to the response's headers.
 
@@ -240,16 +267,21 @@ class _ResponseSender:
         self._send = send
         self._drain = drain
         self._begun = False
+        self.status = 0
+        """Of the response, once it has begun."""
 
     def __call__(self, message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
             self._begun = True
+            self.status = message["status"]
             request_id = (b"x-request-id", self._state["request_id"].encode("ascii"))
             message["headers"] = [*message.get("headers", ()), request_id, *self.headers]
             if (usage := self._state.get("usage")) is not None:
                 message["headers"] += usage.headers()
             if (warning := self._state.get("warning")) is not None:
                 message["headers"].append((WARNING_HEADER, warning.encode("ascii")))
+            if (trace := self._state.get("trace")) is not None:
+                message["headers"].append((b"traceresponse", trace.response_header))
             if self._drain.draining:
                 message["headers"].append((b"connection", b"close"))
         return self._send(message)

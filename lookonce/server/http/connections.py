@@ -47,6 +47,7 @@ from lookonce.server.http.websocket import WebSocketProtocol
 from lookonce.types.counts import Counts
 
 logger = logging.getLogger("lookonce.server")
+audit_logger = logging.getLogger("lookonce.audit")
 
 Phase = Literal["handshake", "headers", "body", "serving", "idle", "refused"]
 SWEEP_SECONDS = 1.0
@@ -485,6 +486,7 @@ class Connections:
 
     def count_refused(self, reason: str) -> None:
         self._refused[reason] += 1
+        audit_logger.info("refused", extra={"event": "refused", "reason": reason})
 
     def _all(self) -> Iterable[Connection]:
         return [each for held in self._by_address.values() for each in held]

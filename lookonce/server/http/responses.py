@@ -156,9 +156,9 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._groups):
             with WhileConnected(receive):
-                await self._send_all(send)
+                await self._send_all(scope, send)
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
         encoder, groups = self._encoder, self._groups
         group = await anext(groups)
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
@@ -169,7 +169,11 @@ class EventStream(Response):
                 group = await anext(groups)
             end = b"".join(map(encoder.event, group.chunks)) + encoder.end
         except Exception as error:
-            if not isinstance(error, LookOnceError):
+            scope.setdefault("state", {})["failure"] = type(error).__name__
+            if isinstance(error, LookOnceError):
+                extra = {"error": type(error).__name__, "code": getattr(error, "code", None)}
+                logger.warning("a stream ended with an error", extra=extra)
+            else:
                 logger.exception("a stream broke")
             end = encoder.failure(error) + encoder.end
         await send({"type": "http.response.body", "body": end, "more_body": False})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ MAX_NAME = 60
 """Unknown fields that a warning names, and characters of each."""
 MAX_LOGGED = 100
 """Different fields that a process logs: clients can think of as many as they like."""
+LOGGED_NAME = re.compile(r"[a-z_.]+")
+"""What a log may show: clients could put anything into a name, and keys and codes have digits."""
 LIKENESS = 0.75
 """How alike a field must be to be the one that was meant."""
 PART_FIELDS: dict[str, frozenset[str]] = {
@@ -73,7 +76,8 @@ class UnknownFields:
         if name in self._logged or len(self._logged) >= MAX_LOGGED:
             return
         self._logged.add(name)
-        logger.warning("an unknown field of a request was ignored (logged once): %s", described)
+        shown = described if LOGGED_NAME.fullmatch(name) else "(not a field's name)"
+        logger.warning("an unknown field of a request was ignored (logged once): %s", shown)
 
 
 def unknown_fields(body: bytes, kind: type[msgspec.Struct]) -> list[str]:

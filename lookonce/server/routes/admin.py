@@ -12,6 +12,7 @@ from starlette.responses import Response
 from lookonce import __version__
 from lookonce.errors import LookOnceError
 from lookonce.frontend.responses import ModelCard, ModelList
+from lookonce.server.audit import audit
 from lookonce.server.http.body import receive
 from lookonce.server.http.responses import json_response
 from lookonce.server.services import Principal, Services
@@ -88,7 +89,9 @@ async def abort_requests(request: Request) -> Response:
     principal: Principal = request.state.principal
     services: Services = request.app.state.services
     body = await receive(request, AbortRequest)
-    return json_response(AbortResponse(await services.abort(principal.tenant, body.request_ids)))
+    aborted = await services.abort(principal.tenant, body.request_ids)
+    audit("aborted", request.scope, requests=len(aborted))
+    return json_response(AbortResponse(aborted))
 
 
 TIERS = ("mm", "encoder", "prefix")
@@ -103,6 +106,7 @@ def reset_route(tier: str) -> Callable[[Request], Awaitable[Response]]:
         principal: Principal = request.state.principal
         principal.require_admin()
         await services.engine.reset_cache(tier)
+        audit("reset", request.scope, tier=tier)
         return Response(status_code=200)
 
     return reset

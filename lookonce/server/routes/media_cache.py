@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lookonce.frontend.media_injection import ItemOutcome, ReadArrays, inject_offered, offered_items
 from lookonce.render.media.external_items import decode_kwargs
+from lookonce.server.audit import audit
 from lookonce.server.http.body import receive
 from lookonce.server.http.responses import json_response
 from lookonce.server.services import Principal, Services
@@ -54,6 +57,8 @@ async def inject_media(request: Request) -> Response:
         cache_salt=body.cache_salt,
         trusted=principal.inject,
     )
+    told = Counter(outcome.status for listed in outcomes.values() for outcome in listed)
+    audit("injected", request.scope, trusted=principal.inject, **told)
     return json_response(MediaCacheResponse(outcomes))
 
 

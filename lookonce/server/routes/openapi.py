@@ -30,6 +30,7 @@ from lookonce.frontend.responses import (
 )
 from lookonce.frontend.transcript_formats import Transcription
 from lookonce.server.routes.admin import AbortRequest, AbortResponse, Status, Version
+from lookonce.server.routes.debug import ProfileRequest, ServerState
 from lookonce.server.routes.generate import GenerateRequest, GenerateResponse
 from lookonce.server.routes.media_cache import MediaCacheInfo, MediaCacheRequest, MediaCacheResponse
 from lookonce.server.routes.render import RenderChatRequest, RenderCompletionRequest, RenderedBody
@@ -114,6 +115,8 @@ OPERATIONS = (
     Operation("POST", "/reset_mm_cache", "Empty the cache of processed media"),
     Operation("POST", "/reset_encoder_cache", "Empty the cache of encoder outputs"),
     Operation("POST", "/reset_prefix_cache", "Empty the prefix cache"),
+    Operation("GET", "/debug/state", "What runs now, by tenant", answer=ServerState),
+    Operation("POST", "/debug/profile", "Stacks of all processes, or a trace", ProfileRequest),
 )
 
 

@@ -39,6 +39,7 @@ from lookonce.server.http.responses import (
 )
 from lookonce.server.rate_limits import RequestUsage
 from lookonce.server.services import Principal, Services, header
+from lookonce.types.logs import current_request_id
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
@@ -83,7 +84,7 @@ def open_context(request: Request, body: GenerationBody, arrival: float) -> Serv
     model = services.require_model(body.model)
     services.require_ready()
     check_body(body)
-    return ServingContext(
+    context = ServingContext(
         services=services,
         principal=principal,
         model=model,
@@ -99,6 +100,9 @@ def open_context(request: Request, body: GenerationBody, arrival: float) -> Serv
         arrival=arrival,
         usage_limits=request.state.usage,
     )
+    if (trace := request.scope["state"].get("trace")) is not None:
+        trace.serving = context
+    return context
 
 
 def check_body(body: GenerationBody) -> None:
@@ -116,6 +120,7 @@ def request_id_of(request: Request, asked: str | None) -> str:
             "request_id takes 1 to 128 letters, digits and . _ : -", param="request_id"
         )
     request.state.request_id = asked  # the response's header has the same
+    current_request_id.set(asked)
     return asked
 
 

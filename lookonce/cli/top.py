@@ -1,0 +1,270 @@
+"""`lookonce top`: what a running server does now: requests, tenants, reuse, memory, KV tiers.
+
+Reads `/metrics`, `/ready` and, with an admin key, `/debug/state`. On a terminal it goes on until
+Ctrl-C; elsewhere it prints once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from lookonce.errors import LookOnceError, UnavailableError
+
+Labels = tuple[tuple[str, str], ...]
+PREFIX = "lookonce_"
+REUSE = {
+    "processor cache": ("mm_cache", "mm_store_bytes"),
+    "encoder cache": ("encoder_cache", "encoder_cache_bytes"),
+    "prefix cache": ("prefix_cache", None),
+    "KV tiers": ("external_prefix_cache", None),
+    "token cache": ("token_cache", "token_cache_bytes"),
+}
+"""Row → the metric's name before `_queries_total` and `_hits_total`, and of its bytes."""
+LATENCIES = {
+    "first token": "time_to_first_token_seconds",
+    "between tokens": "inter_token_latency_seconds",
+    "queue": "request_queue_seconds",
+    "prefill": "request_prefill_seconds",
+    "whole request": "e2e_request_latency_seconds",
+}
+MAX_TENANTS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a server said at one moment."""
+
+    taken: float
+    """`time.monotonic()`."""
+    ready: str
+    samples: dict[tuple[str, Labels], float]
+    """(name without prefix, labels) → value."""
+    state: dict[str, Any] | None = None
+    """Of `/debug/state`; None without an admin key."""
+
+    def total(self, name: str) -> float:
+        return sum(value for (known, _), value in self.samples.items() if known == name)
+
+    def by_label(self, name: str) -> dict[str, float]:
+        """Value of the one label → value."""
+        return {
+            labels[0][1]: value
+            for (known, labels), value in self.samples.items()
+            if known == name and labels
+        }
+
+    def has(self, name: str) -> bool:
+        return any(known == name for known, _ in self.samples)
+
+
+def take_snapshot(client: httpx.Client) -> Snapshot:
+    """Raises `UnavailableError` where no LookOnce server answers."""
+    try:
+        ready = client.get("/ready")
+        shown = client.get("/metrics")
+        state = client.get("/debug/state")
+        status = ready.json()["status"]
+        families = list(text_string_to_metric_families(shown.raise_for_status().text))
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        reason = str(error) or type(error).__name__
+        raise UnavailableError(
+            f"no LookOnce server answers at {client.base_url}: {reason}"
+        ) from None
+    samples = {
+        (sample.name.removeprefix(PREFIX), tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    known = state.json() if state.status_code == 200 else None
+    return Snapshot(time.monotonic(), status, samples, known)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A snapshot, and what has changed since an earlier one (None: since the server started)."""
+
+    now: Snapshot
+    before: Snapshot | None = None
+    url: str = ""
+
+    def change(self, name: str, labels: Labels | None = None) -> float:
+        if labels is None:
+            earlier = 0.0 if self.before is None else self.before.total(name)
+            return self.now.total(name) - earlier
+        earlier = 0.0 if self.before is None else self.before.samples.get((name, labels), 0.0)
+        return self.now.samples.get((name, labels), 0.0) - earlier
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.before is None else max(1e-9, self.now.taken - self.before.taken)
+
+    def rate(self, name: str) -> str:
+        """A second; the total where there is no earlier snapshot."""
+        changed = self.change(name)
+        return f"{changed:,.0f}" if self.before is None else f"{changed / self.seconds:,.1f}/s"
+
+    def quantile(self, name: str, share: float) -> float | None:
+        """Seconds, interpolated in the histogram's bucket; None where nothing was counted."""
+        bucket = f"{name}_bucket"
+        bounds = sorted(
+            (float(dict(labels)["le"]), labels)
+            for known, labels in self.now.samples
+            if known == bucket
+        )
+        counts = [(bound, self.change(bucket, labels)) for bound, labels in bounds]
+        if not counts or counts[-1][1] <= 0:
+            return None
+        wanted, low, below = share * counts[-1][1], 0.0, 0.0
+        for bound, count in counts:
+            if count >= wanted and count > below:
+                if bound == float("inf"):
+                    return low
+                return low + (bound - low) * (wanted - below) / (count - below)
+            low, below = bound, count
+        return low
+
+
+def render(view: View) -> Group:
+    """Everything on one screen."""
+    parts: list[Any] = [_head(view), _reuse(view), _latencies(view)]
+    if view.now.has("kv_tier_lookups_total"):
+        parts.append(_tiers(view))
+    parts.append(_tenants(view))
+    return Group(*parts)
+
+
+def _head(view: View) -> Text:
+    now, state = view.now, view.now.state or {}
+    name = f"{state['model']}, LookOnce {state['version']}" if state else "LookOnce"
+    usage = now.total("kv_cache_usage_ratio")
+    lines = [
+        f"{name} at {view.url}: {now.ready}",
+        f"requests  running {now.total('num_requests_running'):.0f}  "
+        f"waiting {now.total('num_requests_waiting'):.0f}  "
+        f"finished {view.rate('request_success_total')}  "
+        f"refused {view.rate('http_refused_total')}  "
+        f"connections {now.total('http_connections'):.0f}",
+        f"tokens    prompt {view.rate('prompt_tokens_total')}  "
+        f"generated {view.rate('generation_tokens_total')}  "
+        f"KV blocks in use {usage:.0%}  preemptions {now.total('num_preemptions_total'):.0f}",
+        f"media     fetched {view.rate('media_fetches_total')}  "
+        f"decoded {view.rate('media_decodes_total')}  "
+        f"encoded {view.rate('encoder_runs_total')}  "
+        f"waiting {now.total('media_waiting'):.0f}  "
+        f"workers lost {now.total('media_workers_lost_total'):.0f}",
+    ]
+    return Text("\n".join(lines) + "\n")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _reuse(view: View) -> Table:
+    table = _table("reuse", "hits now", "hits in all", "queries", "held")
+    whole = View(view.now)
+    for row, (name, held) in REUSE.items():
+        queries, hits = f"{name}_queries_total", f"{name}_hits_total"
+        if not view.now.has(queries):
+            continue
+        table.add_row(
+            row,
+            "" if view.before is None else _share(view.change(hits), view.change(queries)),
+            _share(whole.change(hits), whole.change(queries)),
+            view.rate(queries),
+            "" if held is None else _bytes(view.now.total(held)),
+        )
+    return table
+
+
+def _latencies(view: View) -> Table:
+    table = _table("\nlatency", "\np50", "\np95", "\np99")
+    for row, name in LATENCIES.items():
+        found = [view.quantile(name, share) for share in (0.5, 0.95, 0.99)]
+        table.add_row(row, *("-" if f is None else f"{f * 1000:,.0f} ms" for f in found))
+    return table
+
+
+def _tiers(view: View) -> Table:
+    table = _table("\nKV tier", "\nhits", "\nloaded", "\nstored", "\nheld", "\nstate")
+    hits, lookups = view.now.by_label("kv_tier_hits_total"), "kv_tier_lookups_total"
+    for tier, looked_up in view.now.by_label(lookups).items():
+        figures = {
+            name: view.now.by_label(f"kv_tier_{name}").get(tier, 0.0)
+            for name in ("loaded_bytes_total", "stored_bytes_total", "held_bytes", "breaker_state")
+        }
+        state = {0: "in use", 1: "on trial", 2: "left alone"}[int(figures.pop("breaker_state"))]
+        share = _share(hits.get(tier, 0.0), looked_up)
+        table.add_row(tier, share, *map(_bytes, figures.values()), state)
+    return table
+
+
+def _tenants(view: View) -> Table:
+    table = _table("\ntenant", "\nrequests")
+    if view.now.state is None:
+        table.add_row("(an admin key shows tenants: --api-key)", "")
+        return table
+    running: dict[str, int] = {}
+    for process in view.now.state["processes"]:
+        for tenant, count in process["tenants"].items():
+            running[tenant] = running.get(tenant, 0) + count
+    ordered = sorted(running.items(), key=lambda each: (-each[1], each[0]))
+    for tenant, count in ordered[:MAX_TENANTS]:
+        table.add_row(tenant or "(no tenant)", str(count))
+    if len(ordered) > MAX_TENANTS:
+        table.add_row(f"({len(ordered) - MAX_TENANTS} more)", "")
+    if not ordered:
+        table.add_row("(none is served now)", "")
+    return table
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def run_top(
+    url: str,
+    api_key: str | None,
+    *,
+    interval: float,
+    once: bool,
+    console: Console | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Raises `UnavailableError` where no server answers at first; later it says so and goes on."""
+    console = Console() if console is None else console
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with httpx.Client(base_url=url, headers=headers, timeout=10) as client:
+        now = take_snapshot(client)
+        if once or not console.is_terminal:
+            console.print(render(View(now, url=url)))
+            return
+        with Live(render(View(now, url=url)), console=console, auto_refresh=False) as live:
+            while True:
+                sleep(interval)
+                try:
+                    before, now = now, take_snapshot(client)
+                    live.update(render(View(now, before, url)), refresh=True)
+                except LookOnceError as error:
+                    live.update(Text(error.message), refresh=True)

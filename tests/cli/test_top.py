@@ -1,0 +1,123 @@
+"""`lookonce top` on what a server says: rates, shares, quantiles, and servers that say less."""
+
+from __future__ import annotations
+
+import io
+
+import httpx
+import pytest
+from rich.console import Console
+
+from lookonce.cli.top import Snapshot, View, render, run_top, take_snapshot
+from lookonce.errors import UnavailableError
+
+METRICS = """\
+# TYPE lookonce_num_requests_running gauge
+lookonce_num_requests_running 3
+# TYPE lookonce_num_requests_waiting gauge
+lookonce_num_requests_waiting 7
+# TYPE lookonce_prefix_cache_queries_total counter
+lookonce_prefix_cache_queries_total 200
+# TYPE lookonce_prefix_cache_hits_total counter
+lookonce_prefix_cache_hits_total 150
+# TYPE lookonce_kv_tier_lookups_total counter
+lookonce_kv_tier_lookups_total{tier="disk"} 10
+# TYPE lookonce_kv_tier_hits_total counter
+lookonce_kv_tier_hits_total{tier="disk"} 5
+# TYPE lookonce_kv_tier_breaker_state gauge
+lookonce_kv_tier_breaker_state{tier="disk"} 2
+# TYPE lookonce_time_to_first_token_seconds histogram
+lookonce_time_to_first_token_seconds_bucket{le="0.1"} 50
+lookonce_time_to_first_token_seconds_bucket{le="0.2"} 100
+lookonce_time_to_first_token_seconds_bucket{le="+Inf"} 100
+lookonce_time_to_first_token_seconds_sum 10
+lookonce_time_to_first_token_seconds_count 100
+"""
+STATE = {
+    "version": "1.2.3",
+    "model": "a model",
+    "engine": "ready",
+    "processes": [
+        {"index": 0, "pid": 1, "serving": 1, "draining": False, "tenants": {"red": 2, "": 1}},
+        {"index": 1, "pid": 2, "serving": 1, "draining": False, "tenants": {"red": 3}},
+    ],
+}
+
+
+def server(admin: bool = True) -> httpx.MockTransport:
+    def answer(request: httpx.Request) -> httpx.Response:
+        match request.url.path:
+            case "/ready":
+                return httpx.Response(200, json={"status": "ready"})
+            case "/metrics":
+                return httpx.Response(200, text=METRICS)
+            case "/debug/state" if admin:
+                return httpx.Response(200, json=STATE)
+        return httpx.Response(403, json={})
+
+    return httpx.MockTransport(answer)
+
+
+def taken(admin: bool = True) -> Snapshot:
+    with httpx.Client(transport=server(admin), base_url="http://server") as client:
+        return take_snapshot(client)
+
+
+def shown(view: View) -> str:
+    file = io.StringIO()
+    Console(file=file, width=120).print(render(view))
+    return file.getvalue()
+
+
+def later(snapshot: Snapshot, seconds: float, **changes: float) -> Snapshot:
+    samples = dict(snapshot.samples)
+    for name, more in changes.items():
+        samples[name, ()] = samples.get((name, ()), 0.0) + more
+    return Snapshot(snapshot.taken + seconds, snapshot.ready, samples, snapshot.state)
+
+
+def test_it_shows_requests_tenants_reuse_and_tiers():
+    text = shown(View(taken(), url="http://server"))
+    assert "a model, LookOnce 1.2.3 at http://server: ready" in text
+    assert "running 3  waiting 7" in text
+    lines = {line.split("  ")[0].strip(): line for line in text.splitlines()}
+    assert "75%" in lines["prefix cache"]
+    assert lines["red"].split() == ["red", "5"]
+    assert "(no tenant)" in text
+    assert lines["disk"].split()[1] == "50%"
+    assert "left alone" in lines["disk"]
+
+
+def test_without_an_admin_key_it_says_that_tenants_are_not_shown():
+    text = shown(View(taken(admin=False)))
+    assert "an admin key shows tenants" in text
+    assert "75%" in text
+
+
+def test_between_two_looks_it_shows_what_changed():
+    first = taken()
+    second = later(first, 2.0, prefix_cache_queries_total=100, prefix_cache_hits_total=10)
+    line = next(x for x in shown(View(second, first)).splitlines() if x.startswith("prefix cache"))
+    assert line.split()[2:] == ["10%", "53%", "50.0/s"]
+
+
+def test_quantiles_are_interpolated_and_absent_without_requests():
+    view = View(taken())
+    assert view.quantile("time_to_first_token_seconds", 0.5) == pytest.approx(0.1)
+    assert view.quantile("time_to_first_token_seconds", 0.75) == pytest.approx(0.15)
+    assert View(taken(), taken()).quantile("time_to_first_token_seconds", 0.5) is None
+    assert view.quantile("request_queue_seconds", 0.5) is None
+
+
+def test_what_is_no_server_is_one_clear_line():
+    with pytest.raises(UnavailableError, match="no LookOnce server answers at http://127"):
+        run_top("http://127.0.0.1:9", None, interval=1.0, once=True)
+
+
+def test_another_server_is_told_apart():
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, text="<html>"))
+    with (
+        httpx.Client(transport=transport, base_url="http://other") as client,
+        pytest.raises(UnavailableError, match="no LookOnce server"),
+    ):
+        take_snapshot(client)
