@@ -226,6 +226,10 @@ class ServerConfig:
     vllm_metric_names: bool = False
     strict_requests: bool = False
     """Unknown fields of a request are refused."""
+    closed_schemas: bool = True
+    """Objects of JSON schemas have no keys but those they declare, unless the schema opens them."""
+    root_path: str = ""
+    """What a proxy puts before every path: `/models/a`; empty: nothing."""
     drain_timeout: float = 30.0
 
 
@@ -305,6 +309,8 @@ class Options:
     engine_stall_timeout: float = 120.0
     vllm_metric_names: bool = False
     strict_requests: bool = False
+    closed_schemas: bool = True
+    root_path: str = ""
 
 
 def resolve(options: Options) -> Config:
@@ -359,6 +365,8 @@ def resolve(options: Options) -> Config:
             ),
             vllm_metric_names=options.vllm_metric_names,
             strict_requests=options.strict_requests,
+            closed_schemas=options.closed_schemas,
+            root_path=_root_path(options.root_path),
         ),
         channel=ChannelConfig(address=_socket_path(), stall_timeout=options.engine_stall_timeout),
     )
@@ -612,6 +620,16 @@ def load_certificate(context: ssl.SSLContext, certfile: str, keyfile: str | None
             f"--ssl-certfile, --ssl-keyfile: not a certificate and its key without password: "
             f"{reason}"
         ) from None
+
+
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
+
+
+def _root_path(text: str) -> str:
+    path = text.rstrip("/")
+    if not _ROOT_PATH.fullmatch(path):
+        raise ConfigError(f"--root-path: {text!r} is not a path as /models/a")
+    return path
 
 
 def _existing_file(name: str, path: str | None) -> str | None:

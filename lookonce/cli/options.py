@@ -75,6 +75,9 @@ HELP: dict[str, str] = {
     "engine_stall_timeout": "Seconds a step may take before the engine counts as stuck.",
     "vllm_metric_names": "Export metrics under vLLM's names too.",
     "strict_requests": "Refuse requests with unknown fields, which are ignored otherwise.",
+    "closed_schemas": "Objects of JSON schemas have no keys but their properties, unless "
+    "additionalProperties says otherwise.",
+    "root_path": "What a proxy puts before every path: /models/a.",
 }
 """One line per field of `Options`."""
 
@@ -121,6 +124,8 @@ RENDER_OPTIONS = (
     "max_decode_seconds",
     "vllm_metric_names",
     "strict_requests",
+    "closed_schemas",
+    "root_path",
 )
 """The options of `lookonce render`: those of the API, and all that a rendered prompt depends on."""
 

@@ -83,7 +83,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's. The `disable_*` fields only concern vLLM's grammar libraries."""
+    """vLLM's. The first two `disable_*` fields only concern vLLM's grammar libraries."""
 
     json: str | Schema | None = None
     regex: str | None = None
@@ -92,7 +92,8 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     json_object: bool | None = None
     disable_any_whitespace: Literal[False] | None = None
     disable_fallback: bool | None = None
-    disable_additional_properties: Literal[False] | None = None
+    disable_additional_properties: bool | None = None
+    """Whether objects have only the keys that they declare; None: as the server's option says."""
 
 
 class StructuredFields(UnsupportedParameters, kw_only=True):

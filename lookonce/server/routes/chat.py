@@ -59,7 +59,8 @@ def checked_chat(
         raise BadRequestError("messages must not be empty", param="messages")
     if body.modalities not in (None, [], ["text"]):
         raise BadRequestError("modalities other than text are not supported", param="modalities")
-    asked = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    close = services.defaults.closed_schemas
+    asked = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, close=close)
     tools = tool_calling(asked, services.tool_dialect)
     sampling = chat_sampling(body, services.defaults)
     return (sampling if tools is None else tools.constrain(sampling)), tools

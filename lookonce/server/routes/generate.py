@@ -110,15 +110,18 @@ async def generate(request: Request) -> Response:
     return await respond(request, context, GenerateResponseBuilder(context, body))
 
 
-def sampling_of(raw: bytes) -> SamplingParams:
-    """Of `sampling_params` alone, without the model's defaults. Raises `BadRequestError`."""
+def sampling_of(raw: bytes, *, close: bool = True) -> SamplingParams:
+    """Of `sampling_params` alone, without the model's defaults. Raises `BadRequestError`.
+
+    `close`: objects of JSON schemas are closed (see `closed_schemas`).
+    """
     if raw in (b"", b"null"):
         return SamplingParams()
     try:
         fields = msgspec.json.decode(raw, type=dict[str, Any])
     except msgspec.ValidationError as error:
         raise BadRequestError(f"sampling_params: {error}", param="sampling_params") from None
-    grammar = grammar_of(parse(raw, StructuredFields))
+    grammar = grammar_of(parse(raw, StructuredFields), close=close)
     given = {name: value for name, value in fields.items() if value is not None}
     for name, value in given.items():
         if name not in KNOWN_PARAMS and not _asks_nothing(value):
@@ -154,7 +157,8 @@ class GenerateResponseBuilder:
     def __init__(self, context: ServingContext, body: GenerateRequest) -> None:
         self._context = context
         self._body = body
-        self._sampling = sampling_of(raw_bytes(body.sampling_params))
+        close = context.services.defaults.closed_schemas
+        self._sampling = sampling_of(raw_bytes(body.sampling_params), close=close)
         if body.stream and self._sampling.prompt_logprobs is not None:
             raise BadRequestError(
                 "sampling_params: prompt_logprobs needs stream to be false", param="sampling_params"

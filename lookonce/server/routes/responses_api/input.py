@@ -131,8 +131,11 @@ def check_response(body: ResponsesRequest) -> None:
             raise BadRequestError(f"{param}: {included[:60]!r} is not supported", param=param)
 
 
-def text_grammar(body: ResponsesRequest) -> Grammar | None:
-    """The grammar of `text.format`; None for free text. Raises `BadRequestError`."""
+def text_grammar(body: ResponsesRequest, *, close: bool) -> Grammar | None:
+    """The grammar of `text.format`; None for free text. Raises `BadRequestError`.
+
+    `close`: objects of a schema are closed (see `closed_schemas`).
+    """
     asked = (body.text and body.text.format) or TextFormat()
     match asked.type:
         case "text":
@@ -140,7 +143,8 @@ def text_grammar(body: ResponsesRequest) -> Grammar | None:
         case "json_object":
             return Grammar(kind="json_schema", source='{"type":"object"}', param="text.format")
         case "json_schema":
-            return schema_grammar(JsonSchemaFormat(schema=asked.schema), "text.format")
+            format = JsonSchemaFormat(schema=asked.schema)
+            return schema_grammar(format, "text.format", close=close)
     raise BadRequestError(
         f"text.format.type: {asked.type[:50]!r} is none of text, json_object, json_schema",
         param="text.format.type",
@@ -148,7 +152,7 @@ def text_grammar(body: ResponsesRequest) -> Grammar | None:
     )
 
 
-def response_tools(body: ResponsesRequest) -> RequestedTools | None:
+def response_tools(body: ResponsesRequest, *, close: bool) -> RequestedTools | None:
     """The tools of a request, read as a chat's. Names of parts have no `.function` here.
 
     Raises `BadRequestError` naming the part at fault.
@@ -161,7 +165,7 @@ def response_tools(body: ResponsesRequest) -> RequestedTools | None:
         choice = body.tool_choice
     try:
         tools = [_chat_tool(tool) for tool in body.tools or ()]
-        asked = read_tools(tools, choice, body.parallel_tool_calls)
+        asked = read_tools(tools, choice, body.parallel_tool_calls, close=close)
     except BadRequestError as error:
         raise renamed_error(error, (error.param or "").replace(".function", "")) from None
     if asked is None:
