@@ -1,8 +1,8 @@
 """All configuration: one frozen dataclass per component, resolved once by `resolve`.
 
-Components receive the values they use, never this tree. LookOnce reads two environment variables:
-`LOOKONCE_CPU_KERNELS`, in `model/native/compiled.py`, when that is imported, and
-`LOOKONCE_API_KEY`, in `cli` (torch, OpenMP and the Hugging Face libraries read their own).
+Components receive the values they use, never this tree. LookOnce reads the environment in two
+places: `LOOKONCE_CPU_KERNELS` in `model/native/compiled.py`, when that is imported, and the options
+as `LOOKONCE_PORT` in `cli` (torch, OpenMP and the Hugging Face libraries read their own).
 """
 
 from __future__ import annotations

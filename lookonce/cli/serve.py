@@ -15,6 +15,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from lookonce.cli.preflight import check_length, check_machine
 from lookonce.config import Config, Options, resolve
 from lookonce.frontend.model_download import with_local_model
 from lookonce.launch import Supervisor, bind, url_of
@@ -22,7 +23,10 @@ from lookonce.launch import Supervisor, bind, url_of
 
 def run_server(options: Options) -> int:
     """Supervise the server's processes; the exit status. Raises `ConfigError` before any load."""
-    config = with_local_model(resolve(options))
+    config = resolve(options)
+    check_machine(config)
+    config = with_local_model(config)
+    check_length(config)
     _log_as("server")
     asyncio.run(_serve(config))
     return 0

@@ -31,8 +31,9 @@ LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """What the model's `generation_config.json` recommends, and the server's own options; used where
-    a request is silent."""
+    """What the model's `generation_config.json` recommends, and the server's own options.
+
+    They are used where a request is silent."""
 
     do_sample: bool | None = None
     temperature: float | None = None
@@ -167,6 +168,7 @@ def _sampling(
         "seed": request.seed,
         "stop": request.stop,
         "stop_token_ids": request.stop_token_ids,
+        "allowed_token_ids": request.allowed_token_ids,
         "max_tokens": max_tokens,
         "logprobs": logprobs,
         "grammar": grammar_of(request, close=defaults.closed_schemas),
@@ -208,7 +210,8 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
 def grammar_of(body: StructuredFields, *, close: bool = True) -> Grammar | None:
     """The grammar that the answer must follow; None where it may be anything.
 
-    `close`: objects of JSON schemas are closed (see `closed_schemas`). Raises `BadRequestError` naming the field at fault.
+    `close`: objects of JSON schemas are closed (see `closed_schemas`). Raises
+    `BadRequestError` naming the field at fault.
     """
     found: list[Grammar] = []
     if body.response_format is not None:

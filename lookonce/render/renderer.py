@@ -227,6 +227,11 @@ class Renderer:
         return self._encoder.tools_template
 
     @property
+    def template_variables(self) -> frozenset[str]:
+        """Names that the chat templates read."""
+        return self._encoder.template_variables
+
+    @property
     def special_tokens(self) -> dict[str, int]:
         """Text → id of every special token."""
         return self.tokenizer.special_texts

@@ -213,9 +213,9 @@ class Services(Frontend):
             return None
 
     def require_model(self, name: str | None) -> str:
-        """The served model's name; raises `ModelNotFoundError` for any other."""
+        """The served model's name, which `name` is or leaves out; raises `ModelNotFoundError`."""
         served = self.config.model.served_name
-        if name is not None and name != served:
+        if name and name != served:
             raise ModelNotFoundError(
                 f"the model {name[:200]!r} is not served here; {served!r} is", param="model"
             )

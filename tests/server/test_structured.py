@@ -22,8 +22,10 @@ SERVED = [
     ({"structured_outputs": {"json": SCHEMA}}, ("json_schema", CLOSED)),
     ({"guided_json": SCHEMA}, ("json_schema", CLOSED)),
     ({"structured_outputs": {"json": TEXT}}, ("json_schema", CLOSED)),
-    ({"structured_outputs": {"json": TEXT, "disable_additional_properties": False}},
-     ("json_schema", TEXT)),
+    (
+        {"structured_outputs": {"json": TEXT, "disable_additional_properties": False}},
+        ("json_schema", TEXT),
+    ),
     ({"structured_outputs": {"regex": "a+"}}, ("regex", "a+")),
     ({"structured_outputs": {"choice": ["a", "b"]}}, ("choice", '["a","b"]')),
     ({"structured_outputs": {"grammar": "root ::= x"}}, ("grammar", "root ::= x")),

@@ -344,9 +344,11 @@ def call_deltas_of(deltas: Sequence[AnswerDelta]) -> list[ToolCallDelta]:
 Reason = TypeVar("Reason", str, str | None)
 
 
-def finish_reason_shown(finish_reason: Reason, *, called: bool) -> Reason:
-    """A sample with calls that ended by itself ends with "tool_calls"."""
-    return "tool_calls" if called and finish_reason == "stop" else finish_reason
+def finish_reason_shown(
+    finish_reason: Reason, *, called: bool, as_called: str = "tool_calls"
+) -> Reason:
+    """A sample with calls that ended by itself ends with `as_called`."""
+    return as_called if called and finish_reason == "stop" else finish_reason  # type: ignore[return-value]
 
 
 # --- grammars of calls ----------------------------------------------------------------------------

@@ -25,17 +25,21 @@ from lookonce.server.routes.admin import (
     abort_requests,
     health,
     list_models,
+    load,
     metrics,
     ready,
     reset_route,
+    server_info,
     show_model,
     show_version,
+    tokenizer_info,
 )
 from lookonce.server.routes.chat import chat_completions
 from lookonce.server.routes.completions import completions
 from lookonce.server.routes.generate import generate
+from lookonce.server.routes.invocations import invocations
 from lookonce.server.routes.media_cache import inject_media, show_media_cache
-from lookonce.server.routes.openapi import show_openapi
+from lookonce.server.routes.openapi import show_docs, show_openapi
 from lookonce.server.routes.render import detokenize, render_chat, render_completion, tokenize
 from lookonce.server.routes.responses_api.route import create_response
 from lookonce.server.services import Drain, Services, header
@@ -44,9 +48,14 @@ logger = logging.getLogger("lookonce.server")
 
 RENDER_ROUTES = [
     Route("/health", health),
+    Route("/ping", health, methods=["GET", "POST"]),
     Route("/ready", ready),
+    Route("/load", load),
+    Route("/server_info", server_info),
+    Route("/tokenizer_info", tokenizer_info),
     Route("/version", show_version),
     Route("/openapi.json", show_openapi),
+    Route("/docs", show_docs),
     Route("/metrics", metrics),
     Route("/v1/models", list_models),
     Route("/v1/models/{model:path}", show_model),
@@ -64,6 +73,7 @@ ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/responses", create_response, methods=["POST"]),
+    Route("/invocations", invocations, methods=["POST"]),
     Route("/inference/v1/generate", generate, methods=["POST"]),
     Route("/inference/v1/abort_requests", abort_requests, methods=["POST"]),
     Route("/inference/v1/media_cache", inject_media, methods=["POST"]),
@@ -71,7 +81,9 @@ ROUTES = [
     *[Route(f"/reset_{tier}_cache", reset_route(tier), methods=["POST"]) for tier in TIERS],
 ]
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json"})
+OPEN_PATHS = frozenset(
+    {"/health", "/ping", "/ready", "/version", "/metrics", "/openapi.json", "/docs"}
+)
 """Paths that are answered without a key and while draining: they tell the server's state."""
 
 HEADER_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -108,6 +120,7 @@ class RequestMiddleware:
     def __init__(self, services: Services, routes: Sequence[Route], router: ASGIApp) -> None:
         self._services = services
         self._guard = services.guard
+        self._root_path = services.config.server.root_path
         self._router = router
         self._endpoints: dict[tuple[str, str], Callable[[Request], Awaitable[Response]]] = {}
         for route in routes:
@@ -138,6 +151,8 @@ class RequestMiddleware:
     async def _serve(self, scope: Scope, receive: Receive, send: _ResponseSender) -> None:
         """Raises what the guard and the route raise, `DrainingError` and `UnauthorizedError`."""
         path = scope["path"]
+        if self._root_path and path.startswith(self._root_path + "/"):
+            scope["path"] = path = path.removeprefix(self._root_path)
         if cors := self._guard.admit(scope):
             send.headers = cors
             asked = self._guard.preflight(scope)

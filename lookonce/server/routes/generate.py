@@ -33,6 +33,7 @@ from lookonce.frontend.responses import (
     PromptEntries,
     ReuseReceipt,
     StopReason,
+    TopLogprob,
     Usage,
 )
 from lookonce.frontend.sampling_params import grammar_of
@@ -193,7 +194,7 @@ class GenerateResponseBuilder:
         return GenerateChoice(
             index=index,
             token_ids=sample.token_ids,
-            logprobs=self._context.chat_logprobs(self._sampling, sample),
+            logprobs=self._logprobs(sample),
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
         )
@@ -202,7 +203,7 @@ class GenerateResponseBuilder:
         choice = GenerateChoice(
             index=piece.index,
             token_ids=piece.token_ids,
-            logprobs=self._context.chat_logprobs(self._sampling, piece),
+            logprobs=self._logprobs(piece),
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
         )
@@ -210,6 +211,14 @@ class GenerateResponseBuilder:
             chunk = self._envelope([choice])
             last = self._context.finished and piece.finish_reason is not None
             yield self._with_reuse(chunk) if last and not self._context.include_usage else chunk
+
+    def _logprobs(self, generated: Sample | Piece) -> ChatLogprobs | None:
+        """As vLLM's: the first candidate of `logprobs: 0` is the token itself."""
+        found = self._context.chat_logprobs(self._sampling, generated)
+        if found is not None and self._sampling.logprobs == 0:
+            for entry in found.content:
+                entry.top_logprobs = [TopLogprob(entry.token, entry.logprob, entry.bytes)]
+        return found
 
     def usage_chunk(self) -> GenerateResponse:
         chunk = self._envelope([])

@@ -17,7 +17,14 @@ from typing import Any
 import msgspec
 
 from lookonce.errors import BadRequestError
-from lookonce.frontend.requests import NOTHING, GenerationFields, JsonSchemaFormat, Raw, Schema
+from lookonce.frontend.requests import (
+    NOTHING,
+    GenerationFields,
+    JsonSchemaFormat,
+    Raw,
+    Reasoning,
+    Schema,
+)
 from lookonce.frontend.sampling_params import schema_grammar
 from lookonce.frontend.tools.calls import (
     Function,
@@ -45,7 +52,7 @@ class TextFormat(msgspec.Struct, kw_only=True):
 
 class TextConfig(msgspec.Struct, kw_only=True):
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Any = None
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
@@ -63,14 +70,6 @@ class ResponseToolChoice(msgspec.Struct, kw_only=True):
     name: str = ""
 
 
-class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Only nulls are accepted: how a model reasons cannot be set."""
-
-    effort: None = None
-    summary: None = None
-    generate_summary: None = None
-
-
 class ResponsesRequest(GenerationFields, kw_only=True):
     input: str | list[dict[str, Any]]
     """A text, or items: messages, function calls and their outputs."""
@@ -84,6 +83,8 @@ class ResponsesRequest(GenerationFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     truncation: str | None = None
     reasoning: Reasoning | None = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -93,8 +94,6 @@ class ResponsesRequest(GenerationFields, kw_only=True):
     max_completion_tokens: Raw = NOTHING
     chat_template: Raw = NOTHING
     documents: Raw = NOTHING
-    reasoning_effort: Raw = NOTHING
-    verbosity: Raw = NOTHING
     functions: Raw = NOTHING
     function_call: Raw = NOTHING
     modalities: Raw = NOTHING
@@ -108,6 +107,14 @@ class ResponsesRequest(GenerationFields, kw_only=True):
     context_management: Raw = NOTHING
     moderation: Raw = NOTHING
 
+    def asked_controls(self) -> dict[str, Any]:
+        return {
+            "reasoning_effort": self.reasoning_effort,
+            "reasoning.effort": self.reasoning and self.reasoning.effort,
+            "verbosity": self.verbosity,
+            "text.verbosity": self.text and self.text.verbosity,
+        }
+
 
 def check_response(body: ResponsesRequest) -> None:
     """Raises `BadRequestError` for parameters that are not supported."""
@@ -116,7 +123,6 @@ def check_response(body: ResponsesRequest) -> None:
         "truncation": body.truncation not in (None, "disabled"),
         "max_tokens": body.max_tokens is not None,
         "response_format": body.response_format is not None,
-        "text.verbosity": body.text is not None and body.text.verbosity not in (None, "medium"),
     }
     instead = {"max_tokens": "max_output_tokens", "response_format": "text.format"}
     for name, wrong in refused.items():

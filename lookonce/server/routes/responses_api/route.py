@@ -51,7 +51,12 @@ from lookonce.server.routes.responses_api.input import (
     response_tools,
     text_grammar,
 )
-from lookonce.server.routes.serving_base import ServingContext, open_context, respond
+from lookonce.server.routes.serving_base import (
+    ServingContext,
+    apply_controls,
+    open_context,
+    respond,
+)
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -65,6 +70,7 @@ async def create_response(request: Request) -> Response:
     context = open_context(request, body, arrival)
     context.include_usage = context.continuous_usage = False  # the last event always has it
     check_response(body)
+    apply_controls(request, body)
     defaults = context.services.defaults
     asked = response_tools(body, close=defaults.closed_schemas)
     tools = tool_calling(asked, context.services.tool_dialect)
