@@ -35,7 +35,7 @@ def drop_service_links(environment: MutableMapping[str, str]) -> None:
 
 def read_config_file(path: str) -> dict[str, str | list[str]]:
     """Option → its value, written as on a command line. Raises `ConfigError` naming the key."""
-    import yaml  # takes as long as the rest of the command line
+    import yaml  # type: ignore[import-untyped]  # takes as long as the rest of the command line
 
     try:
         with Path(path).open(encoding="utf-8") as file:

@@ -57,13 +57,20 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
 CHECKOUT = Path(lookonce.__file__).parents[1]
 
 
-@app.callback()
-def top(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
-    if version:
+def show_version(asked: bool) -> None:
+    if asked:
         print(f"lookonce {lookonce.__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """LookOnce serves multimodal language models and never does the same work twice."""
 
 
 @app.command()

@@ -19,6 +19,7 @@ import msgspec
 from lookonce.config import GIB, Config
 from lookonce.errors import ConfigError
 from lookonce.types.kv import TierSpec
+from lookonce.types.network import connection_error
 
 TIER_SECONDS = 1.0
 """A tier that does not take a connection in so long does not answer."""
@@ -133,27 +134,21 @@ def check_tier(spec: TierSpec) -> None:
     if spec.kind == "disk" and spec.path is not None:
         _check_folder(Path(spec.path))
     elif spec.kind == "valkey" and spec.path is not None:
-        _connect(socket.AF_UNIX, spec.path, f"valkey://{spec.path}")
+        _check_socket(spec.path)
     elif spec.kind in ("valkey", "lmcache"):
         where = f"{spec.kind}://{spec.host}:{spec.port}"
-        try:
-            socket.create_connection((spec.host, spec.port), TIER_SECONDS).close()
-        except OSError as error:
-            raise _no_answer(where, error) from None
+        if reason := connection_error(spec.host or "", spec.port, TIER_SECONDS):
+            raise ConfigError(f"--kv-tier: {where} does not answer: {reason}")
 
 
-def _connect(family: int, address: str, where: str) -> None:
-    with socket.socket(family) as probe:
+def _check_socket(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(TIER_SECONDS)
         try:
-            probe.connect(address)
+            probe.connect(path)
         except OSError as error:
-            raise _no_answer(where, error) from None
-
-
-def _no_answer(where: str, error: OSError) -> ConfigError:
-    reason = error.strerror or str(error) or "no answer"
-    return ConfigError(f"--kv-tier: {where} does not answer: {reason}")
+            reason = error.strerror or str(error)
+            raise ConfigError(f"--kv-tier: valkey://{path} does not answer: {reason}") from None
 
 
 def _check_folder(folder: Path) -> None:

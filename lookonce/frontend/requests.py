@@ -32,8 +32,8 @@ ACCEPTED_FIELDS = frozenset(
 )  # fmt: skip
 """OpenAI's fields about accounts, storage and routing: no answer depends on them."""
 USUAL_VALUES = {
-    "service_tier": (b'"auto"', b'"default"'),
-    "prompt_cache_retention": (b'"in_memory"', b'"in-memory"'),
+    "service_tier": ("auto", "default"),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
 }
 """Values of such fields that ask for what happens anyway."""
 HARMLESS_VALUES = (b"", b"null", b"false", b"[]", b"{}", b'""')

@@ -282,8 +282,8 @@ def _json_grammar(schema: str | Schema, param: str, close: bool) -> Grammar:
             raise BadRequestError(f"{param}: not a JSON schema", param=param) from None
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    schema = _closed_schema(schema, param) if close else schema
-    return Grammar(kind="json_schema", source=_json_text(schema, param), param=param)
+    read = _closed_schema(schema, param) if close else schema
+    return Grammar(kind="json_schema", source=_json_text(read, param), param=param)
 
 
 def _closed_schema(schema: dict[str, Any], param: str) -> dict[str, Any]:

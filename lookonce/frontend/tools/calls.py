@@ -348,7 +348,7 @@ def finish_reason_shown(
     finish_reason: Reason, *, called: bool, as_called: str = "tool_calls"
 ) -> Reason:
     """A sample with calls that ended by itself ends with `as_called`."""
-    return as_called if called and finish_reason == "stop" else finish_reason  # type: ignore[return-value]
+    return as_called if called and finish_reason == "stop" else finish_reason
 
 
 # --- grammars of calls ----------------------------------------------------------------------------

@@ -85,11 +85,9 @@ def ignored_fields(request: msgspec.Struct) -> list[str]:
     decoded by `strict_kind`, or has none."""
     found = []
     for name in _accepted(type(request)):
-        raw = getattr(request, name)
-        if raw is not None:
-            value = bytes(raw)
-            if value not in HARMLESS_VALUES and value not in USUAL_VALUES.get(name, ()):
-                found.append(name)
+        value = getattr(request, name)
+        if value not in (None, False, "", [], {}) and value not in USUAL_VALUES.get(name, ()):
+            found.append(name)
     return found
 
 
@@ -97,7 +95,7 @@ def ignored_fields(request: msgspec.Struct) -> list[str]:
 def _accepted(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     """Those that `strict_kind` has added to `kind`."""
     types_of = {field.name: field.type for field in msgspec.structs.fields(kind)}
-    return tuple(sorted(n for n in ACCEPTED_FIELDS if types_of.get(n) == msgspec.Raw | None))
+    return tuple(sorted(n for n in ACCEPTED_FIELDS if types_of.get(n) is Any))
 
 
 def unknown_fields(body: bytes, kind: type[msgspec.Struct]) -> list[str]:
@@ -128,7 +126,7 @@ def strict_kind(
     """
     fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
     added: list[tuple[str, Any, Any]] = [
-        (name, msgspec.Raw | None, None) for name in accepted if name not in fields
+        (name, Any, None) for name in accepted if name not in fields
     ]
     for name, declared in fields.items():
         inner = _member(declared)

@@ -118,7 +118,7 @@ def public_config(config: Config) -> dict[str, Any]:
 def _without_secrets(part: Any) -> Any:
     if isinstance(part, dict):
         return {k: _without_secrets(v) for k, v in part.items() if k not in SECRET}
-    return [_without_secrets(each) for each in part] if isinstance(part, list) else part
+    return [_without_secrets(each) for each in part] if isinstance(part, list | tuple) else part
 
 
 async def tokenizer_info(request: Request) -> Response:

@@ -126,8 +126,8 @@ def sampling_of(raw: bytes, *, close: bool = True) -> SamplingParams:
     given = {name: value for name, value in fields.items() if value is not None}
     for name, value in given.items():
         if name not in KNOWN_PARAMS and not _asks_nothing(value):
-            close = difflib.get_close_matches(name[:60], KNOWN_PARAMS, 1, LIKENESS)
-            meant = f" (did you mean {close[0]}?)" if close else ""
+            likely = difflib.get_close_matches(name[:60], KNOWN_PARAMS, 1, LIKENESS)
+            meant = f" (did you mean {likely[0]}?)" if likely else ""
             raise BadRequestError(
                 f"sampling_params: {name[:60]!r} is no sampling parameter{meant}",
                 param="sampling_params",
