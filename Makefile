@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup serve wheel test test-models test-lmcache test-page test-openapi test-clients check structure format attack soak clean
+.PHONY: setup serve wheel test test-models test-lmcache test-page test-openapi test-clients check structure format attack fuzz soak clean
 
 # Tests run side by side, so numeric libraries get one thread each in them; a server uses all cores.
-check test test-lmcache test-page test-openapi test-clients attack soak: export OMP_NUM_THREADS ?= 1
+check test test-lmcache test-page test-openapi test-clients attack fuzz soak: export OMP_NUM_THREADS ?= 1
 
 setup: $(STAMP)
 
@@ -82,10 +82,26 @@ attack: $(STAMP)
 soak: $(STAMP)
 	@SOAK_REQUESTS=10000 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_soak.py
 	@CHAOS_KILLS=200 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_chaos.py
+	@FAULT_REQUESTS=10000 $(BIN)/python -m pytest --timeout 7200 -m soak tests/end_to_end/test_faults.py
+	@$(MAKE) --no-print-directory fuzz
+
+# Each parser of strangers' bytes, guided by coverage. atheris gets an environment of its own, which sees this one's packages.
+FUZZ_VENV := .venv-fuzz
+FUZZ_SECONDS ?= 60
+
+$(FUZZ_VENV)/.installed: $(STAMP)
+	@test -x $(FUZZ_VENV)/bin/python || $(BIN)/python -m venv $(FUZZ_VENV)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(FUZZ_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lookonce.pth
+	@$(FUZZ_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "atheris>=3,<4"
+	@touch $@
+
+fuzz: $(FUZZ_VENV)/.installed
+	@for target in $$($(FUZZ_VENV)/bin/python tools/fuzz.py); do \
+	  echo "fuzzing $$target"; $(FUZZ_VENV)/bin/python tools/fuzz.py $$target --seconds $(FUZZ_SECONDS) || exit 1; done
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(LMCACHE_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(LMCACHE_VENV) $(FUZZ_VENV) build dist *.egg-info

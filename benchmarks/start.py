@@ -97,11 +97,11 @@ def _start_of(server: RunningServer) -> Start:
     cpu = {name: cpu_seconds(pid) for name, pid in pids.items()}
     events = read_events(server.log.read_text())
     for name, module in modules.items():
-        events[name, module] = _began(pids[name])
+        events[name, module] = process_began(pids[name])
     return Start(server.commanded, server.ready, events, cpu)
 
 
-def _began(pid: int) -> float:
+def process_began(pid: int) -> float:
     """When a process was started: seconds since the epoch, to a hundredth of a second."""
     ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     uptime = float(Path("/proc/uptime").read_text().split()[0])

@@ -49,6 +49,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "processes": ("benchmarks.processes", "several API processes: rates, CPU, memory together"),
     "nano": ("benchmarks.nano", "how often nano answers right about what it never saw"),
     "render": ("benchmarks.render", "what /render and /tokenize cost beside the picture's work"),
+    "restart": ("benchmarks.restart", "how long a killed engine or API process is missed"),
     "serve": ("benchmarks.serve", "a server under load: rates, percentiles, caches; a peer"),
     "start": ("benchmarks.start", "from the command to /ready, and the first requests"),
     "warmup": ("benchmarks.warmup", "the first request after /ready beside later ones"),

@@ -139,6 +139,7 @@ def _read_weights(
                 config.folder,
                 dtype=dtype,
                 use_safetensors=True,
+                trust_remote_code=False,
                 output_loading_info=True,
                 **options,
             )

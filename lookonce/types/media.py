@@ -79,10 +79,14 @@ class Array:
         size = ITEM_SIZE.get(dtype)
         if size is None:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(ITEM_SIZE)}")
+        extent = size
         for n in shape:
             if n < 0:
                 raise ValueError(f"shape {shape} has a negative dimension")
             size *= n
+            extent *= n or 1
+        if extent >= 1 << 63:  # an empty array may claim that; no library could index it
+            raise ValueError("a shape has too large dimensions")
         view = memoryview(data)
         if not view.c_contiguous:
             raise ValueError("data is not contiguous")

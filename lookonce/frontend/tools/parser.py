@@ -151,7 +151,7 @@ class Scanner:
 
     @property
     def num_held(self) -> int:
-        raw = len(self._blank) + len(self.consumed) + len(self._call.raw)
+        raw = len(self._blank) + len(self.consumed) + self._call.num_raw
         return raw + len(self.unfinished())
 
     # --- for the formats ----------------------------------------------------------------------
@@ -244,24 +244,33 @@ class CallObjectReader:
         accepts: Callable[[str], bool],
     ) -> None:
         self.started = self.ended = self.broken = False
-        self.raw = ""
+        self._raw: list[str] = []
         self._on_name, self._on_arguments, self._accepts = on_name, on_arguments, accepts
         self._where: Where = "open"
         self._key = ""
         self._value = JsonValueExtent()
-        self._text = ""
-        """The part of the current key or value that was read."""
-        self._early_arguments = ""
+        self._text: list[str] = []
+        """The part of the current key or value that was read, in pieces: joining them at every
+        character would take the square of its length."""
+        self._early_arguments: list[str] = []
         """Arguments that came before the name."""
         self._has_arguments = False
+
+    @property
+    def raw(self) -> str:
+        return "".join(self._raw)
+
+    @property
+    def num_raw(self) -> int:
+        return len(self._raw)
 
     def take(self, character: str) -> None:
         """Not to be called once the call has `ended` or is `broken`."""
         if not self.started:
-            self.raw += character
+            self._raw.append(character)
         try:
             self._take(character)
-        except ValueError:
+        except (ValueError, RecursionError):  # the latter: a name of a thousand brackets
             self.broken = True
 
     def _take(self, character: str) -> None:
@@ -281,14 +290,14 @@ class CallObjectReader:
             raise ValueError(f"{character!r} is not expected here")
 
     def _expect(self, where: Where) -> None:
-        self._where, self._value, self._text = where, JsonValueExtent(), ""
+        self._where, self._value, self._text = where, JsonValueExtent(), []
 
     def _take_text(self, character: str) -> None:
         if self._where == "key" and not self._text and character != '"':
             raise ValueError("a key is a string")
         belongs = self._value.take(character)
         if belongs:
-            self._text += character
+            self._text.append(character)
             self._pass_on_argument(character)
         if self._value.ended:
             self._end_text()
@@ -297,26 +306,27 @@ class CallObjectReader:
 
     def _end_text(self) -> None:
         if self._where == "key":
-            self._key, self._where = str(json.loads(self._text)), "colon"
+            self._key, self._where = str(json.loads("".join(self._text))), "colon"
             return
         self._where = "after"
         if self._key == "name":
-            self._name(json.loads(self._text))
-        elif self._key in ARGUMENT_KEYS and self._text.startswith('"'):
-            self._add_arguments(str(json.loads(self._text)))  # JSON within a JSON string
+            self._name(json.loads("".join(self._text)))
+        elif self._key in ARGUMENT_KEYS and self._text[0] == '"':
+            # JSON within a JSON string
+            self._add_arguments(str(json.loads("".join(self._text))))
 
     def _name(self, name: object) -> None:
         if self.started or not isinstance(name, str) or not self._accepts(name):
             raise ValueError("not the name of a function")
         self.started = True
-        self.raw = ""
+        self._raw = []
         self._on_name(name)
         if self._early_arguments:
-            self._on_arguments(self._early_arguments)
+            self._on_arguments("".join(self._early_arguments))
 
     def _pass_on_argument(self, character: str) -> None:
         is_arguments = self._where == "value" and self._key in ARGUMENT_KEYS
-        if is_arguments and not self._text.startswith('"'):
+        if is_arguments and self._text[0] != '"':
             self._add_arguments(character)
 
     def _add_arguments(self, text: str) -> None:
@@ -324,7 +334,7 @@ class CallObjectReader:
         if self.started:
             self._on_arguments(text)
         else:
-            self._early_arguments += text
+            self._early_arguments.append(text)
 
     def _end(self) -> None:
         if not self.started:

@@ -145,7 +145,7 @@ class AnyMediaModel:
     @staticmethod
     def from_pretrained(folder: str, **options: Any) -> Any:
         """Raises `ValueError` where none does, and what they raise."""
-        kind = type(AutoConfig.from_pretrained(folder))
+        kind = type(AutoConfig.from_pretrained(folder, trust_remote_code=False))
         known = next((auto for auto in AUTO_CLASSES if kind in auto._model_mapping), None)
         if known is None:
             raise ValueError("transformers knows no model with media of this type")

@@ -173,7 +173,7 @@ def full_processor(files: ProcessorFiles) -> Any:
         named = files.processor.get("processor_class") or files.preprocessor.get("processor_class")
         base = getattr(transformers, str(named), None)
         if base is None:
-            base = PROCESSOR_MAPPING[type(transformers.AutoConfig.from_pretrained(files.folder))]
+            base = PROCESSOR_MAPPING[type(_ours(transformers.AutoConfig, files))]
         kind = _without_films(base)
         parts = [_part(name, files) for name in kind.get_attributes()]
         settings, _ = kind.get_processor_dict(files.folder)
@@ -182,20 +182,25 @@ def full_processor(files: ProcessorFiles) -> Any:
         raise ModelLoadError(f"transformers cannot build its processor ({error})") from error
 
 
+def _ours(kind: Any, files: ProcessorFiles, **options: Any) -> Any:
+    """What transformers' own class makes of the folder; no code in the folder is run."""
+    return kind.from_pretrained(files.folder, trust_remote_code=False, **options)
+
+
 def _part(name: str, files: ProcessorFiles) -> Any:
     import transformers
 
     if name == "video_processor":
         return None
     if name == "tokenizer":
-        return transformers.AutoTokenizer.from_pretrained(files.folder)
+        return _ours(transformers.AutoTokenizer, files)
     if name == "image_processor":
         try:
-            return transformers.AutoImageProcessor.from_pretrained(files.folder, backend="pil")
+            return _ours(transformers.AutoImageProcessor, files, backend="pil")
         except ValueError:  # there is none of this backend
-            return transformers.AutoImageProcessor.from_pretrained(files.folder)
+            return _ours(transformers.AutoImageProcessor, files)
     if name in ("feature_extractor", "audio_processor"):
-        return transformers.AutoFeatureExtractor.from_pretrained(files.folder)
+        return _ours(transformers.AutoFeatureExtractor, files)
     raise ValueError(f"it has an unknown part {name}")
 
 

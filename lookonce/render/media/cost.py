@@ -13,6 +13,7 @@ bytes long. Headers may lie: a job that costs far more than its estimate is stop
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,8 +45,8 @@ JPEG_BLOCK = 10 * NS
 JPEG_REFINED = 0.8 * NS
 """Per coefficient of a block that a refining scan visits."""
 JPEG_ARITHMETIC = 3 * NS
-JPEG_STRAY_BYTE = 500 * NS
-"""Per byte between segments, which Pillow skips one by one."""
+STRAY_BYTE = 500 * NS
+"""Per byte between segments or blocks (JPEG, GIF), which Pillow skips one by one."""
 JPEG_HEADER_COPY = 0.2 * NS
 """Per byte of headers and segment: Pillow appends each Exif segment to those before."""
 SEGMENT = 10e-6
@@ -72,6 +73,9 @@ PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 PROGRESSIVE = frozenset({0xC2, 0xC6, 0xCA, 0xCE})
 START_OF_SCAN, END_OF_IMAGE = 0xDA, 0xD9
+GIF_INTRODUCER = re.compile(b"[!,;]")
+"""What begins an extension, a frame or the end of a GIF; Pillow passes over any other byte."""
+GIF_COMMENT, GIF_APPLICATION = 0xFE, 0xFF
 IS_MARKER: NDArray[np.bool_] = np.array(
     [0 < code < 0xD0 or 0xD7 < code < 0xFF for code in range(256)]
 )
@@ -169,10 +173,11 @@ def _png(data: bytes, limits: CostLimits) -> float:
         raise ValueError
     pixels = _pixels(_big(data, 16, 4), _big(data, 20, 4), limits)
     depth, colour = data[24], data[25]
+    num_chunks = _num_png_chunks(data)
     raw_bytes = pixels * PNG_CHANNELS[colour] * depth / 8 if colour in PNG_CHANNELS else pixels * 8
     seconds = raw_bytes * PNG_RAW_BYTE + pixels * PNG_RAW_BYTE + len(data) * PNG_BYTE
     seconds += pixels * ALPHA_PIXEL if colour != 2 else 0.0
-    return seconds + _num_png_chunks(data) * SEGMENT + _processing(pixels)
+    return seconds + num_chunks * SEGMENT + _processing(pixels)
 
 
 def _num_png_chunks(data: bytes) -> int:
@@ -180,8 +185,11 @@ def _num_png_chunks(data: bytes) -> int:
     while at + 8 <= len(data):
         count += 1
         _check_count(count, MAX_CHUNKS, "chunks (PNG)")
-        if data[at + 4 : at + 8] == b"IEND":
+        name = data[at + 4 : at + 8]
+        if name == b"IEND":
             break
+        if name == b"IHDR" and at != 8:  # Pillow would take the size of the last one
+            raise ValueError
         at += 12 + int.from_bytes(data[at : at + 4], "big")
     return count
 
@@ -195,23 +203,43 @@ def _gif(data: bytes, limits: CostLimits) -> float:
     """An animation is its first frame, which may be larger than the canvas."""
     width, height = _little(data, 6, 2), _little(data, 8, 2)
     at = 13 + (3 << (data[10] & 7) + 1 if data[10] & 0x80 else 0)
-    blocks = 0
-    while data[at] == 0x21:  # an extension: label, then sub-blocks
-        at += 2
-        while data[at]:
-            at += 1 + data[at]
-            blocks += 1
-            _check_count(blocks, MAX_CHUNKS, "blocks before its first frame (GIF)")
-        at += 1
-        blocks += 1
-        _check_count(blocks, MAX_CHUNKS, "blocks before its first frame (GIF)")
-    if data[at] == 0x2C:
-        left, top = _little(data, at + 1, 2), _little(data, at + 3, 2)
-        width = max(width, left + _little(data, at + 5, 2))
-        height = max(height, top + _little(data, at + 7, 2))
+    blocks = strays = 0
+    while True:
+        found = GIF_INTRODUCER.search(data, at)
+        if found is None:
+            raise IndexError
+        strays += found.start() - at
+        at = found.end()
+        if found[0] != b"!":
+            break
+        at, blocks = _skip_gif_extension(data, at, blocks)
+    if found[0] == b",":
+        left, top = _little(data, at, 2), _little(data, at + 2, 2)
+        width = max(width, left + _little(data, at + 4, 2))
+        height = max(height, top + _little(data, at + 6, 2))
     pixels = _pixels(width, height, limits)
     decoding = pixels * (GIF_PIXEL + ALPHA_PIXEL) + len(data) * GIF_BYTE
-    return decoding + blocks * SEGMENT + _processing(pixels)
+    return decoding + blocks * SEGMENT + strays * STRAY_BYTE + _processing(pixels)
+
+
+def _skip_gif_extension(data: bytes, at: int, blocks: int) -> tuple[int, int]:
+    """Where the extension ends whose label is at `at`, and the blocks counted so far.
+
+    As Pillow reads it: an empty block ends it, but the first one only of a comment, and of an
+    animation's the second one neither.
+    """
+    label, at = data[at], at + 1
+    unheeded = 0 if label == GIF_COMMENT else 1
+    if label == GIF_APPLICATION and data[at] >= 11 and data.startswith(b"NETSCAPE2.0", at + 1):
+        unheeded = 2
+    while True:
+        size = data[at]
+        at += 1 + size
+        blocks += 1
+        _check_count(blocks, MAX_CHUNKS, "blocks before its first frame (GIF)")
+        if not size and not unheeded:
+            return at, blocks
+        unheeded = max(0, unheeded - 1)
 
 
 def _webp(data: bytes, limits: CostLimits) -> float:
@@ -256,7 +284,7 @@ class _Jpeg:
 
     def cost(self) -> float:
         first_scan = self._walk()
-        strays = self._stray_bytes * JPEG_STRAY_BYTE
+        strays = self._stray_bytes * STRAY_BYTE
         if not self._frame:
             return UNREADABLE_SECONDS + strays
         pixels = self._width * self._height
@@ -278,7 +306,9 @@ class _Jpeg:
             if code == 1 or 0xD0 <= code <= 0xD8:
                 continue  # these have no body
             size = _big(self._data, at, 2)
-            if code in JPEG_FRAMES and not self._frame:
+            if code in JPEG_FRAMES:
+                if self._frame:  # Pillow would take its size, and the decoder refuse it
+                    raise ValueError
                 self._read_frame(code, at)
             elif code == START_OF_SCAN:
                 first_scan = first_scan or at
