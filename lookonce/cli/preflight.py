@@ -152,7 +152,10 @@ def _check_socket(path: str) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """A folder that is not there is made later, so its nearest parent counts."""
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    """A folder that is not there is made, as the tier would."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--kv-tier: {folder} cannot be made: {error.strerror}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"--kv-tier: {folder} cannot be written")

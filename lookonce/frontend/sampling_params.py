@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -282,7 +282,8 @@ def _json_grammar(schema: str | Schema, param: str, close: bool) -> Grammar:
             raise BadRequestError(f"{param}: not a JSON schema", param=param) from None
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    read = _closed_schema(schema, param) if close else schema
+    read = cast("dict[str, Any]", schema)
+    read = _closed_schema(read, param) if close else read
     return Grammar(kind="json_schema", source=_json_text(read, param), param=param)
 
 

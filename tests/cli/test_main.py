@@ -74,7 +74,7 @@ MISTAKES = [
     (["serve", "--max-model-len", "1000000"], "--max-model-len is at most 4096"),
     (["serve", "--kv-tier", "valkey://127.0.0.1:1"], "valkey://127.0.0.1:1 does not answer"),
     (["serve", "--kv-tier", "valkey:///nowhere.sock"], "valkey:///nowhere.sock does not answer"),
-    (["serve", "--kv-tier", "disk:/proc/none:1GB"], "/proc/none cannot be written"),
+    (["serve", "--kv-tier", "disk:/proc/none:1GB"], "/proc/none cannot be made"),
     (["serve", "/nowhere"], "'/nowhere' is not a folder"),
     (["serve", "--root-path", "models"], "--root-path"),
     (["chat", "hi", "--image", __file__], f"--image: {__file__} is not a picture"),
