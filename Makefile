@@ -64,10 +64,10 @@ test-openapi: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,dev-openapi]"
 	@$(BIN)/python -m pytest tests/clients/test_schemathesis.py -rs
 
-# LiteLLM and LangChain's OpenAI client, unmodified.
+# LiteLLM, LangChain's OpenAI client and Anthropic's client, unmodified.
 test-clients: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,dev-clients]"
-	@$(BIN)/python -m pytest tests/clients/test_other_clients.py -rs
+	@$(BIN)/python -m pytest tests/clients/test_other_clients.py tests/clients/test_anthropic.py -rs
 
 # A wheel in dist/, tried in an empty environment in another folder.
 wheel: $(STAMP)

@@ -74,7 +74,10 @@ class KeyRing:
         """Of the request's key. Raises `UnauthorizedError`."""
         if not self._keys:
             return self._anyone
-        scheme, _, key = header(scope, b"authorization").partition(" ")
+        given = header(scope, b"authorization")
+        if not given and (key := header(scope, b"x-api-key")):
+            given = f"Bearer {key}"  # as Anthropic's clients send it
+        scheme, _, key = given.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise UnauthorizedError("an API key is needed: Authorization: Bearer KEY")
         return self._find(key.strip())

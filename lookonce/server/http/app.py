@@ -34,6 +34,7 @@ from lookonce.server.routes.admin import (
     show_version,
     tokenizer_info,
 )
+from lookonce.server.routes.anthropic_messages import count_tokens, create_message
 from lookonce.server.routes.chat import chat_completions
 from lookonce.server.routes.completions import completions
 from lookonce.server.routes.generate import generate
@@ -73,6 +74,8 @@ ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/responses", create_response, methods=["POST"]),
+    Route("/v1/messages", create_message, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/invocations", invocations, methods=["POST"]),
     Route("/inference/v1/generate", generate, methods=["POST"]),
     Route("/inference/v1/abort_requests", abort_requests, methods=["POST"]),

@@ -38,6 +38,12 @@ from lookonce.server.routes.admin import (
     Status,
     Version,
 )
+from lookonce.server.routes.anthropic_messages import (
+    AnthropicMessage,
+    CountTokensRequest,
+    MessagesRequest,
+    TokenCount,
+)
 from lookonce.server.routes.generate import GenerateRequest, GenerateResponse
 from lookonce.server.routes.media_cache import MediaCacheInfo, MediaCacheRequest, MediaCacheResponse
 from lookonce.server.routes.page import HEADERS
@@ -121,6 +127,10 @@ OPERATIONS = (
     Operation(
         "GET", "/inference/v1/media_cache", "What injection needs to know", answer=MediaCacheInfo
     ),
+    Operation(
+        "POST", "/v1/messages", "Answer as Anthropic's API", MessagesRequest, AnthropicMessage, True
+    ),
+    Operation("POST", "/v1/messages/count_tokens", "Count tokens", CountTokensRequest, TokenCount),
     Operation("POST", "/invocations", "Any of the requests that generate", streams=True),
     Operation("POST", "/reset_mm_cache", "Empty the cache of processed media"),
     Operation("POST", "/reset_encoder_cache", "Empty the cache of encoder outputs"),
