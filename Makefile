@@ -64,10 +64,10 @@ test-openapi: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,dev-openapi]"
 	@$(BIN)/python -m pytest tests/clients/test_schemathesis.py -rs
 
-# LiteLLM, LangChain's OpenAI client and OpenAI's Agents SDK, unmodified.
+# LiteLLM, LangChain's OpenAI client, OpenAI's Agents SDK and Anthropic's client, unmodified.
 test-clients: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,dev-clients]"
-	@$(BIN)/python -m pytest tests/clients/test_other_clients.py tests/clients/test_realtime_agents.py -rs
+	@$(BIN)/python -m pytest tests/clients/test_other_clients.py tests/clients/test_realtime_agents.py tests/clients/test_anthropic.py -rs
 
 # whisper-tiny.en, made by tools/whisper_tiny.py, hears espeak-ng's speech as it does in transformers. Skipped by
 # name where the speech or the package cannot be installed.

@@ -1,8 +1,8 @@
 """All configuration: one frozen dataclass per component, resolved once by `resolve`.
 
-Components receive the values they use, never this tree. LookOnce reads two environment variables:
-`LOOKONCE_CPU_KERNELS`, in `model/native/compiled.py`, when that is imported, and
-`LOOKONCE_API_KEY`, in `cli` (torch, OpenMP and the Hugging Face libraries read their own).
+Components receive the values they use, never this tree. LookOnce reads the environment in two
+places: `LOOKONCE_CPU_KERNELS` in `model/native/compiled.py`, when that is imported, and the options
+as `LOOKONCE_PORT` in `cli` (torch, OpenMP and the Hugging Face libraries read their own).
 """
 
 from __future__ import annotations
@@ -261,6 +261,10 @@ class ServerConfig:
     vllm_metric_names: bool = False
     strict_requests: bool = False
     """Unknown fields of a request are refused."""
+    closed_schemas: bool = True
+    """Objects of JSON schemas have no keys but those they declare, unless the schema opens them."""
+    root_path: str = ""
+    """What a proxy puts before every path: `/models/a`; empty: nothing."""
     drain_timeout: float = 30.0
 
 
@@ -359,6 +363,8 @@ class Options:
     log_level: str = "info"
     otlp_endpoint: str | None = None
     otlp_sample_ratio: float = 1.0
+    closed_schemas: bool = True
+    root_path: str = ""
 
 
 def resolve(options: Options) -> Config:
@@ -421,6 +427,8 @@ def resolve(options: Options) -> Config:
             ),
             vllm_metric_names=options.vllm_metric_names,
             strict_requests=options.strict_requests,
+            closed_schemas=options.closed_schemas,
+            root_path=_root_path(options.root_path),
         ),
         channel=ChannelConfig(address=_socket_path(), stall_timeout=options.engine_stall_timeout),
         logs=LogConfig(
@@ -718,6 +726,16 @@ def _otlp_endpoint(url: str | None) -> str | None:
     if found is None:
         raise ConfigError(OTEL_MISSING)
     return url.rstrip("/")
+
+
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
+
+
+def _root_path(text: str) -> str:
+    path = text.rstrip("/")
+    if not _ROOT_PATH.fullmatch(path):
+        raise ConfigError(f"--root-path: {text!r} is not a path as /models/a")
+    return path
 
 
 def _existing_file(name: str, path: str | None) -> str | None:

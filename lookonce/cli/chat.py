@@ -8,15 +8,18 @@ import mimetypes
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from lookonce.cli.preflight import check_machine
 from lookonce.cli.serve import LoadingBar
-from lookonce.config import Options
+from lookonce.config import Options, resolve
 from lookonce.errors import BadRequestError, ConfigError
-from lookonce.llm import LLM
 from lookonce.types.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from lookonce.llm import LLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,11 @@ def run_chat(question: Question, options: Options) -> None:
     """Raises `ConfigError` before the model loads for a file that cannot be read, or an option that
     is out of range."""
     _check_sampling(question)
+    _check_pictures(question.images)
+    check_machine(resolve(options))
     messages = [{"role": "user", "content": _content(question)}]
+    from lookonce.llm import LLM  # slow: what was typed is checked first
+
     typed = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
     bar = LoadingBar(Console(stderr=True), options.model)
     with bar, LLM(**typed, on_loading=bar.update) as llm:
@@ -50,6 +57,21 @@ def _check_sampling(question: Question) -> None:
         SamplingParams(**_asked_sampling(question))
     except BadRequestError as error:
         raise ConfigError(f"--{(error.param or '').replace('_', '-')}: {error.message}") from None
+
+
+def _check_pictures(paths: tuple[Path, ...]) -> None:
+    """Whether each is a picture, by its header. Raises `ConfigError`."""
+    from PIL import Image, UnidentifiedImageError
+
+    for path in paths:
+        try:
+            with Image.open(path):
+                pass
+        except UnidentifiedImageError:
+            raise ConfigError(f"--image: {path} is not a picture") from None
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(f"--image: {path}: {reason}") from None
 
 
 def _asked_sampling(question: Question) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 import lookonce
+from lookonce.cli.config_file import drop_service_links, variable_of
 from lookonce.cli.options import ENGINE_OPTIONS, RENDER_OPTIONS, options_from, takes_options
 from lookonce.config import NANO, Options
 from lookonce.errors import ConfigError, LookOnceError
@@ -23,10 +24,18 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 SERVE_OPTIONS = [field.name for field in dataclasses.fields(Options) if field.name != "model"]
-Model = Annotated[str, typer.Argument(help="A local Hugging Face folder, a hub id, or nano.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A local Hugging Face folder, a hub id, or nano.",
+        envvar=variable_of("model"),
+        show_envvar=False,
+    ),
+]
 
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "attention": ("benchmarks.attention", "our attention kernel beside what torch offers"),
@@ -50,6 +59,22 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
 }
 """Name → module, whose `main(arguments)` returns the exit status, and what it measures."""
 CHECKOUT = Path(lookonce.__file__).parents[1]
+
+
+def show_version(asked: bool) -> None:
+    if asked:
+        print(f"lookonce {lookonce.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options_of_all(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """LookOnce serves multimodal language models and never does the same work twice."""
 
 
 @app.command()
@@ -151,6 +176,7 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 def main() -> None:
     """The entry point: a mistake is one line on stderr; status 2 where it is in an option."""
+    drop_service_links(os.environ)
     sys.exit(_run(sys.argv[1:] or ["--help"]))
 
 

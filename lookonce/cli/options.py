@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lookonce.cli.config_file import read_config_file, variable_of
 from lookonce.config import Options
 
 HELP: dict[str, str] = {
@@ -83,6 +84,9 @@ HELP: dict[str, str] = {
     "otlp_endpoint": "Send traces and metrics to this OTLP/HTTP collector: http://host:4318.",
     "otlp_sample_ratio": "Share of requests that are traced, where their sender does not say.",
     "log_level": "debug (a line per request), info, warning or error.",
+    "closed_schemas": "Objects of JSON schemas have no keys but their properties, unless "
+    "additionalProperties says otherwise.",
+    "root_path": "What a proxy puts before every path: /models/a.",
 }
 """One line per field of `Options`."""
 
@@ -131,11 +135,13 @@ RENDER_OPTIONS = (
     "strict_requests",
     "log_format",
     "log_level",
+    "closed_schemas",
+    "root_path",
 )
 """The options of `lookonce render`: those of the API, and all that a rendered prompt depends on."""
 
-ENVIRONMENT = {"api_key": "LOOKONCE_API_KEY"}
-"""Options that may stand in the environment instead; spaces separate several values."""
+SECRET = "api_key"
+"""The option whose environment variable no other process shall inherit."""
 COMMA_SEPARATED = ("allowed_media_domains", "allowed_hosts", "allowed_origins")
 
 
@@ -152,10 +158,11 @@ def takes_options(
         kept = [p for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD]
 
         def run(**given: Any) -> None:
+            given.pop(CONFIG, None)  # its callback has read it
             command(**given)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
-        signature = inspect.Signature([*kept, *added])
+        signature = inspect.Signature([*kept, *added, _config_parameter()])
         run.__signature__ = signature  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
         return run
@@ -166,7 +173,7 @@ def takes_options(
 def options_from(model: str, given: dict[str, Any]) -> Options:
     """`Options` of a command line; typer's lists become tuples.
 
-    Variables of `ENVIRONMENT` are removed from the environment: typer has read them.
+    The variable of `SECRET` is removed from the environment: typer has read it.
     """
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
@@ -174,9 +181,37 @@ def options_from(model: str, given: dict[str, Any]) -> Options:
     for name in COMMA_SEPARATED:
         if listed := values.get(name):
             values[name] = tuple(filter(None, ",".join(listed).replace(" ", "").split(",")))
-    for variable in ENVIRONMENT.values():
-        os.environ.pop(variable, None)  # processes that are started from here do not inherit it
+    os.environ.pop(variable_of(SECRET), None)  # processes started from here do not inherit it
     return Options(model=model, **values)
+
+
+CONFIG = "config"
+
+
+def _config_parameter() -> inspect.Parameter:
+    option = typer.Option(
+        "--config",
+        metavar="FILE",
+        help="Options in a YAML file, as `port: 8000`. The command line comes first, then the "
+        f"environment ({variable_of('port')} and so on), then the file.",
+        envvar=variable_of(CONFIG),
+        show_envvar=False,
+        callback=_read_config,
+        is_eager=True,
+    )
+    return inspect.Parameter(
+        CONFIG,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[str | None, option],
+    )
+
+
+def _read_config(context: typer.Context, path: str | None) -> str | None:
+    """The file's options become the command's defaults."""
+    if path is not None:
+        context.default_map = {**(context.default_map or {}), **read_config_file(path)}
+    return path
 
 
 def _parameter(field: dataclasses.Field[Any], kind: Any) -> inspect.Parameter:
@@ -187,7 +222,8 @@ def _parameter(field: dataclasses.Field[Any], kind: Any) -> inspect.Parameter:
         *names,
         help=HELP[field.name],
         show_default=not repeatable,
-        envvar=ENVIRONMENT.get(field.name),
+        envvar=variable_of(field.name),
+        show_envvar=field.name == SECRET,
     )
     return inspect.Parameter(
         field.name,

@@ -13,6 +13,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from lookonce.cli.preflight import check_length, check_machine
 from lookonce.config import Config, Options, resolve
 from lookonce.frontend.model_download import with_local_model
 from lookonce.launch import Supervisor, bind, url_of
@@ -23,7 +24,9 @@ def run_server(options: Options) -> int:
     """Supervise the server's processes; the exit status. Raises `ConfigError` before any load."""
     config = resolve(options)
     configure_logging("server", config.logs)
+    check_machine(config)
     config = with_local_model(config)
+    check_length(config)
     asyncio.run(_serve(config))
     return 0
 

@@ -91,7 +91,9 @@ async def open_frontend(
             renderer=renderer,
             engine=client,
             metrics=metrics,
-            defaults=read_defaults(config.model.folder),
+            defaults=read_defaults(
+                config.model.folder, closed_schemas=config.server.closed_schemas
+            ),
             tool_dialect=dialect_of(config, renderer),
             weights=share.weights,
         )

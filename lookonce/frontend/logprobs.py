@@ -17,27 +17,43 @@ from lookonce.types.request import PromptLogprob, TokenLogprob
 
 TokenBytes = Callable[[int], bytes]
 """Token id → the token's bytes, which may be part of a character."""
+TokenName = Callable[[int], str]
+"""Token id → what a log-probability is listed under."""
 
 LOWEST = -9999.0
 """What stands for minus infinity, which JSON cannot write."""
 
 
+def token_id_name(token: int) -> str:
+    """vLLM's name of a token where `return_tokens_as_token_ids` is asked for."""
+    return f"token_id:{token}"
+
+
 def chat_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], token_bytes: TokenBytes
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprob],
+    token_bytes: TokenBytes,
+    name: TokenName | None = None,
 ) -> ChatLogprobs:
+    """Tokens are listed by `name`, or by their text."""
+
+    def named(token: int, logprob: float) -> tuple[str, float, list[int]]:
+        data = token_bytes(token)
+        return _text(data) if name is None else name(token), max(logprob, LOWEST), list(data)
+
     return ChatLogprobs(
         [
             TokenEntry(
-                *_named(token_bytes(token), entry.logprob),
-                [TopLogprob(*_named(token_bytes(other), value)) for other, value in entry.top],
+                *named(token, entry.logprob),
+                [TopLogprob(*named(other, value)) for other, value in entry.top],
             )
             for token, entry in zip(token_ids, logprobs, strict=True)
         ]
     )
 
 
-def _named(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
-    return _text(token), max(logprob, LOWEST), list(token)
+def _name_of(token_bytes: TokenBytes) -> TokenName:
+    return lambda token: _text(token_bytes(token))
 
 
 class TextCursor:
@@ -65,11 +81,18 @@ class CompletionLogprobsBuilder:
     """Builds the parallel lists of `/v1/completions`; their offsets count characters."""
 
     def __init__(
-        self, token_bytes: TokenBytes, wanted: int, skipped: Collection[int] = (), offset: int = 0
+        self,
+        token_bytes: TokenBytes,
+        wanted: int,
+        skipped: Collection[int] = (),
+        offset: int = 0,
+        name: TokenName | None = None,
     ) -> None:
         """`wanted`: how many of the likeliest tokens to list beside each token; `offset`: where in
-        the text the first token begins; `skipped`: tokens that add nothing to the text."""
+        the text the first token begins; `skipped`: tokens that add nothing to the text; `name`:
+        what tokens are listed by, if not by their text."""
         self._token_bytes = token_bytes
+        self._name = name or _name_of(token_bytes)
         self._wanted = wanted
         self._cursor = TextCursor(skipped, offset)
 
@@ -78,7 +101,7 @@ class CompletionLogprobsBuilder:
     ) -> CompletionLogprobs:
         """The entries of the next generated tokens."""
         offsets = [self._cursor.take(token, self._token_bytes(token)) for token in token_ids]
-        return _lists(token_ids, offsets, logprobs, self._wanted, self._token_bytes)
+        return _lists(token_ids, offsets, logprobs, self._wanted, self._name)
 
 
 def echoed_logprobs(
@@ -87,6 +110,7 @@ def echoed_logprobs(
     logprobs: Sequence[PromptLogprob | None],
     wanted: int,
     token_bytes: TokenBytes,
+    name: TokenName | None = None,
 ) -> CompletionLogprobs:
     """The entries of a prompt's tokens; a token that is not part of `text` gets an empty place."""
     characters = codecs.getincrementaldecoder("utf-8")("replace")
@@ -98,7 +122,7 @@ def echoed_logprobs(
             shown = shown.removeprefix(" ")  # a tokenizer may put a space before the first word
         if text.startswith(shown, offset):
             offset += len(shown)
-    return _lists(token_ids, offsets, logprobs, wanted, token_bytes)
+    return _lists(token_ids, offsets, logprobs, wanted, name or _name_of(token_bytes))
 
 
 def _lists(
@@ -106,25 +130,25 @@ def _lists(
     offsets: list[int],
     logprobs: Sequence[TokenLogprob] | Sequence[PromptLogprob | None],
     wanted: int,
-    token_bytes: TokenBytes,
+    name: TokenName,
 ) -> CompletionLogprobs:
-    tokens = [_text(token_bytes(token)) for token in token_ids]
+    tokens = [name(token) for token in token_ids]
     values = [None if entry is None else max(entry.logprob, LOWEST) for entry in logprobs]
     tops = [
-        None if entry is None else _top(token, entry, wanted, token_bytes)
+        None if entry is None else _top(token, entry, wanted, name)
         for token, entry in zip(tokens, logprobs, strict=True)
     ]
     return CompletionLogprobs(offsets, values, tokens, tops)
 
 
 def _top(
-    token: str, entry: TokenLogprob | PromptLogprob, wanted: int, token_bytes: TokenBytes
+    token: str, entry: TokenLogprob | PromptLogprob, wanted: int, name: TokenName
 ) -> dict[str, float]:
     """The log-probabilities of the chosen token and the likeliest ones, by text; of several tokens
     with one text the highest."""
     top = {token: max(entry.logprob, LOWEST)}
     for other, value in entry.top[:wanted]:
-        text = _text(token_bytes(other))
+        text = name(other)
         top[text] = max(value, top.get(text, LOWEST))
     return top
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import msgspec
 
 from lookonce.config import Config
 from lookonce.errors import ConfigError, ModelLoadError
 from lookonce.types.model import check_served
+from lookonce.types.network import connection_error
 
 Json = dict[str, Any]
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_SECONDS = 1.5
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 WEIGHTS = ["*.safetensors"]
 SECOND_COPIES = ["original/*", "*consolidated*.safetensors"]
@@ -33,17 +39,42 @@ def local_folder(model: str, *, weights: bool = True) -> str:
     """`model` itself if it is a folder, else the folder with the hub's files of that id."""
     if model and Path(model).is_dir():
         return model
+    if not HUB_ID.fullmatch(model) or Path(model).exists():
+        raise ConfigError(f"MODEL {model!r} is not a folder, and cannot be a hub id")
     # Imported only when it is needed: the import takes as long as the rest of the supervisor.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    patterns = SMALL_FILES + WEIGHTS * weights
+    offline = constants.HF_HUB_OFFLINE or not _is_reachable(constants.ENDPOINT)
     try:
-        patterns = SMALL_FILES + WEIGHTS * weights
-        return str(snapshot_download(model, allow_patterns=patterns, ignore_patterns=SECOND_COPIES))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError):
-        raise ConfigError(
-            f"MODEL {model!r} is neither a local folder nor a model the hub gives out"
-        ) from None
+        return str(
+            snapshot_download(
+                model,
+                allow_patterns=patterns,
+                ignore_patterns=SECOND_COPIES,
+                local_files_only=bool(offline),
+            )
+        )
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
+        if offline:
+            problem = f"{constants.ENDPOINT} cannot be reached, and it was not downloaded earlier"
+        elif isinstance(error, HfHubHTTPError | HFValidationError):
+            problem = f"{constants.ENDPOINT} gives out no such model (HF_TOKEN if it is private)"
+        else:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            problem = f"{constants.ENDPOINT} did not send it: {reason}"
+        raise ConfigError(f"MODEL {model!r} is not a folder; as a hub id: {problem}") from None
+
+
+def _is_reachable(endpoint: str) -> bool:
+    """Whether the hub, or the proxy of this machine, takes a connection."""
+    url = urlsplit(endpoint)
+    proxy = getproxies().get(url.scheme)
+    if proxy and not proxy_bypass(url.netloc):
+        url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    port = url.port or (443 if url.scheme == "https" else 80)
+    return connection_error(url.hostname or "", port, HUB_SECONDS) is None
 
 
 def check_type(folder: str) -> None:

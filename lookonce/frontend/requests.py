@@ -16,11 +16,12 @@ a 400 unless their value asks for nothing.
 from __future__ import annotations
 
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
-from lookonce.frontend.tools.calls import Tool, ToolChoice
+from lookonce.frontend.tools.calls import Function, Tool, ToolChoice
+from lookonce.frontend.tools.function_fields import FunctionChoice
 
 ACCEPTED_FIELDS = frozenset(
     {
@@ -30,6 +31,11 @@ ACCEPTED_FIELDS = frozenset(
     }
 )  # fmt: skip
 """OpenAI's fields about accounts, storage and routing: no answer depends on them."""
+USUAL_VALUES = {
+    "service_tier": ("auto", "default"),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+}
+"""Values of such fields that ask for what happens anyway."""
 HARMLESS_VALUES = (b"", b"null", b"false", b"[]", b"{}", b'""')
 """JSON of fields that ask for nothing."""
 Raw = msgspec.Raw | msgspec.UnsetType
@@ -57,11 +63,9 @@ class UnsupportedParameters(RefusesUnsupported, kw_only=True):
 
     use_beam_search: Raw = NOTHING
     logits_processors: Raw = NOTHING
-    allowed_token_ids: Raw = NOTHING
     bad_words: Raw = NOTHING
     truncate_prompt_tokens: Raw = NOTHING
     return_token_ids: Raw = NOTHING
-    return_tokens_as_token_ids: Raw = NOTHING
     vllm_xargs: Raw = NOTHING
     thinking_token_budget: Raw = NOTHING
     guided_whitespace_pattern: Raw = NOTHING
@@ -83,7 +87,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's. The `disable_*` fields only concern vLLM's grammar libraries."""
+    """vLLM's. The first two `disable_*` fields only concern vLLM's grammar libraries."""
 
     json: str | Schema | None = None
     regex: str | None = None
@@ -92,7 +96,8 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     json_object: bool | None = None
     disable_any_whitespace: Literal[False] | None = None
     disable_fallback: bool | None = None
-    disable_additional_properties: Literal[False] | None = None
+    disable_additional_properties: bool | None = None
+    """Whether objects have only the keys that they declare; None: as the server's option says."""
 
 
 class StructuredFields(UnsupportedParameters, kw_only=True):
@@ -107,6 +112,19 @@ class StructuredFields(UnsupportedParameters, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+
+
+class Reasoning(msgspec.Struct, kw_only=True):
+    """How the model reasons: OpenAI's for responses; other servers take it in chats too.
+
+    Only `effort` can be honoured, where the chat template knows it."""
+
+    effort: Any = None
+    summary: Any = None
+    generate_summary: Any = None
+    enabled: Any = None
+    exclude: Any = None
+    max_tokens: Any = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -132,6 +150,7 @@ class SamplingFields(StructuredFields, kw_only=True):
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -158,10 +177,21 @@ class ChatOrCompletionFields(GenerationFields, kw_only=True):
 
     max_completion_tokens: int | None = None
     best_of: int | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """vLLM's: tokens of log-probabilities are written as `token_id:N`."""
     prompt_logprobs: int | None = None
 
     max_output_tokens: Raw = NOTHING
     suffix: Raw = NOTHING
+
+
+class TakesControls(Protocol):
+    """A body that says how much the model thinks and says."""
+
+    chat_template_kwargs: dict[str, Any] | None
+
+    def asked_controls(self) -> dict[str, Any]:
+        """What is asked for, by its name in the request."""
 
 
 class ChatRequest(ChatOrCompletionFields, kw_only=True):
@@ -176,22 +206,31 @@ class ChatRequest(ChatOrCompletionFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     modalities: list[str] | None = None
+    reasoning_effort: Any = None
+    reasoning: Reasoning | None = None
+    verbosity: Any = None
 
     tools: list[Tool] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
+    functions: list[Function] | None = None
+    """OpenAI's older name of tools; the answer then has the older form too."""
+    function_call: FunctionChoice = None
 
     add_special_tokens: Raw = NOTHING
-    functions: Raw = NOTHING
-    function_call: Raw = NOTHING
     echo: Raw = NOTHING
-    reasoning_effort: Raw = NOTHING
-    verbosity: Raw = NOTHING
     moderation: Raw = NOTHING
     audio: Raw = NOTHING
     web_search_options: Raw = NOTHING
     documents: Raw = NOTHING
     chat_template: Raw = NOTHING
+
+    def asked_controls(self) -> dict[str, Any]:
+        return {
+            "reasoning_effort": self.reasoning_effort,
+            "reasoning.effort": self.reasoning and self.reasoning.effort,
+            "verbosity": self.verbosity,
+        }
 
 
 class CompletionRequest(ChatOrCompletionFields, kw_only=True):

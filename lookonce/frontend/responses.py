@@ -140,6 +140,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     reasoning_content: str | UnsetType = UNSET
     """What the model wrote before the answer, where its format separates the two."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
+    """The call of a request with `functions`."""
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -183,6 +185,7 @@ class ChatDelta(msgspec.Struct, kw_only=True):
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    function_call: FunctionDelta | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):

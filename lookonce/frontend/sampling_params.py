@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 
 from lookonce.errors import BadRequestError, ModelLoadError
+from lookonce.frontend.closed_schemas import closed
 from lookonce.frontend.requests import (
     ChatOrCompletionFields,
     ChatRequest,
@@ -29,7 +31,9 @@ LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """What the model's `generation_config.json` recommends; used where a request is silent."""
+    """What the model's `generation_config.json` recommends, and the server's own options.
+
+    They are used where a request is silent."""
 
     do_sample: bool | None = None
     temperature: float | None = None
@@ -38,6 +42,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
+    closed_schemas: bool = True
+    """Objects of JSON schemas have no keys but those they declare."""
 
     def value(self, name: str) -> float | None:
         if name == "temperature" and self.do_sample is False:
@@ -46,18 +52,19 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
         return None if found is None else float(found)
 
 
-def read_defaults(folder: str) -> SamplingDefaults:
-    """The defaults in the model's `generation_config.json`; none where it has no such file.
+def read_defaults(folder: str, *, closed_schemas: bool = True) -> SamplingDefaults:
+    """The defaults in the model's `generation_config.json`, if it has such a file.
 
     Raises `ModelLoadError` for a file that is broken.
     """
     file = Path(folder) / "generation_config.json"
     if not file.is_file():
-        return SamplingDefaults()
+        return SamplingDefaults(closed_schemas=closed_schemas)
     try:
-        return msgspec.json.decode(file.read_bytes(), type=SamplingDefaults, strict=False)
+        read = msgspec.json.decode(file.read_bytes(), type=SamplingDefaults, strict=False)
     except msgspec.DecodeError as error:
         raise ModelLoadError(f"generation_config.json: {error}") from None
+    return msgspec.structs.replace(read, closed_schemas=closed_schemas)
 
 
 def names_limit(body: object) -> bool:
@@ -161,9 +168,10 @@ def _sampling(
         "seed": request.seed,
         "stop": request.stop,
         "stop_token_ids": request.stop_token_ids,
+        "allowed_token_ids": request.allowed_token_ids,
         "max_tokens": max_tokens,
         "logprobs": logprobs,
-        "grammar": grammar_of(request),
+        "grammar": grammar_of(request, close=defaults.closed_schemas),
     }
     try:
         return SamplingParams(
@@ -199,37 +207,38 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
 # --- structured outputs ---------------------------------------------------------------------------
 
 
-def grammar_of(body: StructuredFields) -> Grammar | None:
+def grammar_of(body: StructuredFields, *, close: bool = True) -> Grammar | None:
     """The grammar that the answer must follow; None where it may be anything.
 
-    Raises `BadRequestError` naming the field at fault.
+    `close`: objects of JSON schemas are closed (see `closed_schemas`). Raises
+    `BadRequestError` naming the field at fault.
     """
     found: list[Grammar] = []
     if body.response_format is not None:
-        found += _of_format(body.response_format, "response_format")
+        found += _of_format(body.response_format, "response_format", close)
     if body.structured_outputs is not None:
-        found += _of_outputs(body.structured_outputs, "structured_outputs.")
+        found += _of_outputs(body.structured_outputs, "structured_outputs.", close)
     guided = StructuredOutputs(
         json=body.guided_json,
         regex=body.guided_regex,
         choice=body.guided_choice,
         grammar=body.guided_grammar,
     )
-    found += _of_outputs(guided, "guided_")
+    found += _of_outputs(guided, "guided_", close)
     if len(found) > 1:
         names = " and ".join(grammar.param for grammar in found)
         raise BadRequestError(f"{names} cannot be used together", param=found[1].param)
     return found[0] if found else None
 
 
-def _of_format(asked: ResponseFormat, param: str) -> list[Grammar]:
+def _of_format(asked: ResponseFormat, param: str, close: bool) -> list[Grammar]:
     match asked:
         case ResponseFormat(type="text"):
             return []
         case ResponseFormat(type="json_object"):
             return [Grammar(kind="json_schema", source=ANY_OBJECT, param=param)]
         case ResponseFormat(type="json_schema"):
-            return [schema_grammar(asked.json_schema, f"{param}.json_schema")]
+            return [schema_grammar(asked.json_schema, f"{param}.json_schema", close=close)]
     raise BadRequestError(
         f"{param}.type: {asked.type[:50]!r} is none of text, json_object, json_schema",
         param=f"{param}.type",
@@ -237,19 +246,21 @@ def _of_format(asked: ResponseFormat, param: str) -> list[Grammar]:
     )
 
 
-def schema_grammar(asked: JsonSchemaFormat | None, param: str) -> Grammar:
+def schema_grammar(asked: JsonSchemaFormat | None, param: str, *, close: bool) -> Grammar:
     """Raises `BadRequestError` where the schema itself is missing."""
     if asked is None:
         raise BadRequestError(f"{param} is missing", param=param)
     if asked.schema is None:
         raise BadRequestError(f"{param}.schema is missing", param=f"{param}.schema")
-    return _json_grammar(asked.schema, f"{param}.schema")
+    return _json_grammar(asked.schema, f"{param}.schema", close)
 
 
-def _of_outputs(asked: StructuredOutputs, prefix: str) -> list[Grammar]:
+def _of_outputs(asked: StructuredOutputs, prefix: str, close: bool) -> list[Grammar]:
     found = []
+    if asked.disable_additional_properties is not None:
+        close = asked.disable_additional_properties
     if asked.json is not None:
-        found.append(_json_grammar(asked.json, f"{prefix}json"))
+        found.append(_json_grammar(asked.json, f"{prefix}json", close))
     if asked.regex is not None:
         found.append(Grammar(kind="regex", source=asked.regex, param=f"{prefix}regex"))
     if asked.choice is not None:
@@ -262,7 +273,7 @@ def _of_outputs(asked: StructuredOutputs, prefix: str) -> list[Grammar]:
     return found
 
 
-def _json_grammar(schema: str | Schema, param: str) -> Grammar:
+def _json_grammar(schema: str | Schema, param: str, close: bool) -> Grammar:
     """A schema may come as JSON text, as vLLM takes it."""
     if isinstance(schema, str):
         try:
@@ -271,7 +282,17 @@ def _json_grammar(schema: str | Schema, param: str) -> Grammar:
             raise BadRequestError(f"{param}: not a JSON schema", param=param) from None
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    return Grammar(kind="json_schema", source=_json_text(schema, param), param=param)
+    read = cast("dict[str, Any]", schema)
+    read = _closed_schema(read, param) if close else read
+    return Grammar(kind="json_schema", source=_json_text(read, param), param=param)
+
+
+def _closed_schema(schema: dict[str, Any], param: str) -> dict[str, Any]:
+    """`closed_schemas.closed`. Raises `BadRequestError` for a schema that is nested too deeply."""
+    try:
+        return closed(schema)
+    except RecursionError:
+        raise BadRequestError(f"{param}: nested too deeply", param=param) from None
 
 
 def _json_text(value: object, param: str) -> str:

@@ -208,6 +208,15 @@ def block(scores: Tensor, blocked: list[tuple[int, list[int]]]) -> None:
     scores[rows, ids] = -math.inf
 
 
+def keep_only(scores: Tensor, kept: Sequence[tuple[int, Sequence[int]]]) -> None:
+    """Set the scores of all tokens but (row, token ids) to -inf in these rows, in place."""
+    for row, token_ids in kept:
+        ids = torch.tensor(token_ids, device=scores.device)
+        values = scores[row, ids]
+        scores[row] = -math.inf
+        scores[row, ids] = values
+
+
 def mask_bytes(vocab_size: int) -> int:
     """Bytes of a row with one bit per token, in whole words of 32 bits."""
     return -(-vocab_size // 32) * 4

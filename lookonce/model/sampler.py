@@ -3,8 +3,8 @@
 Plain greedy rows cost one `max` and one read-back; every other feature touches only the rows that
 use it. A random draw is an inverse-CDF lookup with one uniform number per row. That number depends
 on (seed, position) alone, so a seeded request gets the same tokens in any batch and after a
-preemption. The order of operations is vLLM's: minimum tokens, logit bias, penalties, grammar,
-temperature, min-p, top-k, top-p.
+preemption. The order of operations is vLLM's: allowed tokens, minimum tokens, logit
+bias, penalties, grammar, temperature, min-p, top-k, top-p.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class _SequenceState:
             and self.grammar is None
             and self.rules is None
             and not params.logit_bias
+            and not params.allowed_token_ids
             and params.logprobs is None
             and not params.min_tokens
         )
@@ -160,7 +161,8 @@ class Sampler:
 
 
 def _edited(logits: Tensor, states: list[_SequenceState], positions: Sequence[int]) -> Tensor:
-    """The logits after minimum tokens, logit bias and penalties; a copy if any row has them."""
+    """The logits after allowed tokens, minimum tokens, logit bias and penalties; a copy if any row
+    has them."""
     blocked = [
         (row, state.blocked)
         for row, (state, position) in enumerate(zip(states, positions, strict=True))
@@ -176,9 +178,15 @@ def _edited(logits: Tensor, states: list[_SequenceState], positions: Sequence[in
         for row, state in enumerate(states)
         if state.counts is not None
     ]
-    if not (blocked or biased or penalised):
+    kept = [
+        (row, state.params.allowed_token_ids)
+        for row, state in enumerate(states)
+        if state.params.allowed_token_ids
+    ]
+    if not (blocked or biased or penalised or kept):
         return logits
     scores = logits.clone()
+    logits_processors.keep_only(scores, kept)
     logits_processors.block(scores, blocked)
     logits_processors.add_bias(scores, biased)
     logits_processors.penalise(scores, penalised)

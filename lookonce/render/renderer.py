@@ -322,6 +322,11 @@ class Renderer:
         return () if self._family is None else self._family.modalities
 
     @property
+    def template_variables(self) -> frozenset[str]:
+        """Names that the chat templates read."""
+        return self._encoder.template_variables
+
+    @property
     def special_tokens(self) -> dict[str, int]:
         """Text → id of every special token."""
         return self.tokenizer.special_texts

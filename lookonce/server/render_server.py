@@ -50,7 +50,9 @@ async def open_render_services(config: Config) -> AsyncIterator[Services]:
             metrics=metrics,
             keys=KeyRing.of(config.server),
             guard=RequestGuard.of(config.server),
-            defaults=read_defaults(config.model.folder),
+            defaults=read_defaults(
+                config.model.folder, closed_schemas=config.server.closed_schemas
+            ),
             warmup_renderer=warmup_renderer,
             tool_dialect=dialect_of(config, renderer),
             unknown_fields=UnknownFields(strict=config.server.strict_requests),

@@ -89,7 +89,10 @@ class KeyRing:
         """Of the request's key. Raises `UnauthorizedError`."""
         if not self._keys:
             return self._anyone
-        scheme, _, key = header(scope, b"authorization").partition(" ")
+        given = header(scope, b"authorization")
+        if not given and (key := header(scope, b"x-api-key")):
+            given = f"Bearer {key}"  # as Anthropic's clients send it
+        scheme, _, key = given.partition(" ")
         if scheme.lower() == "bearer" and key.strip():
             return self._find(key.strip())
         for offered in scope.get("subprotocols", ()):  # browsers send no headers of ours
@@ -281,9 +284,9 @@ class Services(Frontend):
             return None
 
     def require_model(self, name: str | None) -> str:
-        """The served model's name; raises `ModelNotFoundError` for any other."""
+        """The served model's name, which `name` is or leaves out; raises `ModelNotFoundError`."""
         served = self.config.model.served_name
-        if name is not None and name != served:
+        if name and name != served:
             raise ModelNotFoundError(
                 f"the model {name[:200]!r} is not served here; {served!r} is", param="model"
             )

@@ -31,8 +31,9 @@ def check_fits(num_prompt_tokens: int, sampling: SamplingParams, model: ModelInf
     if num_prompt_tokens + (sampling.max_tokens or 1) > limit:
         param = "max_tokens" if num_prompt_tokens < limit else "prompt"
         raise _no_room(num_prompt_tokens, sampling.max_tokens, limit, param)
-    if sampling.stop_token_ids or sampling.logit_bias:
+    if sampling.stop_token_ids or sampling.logit_bias or sampling.allowed_token_ids:
         _check_named_tokens("stop_token_ids", sampling.stop_token_ids, model.vocab_size)
+        _check_named_tokens("allowed_token_ids", sampling.allowed_token_ids, model.vocab_size)
         _check_named_tokens("logit_bias", sampling.logit_bias or (), model.vocab_size)
 
 

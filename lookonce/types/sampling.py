@@ -152,6 +152,7 @@ _TYPES: dict[str, dict[Any, str]] = {
     "logit_bias": {dict: "a mapping"} | _NOTHING,
     "seed": _WHOLE | _NOTHING,
     "stop": _TEXT | {tuple: "a list of strings", list: "a list of strings"},
+    "allowed_token_ids": {tuple: "a list of whole numbers", list: "a list of whole numbers"},
     "stop_token_ids": {tuple: "a list of whole numbers", list: "a list of whole numbers"},
     "include_stop_str_in_output": _FLAG,
     "ignore_eos": _FLAG,
@@ -191,6 +192,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be generated; empty: all."""
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = None
@@ -241,16 +244,19 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         stop: object = self.stop
         if not isinstance(stop, tuple):
             force_setattr(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
-        if type(self.stop_token_ids) is not tuple:
-            force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            token_ids = getattr(self, name)
+            if type(token_ids) is not tuple:
+                force_setattr(self, name, token_ids := tuple(token_ids))
+            if not all(type(token) is int for token in token_ids):
+                raise _wrong(name, "whole numbers alone", token_ids)
         if not all(type(text) is str for text in self.stop):
             raise _wrong("stop", "strings alone", self.stop)
-        if not all(type(token) is int for token in self.stop_token_ids):
-            raise _wrong("stop_token_ids", "whole numbers alone", self.stop_token_ids)
 
     def _check_grammar(self, grammar: Grammar) -> None:
         """A grammar decides when a sample ends, and nothing else may."""
-        for name, asked in {"ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens}.items():
+        alone = ("ignore_eos", "min_tokens", "allowed_token_ids")
+        for name, asked in {name: getattr(self, name) for name in alone}.items():
             if asked:
                 raise BadRequestError(f"{name} cannot be used with {grammar.param}", param=name)
 

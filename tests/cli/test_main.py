@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import socket
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 
 import pytest
 
-from lookonce.cli.main import BENCHMARKS, main, run_benchmark
+from lookonce.cli import config_file, preflight
+from lookonce.cli.main import BENCHMARKS, app, main, run_benchmark
 from lookonce.cli.options import HELP, options_from
 from lookonce.config import OPTION_RANGES, Options, resolve
 from lookonce.errors import ConfigError
+from lookonce.types.kv import parse_tier_spec
 from tests.support.drawing import encoded, picture
 
 
@@ -62,6 +69,15 @@ MISTAKES = [
     (["chat"], "TEXT"),
     (["chat", "nano", "two", "three"], "quotes"),
     (["chat", "hi", "--image", "/nowhere.png"], "nowhere.png"),
+    (["serve", "--config", "/nowhere.yaml"], "/nowhere.yaml"),
+    (["serve", "--kv-cache-gb", "1000000"], "--kv-cache-gb"),
+    (["serve", "--max-model-len", "1000000"], "--max-model-len is at most 4096"),
+    (["serve", "--kv-tier", "valkey://127.0.0.1:1"], "valkey://127.0.0.1:1 does not answer"),
+    (["serve", "--kv-tier", "valkey:///nowhere.sock"], "valkey:///nowhere.sock does not answer"),
+    (["serve", "--kv-tier", "disk:/proc/none:1GB"], "/proc/none cannot be made"),
+    (["serve", "/nowhere"], "'/nowhere' is not a folder"),
+    (["serve", "--root-path", "models"], "--root-path"),
+    (["chat", "hi", "--image", __file__], f"--image: {__file__} is not a picture"),
     (["bench", "nothing"], "nothing"),
     (["dance"], "dance"),
 ]
@@ -186,3 +202,169 @@ def test_byte_and_pixel_limits_are_whole_numbers_however_python_gave_them():
     media = resolve(Options(max_media_bytes=1e6, max_image_pixels=5e7)).media  # type: ignore[arg-type]
     assert (media.max_bytes, media.max_image_pixels) == (1_000_000, 50_000_000)
     assert type(media.max_bytes) is type(media.max_image_pixels) is int
+
+
+# --- the options' three places --------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Runs `lookonce serve` with arguments; returns the `Options` it would serve with."""
+    found: list[Options] = []
+
+    def run_server(options: Options) -> int:
+        found.append(options)
+        return 0
+
+    monkeypatch.setattr("lookonce.cli.serve.run_server", run_server)
+
+    def serve(*arguments: str) -> Options:
+        app(["serve", *arguments], standalone_mode=False)
+        return found.pop()
+
+    return serve
+
+
+FILE = """
+model: /from/file
+port: 1111
+max-num-seqs: 5
+kv_tier: [host:1GB, "disk:/tmp/x:1GB"]
+allowed_hosts: one.example
+limit_mm_per_prompt: {image: 3}
+prefix_caching: false
+served_model_name:
+"""
+
+
+def test_the_command_line_comes_before_the_environment_and_that_before_the_file(
+    served, monkeypatch, tmp_path
+):
+    file = tmp_path / "lookonce.yaml"
+    file.write_text(FILE)
+    from_file = served("--config", str(file))
+    assert (from_file.model, from_file.port, from_file.max_num_seqs) == ("/from/file", 1111, 5)
+    assert from_file.kv_tier == ("host:1GB", "disk:/tmp/x:1GB")
+    assert from_file.allowed_hosts == ("one.example",)
+    assert from_file.limit_mm_per_prompt == "image=3"
+    assert (from_file.prefix_caching, from_file.served_model_name) == (False, None)
+    monkeypatch.setenv("LOOKONCE_CONFIG", str(file))
+    monkeypatch.setenv("LOOKONCE_PORT", "2222")
+    monkeypatch.setenv("LOOKONCE_KV_TIER", "host:2GB host:3GB")
+    monkeypatch.setenv("LOOKONCE_PREFIX_CACHING", "1")
+    monkeypatch.setenv("LOOKONCE_MODEL", "/from/environment")
+    both = served()
+    assert (both.model, both.port, both.max_num_seqs) == ("/from/environment", 2222, 5)
+    assert (both.kv_tier, both.prefix_caching) == (("host:2GB", "host:3GB"), True)
+    typed = served("typed", "--port", "3333", "--kv-tier", "host:4GB", "--no-prefix-caching")
+    assert (typed.model, typed.port, typed.max_num_seqs) == ("typed", 3333, 5)
+    assert (typed.kv_tier, typed.prefix_caching) == (("host:4GB",), False)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Options)])
+def test_every_option_may_stand_in_the_environment(served, monkeypatch, name):
+    kind = type(getattr(Options(), name))
+    value = {bool: "0" if getattr(Options(), name) else "1", int: "7", float: "7"}.get(kind, "7")
+    monkeypatch.setenv(config_file.variable_of(name), value)
+    assert getattr(served(), name) != getattr(Options(), name)
+
+
+def test_what_kubernetes_sets_for_a_service_is_no_option():
+    environment = {"LOOKONCE_PORT": "tcp://10.0.0.1:80", "LOOKONCE_HOST": "0.0.0.0"}
+    config_file.drop_service_links(environment)
+    assert environment == {"LOOKONCE_HOST": "0.0.0.0"}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("prot: 5", "'prot' (did you mean port?)"),
+        ("- port", "OPTION: VALUE"),
+        ("port: [", "line 1"),
+        ("port: 80.5", "--port"),
+        ("port: {a: 1}", "port is not a value"),
+        ("kv_tier: [[a]]", "kv_tier is not a value"),
+    ],
+)
+def test_a_file_s_mistakes_are_named(monkeypatch, capsys, tmp_path, text, named):
+    file = tmp_path / "lookonce.yaml"
+    file.write_text(text)
+    assert named in refused(monkeypatch, capsys, "serve", "--config", str(file))
+
+
+# --- what is judged before anything loads ---------------------------------------------------------
+
+
+def test_the_version_is_told_and_h_is_help():
+    assert lookonce("--version").stdout.startswith("lookonce ")
+    assert lookonce("serve", "-h").stdout == lookonce("serve", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("has_cuda", "devices", "device", "said"),
+    [
+        (False, 1, "cuda", "built without CUDA"),
+        (True, 0, "cuda", "no CUDA device"),
+        (True, 2, "cuda:2", "cuda:0 to cuda:1"),
+    ],
+)
+def test_a_device_that_is_not_there_is_said_so(monkeypatch, has_cuda, devices, device, said):
+    monkeypatch.setattr(preflight, "_torch_has_cuda", lambda: has_cuda)
+    monkeypatch.setattr(preflight, "_num_cuda_devices", lambda: devices)
+    with pytest.raises(ConfigError, match=f"--device {device}: .*{said}"):
+        preflight.check_device(device)
+
+
+def test_a_device_that_is_there_is_taken(monkeypatch):
+    monkeypatch.setattr(preflight, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(preflight, "_num_cuda_devices", lambda: 2)
+    for device in ("cpu", "cuda", "cuda:1"):
+        preflight.check_device(device)
+
+
+def test_a_tier_that_answers_is_taken(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        preflight.check_tier(parse_tier_spec(f"valkey://127.0.0.1:{port}"))
+    preflight.check_tier(parse_tier_spec(f"disk:{tmp_path}/made/later:1GB"))
+
+
+def test_a_hub_that_cannot_be_reached_is_told_apart_from_a_model_it_lacks(monkeypatch, tmp_path):
+    (tmp_path / "empty").mkdir()
+    asked = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HOME": str(tmp_path / "empty")}
+    done = lookonce("serve", "someone/model", env={**os.environ, **asked})
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert "someone/model" in line
+    assert "http://127.0.0.1:1 cannot be reached" in line
+    with hub_without_models() as endpoint:
+        done = lookonce(
+            "serve", "someone/model", env={**os.environ, **asked, "HF_ENDPOINT": endpoint}
+        )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert f"{endpoint} gives out no such model" in line
+
+
+@contextmanager
+def hub_without_models():
+    """Answers 404 as the hub does."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

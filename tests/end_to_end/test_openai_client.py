@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 import openai
+import pydantic
 import pytest
 
 from tests.support.drawing import ask, picture, tone
@@ -169,3 +171,69 @@ def test_mistakes_are_openai_s_exceptions(client):
         client.chat.completions.create(model="nano", messages=ask(inside, "What is this?"))
     with pytest.raises(openai.BadRequestError, match="context"):
         client.chat.completions.create(model="nano", messages=ask("x " * 5000))
+
+
+class Shape(pydantic.BaseModel):
+    name: Literal["circle", "square"]
+    filled: bool
+
+
+class Drawing(pydantic.BaseModel):
+    """A plain model: nothing says that it takes no other keys."""
+
+    shape: Shape
+    more: Shape | None = None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 4.0])
+def test_a_plain_pydantic_model_is_parsed(client, temperature):
+    messages = ask(RED_CIRCLE, "What is in the picture?")
+    parsed = client.chat.completions.parse(
+        model="nano", messages=messages, response_format=Drawing, temperature=temperature
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Drawing)
+    schema = {"name": "drawing", "schema": Drawing.model_json_schema()}
+    whole = client.chat.completions.create(
+        model="nano", messages=messages, temperature=temperature,
+        response_format={"type": "json_schema", "json_schema": schema},
+    )  # fmt: skip
+    assert whole.choices[0].finish_reason == "stop"
+    Drawing.model_validate_json(whole.choices[0].message.content)
+
+
+def test_a_schema_that_is_opened_lets_a_weak_model_write_on(client):
+    """The negative control: what closing prevents."""
+    schema = {"json": Drawing.model_json_schema(), "disable_additional_properties": False}
+    answer = client.chat.completions.create(
+        model="nano", messages=ask("Say apple."), temperature=4.0, n=4, max_tokens=200,
+        extra_body={"structured_outputs": schema},
+    )  # fmt: skip
+    assert "length" in {choice.finish_reason for choice in answer.choices}
+
+
+def test_only_allowed_tokens_are_generated(client, server):
+    token_ids = server.post("/tokenize", {"prompt": "circle"}).json()["tokens"]
+    answer = client.chat.completions.create(
+        model="nano", messages=ask("Say apple."), max_tokens=5, temperature=4.0, logprobs=True,
+        extra_body={"allowed_token_ids": token_ids, "return_tokens_as_token_ids": True},
+    )  # fmt: skip
+    said = {entry.token for entry in answer.choices[0].logprobs.content}
+    assert said <= {f"token_id:{token}" for token in token_ids}
+
+
+def test_what_the_client_sends_beside_a_question_is_never_refused(client):
+    answer = client.chat.completions.with_raw_response.create(
+        model="nano", messages=ask("Say apple."), reasoning_effort="low", verbosity="low",
+        store=True, user="me", metadata={"a": "b"}, service_tier="flex", prompt_cache_key="k",
+        safety_identifier="s",
+    )  # fmt: skip
+    assert answer.parse().choices[0].message.content == "apple"
+    for name in ("reasoning_effort", "verbosity", "store", "user", "service_tier"):
+        assert name in answer.headers["x-lookonce-warning"]
+
+
+def test_the_tokenizer_is_told_as_the_model_has_it(server, nano_folder):
+    info = server.get("/tokenizer_info").json()
+    assert info["chat_template"] == (nano_folder / "chat_template.jinja").read_text()
+    for path in ("/ping", "/load", "/server_info", "/docs"):
+        assert server.get(path).status_code == 200

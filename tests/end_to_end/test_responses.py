@@ -129,13 +129,11 @@ REFUSED = [
     ({"input": "x", "conversation": "conv_1"}, "conversation"),
     ({"input": "x", "background": True}, "background"),
     ({"input": "x", "truncation": "auto"}, "truncation"),
-    ({"input": "x", "reasoning": {"effort": "low"}}, "reasoning.effort"),
     ({"input": "x", "include": ["file_search_call.results"]}, "include[0]"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools"),
     ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
     ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
-    ({"input": "x", "text": {"verbosity": "low"}}, "text.verbosity"),
     ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
     ({"input": "x", "max_output_tokens": 10**6}, "max_output_tokens"),
     ({"input": "x", "max_tokens": 5}, "max_tokens"),
@@ -167,3 +165,12 @@ def test_mistakes_are_the_client_s_exceptions(client):
         client.responses.create(model="nano", input="x", temperature=-1)
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model="gpt-5", input="x")
+
+
+def test_controls_that_the_model_has_no_place_for_are_named_and_ignored(server):
+    with server.client() as client:
+        answer = client.responses.with_raw_response.create(
+            model="nano", input="Say apple.", reasoning={"effort": "low"}, text={"verbosity": "low"}
+        )
+    assert answer.headers["x-lookonce-warning"] == "ignored: reasoning.effort, text.verbosity"
+    assert answer.parse().output_text == "apple"

@@ -42,7 +42,11 @@ def test_weights_are_fetched_once_and_only_where_they_are_wanted(tmp_path, monke
     fetched: list[str] = []
 
     def hub_of_copies(
-        repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str]
+        repo_id: str,
+        *,
+        allow_patterns: list[str],
+        ignore_patterns: list[str],
+        local_files_only: bool,
     ) -> str:
         fetched.extend(
             filter_repo_objects(

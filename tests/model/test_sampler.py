@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -401,3 +402,16 @@ def test_equal_logits_are_kept_together() -> None:
     logits[[4, 9, 30]] = 2.0
     seen = draw_many(SamplingParams(top_k=2), logits, 300)
     assert set(np.flatnonzero(seen)) == {4, 9, 30}
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=4.0, seed=1)])
+def test_only_allowed_tokens_are_sampled(params):
+    allowed = msgspec.structs.replace(params, allowed_token_ids=(7, 9))
+    sampler = Sampler(VOCAB, [EOS])
+    for seq_id in range(20):
+        sampler.add(seq_id, allowed if seq_id % 2 else params, seq_id, [], [])
+    logits = logits_of(5, rows=20)
+    logits[:, 9] = -20.0  # also the unlikely one is kept
+    drawn = sampler.sample(logits, range(20), [0] * 20).token_ids
+    assert set(drawn[1::2]) <= {7, 9}
+    assert not set(drawn[::2]) <= {7, 9}

@@ -74,7 +74,7 @@ OTHERS = {
         "max_output_tokens", "top_logprobs", "tools", "tool_choice", "mm_processor_kwargs",
     ),
     "/v1/responses": (
-        "max_completion_tokens", "chat_template", "documents", "reasoning_effort", "verbosity",
+        "max_completion_tokens", "chat_template", "documents",
         "functions", "function_call", "modalities", "echo", "prompt_logprobs",
     ),
     "/tokenize": ("chat_template", "documents", "truncate_prompt_tokens"),

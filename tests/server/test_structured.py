@@ -10,6 +10,7 @@ from lookonce.types.sampling import Grammar, SamplingParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = '{"type":"object","properties":{"a":{"type":"integer"}}}'
+CLOSED = TEXT[:-1] + ',"additionalProperties":false}'
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 
 SERVED = [
@@ -17,9 +18,14 @@ SERVED = [
     ({"response_format": {"type": "text"}}, None),
     ({"structured_outputs": None, "guided_json": None}, None),
     ({"response_format": {"type": "json_object"}}, ("json_schema", '{"type":"object"}')),
-    ({"response_format": FORMAT}, ("json_schema", TEXT)),
-    ({"structured_outputs": {"json": SCHEMA}}, ("json_schema", TEXT)),
-    ({"structured_outputs": {"json": TEXT}}, ("json_schema", TEXT)),
+    ({"response_format": FORMAT}, ("json_schema", CLOSED)),
+    ({"structured_outputs": {"json": SCHEMA}}, ("json_schema", CLOSED)),
+    ({"guided_json": SCHEMA}, ("json_schema", CLOSED)),
+    ({"structured_outputs": {"json": TEXT}}, ("json_schema", CLOSED)),
+    (
+        {"structured_outputs": {"json": TEXT, "disable_additional_properties": False}},
+        ("json_schema", TEXT),
+    ),
     ({"structured_outputs": {"regex": "a+"}}, ("regex", "a+")),
     ({"structured_outputs": {"choice": ["a", "b"]}}, ("choice", '["a","b"]')),
     ({"structured_outputs": {"grammar": "root ::= x"}}, ("grammar", "root ::= x")),
@@ -39,6 +45,17 @@ def test_every_way_to_ask_is_served(on_site):
             assert expected == (None if grammar is None else (grammar.kind, grammar.source)), fields
 
     on_site(scenario)
+
+
+def test_an_option_of_the_server_leaves_schemas_open(on_site):
+    async def scenario(site):
+        assert (await site.chat(response_format=FORMAT)).status_code == 200
+        assert site.engine.samplings[-1].grammar.source == TEXT
+        shut = {"json": SCHEMA, "disable_additional_properties": True}
+        assert (await site.chat(structured_outputs=shut)).status_code == 200
+        assert site.engine.samplings[-1].grammar.source == CLOSED
+
+    on_site(scenario, closed_schemas=False)
 
 
 REFUSED = [

@@ -113,10 +113,11 @@ def test_a_misspelt_field_of_a_tool_is_named_by_its_place():
     assert refused.value.param == "tools[0].function.descripton"
 
 
-def test_fields_that_ask_for_nothing_and_openai_s_own_are_no_matter(on_site):
+def test_fields_that_ask_for_nothing_or_the_usual_are_no_matter(on_site):
     async def scenario(site):
         response = await site.chat(
-            foo_bar=None, user="me", store=True, metadata={"a": "b"}, service_tier="auto",
+            foo_bar=None, user="", store=False, metadata={}, service_tier="auto",
+            verbosity="medium", reasoning={}, prompt_cache_retention="in_memory",
             stream=True, stream_options={"include_usage": True, "include_obfuscation": False},
         )  # fmt: skip
         assert response.status_code == 200

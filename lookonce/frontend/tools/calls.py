@@ -18,6 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from lookonce.errors import BadRequestError
+from lookonce.frontend.closed_schemas import closed
 from lookonce.frontend.responses import FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
 from lookonce.frontend.tools import harmony
 from lookonce.frontend.tools.formats import NO_PLACE, ToolDialect
@@ -110,9 +111,16 @@ NO_REQUESTED_TOOLS = RequestedTools((), (), (), forced=False, parallel=True)
 
 
 def read_tools(
-    tools: Sequence[Tool] | None, choice: ToolChoice, parallel: bool | None
+    tools: Sequence[Tool] | None,
+    choice: ToolChoice,
+    parallel: bool | None,
+    *,
+    close: bool = True,
 ) -> RequestedTools | None:
-    """None where no tool may be used. Raises `BadRequestError` naming the part at fault."""
+    """None where no tool may be used. Raises `BadRequestError` naming the part at fault.
+
+    `close`: calls have no arguments but those that are declared (see `closed_schemas`).
+    """
     if not tools:
         if choice not in (None, "none", "auto"):
             raise BadRequestError("tool_choice needs tools", param="tool_choice")
@@ -127,13 +135,23 @@ def read_tools(
         )
     functions = _named(declared, choice) if isinstance(choice, NamedChoice) else declared
     numbers = {function.name: number for number, function in enumerate(declared)}
+    params = tuple(f"tools[{numbers[f.name]}].function.parameters" for f in functions)
     return RequestedTools(
-        functions=functions,
-        params=tuple(f"tools[{numbers[f.name]}].function.parameters" for f in functions),
+        functions=tuple(map(_closed, functions, params)) if close else functions,
+        params=params,
         declared=declared,
         forced=choice == "required" or isinstance(choice, NamedChoice),
         parallel=parallel is not False and not isinstance(choice, NamedChoice),
     )
+
+
+def _closed(function: Function, param: str) -> Function:
+    if function.parameters is None:
+        return function
+    try:
+        return replace(function, parameters=closed(function.parameters))
+    except RecursionError:
+        raise BadRequestError(f"{param}: nested too deeply", param=param) from None
 
 
 def _functions(tools: Sequence[Tool]) -> tuple[Function, ...]:
@@ -326,9 +344,11 @@ def call_deltas_of(deltas: Sequence[AnswerDelta]) -> list[ToolCallDelta]:
 Reason = TypeVar("Reason", str, str | None)
 
 
-def finish_reason_shown(finish_reason: Reason, *, called: bool) -> Reason:
-    """A sample with calls that ended by itself ends with "tool_calls"."""
-    return "tool_calls" if called and finish_reason == "stop" else finish_reason
+def finish_reason_shown(
+    finish_reason: Reason, *, called: bool, as_called: str = "tool_calls"
+) -> Reason:
+    """A sample with calls that ended by itself ends with `as_called`."""
+    return as_called if called and finish_reason == "stop" else finish_reason
 
 
 # --- grammars of calls ----------------------------------------------------------------------------

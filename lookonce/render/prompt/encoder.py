@@ -12,11 +12,12 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
+import jinja2.nodes
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -132,6 +133,11 @@ class PromptEncoder:
                 for name, source in template_sources.items()
             }
         )
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names that the chat templates read, of `template_controls.NAMES` among others."""
+        return self._templates.variables
 
     async def encode_chat(
         self,
@@ -281,6 +287,11 @@ class ChatTemplates:
     def __init__(self, templates: Mapping[str, ChatTemplate]) -> None:
         self._templates = dict(templates)
 
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that any of them reads."""
+        return frozenset().union(*(each.variables() for each in self._templates.values()))
+
     def select(self, tools: Sequence[Json] | None = None) -> ChatTemplate:
         """Raises `BadRequestError` when the model has none."""
         if tools and "tool_use" in self._templates:
@@ -321,6 +332,12 @@ class ChatTemplate:
         self._compiled: jinja2.Template | None = None
         self._globals: dict[str, Any] = {}
         self.content_form = self._probe_content_form()
+
+    def variables(self) -> frozenset[str]:
+        """Names that the template reads, its own included."""
+        tree = _compile_jinja_template(self._source).environment.parse(self._source)
+        names = tree.find_all(jinja2.nodes.Name)
+        return frozenset(node.name for node in names if node.ctx == "load")
 
     def render(
         self,

@@ -28,19 +28,24 @@ from lookonce.server.routes.admin import (
     abort_requests,
     health,
     list_models,
+    load,
     metrics,
     ready,
     reset_route,
+    server_info,
     show_model,
     show_version,
+    tokenizer_info,
 )
+from lookonce.server.routes.anthropic_messages import count_tokens, create_message
 from lookonce.server.routes.audio import transcriptions, translations
 from lookonce.server.routes.chat import chat_completions
 from lookonce.server.routes.completions import completions
 from lookonce.server.routes.debug import show_state, take_profile
 from lookonce.server.routes.generate import generate
+from lookonce.server.routes.invocations import invocations
 from lookonce.server.routes.media_cache import inject_media, show_media_cache
-from lookonce.server.routes.openapi import show_openapi
+from lookonce.server.routes.openapi import show_docs, show_openapi
 from lookonce.server.routes.realtime.route import realtime
 from lookonce.server.routes.render import detokenize, render_chat, render_completion, tokenize
 from lookonce.server.routes.responses_api.route import create_response
@@ -51,9 +56,14 @@ logger = logging.getLogger("lookonce.server")
 
 RENDER_ROUTES = [
     Route("/health", health),
+    Route("/ping", health, methods=["GET", "POST"]),
     Route("/ready", ready),
+    Route("/load", load),
+    Route("/server_info", server_info),
+    Route("/tokenizer_info", tokenizer_info),
     Route("/version", show_version),
     Route("/openapi.json", show_openapi),
+    Route("/docs", show_docs),
     Route("/metrics", metrics),
     Route("/v1/models", list_models),
     Route("/v1/models/{model:path}", show_model),
@@ -73,6 +83,9 @@ ROUTES = [
     Route("/v1/responses", create_response, methods=["POST"]),
     Route("/v1/audio/transcriptions", transcriptions, methods=["POST"]),
     Route("/v1/audio/translations", translations, methods=["POST"]),
+    Route("/v1/messages", create_message, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    Route("/invocations", invocations, methods=["POST"]),
     Route("/inference/v1/generate", generate, methods=["POST"]),
     Route("/inference/v1/abort_requests", abort_requests, methods=["POST"]),
     Route("/inference/v1/media_cache", inject_media, methods=["POST"]),
@@ -84,7 +97,9 @@ ROUTES = [
 
 WEBSOCKETS = [WebSocketRoute("/v1/realtime", realtime)]
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json"})
+OPEN_PATHS = frozenset(
+    {"/health", "/ping", "/ready", "/version", "/metrics", "/openapi.json", "/docs"}
+)
 """Paths that are answered without a key and while draining: they tell the server's state."""
 
 UNLIMITED_PATHS = frozenset(
@@ -141,6 +156,7 @@ class RequestMiddleware:
     ) -> None:
         self._services = services
         self._guard = services.guard
+        self._root_path = services.config.server.root_path
         self._router = router
         self._endpoints: dict[tuple[str, str], Callable[[Request], Awaitable[Response]]] = {}
         self._websockets = {route.path: route.endpoint for route in websockets}
@@ -188,6 +204,8 @@ class RequestMiddleware:
     async def _serve(self, scope: Scope, receive: Receive, send: _ResponseSender) -> None:
         """Raises what the guard and the route raise, `DrainingError` and `UnauthorizedError`."""
         path = scope["path"]
+        if self._root_path and path.startswith(self._root_path + "/"):
+            scope["path"] = path = path.removeprefix(self._root_path)
         if cors := self._guard.admit(scope):
             send.headers = cors
             asked = self._guard.preflight(scope)

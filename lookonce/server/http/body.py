@@ -20,7 +20,13 @@ from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, RequestError, TooLargeError
 from lookonce.frontend.requests import HARMLESS_VALUES, NOTHING, Raw, RefusesUnsupported, raw_bytes
 from lookonce.server.http.responses import ClientLeftError
-from lookonce.server.http.unknown_fields import strict_kind, unknown_fields, unknown_part_fields
+from lookonce.server.http.unknown_fields import (
+    ignored_fields,
+    note_ignored,
+    strict_kind,
+    unknown_fields,
+    unknown_part_fields,
+)
 from lookonce.server.services import Services, header
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -47,6 +53,8 @@ async def receive(request: Request, kind: type[T]) -> T:
         decoded, unknown = parse_reporting(body, kind)
     if unknown:
         request.state.warning = services.unknown_fields.judge(unknown, kind)
+    if ignored := ignored_fields(decoded):
+        note_ignored(request, services.unknown_fields, ignored)
     return decoded
 
 

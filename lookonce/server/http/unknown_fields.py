@@ -18,9 +18,15 @@ from functools import cache
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
 
 from lookonce.errors import BadRequestError
-from lookonce.frontend.requests import ACCEPTED_FIELDS, HARMLESS_VALUES, RefusesUnsupported
+from lookonce.frontend.requests import (
+    ACCEPTED_FIELDS,
+    HARMLESS_VALUES,
+    USUAL_VALUES,
+    RefusesUnsupported,
+)
 
 logger = logging.getLogger("lookonce.server")
 
@@ -72,12 +78,42 @@ class UnknownFields:
         listed = ", ".join(described) + (f" and {more} more" if more else "")
         return f"ignored unknown fields: {listed}"
 
+    def ignore(self, names: Sequence[str]) -> str:
+        """The warning about known fields that have no effect here: they are never refused."""
+        for name in names:
+            self._log(name, name)
+        return f"ignored: {', '.join(names)}"
+
     def _log(self, name: str, described: str) -> None:
         if name in self._logged or len(self._logged) >= MAX_LOGGED:
             return
         self._logged.add(name)
         shown = described if LOGGED_NAME.fullmatch(name) else "(not a field's name)"
-        logger.warning("an unknown field of a request was ignored (logged once): %s", shown)
+        logger.warning("a field of a request was ignored (logged once): %s", shown)
+
+
+def note_ignored(request: Request, fields: UnknownFields, names: Sequence[str]) -> None:
+    """Have the answer's header name known fields that are ignored, beside what it names already."""
+    earlier = getattr(request.state, "warning", None)
+    request.state.warning = "; ".join(filter(None, [earlier, fields.ignore(names)]))
+
+
+def ignored_fields(request: msgspec.Struct) -> list[str]:
+    """Names of `ACCEPTED_FIELDS` that ask for something and that nothing reads. `request` was
+    decoded by `strict_kind`, or has none."""
+    found = []
+    for name in _accepted(type(request)):
+        value = getattr(request, name)
+        if value not in (None, False, "", [], {}) and value not in USUAL_VALUES.get(name, ()):
+            found.append(name)
+    return found
+
+
+@cache
+def _accepted(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Those that `strict_kind` has added to `kind`."""
+    types_of = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    return tuple(sorted(n for n in ACCEPTED_FIELDS if types_of.get(n) is Any))
 
 
 def unknown_fields(body: bytes, kind: type[msgspec.Struct]) -> list[str]:
@@ -140,7 +176,7 @@ def strict_kind(
     """
     fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
     added: list[tuple[str, Any, Any]] = [
-        (name, msgspec.Raw | None, None) for name in accepted if name not in fields
+        (name, Any, None) for name in accepted if name not in fields
     ]
     for name, declared in fields.items():
         inner = _member(declared)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lookonce import __version__
+from lookonce.config import Config
 from lookonce.errors import LookOnceError
 from lookonce.frontend.responses import ModelCard, ModelList
+from lookonce.render.prompt.encoder import template_sources
 from lookonce.server.audit import audit
 from lookonce.server.http.body import receive
 from lookonce.server.http.responses import json_response
@@ -73,6 +77,67 @@ async def metrics(request: Request) -> Response:
         engine = {}
     local = await services.local_metrics()
     return Response(services.metrics.exposition(local, engine), media_type=METRICS_TYPE)
+
+
+class Load(msgspec.Struct):
+    server_load: int
+    """Sequences that are computed or wait for it, of all API processes."""
+
+
+async def load(request: Request) -> Response:
+    services: Services = request.app.state.services
+    try:
+        engine = await services.engine.stats()
+    except LookOnceError:
+        engine = {}
+    counted = (engine.get(f"num_requests_{state}", 0) for state in ("running", "waiting"))
+    return json_response(Load(int(sum(counted))))
+
+
+async def server_info(request: Request) -> Response:
+    """The version and the configuration, without keys and passwords. Needs an admin key."""
+    services: Services = request.app.state.services
+    principal: Principal = request.state.principal
+    principal.require_admin()
+    return json_response(ServerInfo(__version__, public_config(services.config)))
+
+
+class ServerInfo(msgspec.Struct):
+    version: str
+    config: dict[str, Any]
+
+
+SECRET = frozenset({"api_keys", "username", "password", "limits"})
+"""Fields of the configuration, at any depth, that no client is shown."""
+
+
+def public_config(config: Config) -> dict[str, Any]:
+    shown: dict[str, Any] = _without_secrets(msgspec.to_builtins(config))
+    return shown
+
+
+def _without_secrets(part: Any) -> Any:
+    if isinstance(part, dict):
+        return {k: _without_secrets(v) for k, v in part.items() if k not in SECRET}
+    return [_without_secrets(each) for each in part] if isinstance(part, list | tuple) else part
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """The model's `tokenizer_config.json`, with the chat template that is used."""
+    services: Services = request.app.state.services
+    folder = services.config.model.folder
+    info = msgspec.json.decode(tokenizer_config(folder), type=dict[str, Any])
+    sources = template_sources(
+        folder, services.renderer.tokenizer, services.config.server.chat_template
+    )
+    info["chat_template"] = sources.get("default")
+    return Response(msgspec.json.encode(info), media_type="application/json")
+
+
+def tokenizer_config(folder: str) -> bytes:
+    """The file's contents; an empty object for a folder without it."""
+    file = Path(folder) / "tokenizer_config.json"
+    return file.read_bytes() if file.is_file() else b"{}"
 
 
 class AbortRequest(msgspec.Struct):

@@ -21,12 +21,15 @@ from lookonce.frontend.responses import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
+    ToolCall,
 )
 from lookonce.frontend.sampling_params import chat_sampling
 from lookonce.frontend.tools.calls import (
     AnswerDelta,
     CallReader,
     PlainTextReader,
+    Reason,
+    RequestedTools,
     ToolCalling,
     call_deltas_of,
     content_of,
@@ -36,9 +39,15 @@ from lookonce.frontend.tools.calls import (
     reasoning_of,
     tool_calling,
 )
+from lookonce.frontend.tools.function_fields import read_functions, with_tool_calls
 from lookonce.server.http.body import receive
 from lookonce.server.rate_limits import count_media
-from lookonce.server.routes.serving_base import ServingContext, open_context, respond
+from lookonce.server.routes.serving_base import (
+    ServingContext,
+    apply_controls,
+    open_context,
+    respond,
+)
 from lookonce.server.services import Services
 from lookonce.types.sampling import SamplingParams
 
@@ -47,6 +56,7 @@ async def chat_completions(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, ChatRequest)
     context = open_context(request, body, arrival)
+    apply_controls(request, body)
     sampling, tools = checked_chat(body, context.services)
     return await respond(request, context, ChatResponseBuilder(context, body, sampling, tools))
 
@@ -60,10 +70,19 @@ def checked_chat(
         raise BadRequestError("messages must not be empty", param="messages")
     if body.modalities not in (None, [], ["text"]):
         raise BadRequestError("modalities other than text are not supported", param="modalities")
-    asked = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    asked = requested_tools(body, close=services.defaults.closed_schemas)
     tools = tool_calling(asked, services.tool_dialect)
     sampling = chat_sampling(body, services.defaults)
     return (sampling if tools is None else tools.constrain(sampling)), tools
+
+
+def requested_tools(body: ChatRequest, *, close: bool) -> RequestedTools | None:
+    """Of `tools` or `functions`. Raises `BadRequestError` naming the part at fault."""
+    if body.functions and body.tools:
+        raise BadRequestError("functions and tools cannot be used together", param="functions")
+    if body.functions or body.function_call not in (None, "none", "auto"):
+        return read_functions(body.functions or (), body.function_call, close=close)
+    return read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, close=close)
 
 
 def chat_options(body: ChatRequest | TokenizeRequest, tools: ToolCalling | None) -> dict[str, Any]:
@@ -88,6 +107,8 @@ class ChatResponseBuilder:
         self._tools = tools
         self._readers: dict[int, CallReader | PlainTextReader] = {}
         self._begun: set[int] = set()
+        self._old_form = bool(body.functions)
+        """Calls are shown as `function_call`."""
         self._id = f"chatcmpl-{context.request_id}"
 
     async def render(self) -> None:
@@ -96,7 +117,7 @@ class ChatResponseBuilder:
         context.usage_limits.take_media(count_media(messages))
         with context.services.metrics.render.time():
             rendered = await context.services.renderer.render_chat(
-                messages,
+                with_tool_calls(messages),
                 tenant=context.principal.tenant,
                 cache_salt=body.cache_salt,
                 options=chat_options(body, self._tools),
@@ -125,14 +146,30 @@ class ChatResponseBuilder:
         message.reasoning_content = reasoning_of(deltas) or UNSET
         if called:
             message.content = message.content or None
-            message.tool_calls = self._readers[index].calls
+            self._show_calls(message, self._readers[index].calls)
         return ChatChoice(
             index=index,
             message=message,
             logprobs=self._context.chat_logprobs(self._sampling, sample),
-            finish_reason=finish_reason_shown(sample.finish_reason, called=called),
+            finish_reason=self._finish_reason(sample.finish_reason, called=called),
             stop_reason=sample.stop_reason,
         )
+
+    def _show_calls(self, message: ChatMessage, calls: list[ToolCall]) -> None:
+        if self._old_form:
+            message.function_call = calls[0].function
+        else:
+            message.tool_calls = calls
+
+    def _finish_reason(self, reason: Reason, *, called: bool) -> Reason:
+        shown = "function_call" if self._old_form else "tool_calls"
+        return finish_reason_shown(reason, called=called, as_called=shown)
+
+    def _delta(self, deltas: Sequence[AnswerDelta]) -> ChatDelta:
+        shown = _delta(deltas)
+        if self._old_form and shown.tool_calls:
+            shown.function_call, shown.tool_calls = shown.tool_calls[0].function, UNSET
+        return shown
 
     def _read(self, index: int, text: str, *, last: bool) -> list[AnswerDelta]:
         """The content, reasoning and tool calls that `text` adds to a sample."""
@@ -151,14 +188,14 @@ class ChatResponseBuilder:
         logprobs = self._context.chat_logprobs(self._sampling, piece)
         deltas = self._read(piece.index, piece.text, last=piece.finish_reason is not None)
         if deltas or logprobs is not None:
-            yield self._chunk(piece.index, _delta(deltas), logprobs)
+            yield self._chunk(piece.index, self._delta(deltas), logprobs)
         if piece.finish_reason is not None:
             yield self._finish_chunk(piece)
 
     def _finish_chunk(self, piece: Piece) -> ChatChunk:
         chunk = self._chunk(piece.index, ChatDelta())
         called = self._called(piece.index)
-        chunk.choices[0].finish_reason = finish_reason_shown(piece.finish_reason, called=called)
+        chunk.choices[0].finish_reason = self._finish_reason(piece.finish_reason, called=called)
         chunk.choices[0].stop_reason = piece.stop_reason
         if self._context.finished and not self._context.include_usage:
             chunk.reuse_receipt = self._context.receipt()

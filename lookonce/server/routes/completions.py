@@ -186,6 +186,7 @@ class CompletionResponseBuilder:
                 wanted,
                 renderer.skipped(self._sampling),
                 offset=0 if echo is None else len(self._prompt_text(index)),
+                name=self._context.token_name,
             )
         if logprobs:
             parts.append(self._logprob_builders[index].take(token_ids, logprobs))
@@ -204,5 +205,6 @@ class CompletionResponseBuilder:
                 generation.prompt_logprobs,
                 wanted,
                 self._context.services.renderer.token_bytes,
+                self._context.token_name,
             )
         return self._echoes[number]

@@ -33,6 +33,7 @@ from lookonce.frontend.responses import (
     PromptEntries,
     ReuseReceipt,
     StopReason,
+    TopLogprob,
     Usage,
 )
 from lookonce.frontend.sampling_params import grammar_of
@@ -110,20 +111,23 @@ async def generate(request: Request) -> Response:
     return await respond(request, context, GenerateResponseBuilder(context, body))
 
 
-def sampling_of(raw: bytes) -> SamplingParams:
-    """Of `sampling_params` alone, without the model's defaults. Raises `BadRequestError`."""
+def sampling_of(raw: bytes, *, close: bool = True) -> SamplingParams:
+    """Of `sampling_params` alone, without the model's defaults. Raises `BadRequestError`.
+
+    `close`: objects of JSON schemas are closed (see `closed_schemas`).
+    """
     if raw in (b"", b"null"):
         return SamplingParams()
     try:
         fields = msgspec.json.decode(raw, type=dict[str, Any])
     except msgspec.ValidationError as error:
         raise BadRequestError(f"sampling_params: {error}", param="sampling_params") from None
-    grammar = grammar_of(parse(raw, StructuredFields))
+    grammar = grammar_of(parse(raw, StructuredFields), close=close)
     given = {name: value for name, value in fields.items() if value is not None}
     for name, value in given.items():
         if name not in KNOWN_PARAMS and not _asks_nothing(value):
-            close = difflib.get_close_matches(name[:60], KNOWN_PARAMS, 1, LIKENESS)
-            meant = f" (did you mean {close[0]}?)" if close else ""
+            likely = difflib.get_close_matches(name[:60], KNOWN_PARAMS, 1, LIKENESS)
+            meant = f" (did you mean {likely[0]}?)" if likely else ""
             raise BadRequestError(
                 f"sampling_params: {name[:60]!r} is no sampling parameter{meant}",
                 param="sampling_params",
@@ -154,7 +158,8 @@ class GenerateResponseBuilder:
     def __init__(self, context: ServingContext, body: GenerateRequest) -> None:
         self._context = context
         self._body = body
-        self._sampling = sampling_of(raw_bytes(body.sampling_params))
+        close = context.services.defaults.closed_schemas
+        self._sampling = sampling_of(raw_bytes(body.sampling_params), close=close)
         if body.stream and self._sampling.prompt_logprobs is not None:
             raise BadRequestError(
                 "sampling_params: prompt_logprobs needs stream to be false", param="sampling_params"
@@ -190,7 +195,7 @@ class GenerateResponseBuilder:
         return GenerateChoice(
             index=index,
             token_ids=sample.token_ids,
-            logprobs=self._context.chat_logprobs(self._sampling, sample),
+            logprobs=self._logprobs(sample),
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
         )
@@ -199,7 +204,7 @@ class GenerateResponseBuilder:
         choice = GenerateChoice(
             index=piece.index,
             token_ids=piece.token_ids,
-            logprobs=self._context.chat_logprobs(self._sampling, piece),
+            logprobs=self._logprobs(piece),
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
         )
@@ -207,6 +212,14 @@ class GenerateResponseBuilder:
             chunk = self._envelope([choice])
             last = self._context.finished and piece.finish_reason is not None
             yield self._with_reuse(chunk) if last and not self._context.include_usage else chunk
+
+    def _logprobs(self, generated: Sample | Piece) -> ChatLogprobs | None:
+        """As vLLM's: the first candidate of `logprobs: 0` is the token itself."""
+        found = self._context.chat_logprobs(self._sampling, generated)
+        if found is not None and self._sampling.logprobs == 0:
+            for entry in found.content:
+                entry.top_logprobs = [TopLogprob(entry.token, entry.logprob, entry.bytes)]
+        return found
 
     def usage_chunk(self) -> GenerateResponse:
         chunk = self._envelope([])

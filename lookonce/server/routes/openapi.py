@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from html import escape
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from lookonce.frontend.requests import (
     ChatRequest,
@@ -29,13 +31,28 @@ from lookonce.frontend.responses import (
     Tokens,
 )
 from lookonce.frontend.transcript_formats import Transcription
-from lookonce.server.routes.admin import AbortRequest, AbortResponse, Status, Version
+from lookonce.server.routes.admin import (
+    AbortRequest,
+    AbortResponse,
+    Load,
+    ServerInfo,
+    Status,
+    Version,
+)
+from lookonce.server.routes.anthropic_messages import (
+    AnthropicMessage,
+    CountTokensRequest,
+    MessagesRequest,
+    TokenCount,
+)
 from lookonce.server.routes.debug import ProfileRequest, ServerState
 from lookonce.server.routes.generate import GenerateRequest, GenerateResponse
 from lookonce.server.routes.media_cache import MediaCacheInfo, MediaCacheRequest, MediaCacheResponse
+from lookonce.server.routes.page import HEADERS
 from lookonce.server.routes.render import RenderChatRequest, RenderCompletionRequest, RenderedBody
 from lookonce.server.routes.responses_api.events import ResponseObject
 from lookonce.server.routes.responses_api.input import ResponsesRequest
+from lookonce.server.services import Services
 
 Json = dict[str, Any]
 Struct = type[msgspec.Struct]
@@ -74,6 +91,12 @@ OPERATIONS = (
     Operation("GET", "/version", "The server's version", answer=Version, is_open=True),
     Operation("GET", "/metrics", "Prometheus metrics", is_open=True),
     Operation("GET", "/openapi.json", "This description", is_open=True),
+    Operation("GET", "/docs", "This description for people", is_open=True),
+    Operation("GET", "/ping", "As /health", answer=Status, is_open=True),
+    Operation("POST", "/ping", "As /health", answer=Status, is_open=True),
+    Operation("GET", "/load", "How many sequences run or wait", answer=Load),
+    Operation("GET", "/server_info", "Version and configuration", answer=ServerInfo),
+    Operation("GET", "/tokenizer_info", "The tokenizer's configuration"),
     Operation("GET", "/v1/models", "The served model, as a list", answer=ModelList),
     Operation("GET", "/v1/models/{model}", "The served model", answer=ModelCard),
     Operation(
@@ -112,6 +135,11 @@ OPERATIONS = (
     Operation(
         "GET", "/inference/v1/media_cache", "What injection needs to know", answer=MediaCacheInfo
     ),
+    Operation(
+        "POST", "/v1/messages", "Answer as Anthropic's API", MessagesRequest, AnthropicMessage, True
+    ),
+    Operation("POST", "/v1/messages/count_tokens", "Count tokens", CountTokensRequest, TokenCount),
+    Operation("POST", "/invocations", "Any of the requests that generate", streams=True),
     Operation("POST", "/reset_mm_cache", "Empty the cache of processed media"),
     Operation("POST", "/reset_encoder_cache", "Empty the cache of encoder outputs"),
     Operation("POST", "/reset_prefix_cache", "Empty the prefix cache"),
@@ -122,13 +150,75 @@ OPERATIONS = (
 
 async def show_openapi(request: Request) -> Response:
     """Describes the routes that this application serves."""
-    paths = frozenset(route.path.replace(":path", "") for route in request.app.routes)
-    return Response(_encoded(paths), media_type="application/json")
+    services: Services = request.app.state.services
+    body = _encoded(_paths(request), services.config.server.root_path)
+    return Response(body, media_type="application/json")
+
+
+def _paths(request: Request) -> frozenset[str]:
+    return frozenset(route.path.replace(":path", "") for route in request.app.routes)
 
 
 @cache
-def _encoded(paths: frozenset[str]) -> bytes:
-    return msgspec.json.encode(describe([op for op in OPERATIONS if op.path in paths]))
+def _encoded(paths: frozenset[str], root_path: str) -> bytes:
+    described = describe([op for op in OPERATIONS if op.path in paths])
+    if root_path:
+        described["servers"] = [{"url": root_path}]
+    return msgspec.json.encode(described)
+
+
+async def show_docs(request: Request) -> Response:
+    """The same for people: a page without scripts."""
+    return HTMLResponse(_docs(_paths(request)), headers=HEADERS)
+
+
+@cache
+def _docs(paths: frozenset[str]) -> str:
+    described = describe([op for op in OPERATIONS if op.path in paths])
+    schemas = described["components"]["schemas"]
+    sections = [
+        _docs_of(method.upper(), path, operation, schemas)
+        for path, operations in described["paths"].items()
+        for method, operation in operations.items()
+    ]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        '<title>LookOnce: routes</title><link rel="stylesheet" href="page/docs.css"></head>'
+        f"<body><h1>LookOnce {escape(described['info']['version'])}</h1>"
+        '<p>For programs: <a href="openapi.json">openapi.json</a>.</p>'
+        f"{''.join(sections)}</body></html>"
+    )
+
+
+def _docs_of(method: str, path: str, operation: Json, schemas: Json) -> str:
+    rows = ""
+    if body := operation.get("requestBody"):
+        name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+        required = schemas[name].get("required", ())
+        rows = "".join(
+            f"<tr><td><code>{escape(field)}</code></td><td>{escape(_type_of(schema))}</td>"
+            f"<td>{'required' if field in required else ''}</td></tr>"
+            for field, schema in schemas[name]["properties"].items()
+        )
+        rows = f"<table><tr><th>field</th><th>type</th><th></th></tr>{rows}</table>"
+    return (
+        f"<section><h2><code>{method} {escape(path)}</code></h2>"
+        f"<p>{escape(operation['summary'])}</p>{rows}</section>"
+    )
+
+
+def _type_of(schema: Json) -> str:
+    """A schema in a few words."""
+    if "$ref" in schema:
+        return str(schema["$ref"].rpartition("/")[2])
+    if "anyOf" in schema:
+        return " or ".join(_type_of(part) for part in schema["anyOf"])
+    if schema.get("type") == "array":
+        return f"list of {_type_of(schema.get('items', {}))}"
+    if "enum" in schema:
+        return ", ".join(json.dumps(value) for value in schema["enum"])
+    return str(schema.get("type", "any"))
 
 
 def describe(operations: Iterable[Operation]) -> Json:

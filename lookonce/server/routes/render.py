@@ -31,7 +31,7 @@ from lookonce.server.rate_limits import count_media
 from lookonce.server.routes.chat import chat_options, checked_chat
 from lookonce.server.routes.completions import named_prompts
 from lookonce.server.routes.generate import Features, MediaForm, features_of
-from lookonce.server.routes.serving_base import check_body, request_id_of
+from lookonce.server.routes.serving_base import apply_controls, check_body, request_id_of
 from lookonce.server.services import Principal, Services
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.request_validation import shorten_max_tokens
@@ -68,6 +68,7 @@ async def render_chat(request: Request) -> Response:
     principal: Principal = request.state.principal
     services.require_model(body.model)
     check_body(body)
+    apply_controls(request, body)
     sampling, tools = checked_chat(body, services)
     request_id = request_id_of(request, body.request_id)
     request.state.usage.take_media(count_media(body.messages))

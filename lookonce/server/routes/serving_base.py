@@ -17,9 +17,9 @@ from starlette.responses import Response
 
 from lookonce.errors import BadRequestError
 from lookonce.frontend.generation import Piece, PromptGeneration, Sample, merged, prepare
-from lookonce.frontend.logprobs import chat_logprobs, prompt_entries
+from lookonce.frontend.logprobs import TokenName, chat_logprobs, prompt_entries, token_id_name
 from lookonce.frontend.receipt import kv_transfer_params, reuse_receipt, usage
-from lookonce.frontend.requests import StreamOptions
+from lookonce.frontend.requests import StreamOptions, TakesControls
 from lookonce.frontend.responses import (
     ChatLogprobs,
     KVTransferParams,
@@ -28,6 +28,7 @@ from lookonce.frontend.responses import (
     Usage,
 )
 from lookonce.frontend.sampling_params import names_limit
+from lookonce.frontend.template_controls import template_controls
 from lookonce.server.http.responses import (
     UNNAMED_EVENTS,
     ChunkGroup,
@@ -37,6 +38,7 @@ from lookonce.server.http.responses import (
     encode,
     while_connected,
 )
+from lookonce.server.http.unknown_fields import note_ignored
 from lookonce.server.rate_limits import RequestUsage
 from lookonce.server.services import Principal, Services, header
 from lookonce.types.logs import current_request_id
@@ -99,10 +101,23 @@ def open_context(request: Request, body: GenerationBody, arrival: float) -> Serv
         limit_asked=names_limit(body),
         arrival=arrival,
         usage_limits=request.state.usage,
+        token_name=token_id_name if getattr(body, "return_tokens_as_token_ids", None) else None,
     )
     if (trace := request.scope["state"].get("trace")) is not None:
         trace.serving = context
     return context
+
+
+def apply_controls(request: Request, body: TakesControls) -> None:
+    """Turn `reasoning_effort` and its kin into variables of the chat template, where it reads such;
+    the answer's header names those that are ignored. Variables of the client's own stay."""
+    services: Services = request.app.state.services
+    known = services.renderer.template_variables
+    variables, ignored = template_controls(body.asked_controls(), known)
+    if variables:
+        body.chat_template_kwargs = {**variables, **(body.chat_template_kwargs or {})}
+    if ignored:
+        note_ignored(request, services.unknown_fields, ignored)
 
 
 def check_body(body: GenerationBody) -> None:
@@ -145,6 +160,8 @@ class ServingContext:
     arrival: float
     usage_limits: RequestUsage
     """What of its limits the request uses."""
+    token_name: TokenName | None = None
+    """What log-probabilities are listed by, if not by the text of the token."""
     created: int = field(default_factory=lambda: int(time.time()))
     generations: list[PromptGeneration] = field(default_factory=list)
     aborted: bool = False
@@ -218,7 +235,7 @@ class ServingContext:
         if sampling.logprobs is None or not generated.logprobs:
             return None
         token_bytes = self.services.renderer.token_bytes
-        return chat_logprobs(generated.token_ids, generated.logprobs, token_bytes)
+        return chat_logprobs(generated.token_ids, generated.logprobs, token_bytes, self.token_name)
 
     async def abort(self) -> None:
         """End every sample, also those that have not begun, with the finish reason "abort"."""

@@ -81,8 +81,11 @@ def test_the_exact_part_is_named(kind, body, param):
 
 def test_a_field_that_asks_for_nothing_is_no_reason_to_refuse():
     for nothing in ("null", "false", "[]", "{}", '""'):
-        body = f'{{"messages": [], "functions": {nothing}, "echo": {nothing}}}'
+        body = f'{{"messages": [], "moderation": {nothing}, "echo": {nothing}}}'
         assert parse(body.encode(), ChatRequest).messages == []
+    for nothing in ("null", "[]"):
+        body = f'{{"messages": [], "functions": {nothing}, "tools": {nothing}}}'
+        assert not parse(body.encode(), ChatRequest).functions
 
 
 class Body(msgspec.Struct):

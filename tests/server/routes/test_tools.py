@@ -164,8 +164,8 @@ REFUSED = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [CLOCK], "guided_regex": "[0-9]+"}, "guided_regex"),
     ({"tools": [CLOCK], "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
-    ({"functions": [{"name": "now"}]}, "functions"),
-    ({"function_call": "auto"}, "function_call"),
+    ({"functions": [{"name": "now"}], "tools": [CLOCK]}, "functions"),
+    ({"function_call": {"name": "now"}}, "function_call"),
 ]  # fmt: skip
 
 

@@ -73,6 +73,7 @@ class ByteRenderer:
 
     def __init__(self) -> None:
         self.rendering = 0
+        self.template_variables: frozenset[str] = frozenset()
         self.rendered: list[RenderedPrompt] = []
         self.released: list[RenderedPrompt] = []
         self.gate = asyncio.Event()

@@ -13,6 +13,7 @@ import pytest
 
 from lookonce.config import Options, resolve
 from lookonce.frontend.metrics import Metrics
+from lookonce.frontend.sampling_params import SamplingDefaults
 from lookonce.server.http.app import build_app
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.unknown_fields import UnknownFields
@@ -63,6 +64,7 @@ async def site(**options: object) -> AsyncIterator[Site]:
         engine=engine,  # type: ignore[arg-type]
         metrics=Metrics("recital", vllm_names=config.server.vllm_metric_names),
         unknown_fields=UnknownFields(strict=config.server.strict_requests),
+        defaults=SamplingDefaults(closed_schemas=config.server.closed_schemas),
         keys=KeyRing.of(config.server),
         guard=RequestGuard.of(config.server),
     )

@@ -17,7 +17,14 @@ from typing import Any
 import msgspec
 
 from lookonce.errors import BadRequestError
-from lookonce.frontend.requests import NOTHING, GenerationFields, JsonSchemaFormat, Raw, Schema
+from lookonce.frontend.requests import (
+    NOTHING,
+    GenerationFields,
+    JsonSchemaFormat,
+    Raw,
+    Reasoning,
+    Schema,
+)
 from lookonce.frontend.sampling_params import schema_grammar
 from lookonce.frontend.tools.calls import (
     Function,
@@ -45,7 +52,7 @@ class TextFormat(msgspec.Struct, kw_only=True):
 
 class TextConfig(msgspec.Struct, kw_only=True):
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Any = None
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
@@ -63,14 +70,6 @@ class ResponseToolChoice(msgspec.Struct, kw_only=True):
     name: str = ""
 
 
-class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Only nulls are accepted: how a model reasons cannot be set."""
-
-    effort: None = None
-    summary: None = None
-    generate_summary: None = None
-
-
 class ResponsesRequest(GenerationFields, kw_only=True):
     input: str | list[dict[str, Any]]
     """A text, or items: messages, function calls and their outputs."""
@@ -84,6 +83,8 @@ class ResponsesRequest(GenerationFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     truncation: str | None = None
     reasoning: Reasoning | None = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -93,8 +94,6 @@ class ResponsesRequest(GenerationFields, kw_only=True):
     max_completion_tokens: Raw = NOTHING
     chat_template: Raw = NOTHING
     documents: Raw = NOTHING
-    reasoning_effort: Raw = NOTHING
-    verbosity: Raw = NOTHING
     functions: Raw = NOTHING
     function_call: Raw = NOTHING
     modalities: Raw = NOTHING
@@ -108,6 +107,14 @@ class ResponsesRequest(GenerationFields, kw_only=True):
     context_management: Raw = NOTHING
     moderation: Raw = NOTHING
 
+    def asked_controls(self) -> dict[str, Any]:
+        return {
+            "reasoning_effort": self.reasoning_effort,
+            "reasoning.effort": self.reasoning and self.reasoning.effort,
+            "verbosity": self.verbosity,
+            "text.verbosity": self.text and self.text.verbosity,
+        }
+
 
 def check_response(body: ResponsesRequest) -> None:
     """Raises `BadRequestError` for parameters that are not supported."""
@@ -116,7 +123,6 @@ def check_response(body: ResponsesRequest) -> None:
         "truncation": body.truncation not in (None, "disabled"),
         "max_tokens": body.max_tokens is not None,
         "response_format": body.response_format is not None,
-        "text.verbosity": body.text is not None and body.text.verbosity not in (None, "medium"),
     }
     instead = {"max_tokens": "max_output_tokens", "response_format": "text.format"}
     for name, wrong in refused.items():
@@ -131,8 +137,11 @@ def check_response(body: ResponsesRequest) -> None:
             raise BadRequestError(f"{param}: {included[:60]!r} is not supported", param=param)
 
 
-def text_grammar(body: ResponsesRequest) -> Grammar | None:
-    """The grammar of `text.format`; None for free text. Raises `BadRequestError`."""
+def text_grammar(body: ResponsesRequest, *, close: bool) -> Grammar | None:
+    """The grammar of `text.format`; None for free text. Raises `BadRequestError`.
+
+    `close`: objects of a schema are closed (see `closed_schemas`).
+    """
     asked = (body.text and body.text.format) or TextFormat()
     match asked.type:
         case "text":
@@ -140,7 +149,8 @@ def text_grammar(body: ResponsesRequest) -> Grammar | None:
         case "json_object":
             return Grammar(kind="json_schema", source='{"type":"object"}', param="text.format")
         case "json_schema":
-            return schema_grammar(JsonSchemaFormat(schema=asked.schema), "text.format")
+            format = JsonSchemaFormat(schema=asked.schema)
+            return schema_grammar(format, "text.format", close=close)
     raise BadRequestError(
         f"text.format.type: {asked.type[:50]!r} is none of text, json_object, json_schema",
         param="text.format.type",
@@ -148,7 +158,7 @@ def text_grammar(body: ResponsesRequest) -> Grammar | None:
     )
 
 
-def response_tools(body: ResponsesRequest) -> RequestedTools | None:
+def response_tools(body: ResponsesRequest, *, close: bool) -> RequestedTools | None:
     """The tools of a request, read as a chat's. Names of parts have no `.function` here.
 
     Raises `BadRequestError` naming the part at fault.
@@ -161,7 +171,7 @@ def response_tools(body: ResponsesRequest) -> RequestedTools | None:
         choice = body.tool_choice
     try:
         tools = [_chat_tool(tool) for tool in body.tools or ()]
-        asked = read_tools(tools, choice, body.parallel_tool_calls)
+        asked = read_tools(tools, choice, body.parallel_tool_calls, close=close)
     except BadRequestError as error:
         raise renamed_error(error, (error.param or "").replace(".function", "")) from None
     if asked is None:

@@ -52,7 +52,12 @@ from lookonce.server.routes.responses_api.input import (
     response_tools,
     text_grammar,
 )
-from lookonce.server.routes.serving_base import ServingContext, open_context, respond
+from lookonce.server.routes.serving_base import (
+    ServingContext,
+    apply_controls,
+    open_context,
+    respond,
+)
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -66,8 +71,11 @@ async def create_response(request: Request) -> Response:
     context = open_context(request, body, arrival)
     context.include_usage = context.continuous_usage = False  # the last event always has it
     check_response(body)
-    tools = tool_calling(response_tools(body), context.services.tool_dialect)
-    sampling = _sampling(body, context.services.defaults)
+    apply_controls(request, body)
+    defaults = context.services.defaults
+    asked = response_tools(body, close=defaults.closed_schemas)
+    tools = tool_calling(asked, context.services.tool_dialect)
+    sampling = _sampling(body, defaults)
     if tools is not None:
         sampling = tools.constrain(sampling)
     builder = ResponsesApiBuilder(context, body, sampling, tools)
@@ -78,7 +86,7 @@ def _sampling(body: ResponsesRequest, defaults: SamplingDefaults) -> SamplingPar
     asked = body.top_logprobs or 0
     wanted = LOGPROBS in (body.include or ()) or asked
     sampling = response_sampling(body, asked if wanted else None, defaults)
-    grammar = text_grammar(body)
+    grammar = text_grammar(body, close=defaults.closed_schemas)
     if grammar is None:
         return sampling
     if sampling.grammar is not None:

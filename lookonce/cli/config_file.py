@@ -1,0 +1,81 @@
+"""`--config FILE`: options in a YAML file. The command line and the environment come first.
+
+command line > environment (LOOKONCE_PORT) > file (port: 8000) > default
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from lookonce.config import Options
+from lookonce.errors import ConfigError
+
+PREFIX = "LOOKONCE_"
+LINK = re.compile("(tcp|udp|sctp)://")
+"""What Kubernetes sets `LOOKONCE_PORT` to, where a service is called lookonce."""
+MAX_FILE_BYTES = 1 << 20
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of an option."""
+    return PREFIX + name.upper()
+
+
+def drop_service_links(environment: MutableMapping[str, str]) -> None:
+    """Remove a variable that Kubernetes has set and that looks like an option."""
+    name = variable_of("port")
+    if LINK.match(environment.get(name, "")):
+        del environment[name]
+
+
+def read_config_file(path: str) -> dict[str, str | list[str]]:
+    """Option → its value, written as on a command line. Raises `ConfigError` naming the key."""
+    import yaml  # type: ignore[import-untyped]  # takes as long as the rest of the command line
+
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            content = yaml.safe_load(file.read(MAX_FILE_BYTES))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"--config: {path} cannot be read: {reason}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"--config: {path} is not YAML{where}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config: {path} is not a list of OPTION: VALUE")
+    return dict(_entries(path, content))
+
+
+def _entries(path: str, content: dict[Any, Any]) -> Iterable[tuple[str, str | list[str]]]:
+    known = [field.name for field in dataclasses.fields(Options)]
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            meant = f" (did you mean {close[0]}?)" if close else ""
+            raise ConfigError(f"--config: {path}: there is no option {str(key)[:60]!r}{meant}")
+        if value is not None:
+            yield name, _text(path, name, value)
+
+
+def _text(path: str, name: str, value: Any) -> str | list[str]:
+    match value:
+        case list() if all(isinstance(each, str | int | float) for each in value):
+            return [str(each) for each in value]
+        case dict() if name == "limit_mm_per_prompt":
+            return ",".join(f"{modality}={count}" for modality, count in value.items())
+        case str() | int() | float():
+            return [str(value)] if _is_repeatable(name) else str(value)
+    raise ConfigError(f"--config: {path}: {name} is not a value as on the command line")
+
+
+def _is_repeatable(name: str) -> bool:
+    return isinstance(getattr(Options(), name), tuple)

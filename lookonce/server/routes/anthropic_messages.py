@@ -1,0 +1,476 @@
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API, answered as a chat.
+
+system                   a system message
+text, image              parts of the same message
+tool_use                 a tool call of the assistant's message
+tool_result              a tool message
+thinking                 nothing: another model wrote it
+
+`cache_control` promises nothing: every prefix is cached, and `usage.cache_read_input_tokens` says
+how much of the prompt was found.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lookonce.errors import BadRequestError, LookOnceError, RequestError, http_status
+from lookonce.frontend.generation import Piece, Sample
+from lookonce.frontend.requests import ChatRequest
+from lookonce.frontend.responses import ToolCallDelta
+from lookonce.frontend.tools.calls import (
+    Function,
+    NamedChoice,
+    NamedFunction,
+    Tool,
+    ToolCalling,
+    ToolChoice,
+)
+from lookonce.frontend.tools.parser import ContentText, ReasoningText
+from lookonce.server.http.body import receive, renamed_error
+from lookonce.server.http.responses import encode, error_body, json_response, while_connected
+from lookonce.server.rate_limits import count_media
+from lookonce.server.routes.chat import ChatResponseBuilder, chat_options, checked_chat
+from lookonce.server.routes.responses_api.input import ReadInput
+from lookonce.server.routes.serving_base import ServingContext, open_context, respond
+from lookonce.server.services import Principal, Services
+from lookonce.types.sampling import SamplingParams
+
+Json = dict[str, Any]
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Status → Anthropic's error type; any other status is an `api_error`."""
+STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class AnthropicTool(msgspec.Struct, kw_only=True):
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    cache_control: Any = None
+
+
+class AnthropicToolChoice(msgspec.Struct, kw_only=True):
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class CountTokensRequest(msgspec.Struct, kw_only=True):
+    """`POST /v1/messages/count_tokens`; blocks are checked when they are read."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Any = None
+    cache_control: Any = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """`POST /v1/messages`."""
+
+    max_tokens: int
+    """The most; less where the context ends before."""
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+
+
+class AnthropicUsage(msgspec.Struct, kw_only=True):
+    input_tokens: int
+    """Those that were computed; found ones are counted below."""
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+
+
+class AnthropicMessage(msgspec.Struct, kw_only=True):
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    model: str
+    content: list[Json]
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: AnthropicUsage
+
+
+class AnthropicEvent(msgspec.Struct, kw_only=True):
+    """One event of a stream; which fields it has depends on its type."""
+
+    type: str
+    message: AnthropicMessage | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: Json | UnsetType = UNSET
+    delta: Json | UnsetType = UNSET
+    usage: AnthropicUsage | UnsetType = UNSET
+    error: Json | UnsetType = UNSET
+
+
+class TokenCount(msgspec.Struct):
+    input_tokens: int
+
+
+async def create_message(request: Request) -> Response:
+    arrival = time.monotonic()
+    try:
+        asked = await receive(request, MessagesRequest)
+        read = read_messages(asked)
+        body = _chat_request(asked, read)
+        body.max_tokens, body.stream = asked.max_tokens, asked.stream
+        body.temperature, body.top_p, body.top_k = asked.temperature, asked.top_p, asked.top_k
+        body.stop = asked.stop_sequences
+        context = open_context(request, body, arrival)
+        context.limit_asked = False
+        with _own_names(read):
+            sampling, tools = checked_chat(body, context.services)
+        builder = MessagesBuilder(context, body, sampling, tools, read)
+        return await respond(request, context, builder, encoder=builder)
+    except LookOnceError as error:
+        return _error_response(error)
+
+
+async def count_tokens(request: Request) -> Response:
+    """The tokens that the engine would get, media placeholders included."""
+    services: Services = request.app.state.services
+    principal: Principal = request.state.principal
+    try:
+        asked = await receive(request, CountTokensRequest)
+        read = read_messages(asked)
+        body = _chat_request(asked, read)
+        services.require_model(body.model)
+        request.state.usage.take_media(count_media(body.messages))
+        with _own_names(read):
+            _, tools = checked_chat(body, services)
+            work = services.readonly.render_chat(
+                body.messages, tenant=principal.tenant, options=chat_options(body, tools)
+            )
+            rendered = await while_connected(request.receive, work)
+        services.readonly.release(rendered)
+    except LookOnceError as error:
+        return _error_response(error)
+    return json_response(TokenCount(rendered.num_tokens))
+
+
+def _error_response(error: LookOnceError) -> Response:
+    return Response(
+        msgspec.json.encode(_error(error)), http_status(error), media_type="application/json"
+    )
+
+
+def _error(error: Exception) -> Json:
+    status = http_status(error) if isinstance(error, LookOnceError) else 500
+    kind = ERROR_TYPES.get(status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error_body(error).error.message}}
+
+
+# --- the request ----------------------------------------------------------------------------------
+
+
+def _chat_request(asked: CountTokensRequest, read: ReadInput) -> ChatRequest:
+    choice, parallel = _choice(asked.tool_choice)
+    return ChatRequest(
+        messages=read.messages,
+        model=asked.model,
+        tools=[_tool(tool, number) for number, tool in enumerate(asked.tools or ())] or None,
+        tool_choice=choice if asked.tools else None,
+        parallel_tool_calls=parallel,
+    )
+
+
+def _tool(tool: AnthropicTool, number: int) -> Tool:
+    if tool.type not in (None, "custom"):
+        param = f"tools[{number}].type"
+        raise BadRequestError(f"{param}: only tools of the client's own are served", param=param)
+    function = Function(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.input_schema,
+        strict=tool.strict,
+    )
+    return Tool(type="function", function=function)
+
+
+def _choice(choice: AnthropicToolChoice | None) -> tuple[ToolChoice, bool]:
+    """As a chat has it, and whether several calls may come."""
+    if choice is None:
+        return None, True
+    parallel = not choice.disable_parallel_tool_use
+    if choice.type == "tool":
+        named = NamedFunction(choice.name or "")
+        return NamedChoice(type="function", function=named), parallel
+    known: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
+    if choice.type not in known:
+        raise BadRequestError(
+            f"tool_choice.type: {choice.type[:50]!r} is none of auto, any, tool, none",
+            param="tool_choice.type",
+        )
+    return known[choice.type], parallel
+
+
+def read_messages(asked: CountTokensRequest) -> ReadInput:
+    """The messages of a chat. Raises `BadRequestError` naming the block at fault."""
+    read = ReadInput()
+    if asked.system:
+        read.add({"role": "system", "content": _texts(asked.system)}, "system")
+    for number, message in enumerate(asked.messages):
+        param = f"messages[{number}]"
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant", "system"):
+            raise BadRequestError(f"{param}.role: must be user or assistant", param=f"{param}.role")
+        if isinstance(content, str):
+            read.add({"role": role, "content": content}, param)
+        elif isinstance(content, list):
+            _blocks(role, content, param, read)
+        else:
+            raise BadRequestError(
+                f"{param}.content: must be a text or blocks", param=f"{param}.content"
+            )
+    return read
+
+
+def _texts(system: str | list[Json]) -> str:
+    if isinstance(system, str):
+        return system
+    return "\n".join(
+        str(_part(block, f"system[{number}]")["text"]) for number, block in enumerate(system)
+    )
+
+
+def _blocks(role: str, content: list[Any], param: str, read: ReadInput) -> None:
+    """One message, and before it one for each result of a tool."""
+    parts: list[Json] = []
+    calls: list[Json] = []
+    for number, block in enumerate(content):
+        where = f"{param}.content[{number}]"
+        match block.get("type") if isinstance(block, Mapping) else None:
+            case "tool_result":
+                read.add(_result(block, where), where)
+            case "tool_use":
+                calls.append(_call(block, where))
+            case "thinking" | "redacted_thinking":
+                pass
+            case _:
+                parts.append(_part(block, where))
+    if calls:
+        said = "\n".join(part["text"] for part in parts if part["type"] == "text")
+        read.add({"role": role, "content": said or None, "tool_calls": calls}, param)
+    elif parts:
+        read.add({"role": role, "content": parts}, param)
+
+
+def _part(block: Any, param: str) -> Json:
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if kind == "text" and isinstance(block.get("text"), str):
+        return {"type": "text", "text": block["text"]}
+    if kind == "image" and isinstance(block.get("source"), Mapping):
+        source = block["source"]
+        if source.get("type") == "url":
+            return {"type": "image_url", "image_url": {"url": source.get("url")}}
+        if source.get("type") == "base64":
+            url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+            return {"type": "image_url", "image_url": {"url": url}}
+        param = f"{param}.source"
+    raise BadRequestError(
+        f"{param}: text, image (base64 or url), tool_use and tool_result are served", param=param
+    )
+
+
+def _call(block: Mapping[str, Any], param: str) -> Json:
+    for name, kind in (("id", str), ("name", str), ("input", dict)):
+        if not isinstance(block.get(name), kind):
+            raise BadRequestError(f"{param}.{name} is missing or odd", param=f"{param}.{name}")
+    function = {"name": block["name"], "arguments": json.dumps(block["input"])}
+    return {"id": block["id"], "type": "function", "function": function}
+
+
+def _result(block: Mapping[str, Any], param: str) -> Json:
+    if not isinstance(block.get("tool_use_id"), str):
+        raise BadRequestError(f"{param}.tool_use_id is missing", param=f"{param}.tool_use_id")
+    content = block.get("content") or ""
+    if isinstance(content, list):
+        content = [_part(each, f"{param}.content[{n}]") for n, each in enumerate(content)]
+    elif not isinstance(content, str):
+        raise BadRequestError(f"{param}.content: text or blocks", param=f"{param}.content")
+    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
+
+
+@contextmanager
+def _own_names(read: ReadInput) -> Iterator[None]:
+    """Errors about a chat's messages and tools get the names of this API."""
+    try:
+        yield
+    except RequestError as error:
+        param = read.renamed(error.param or "") if error.param != "messages" else "messages"
+        param = param.replace(".function.parameters", ".input_schema").replace(".function", "")
+        raise renamed_error(error, param) from None
+
+
+# --- the answer -----------------------------------------------------------------------------------
+
+
+class MessagesBuilder(ChatResponseBuilder):
+    """Builds a message, or the events it is streamed as; also encodes these events."""
+
+    end = b""
+
+    def __init__(
+        self,
+        context: ServingContext,
+        body: ChatRequest,
+        sampling: SamplingParams,
+        tools: ToolCalling | None,
+        read: ReadInput,
+    ) -> None:
+        super().__init__(context, body, sampling, tools)
+        self._id = f"msg_{context.request_id}"
+        self._origins = read
+        self._content: list[Json] = []
+        """The blocks so far; the last may be incomplete."""
+        self._arguments = ""
+        """Of the last block, where that is a call."""
+        self._open = False
+        """The last block may get more."""
+        self._started = False
+
+    async def render(self) -> None:
+        with _own_names(self._origins):
+            await super().render()
+
+    def whole(self, samples: Sequence[Sample]) -> AnthropicMessage:  # type: ignore[override]
+        (sample,) = samples
+        for _ in self._events_of("".join(sample.text), last=True):
+            pass
+        message = self._message()
+        message.content = self._content
+        message.stop_reason, message.stop_sequence = self._stop(sample)
+        message.usage = self._usage()
+        return message
+
+    def chunks(self, piece: Piece) -> Iterator[AnthropicEvent]:  # type: ignore[override]
+        if not self._started:
+            self._started = True
+            message = self._message()
+            message.usage.output_tokens = 1
+            yield AnthropicEvent(type="message_start", message=message)
+        yield from self._events_of(piece.text, last=piece.finish_reason is not None)
+        if piece.finish_reason is not None:
+            reason, sequence = self._stop(piece)
+            yield AnthropicEvent(
+                type="message_delta",
+                delta={"stop_reason": reason, "stop_sequence": sequence},
+                usage=self._usage(),
+            )
+            yield AnthropicEvent(type="message_stop")
+
+    def event(self, body: msgspec.Struct) -> bytes:
+        assert isinstance(body, AnthropicEvent)
+        return b"event: " + body.type.encode() + b"\ndata: " + encode(body) + b"\n\n"
+
+    def failure(self, error: Exception) -> bytes:
+        return self.event(AnthropicEvent(type="error", error=_error(error)["error"]))
+
+    def _message(self) -> AnthropicMessage:
+        return AnthropicMessage(
+            id=self._id, model=self._context.model, content=[], usage=self._usage()
+        )
+
+    def _usage(self) -> AnthropicUsage:
+        usage = self._context.usage()
+        cached = usage.prompt_tokens_details.cached_tokens
+        return AnthropicUsage(
+            input_tokens=usage.prompt_tokens - cached,
+            output_tokens=usage.completion_tokens,
+            cache_read_input_tokens=cached,
+        )
+
+    def _stop(self, ended: Sample | Piece) -> tuple[str, str | None]:
+        reason = self._finish_reason(ended.finish_reason or "stop", called=self._called(0))
+        if isinstance(ended.stop_reason, str):
+            return "stop_sequence", ended.stop_reason
+        return STOP_REASONS.get(reason, "end_turn"), None
+
+    def _events_of(self, text: str, *, last: bool) -> Iterator[AnthropicEvent]:
+        for delta in self._read(0, text, last=last):
+            match delta:
+                case ContentText(more):
+                    yield from self._add_text("text", more)
+                case ReasoningText(more):
+                    yield from self._add_text("thinking", more)
+                case ToolCallDelta():
+                    yield from self._add_call(delta)
+        if last:
+            yield from self._end_block()
+
+    def _add_text(self, kind: str, text: str) -> Iterator[AnthropicEvent]:
+        if not text:
+            return
+        if not self._content or self._content[-1]["type"] != kind or not self._open:
+            signature = {"signature": ""} if kind == "thinking" else {}
+            yield from self._begin_block({"type": kind, kind: "", **signature})
+        self._content[-1][kind] += text
+        yield self._delta_event({"type": f"{kind}_delta", kind: text})
+
+    def _add_call(self, delta: ToolCallDelta) -> Iterator[AnthropicEvent]:
+        if isinstance(delta.id, str):
+            block: Json = {
+                "type": "tool_use",
+                "id": delta.id,
+                "name": delta.function.name,
+                "input": {},
+            }
+            yield from self._begin_block(block)
+        if delta.function.arguments:
+            self._arguments += delta.function.arguments
+            partial = delta.function.arguments
+            yield self._delta_event({"type": "input_json_delta", "partial_json": partial})
+
+    def _begin_block(self, block: Json) -> Iterator[AnthropicEvent]:
+        yield from self._end_block()
+        self._content.append(block)
+        self._open, self._arguments = True, ""
+        index = len(self._content) - 1
+        yield AnthropicEvent(type="content_block_start", index=index, content_block=dict(block))
+
+    def _end_block(self) -> Iterator[AnthropicEvent]:
+        if not self._open:
+            return
+        self._open = False
+        if self._content[-1]["type"] == "tool_use":
+            self._content[-1]["input"] = _input(self._arguments)
+        yield AnthropicEvent(type="content_block_stop", index=len(self._content) - 1)
+
+    def _delta_event(self, delta: Json) -> AnthropicEvent:
+        index = len(self._content) - 1
+        return AnthropicEvent(type="content_block_delta", index=index, delta=delta)
+
+
+def _input(arguments: str) -> Json:
+    """The object that the model wrote; empty where it wrote none, or was cut off."""
+    try:
+        return msgspec.json.decode(arguments, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return {}

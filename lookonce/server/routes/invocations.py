@@ -1,0 +1,55 @@
+"""`POST /invocations`: SageMaker's one route, which serves what the body is a request for."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
+
+from lookonce.errors import BadRequestError
+from lookonce.server.http.body import body_limit, read_body
+from lookonce.server.routes.chat import chat_completions
+from lookonce.server.routes.completions import completions
+from lookonce.server.routes.generate import generate
+from lookonce.server.routes.responses_api.route import create_response
+from lookonce.server.services import Services
+
+Handler = Callable[[Request], Awaitable[Response]]
+HANDLERS: dict[str, Handler] = {
+    "messages": chat_completions,
+    "prompt": completions,
+    "input": create_response,
+    "token_ids": generate,
+}
+"""A field that only one kind of request has → the route that serves it."""
+
+
+async def invocations(request: Request) -> Response:
+    """Raises `BadRequestError` for a body that is a request for none of the routes."""
+    services: Services = request.app.state.services
+    body = await read_body(request, body_limit(services.config.media))
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(
+            f"the body is not a JSON object: {error}", code="invalid_json"
+        ) from None
+    for name, handler in HANDLERS.items():
+        if name in fields:
+            return await handler(_with_body(request, body))
+    raise BadRequestError(f"the body has none of {', '.join(HANDLERS)}")
+
+
+def _with_body(request: Request, body: bytes) -> Request:
+    """The request, whose body was read, with its body to be read again."""
+    pending = [body]
+
+    async def receive() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        return await request.receive()
+
+    return Request(request.scope, receive, request._send)

@@ -1,0 +1,131 @@
+"""Anthropic's messages: what is refused, by which name, and in which shape."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lookonce.errors import EngineDeadError
+from lookonce.frontend.tools.formats import choose_dialect
+
+HELLO = {"max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}
+USE = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}
+TOOL = {"name": "f", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+CALL = 'Well.<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def calling(site):
+    site.services.tool_dialect = choose_dialect("hermes", "{{ tools }}<tool_call>", {})
+    site.engine.answer = CALL
+
+
+def of(*blocks, role="user"):
+    return {**HELLO, "messages": [{"role": role, "content": list(blocks)}]}
+
+
+REFUSED = [
+    ({**HELLO, "messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
+    ({**HELLO, "messages": [{"role": "user"}]}, "messages[0].content"),
+    ({**HELLO, "messages": []}, "messages"),
+    ({"messages": HELLO["messages"]}, "max_tokens"),
+    (of({"type": "document"}), "messages[0].content[0]"),
+    (of({"type": "text"}), "messages[0].content[0]"),
+    (of("text"), "messages[0].content[0]"),
+    (of({"type": "image", "source": {"type": "file"}}), "messages[0].content[0].source"),
+    (of({"type": "tool_result"}), "messages[0].content[0].tool_use_id"),
+    (of({**USE, "input": 5}, role="assistant"), "messages[0].content[0].input"),
+    ({**HELLO, "system": [{"type": "image"}]}, "system[0]"),
+    ({**HELLO, "tools": [{**TOOL, "type": "bash_20250124"}]}, "tools[0].type"),
+    ({**HELLO, "tools": [TOOL, TOOL]}, "tools[1].name"),
+    ({**HELLO, "tools": [TOOL], "tool_choice": {"type": "all"}}, "tool_choice.type"),
+    ({**HELLO, "temperature": -1}, "temperature"),
+]
+
+
+@pytest.mark.parametrize(("body", "named"), REFUSED)
+def test_what_cannot_be_is_refused_by_name_in_anthropic_s_shape(on_site, body, named):
+    async def scenario(site):
+        calling(site)
+        answer = await site.client.post("/v1/messages", json=body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["type"] == "error"
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert named in answer.json()["error"]["message"]
+
+    on_site(scenario)
+
+
+def stream_events(text):
+    return [json.loads(block.partition("data: ")[2]) for block in text.split("\n\n") if block]
+
+
+def test_a_stream_has_a_block_for_text_and_one_for_each_call(on_site):
+    async def scenario(site):
+        calling(site)
+        body = {**HELLO, "tools": [TOOL]}
+        whole = (await site.client.post("/v1/messages", json={**body, "max_tokens": 150})).json()
+        assert [block["type"] for block in whole["content"]] == ["text", "tool_use"]
+        assert (whole["content"][1]["input"], whole["stop_reason"]) == ({"a": 1}, "tool_use")
+        answer = await site.client.post(
+            "/v1/messages", json={**body, "max_tokens": 150, "stream": True}
+        )
+        events = stream_events(answer.text)
+        blocks = [event["type"] for event in events if event["type"] != "content_block_delta"]
+        assert blocks == [
+            "message_start",
+            "content_block_start", "content_block_stop",
+            "content_block_start", "content_block_stop",
+            "message_delta", "message_stop",
+        ]  # fmt: skip
+        partial = [e["delta"].get("partial_json", "") for e in events if "delta" in e]
+        assert json.loads("".join(partial)) == {"a": 1}
+        assert events[-2]["delta"]["stop_reason"] == "tool_use"
+        usage = events[-2]["usage"]
+        assert usage["cache_read_input_tokens"] + usage["input_tokens"] == 2
+
+    on_site(scenario)
+
+
+def test_results_reach_the_template_as_tool_messages(on_site):
+    async def scenario(site):
+        seen = []
+        render = site.renderer.render_chat
+
+        async def render_chat(messages, **options):
+            seen.extend(messages)
+            return await render([{"content": "x"}], **options)
+
+        site.renderer.render_chat = render_chat
+        result = {"type": "tool_result", "tool_use_id": "t", "content": "sunny"}
+        thought = {"type": "thinking", "thinking": "Hm.", "signature": ""}
+        messages = [
+            {"role": "assistant", "content": [thought, {"type": "text", "text": "Well."}, USE]},
+            {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+        ]
+        body = {**HELLO, "system": "Be short.", "messages": messages}
+        assert (await site.client.post("/v1/messages", json=body)).status_code == 200
+        assert [message["role"] for message in seen] == ["system", "assistant", "tool", "user"]
+        assert json.loads(seen[1]["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
+        assert (seen[1]["content"], seen[2]["content"]) == ("Well.", "sunny")
+
+    on_site(scenario)
+
+
+def test_a_failure_amid_a_stream_is_an_event(on_site):
+    async def scenario(site):
+        site.engine.failure = EngineDeadError("gone")
+        answer = await site.client.post("/v1/messages", json={**HELLO, "stream": True})
+        last = stream_events(answer.text)[-1]
+        assert (last["type"], last["error"]["type"]) == ("error", "overloaded_error")
+
+    on_site(scenario)
+
+
+def test_its_key_is_taken_where_anthropic_s_clients_have_it(on_site):
+    async def scenario(site):
+        for name, status in (("secret", 200), ("other", 401)):
+            answer = await site.client.post("/v1/messages", json=HELLO, headers={"x-api-key": name})
+            assert answer.status_code == status
+
+    on_site(scenario, api_key=("a:secret",))
