@@ -172,6 +172,7 @@ class _ChatTranscription:
         except RequestError as error:
             raise _about_file(error, self._audio.param) from None
         rendered.tenant = self._tenant
+        rendered.weight = frontend.weights.of(self._tenant)
         return rendered
 
     def _sampling(self) -> SamplingParams:

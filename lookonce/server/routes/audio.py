@@ -33,6 +33,7 @@ from lookonce.server.http.responses import (
     json_response,
     while_connected,
 )
+from lookonce.server.rate_limits import count_transcript
 from lookonce.server.routes.serving_base import request_id_of
 from lookonce.server.services import Principal, Services, header
 
@@ -90,6 +91,7 @@ async def _answer(request: Request, task: Task) -> Response:
         cache_salt=asked.cache_salt,
     )
     form.file = None  # the transcriber alone holds it
+    events = count_transcript(events, request.state.usage)
     if asked.stream:
         return EventStream(_streamed(events, asked, services))
     done = await while_connected(request.receive, _whole(events))
