@@ -357,6 +357,16 @@ async def refused(here, path="/v1/realtime", **how):
     return response.status_code, json.loads(response.body)["error"]["code"]
 
 
+def test_the_audit_tells_of_a_refused_handshake(caplog):
+    async def scenario(here):
+        with caplog.at_level("INFO", "lookonce.audit"):
+            assert await refused(here) == (401, "invalid_api_key")
+        (line,) = (each for each in caplog.records if each.name == "lookonce.audit")
+        assert (line.event, line.route, line.status) == ("refused", "WS /v1/realtime", 401)
+
+    on_realtime_site(scenario, api_key=("key",))
+
+
 def test_keys_come_in_the_header_or_as_a_subprotocol():
     async def scenario(here):
         assert await refused(here) == (401, "invalid_api_key")
