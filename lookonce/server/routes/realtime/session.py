@@ -330,10 +330,7 @@ class RealtimeSession:
             )
         added = self.settings.format.num_samples(len(data))
         held = self._buffer.end - self._buffer.begin
-        if (
-            self._turns is None
-            and held + added > self._max_audio_seconds * self.settings.format.rate
-        ):
+        if self._turns is None and held + added > self._max_samples:
             raise BadRequestError(
                 f"the input buffer holds {self._buffer.milliseconds / 1000:.1f} s of sound and may "
                 f"hold {self._max_audio_seconds:g} s: commit or clear it",
@@ -345,6 +342,10 @@ class RealtimeSession:
         self._buffer.append(data)
         if self._turns is not None:
             self._feed.push(data)
+
+    @property
+    def _max_samples(self) -> float:
+        return self._max_audio_seconds * self.settings.format.rate
 
     def frames_to_hear(self) -> bytes:
         """Frames for voice detection, whose probabilities `heard` takes next; empty: none."""
@@ -369,10 +370,7 @@ class RealtimeSession:
             self._speech_stopped(position, respond=detection.create_response)
         elif turns.speaking:
             length = position - self._buffer.begin
-            if (
-                length + format.samples_of(FRAME_MILLISECONDS)
-                > self._max_audio_seconds * format.rate
-            ):
+            if length + format.samples_of(FRAME_MILLISECONDS) > self._max_samples:
                 turns.reset()
                 self._speech_stopped(position, respond=False)
         else:
