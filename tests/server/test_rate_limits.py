@@ -317,3 +317,12 @@ def test_transcriptions_have_the_weight_and_use_the_tokens_of_their_tenant(on_si
         assert "tokens per minute" in refused.json()["error"]["message"]
 
     limited_site(on_site, tmp_path, scenario, "[default]\nweight = 3\ntokens_per_minute = 300")
+
+
+def test_a_transcript_is_an_answer_with_its_limit(on_site, tmp_path):
+    async def scenario(site):
+        files = {"file": ("a.wav", Clip(PCM_24K, bytes(4800)).wav())}
+        answer = await site.client.post("/v1/audio/transcriptions", files=files)
+        assert answer.json()["text"] == site.engine.answer[:5]
+
+    limited_site(on_site, tmp_path, scenario, "[default]\nmax_tokens = 5")

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from msgspec import UNSET
 
@@ -194,9 +195,12 @@ class SessionTasks:
             async with self._one_transcript:
                 self._services.require_ready()
                 audio = EncodedAudio(clip.wav(), param=item_id)
-                events = self._transcriber.transcribe(audio, options, tenant=self._principal.tenant)
                 with self._services.admit(self._principal) as limits:
                     limits.take_media(1)
+                    asked = replace(options, max_tokens=limits.limit_answer(None, asked=False))
+                    events = self._transcriber.transcribe(
+                        audio, asked, tenant=self._principal.tenant
+                    )
                     await self._send_transcript(item_id, count_transcript(events, limits))
         except Exception as error:  # noqa: BLE001 - the client is told
             _log(error)
