@@ -37,6 +37,11 @@ class RequestValidator:
     def build_request(self, request: GenerateRequest, items: dict[bytes, ProcessedItem]) -> Request:
         """The checked request. Keeps the dict `items`: those of its items that the engine holds."""
         prompt = _prompt_array(request)
+        if request.sampling.alignment is not None and not self._model.encoder_decoder:
+            raise BadRequestError(
+                "alignment is by cross-attention, which this model does not have",
+                param="alignment",
+            )
         features = self._collect(request.features)
         check_prompt_capacity(len(prompt), self._model.max_model_len, self._kv_tokens)
         _check_end(features, len(prompt))

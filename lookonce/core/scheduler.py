@@ -470,6 +470,7 @@ class UpdateFromOutput:
             ended, reason, stop_token_id = reason, None, None
         delta = TokenDelta(request.request_id, sequence.index, [token_id], reason, stop_token_id)
         if request.session is not None:
+            state.queues.turns.charge(request, 1)
             self._note_answer(request, request.session, delta, ended)
         if logprob is not None:
             delta.logprobs = [logprob]

@@ -145,7 +145,8 @@ class SchedulerState:
             self.encoder_cache.stop_awaiting(key)
         self.queues.move(sequence, SequenceState.FINISHED)
         request = sequence.request
-        self.queues.turns.charge(request, sequence.num_generated)
+        if request.session is None:  # a session's tokens are charged as they are generated
+            self.queues.turns.charge(request, sequence.num_generated)
         if request.finished:
             self.queues.forget(request)
             self.output.released.append(request.request_id)

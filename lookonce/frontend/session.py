@@ -148,6 +148,7 @@ class Session:
     ) -> Self:
         """As `open`, with a prompt that is rendered already."""
         options = options or SessionOptions()
+        rendered.weight = frontend.weights.of(rendered.tenant)
         engine = _engine_of(frontend)
         try:
             check_fits(rendered.num_tokens, sampling, engine.model)

@@ -406,6 +406,7 @@ class SpeechTranscription:
         rendered = frontend.renderer.speech_prompt(
             prompt, item, tenant=self._tenant, cache_salt=self._cache_salt
         )
+        rendered.weight = frontend.weights.of(self._tenant)
         try:
             generation = prepare(frontend, rendered, sampling)
             self._result.generations.append(generation)

@@ -51,6 +51,8 @@ class TranscriptionOptions:
     task: Task = "transcribe"
     timestamps: frozenset[Granularity] = frozenset()
     logprobs: bool = False
+    max_tokens: int | None = None
+    """Most tokens that a chat model writes; an encoder-decoder's windows limit themselves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,13 +172,17 @@ class _ChatTranscription:
         except RequestError as error:
             raise _about_file(error, self._audio.param) from None
         rendered.tenant = self._tenant
+        rendered.weight = frontend.weights.of(self._tenant)
         return rendered
 
     def _sampling(self) -> SamplingParams:
+        default = default_sampling(self._frontend.defaults)
+        limits = [each for each in (default.max_tokens, self._options.max_tokens) if each]
         return msgspec.structs.replace(
-            default_sampling(self._frontend.defaults),
+            default,
             n=1,
             temperature=self._options.temperature,
+            max_tokens=min(limits, default=None),
             logprobs=0 if self._options.logprobs else None,
         )
 

@@ -132,14 +132,24 @@ class TokenRuleState:
         self._only = self._known(rules.only, vocab_size)
         self._suppressed = self._known(rules.suppressed, vocab_size)
         self._suppressed_first = self._known(rules.suppressed_first, vocab_size)
+        self._latest_time: int | None = None
+        """The last timestamp that was written."""
+        for token in self._output:
+            self._note_time(token)
 
     @staticmethod
     def _known(token_ids: Sequence[int], vocab_size: int) -> Tensor | None:
         known = sorted({token for token in token_ids if 0 <= token < vocab_size})
-        return torch.tensor(known) if token_ids else None
+        return torch.tensor(known, dtype=torch.long) if token_ids else None
 
     def take(self, token: int) -> None:
         self._output.append(token)
+        self._note_time(token)
+
+    def _note_time(self, token: int) -> None:
+        begin = self.rules.timestamp_begin
+        if begin is not None and token >= begin:
+            self._latest_time = token
 
     def apply(self, scores: Tensor) -> None:
         """Set the scores [V] of tokens that may not come next to -inf, in place."""
@@ -165,9 +175,8 @@ class TokenRuleState:
             scores[begin:] = -math.inf
         elif last:
             scores[: self.rules.text_end] = -math.inf
-        times = [token for token in output if token >= begin]
-        if times:
-            earliest = times[-1] if last and not penultimate else times[-1] + 1
+        if (latest := self._latest_time) is not None:
+            earliest = latest if last and not penultimate else latest + 1
             scores[begin:earliest] = -math.inf
         if not output:
             scores[:begin] = -math.inf

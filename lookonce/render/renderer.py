@@ -13,6 +13,7 @@ or whose template dropped a picture, is refused before anything is fetched.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -107,6 +108,10 @@ class Renderer:
         self._sound_files = (
             None if self.speech is None or resolver is None else SoundFiles(resolver, self.speech)
         )
+        self.max_audio_seconds = (
+            math.inf if family is None else family.max_audio_seconds or math.inf
+        )
+        """Longest sound that the model takes."""
         self._own_slabs = own_slabs
         self._limits = dict(limits or {})
         if family is not None and family.max_items is not None:

@@ -92,6 +92,9 @@ class CompiledGrammar(Protocol):
     def start(self) -> GrammarState: ...
 
 
+MAX_ALIGNMENT_HEADS = 4096
+
+
 class TokenRules(msgspec.Struct, frozen=True, kw_only=True):
     """Which tokens a speech model may write, and where: Whisper's rules, as transformers' logits
     processors have them. Ids outside the vocabulary are ignored."""
@@ -133,6 +136,13 @@ class Alignment(msgspec.Struct, frozen=True, kw_only=True):
         odd = self.filter_width > 0 and self.filter_width % 2 == 1
         if not self.heads or self.start < 0 or self.positions < 1 or not odd:
             raise BadRequestError("alignment is not valid", param="alignment")
+        if len(self.heads) > MAX_ALIGNMENT_HEADS or len(set(self.heads)) < len(self.heads):
+            raise BadRequestError(
+                f"alignment.heads takes at most {MAX_ALIGNMENT_HEADS} heads, each once",
+                param="alignment",
+            )
+        if any(number < 0 for head in self.heads for number in head):
+            raise BadRequestError("alignment.heads takes (layer, head)", param="alignment")
 
 
 _WHOLE = {int: "a whole number"}

@@ -10,7 +10,7 @@ import pytest
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import MediaFeature
 from lookonce.types.request import GenerateRequest
-from lookonce.types.sampling import SamplingParams
+from lookonce.types.sampling import Alignment, SamplingParams
 from tests.support.core.builders import (
     GREEDY,
     Limits,
@@ -205,3 +205,11 @@ class TestRefusals:
         one = transcription("a", SOUND)
         with pytest.raises(BadRequestError, match="decoder alone"):
             Engine(LIMITS).scheduler.add(one, items_for([SOUND]), live=True)
+
+    def test_an_alignment_by_a_model_without_cross_attention(self) -> None:
+        asked = SamplingParams(
+            prompt_logprobs=0, alignment=Alignment(heads=((0, 0),), start=0, positions=9)
+        )
+        Engine(LIMITS).add(transcription("a", SOUND, sampling=asked))
+        with pytest.raises(BadRequestError, match="cross-attention"):
+            Engine(Limits()).add(request("a", text(6), sampling=asked))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from zlib import crc32
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,6 +65,24 @@ def test_nor_for_many_that_arrived_before() -> None:
     assert [done[f"m{number}"] for number in range(50)] == sorted(
         done[f"m{number}"] for number in range(50)
     )
+
+
+def test_what_a_session_was_charged_for_is_not_charged_again_at_its_end() -> None:
+    engine = Engine(LIMITS)
+    engine.scheduler.add(of("a", "session", 4, 0.0), {}, live=True)
+    while engine.scheduler.has_work:
+        engine.step()
+    for _ in range(20):  # while "a" is alone it costs nothing
+        engine.scheduler.extend("session", np.asarray(text(STEP), np.int32), (), {})
+        while engine.scheduler.has_work:
+            engine.step()
+    for number in range(4):
+        engine.add(of("a", f"a{number}", 2 * QUANTUM, 1.0 + number))
+        engine.add(of("b", f"b{number}", 2 * QUANTUM, 1.5 + number))
+    engine.step()
+    engine.scheduler.abort("session")
+    done = first_token_steps(engine)
+    assert done["a0"] < done["b1"]
 
 
 PROMPTS = st.lists(

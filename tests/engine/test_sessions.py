@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -335,6 +336,21 @@ def test_a_session_that_is_dropped_is_closed(world):
         await anext(session)
         del session
         await until(lambda: client.num_requests == 0)
+
+    world.run(scenario)
+
+
+def test_a_session_that_is_dropped_in_another_thread_is_closed_in_the_client_s(world):
+    async def scenario(client):
+        left_in = []
+        session = await client.open_session(rendered(text(6)), LONG, "s")
+        leave = session._leave
+        session._leave = lambda pending: (left_in.append(threading.get_ident()), leave(pending))
+        held = [session]
+        del session
+        await asyncio.to_thread(held.clear)
+        await until(lambda: client.num_requests == 0)
+        assert left_in == [threading.get_ident()]
 
     world.run(scenario)
 

@@ -58,6 +58,14 @@ def test_suppressed_and_only_tokens() -> None:
     assert one.isinf().tolist() == [True, True, False, True]
 
 
+def test_rules_that_name_no_token_of_the_vocabulary_suppress_nothing_and_allow_nothing() -> None:
+    scores = torch.zeros(4)
+    TokenRuleState(TokenRules(suppressed=(99,), suppressed_first=(2**70,)), [], 4).apply(scores)
+    assert not scores.isinf().any()
+    TokenRuleState(TokenRules(only=(99,)), [], 4).apply(scores)
+    assert scores.isinf().all()
+
+
 def test_log_probabilities_are_under_the_rules_but_raw_for_forced_tokens() -> None:
     logits = torch.tensor([[1.0, 2.0, 0.0, 0.5]])
     plain = logits.log_softmax(-1)[0]
@@ -97,7 +105,7 @@ def test_time_warping_finds_transformers_path(shape) -> None:
 
 def test_positions_are_those_of_the_smoothed_mean_of_the_heads() -> None:
     weights = torch.rand(3, 9, 50, generator=torch.Generator().manual_seed(1)).softmax(-1)
-    alignment = Alignment(heads=((0, 0),) * 3, start=0, positions=40)
+    alignment = Alignment(heads=((0, 0), (0, 1), (0, 2)), start=0, positions=40)
     cut = weights[..., :40]
     std, mean = torch.std(cut, dim=-2, keepdim=True, unbiased=False), cut.mean(-2, keepdim=True)
     matrix = _median_filter((cut - mean) / std, 7).mean(dim=0)
@@ -107,7 +115,10 @@ def test_positions_are_those_of_the_smoothed_mean_of_the_heads() -> None:
 
 
 def test_an_alignment_that_makes_no_sense_is_refused() -> None:
-    for wrong in ({"heads": ()}, {"positions": 0}, {"filter_width": 4}, {"start": -1}):
+    twice, outside = ((0, 0), (0, 0)), ((0, -1),)
+    too_many = tuple((layer, 0) for layer in range(5000))
+    wrong_heads = [{"heads": heads} for heads in ((), twice, outside, too_many)]
+    for wrong in (*wrong_heads, {"positions": 0}, {"filter_width": 4}, {"start": -1}):
         with pytest.raises(BadRequestError):
             Alignment(**{"heads": ((0, 0),), "start": 0, "positions": 9, **wrong})
     good = Alignment(heads=((0, 0),), start=0, positions=9)

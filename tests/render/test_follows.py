@@ -43,3 +43,11 @@ def test_a_message_after_a_message_too(folder, kind: str) -> None:
     opening = rendered_text(renderer, FIRST, options=UNANSWERED)
     rest = rendered_text(renderer, NEXT, follows="message")
     assert opening + rest == rendered_text(renderer, [*FIRST, *NEXT])
+
+
+def test_a_message_that_says_what_stands_for_the_answer_is_rendered_whole(folder) -> None:
+    renderer = make_renderer(folder("qwen2"))
+    message = [{"role": "user", "content": "a So it was 7e1c. b"}]
+    rest = rendered_text(renderer, message, follows="answer")
+    plain = rendered_text(renderer, [{"role": "user", "content": "a b"}], follows="answer")
+    assert rest == plain.replace("a b", "a So it was 7e1c. b")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lookonce.config import key_digest
 from lookonce.errors import RateLimitedError
 from lookonce.server.rate_limits import RateLimits, count_media, duration
+from lookonce.server.routes.realtime.audio import PCM_24K, Clip
 from lookonce.types.fair_queue import TenantWeights
 from lookonce.types.limits import Limits, TenantLimits, UsageLimits
 
@@ -292,3 +293,36 @@ def test_a_key_is_limited_by_its_digest(on_site, tmp_path):
 
     text = f"[keys.{key_digest('one')[:16]}]\nrequests_per_second = 0.001"
     limited_site(on_site, tmp_path, scenario, text, api_key=("t:one", "t:two"))
+
+
+def test_transcriptions_have_the_weight_and_use_the_tokens_of_their_tenant(on_site, tmp_path):
+    sound = Clip(PCM_24K, bytes(4800)).wav()
+
+    async def scenario(site):
+        def post(**fields):
+            files = {"file": ("a.wav", sound)}
+            return site.client.post("/v1/audio/transcriptions", files=files, data=fields)
+
+        assert (await post()).status_code == 200
+        assert site.engine.prompts[-1].weight == 3.0
+        each = site.engine.prompts[-1].num_tokens + len(site.engine.answer) + 1
+        left = int((await post(stream="true")).headers["x-ratelimit-remaining-tokens"])
+        assert left in (300 - each - 2, 300 - each - 1)  # one is taken before the second begins
+        served = 2
+        while (answer := await post(stream="true" if served % 2 else "false")).status_code == 200:
+            served += 1
+        assert 300 / each <= served <= 300 / each + 2
+        refused = answer
+        assert refused.status_code == 429
+        assert "tokens per minute" in refused.json()["error"]["message"]
+
+    limited_site(on_site, tmp_path, scenario, "[default]\nweight = 3\ntokens_per_minute = 300")
+
+
+def test_a_transcript_is_an_answer_with_its_limit(on_site, tmp_path):
+    async def scenario(site):
+        files = {"file": ("a.wav", Clip(PCM_24K, bytes(4800)).wav())}
+        answer = await site.client.post("/v1/audio/transcriptions", files=files)
+        assert answer.json()["text"] == site.engine.answer[:5]
+
+    limited_site(on_site, tmp_path, scenario, "[default]\nmax_tokens = 5")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -150,6 +151,7 @@ class EngineSession:
         self._link = link
         self._leave = leave
         self._left = False
+        self._loop = asyncio.get_running_loop()
         self._turn = asyncio.Lock()
 
     @property
@@ -235,4 +237,8 @@ class EngineSession:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        """The last reference may be dropped in any thread: the session is left on its loop."""
+        if not self._left:
+            self._left = True
+            with suppress(RuntimeError):  # the loop is closed, and the client with it
+                self._loop.call_soon_threadsafe(self._leave, self._session)

@@ -250,7 +250,7 @@ class PromptEncoder:
 
 def _after(text: str, before: str) -> str:
     """What a rendered conversation has after its earlier part."""
-    _, found, rest = text.rpartition(before)
+    _, found, rest = text.partition(before)  # what follows may have the same text in it
     if not found:
         raise BadRequestError(
             "the model's chat template cannot go on after earlier messages", param="messages"

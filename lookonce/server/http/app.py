@@ -130,7 +130,8 @@ class Application(Starlette):
         all_routes: list[BaseRoute] = [*routes, *websockets]
         super().__init__(routes=all_routes)
         self.state.services = services
-        self.paths = frozenset(route.path for route in routes if "{" not in route.path)
+        paths = [*(route.path for route in routes), *(route.path for route in websockets)]
+        self.paths = frozenset(path for path in paths if "{" not in path)
         """Paths that the log may name."""
         self._middleware = RequestMiddleware(services, routes, self.router, websockets)
 
@@ -242,6 +243,7 @@ class RequestMiddleware:
                 scope["state"]["principal"] = self._services.keys.principal(scope)
                 await endpoint(websocket)
         except LookOnceError as error:
+            audit_refusal(scope, error)
             await _refuse_websocket(websocket, error_response(error))
         except Exception:
             logger.exception("the WebSocket %s failed", scope["path"])

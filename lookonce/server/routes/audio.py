@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -33,6 +34,7 @@ from lookonce.server.http.responses import (
     json_response,
     while_connected,
 )
+from lookonce.server.rate_limits import count_transcript
 from lookonce.server.routes.serving_base import request_id_of
 from lookonce.server.services import Principal, Services, header
 
@@ -77,7 +79,8 @@ async def _answer(request: Request, task: Task) -> Response:
     request_id_of(request, asked.request_id)
     if not form.file:
         raise BadRequestError("file: the form needs a file that is not empty", param="file")
-    options = _options(asked, task)
+    most = request.state.usage.limit_answer(None, asked=False)
+    options = replace(_options(asked, task), max_tokens=most)
     check_hears(services, options)
     request.state.usage.take_media(1)
     if header(request.scope, b"x-reuse-receipt") == "1":
@@ -90,6 +93,7 @@ async def _answer(request: Request, task: Task) -> Response:
         cache_salt=asked.cache_salt,
     )
     form.file = None  # the transcriber alone holds it
+    events = count_transcript(events, request.state.usage)
     if asked.stream:
         return EventStream(_streamed(events, asked, services))
     done = await while_connected(request.receive, _whole(events))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -70,6 +71,7 @@ class ByteRenderer:
 
     modalities = ("image", "audio")
     speech = None
+    max_audio_seconds = math.inf
 
     def __init__(self) -> None:
         self.rendering = 0

@@ -29,7 +29,9 @@ async def realtime(websocket: WebSocket) -> None:
             model=model,
             hears="audio" in services.renderer.modalities,
             budget=budget,
-            max_audio_seconds=services.config.media.max_audio_seconds,
+            max_audio_seconds=min(
+                services.config.media.max_audio_seconds, services.renderer.max_audio_seconds
+            ),
             send=outbox.put,
             work=work,
             options=SessionOptions(

@@ -28,6 +28,7 @@ from lookonce.errors import (
     UnavailableError,
 )
 from lookonce.frontend.responses import ReuseReceipt
+from lookonce.render.media.vad import FRAME_MILLISECONDS
 from lookonce.server.http.body import parse
 from lookonce.server.http.responses import error_body
 from lookonce.server.realtime_sessions import ByteBudget
@@ -327,9 +328,9 @@ class RealtimeSession:
                 param="audio",
                 code="audio_too_large",
             )
-        longest = self._max_audio_seconds * 1000
-        added = self.settings.format.milliseconds(self.settings.format.num_samples(len(data)))
-        if self._turns is None and self._buffer.milliseconds + added > longest:
+        added = self.settings.format.num_samples(len(data))
+        held = self._buffer.end - self._buffer.begin
+        if self._turns is None and held + added > self._max_samples:
             raise BadRequestError(
                 f"the input buffer holds {self._buffer.milliseconds / 1000:.1f} s of sound and may "
                 f"hold {self._max_audio_seconds:g} s: commit or clear it",
@@ -341,6 +342,10 @@ class RealtimeSession:
         self._buffer.append(data)
         if self._turns is not None:
             self._feed.push(data)
+
+    @property
+    def _max_samples(self) -> float:
+        return self._max_audio_seconds * self.settings.format.rate
 
     def frames_to_hear(self) -> bytes:
         """Frames for voice detection, whose probabilities `heard` takes next; empty: none."""
@@ -364,8 +369,8 @@ class RealtimeSession:
         if turn == "stopped":
             self._speech_stopped(position, respond=detection.create_response)
         elif turns.speaking:
-            length = format.milliseconds(position - self._buffer.begin)
-            if length >= self._max_audio_seconds * 1000:
+            length = position - self._buffer.begin
+            if length + format.samples_of(FRAME_MILLISECONDS) > self._max_samples:
                 turns.reset()
                 self._speech_stopped(position, respond=False)
         else:
@@ -376,7 +381,7 @@ class RealtimeSession:
         detection = self.settings.turn_detection
         assert detection is not None, "turns are detected"
         format = self.settings.format
-        frame = format.samples_of(32)
+        frame = format.samples_of(FRAME_MILLISECONDS)
         begin = position - frame - format.samples_of(detection.prefix_padding_ms)
         self._budget.give(self._buffer.drop_before(begin))
         self._turn_item = new_id("item")

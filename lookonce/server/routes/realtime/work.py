@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from msgspec import UNSET
 
@@ -28,7 +29,7 @@ from lookonce.frontend.transcription import (
     TranscriptionOptions,
 )
 from lookonce.server.http.body import renamed_error
-from lookonce.server.rate_limits import NO_LIMITS, count_media
+from lookonce.server.rate_limits import NO_LIMITS, count_media, count_transcript
 from lookonce.server.routes.realtime.audio import Clip
 from lookonce.server.routes.realtime.conversation import Item, chat_messages
 from lookonce.server.routes.realtime.events import (
@@ -42,6 +43,7 @@ from lookonce.server.routes.realtime.events import (
 from lookonce.server.routes.realtime.session import AnswerReport, RealtimeSession, Response
 from lookonce.server.routes.serving_base import ServingContext
 from lookonce.server.services import Principal, Services
+from lookonce.types.logs import current_request_id
 from lookonce.types.request import TokenLogprob
 
 logger = logging.getLogger("lookonce.server")
@@ -135,6 +137,7 @@ class SessionTasks:
 
     async def _answer(self, response: Response, context: ServingContext) -> None:
         reason = ""
+        current_request_id.set(response.id)
         try:
             self._services.require_ready()
             with self._services.admit(self._principal) as context.usage_limits, context:
@@ -187,14 +190,18 @@ class SessionTasks:
 
     async def _transcribe(self, item_id: str, clip: Clip, options: TranscriptionOptions) -> None:
         """One at a time and in their order: a session's turns follow each other."""
+        current_request_id.set(item_id)
         try:
             async with self._one_transcript:
                 self._services.require_ready()
                 audio = EncodedAudio(clip.wav(), param=item_id)
-                events = self._transcriber.transcribe(audio, options, tenant=self._principal.tenant)
                 with self._services.admit(self._principal) as limits:
                     limits.take_media(1)
-                    await self._send_transcript(item_id, events)
+                    asked = replace(options, max_tokens=limits.limit_answer(None, asked=False))
+                    events = self._transcriber.transcribe(
+                        audio, asked, tenant=self._principal.tenant
+                    )
+                    await self._send_transcript(item_id, count_transcript(events, limits))
         except Exception as error:  # noqa: BLE001 - the client is told
             _log(error)
             self.session.transcript_failed(item_id, error)

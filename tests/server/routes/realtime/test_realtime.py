@@ -12,6 +12,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from lookonce.config import SessionConfig
 from lookonce.errors import EngineDeadError
+from lookonce.types.request import client_request_id
 from tests.support.server.realtime import (
     as_text,
     on_realtime_site,
@@ -77,6 +78,24 @@ def test_a_text_is_answered_by_openai_s_events_in_their_order():
             assert len({event.event_id for event in events}) == len(events)
             added = next(each for each in events if each.type == "conversation.item.added")
             assert added.previous_item_id == question
+
+    on_realtime_site(scenario)
+
+
+def test_the_engine_s_ids_name_responses_and_items():
+    async def scenario(here):
+        async with here.session() as connection:
+            await say_hello(connection)
+            await connection.response.create()
+            done = (await until(connection, "response.done"))[-1].response
+        async with here.session("transcription") as connection:
+            await connection.session.update(session=MANUAL)
+            await until(connection, "session.updated")
+            await connection.input_audio_buffer.append(audio=as_text(speech(0.2)))
+            await connection.input_audio_buffer.commit()
+            item_id = (await until(connection, COMPLETED))[-1].item_id
+        names = [client_request_id(name) for name, _ in here.site.engine.tokens_made]
+        assert names == [done.id, item_id]
 
     on_realtime_site(scenario)
 
@@ -336,6 +355,16 @@ async def refused(here, path="/v1/realtime", **how):
             pass
     response = caught.value.response
     return response.status_code, json.loads(response.body)["error"]["code"]
+
+
+def test_the_audit_tells_of_a_refused_handshake(caplog):
+    async def scenario(here):
+        with caplog.at_level("INFO", "lookonce.audit"):
+            assert await refused(here) == (401, "invalid_api_key")
+        (line,) = (each for each in caplog.records if each.name == "lookonce.audit")
+        assert (line.event, line.route, line.status) == ("refused", "WS /v1/realtime", 401)
+
+    on_realtime_site(scenario, api_key=("key",))
 
 
 def test_keys_come_in_the_header_or_as_a_subprotocol():

@@ -122,6 +122,13 @@ def test_the_buffer_is_full_at_the_longest_sound():
     assert names(played.send("input_audio_buffer.commit"))[0] == "input_audio_buffer.committed"
 
 
+def test_less_than_a_millisecond_too_much_is_too_much():
+    played = Played().manual()
+    assert played.append(int(MAX_SECONDS * 48_000)) == []
+    (error,) = played.append(2)
+    assert error["error"]["code"] == "input_audio_buffer_full"
+
+
 def test_silence_is_forgotten_as_it_comes():
     played = Played()
     for _ in range(100):
@@ -135,6 +142,16 @@ def test_speech_without_a_pause_is_cut_at_the_longest_sound():
         played.append(48_000, [1.0])
     assert names(played.sent).count("input_audio_buffer.committed") == 2
     assert played.session.nbytes <= LIMIT
+
+
+def test_what_is_cut_is_not_longer_than_the_longest_sound():
+    played = Played("transcription")
+    played.append(48_000, [0.0])
+    for _ in range(4):
+        played.append(48_000, [1.0])
+    lengths = [len(item.clips[0].data) for item in played.work.transcripts.values()]
+    assert len(lengths) == 2
+    assert all(1.9 * 48_000 < length <= MAX_SECONDS * 48_000 for length in lengths)
 
 
 def test_a_deleted_item_is_not_transcribed_any_more():
