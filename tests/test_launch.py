@@ -220,7 +220,7 @@ def test_sighup_gives_all_api_processes_the_keys_of_now_and_ends_nothing(tmp_pat
                 pass
             file.write_text("nonsense:::\n")
             os.kill(os.getpid(), signal.SIGHUP)
-            await until(lambda: "the keys stay what they were" in caplog.text)
+            await until(lambda: "limits stay what they were" in caplog.text)
             assert await told() == {"2"}
             assert await server.pid() in pids
             os.kill(await server.pid(), signal.SIGKILL)

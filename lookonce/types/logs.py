@@ -86,12 +86,11 @@ SAFE_MESSAGES = (
     ZeroDivisionError,
 )  # fmt: skip
 """Exceptions whose message is about the program: torch's, the interpreter's."""
-_SECRET = "api[_-]?key|token|secret|password|signature"
 _REPLACED = (
     (re.compile(r"data:[\w.+-]*/?[\w.+-]*(?:;[\w=.+-]*)*,\S*", re.I), "data:…"),
     (re.compile(r"\b(bearer|basic)\s+\S+", re.I), r"\1 …"),
     (
-        re.compile(r"\b((?:api[_-]?key|token|secret|password|signature)\w*\s*[=:]\s*)\S+", re.I),
+        re.compile(r"\b((?:api[_-]?key|token(?!s)|secret|password|signature)\w*\s*[=:]\s*)\S+", re.I),
         r"\1…",
     ),
     (re.compile(r"\bfile:\S+", re.I), "file:…"),

@@ -6,10 +6,11 @@ from datetime import datetime
 
 import pytest
 
-from benchmarks.start import API, ENGINE, Start, breakdown, read_events
+from benchmarks.start import API, ENGINE, FORK_SERVER, Start, breakdown, read_events
 from lookonce.errors import UnavailableError
 
 LOG = """\
+2026-01-02 03:04:05,800 INFO fork server: ready to fork after 0.3 s
 2026-01-02 03:04:06,000 INFO api 0: opening /models/nano
 2026-01-02 03:04:07,500 INFO engine: loading /models/nano
 2026-01-02 03:04:07,600 INFO api 0: the renderer is ready
@@ -25,7 +26,8 @@ ZERO = datetime(2026, 1, 2, 3, 4, 5).timestamp()
 
 def started(log: str) -> Start:
     events = read_events(log)
-    events["engine", ENGINE] = events["api 0", API] = ZERO + 0.5
+    events["engine", ENGINE] = events["fork server", FORK_SERVER] = ZERO + 0.5
+    events["api 0", API] = ZERO + 0.9
     return Start(ZERO, ZERO + 3.6, events, {"engine": 2.0, "api 0": 1.0})
 
 
@@ -37,7 +39,8 @@ def test_each_stage_lies_between_its_two_lines():
         ("engine", 0.5, 2.5),
         ("engine", 2.5, 3.0),
         ("engine", 3.0, 3.5),
-        ("api 0", 0.5, 1.0),
+        ("fork server", 0.5, 0.8),
+        ("api 0", 0.9, 1.0),
         ("api 0", 1.0, 2.6),
         ("api 0", 2.6, 3.4),
         ("all", 0.0, 3.6),

@@ -242,6 +242,17 @@ class SessionMachine(RuleBasedStateMachine):
         for live in getattr(self, "sessions", {}).values():
             assert 0 <= live.num_back <= live.num_sent, "credits come back once"
 
+    def settle(self) -> None:
+        """Until nothing is computed; a request may wait for the place of an idle session."""
+        scheduler = self.engine.scheduler
+        queues = scheduler._state.queues
+        for _ in range(1000):
+            waits = queues.idle and not (queues.num_computing or scheduler._sessions.extended)
+            if not scheduler.has_work or (waits and self.engine.step() is None):
+                return
+            self.engine.step()
+        raise AssertionError("the sessions do not come to rest")
+
     def teardown(self) -> None:
         if not hasattr(self, "engine") or self.broken:
             return
@@ -255,7 +266,7 @@ class SessionMachine(RuleBasedStateMachine):
                 live.asked[len(live.given) - 1] = False
             elif live.turn == 0:
                 self.engine.scheduler.abort(name)
-        self.engine.run(max_steps=1000)
+        self.settle()
         self.hear()
         for name in self.live:
             live = self.sessions[name]

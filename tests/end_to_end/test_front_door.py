@@ -394,9 +394,9 @@ def test_sighup_reads_keys_and_certificate_again_and_disturbs_no_stream(guarded)
 def test_a_broken_key_file_changes_nothing(guarded):
     for broken in ("", "# nobody\n", "a:b:c:d:e\n", "new-key\nnew-key\n"):
         (guarded.folder / "keys").write_text(broken)
-        seen = guarded.live.log().count("the keys stay")
+        seen = guarded.live.log().count("limits stay")
         guarded.live.process.send_signal(signal.SIGHUP)
-        until(lambda: guarded.live.log().count("the keys stay") > seen, 10, guarded.live.log)  # noqa: B023
+        until(lambda: guarded.live.log().count("limits stay") > seen, 10, guarded.live.log)  # noqa: B023
         assert guarded.statuses("new-key") == {200}
     assert "new-key" not in guarded.live.log()
 

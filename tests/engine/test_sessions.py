@@ -216,7 +216,7 @@ def test_more_than_the_credits_ends_the_session(world):
         await world.quiet_steps()
         world.engine.runner.gate.clear()
         tokens = np.array(text(8), np.int32)
-        for number in (1, 2):
+        for number in (1, 2, 3):
             message = ExtendSession(
                 client.sender.epoch,
                 client.sender._next_seq(),
@@ -226,6 +226,8 @@ def test_more_than_the_credits_ends_the_session(world):
                 Array("int32", (8,), tokens.tobytes()),
             )
             client._commit(message)
+        # The first is being computed; the others wait for the step's end, and come in together.
+        await until(lambda: world.engine.step_channel.num_commands == 2)
         world.engine.runner.gate.set()
         with pytest.raises(BadRequestError, match="not computed; 8 may be"):
             await anext(session)
