@@ -126,6 +126,7 @@ class Session:
                 prompt or "", tenant=tenant, cache_salt=cache_salt
             )
         rendered.tenant = tenant
+        rendered.weight = frontend.weights.of(tenant)
         return await cls.open_rendered(
             frontend,
             rendered,

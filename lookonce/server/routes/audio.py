@@ -33,6 +33,7 @@ from lookonce.server.http.responses import (
     json_response,
     while_connected,
 )
+from lookonce.server.rate_limits import RequestUsage
 from lookonce.server.routes.serving_base import request_id_of
 from lookonce.server.services import Principal, Services, header
 
@@ -79,11 +80,13 @@ async def _answer(request: Request, task: Task) -> Response:
         raise BadRequestError("file: the form needs a file that is not empty", param="file")
     options = _options(asked, task)
     check_hears(services, options)
-    request.state.usage.take_media(1)
+    usage: RequestUsage = request.state.usage
+    usage.take_media(1)
+    usage.take_tokens(0, 1)  # how many there will be is not known
     if header(request.scope, b"x-reuse-receipt") == "1":
         asked.reuse_receipt = True
     principal: Principal = request.state.principal
-    events = Transcriber(services).transcribe(
+    events = Transcriber(services, usage.generated).transcribe(
         EncodedAudio(form.file),
         options,
         tenant=principal.tenant,

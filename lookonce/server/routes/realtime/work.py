@@ -60,7 +60,6 @@ class SessionTasks:
         self._principal = principal
         self._model = model
         self._room = room
-        self._transcriber = Transcriber(services)
         self._contexts: dict[str, ServingContext] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """By the id of the response or of the item."""
@@ -191,9 +190,12 @@ class SessionTasks:
             async with self._one_transcript:
                 self._services.require_ready()
                 audio = EncodedAudio(clip.wav(), param=item_id)
-                events = self._transcriber.transcribe(audio, options, tenant=self._principal.tenant)
                 with self._services.admit(self._principal) as limits:
                     limits.take_media(1)
+                    limits.take_tokens(0, 1)  # how many there will be is not known
+                    events = Transcriber(self._services, limits.generated).transcribe(
+                        audio, options, tenant=self._principal.tenant
+                    )
                     await self._send_transcript(item_id, events)
         except Exception as error:  # noqa: BLE001 - the client is told
             _log(error)
