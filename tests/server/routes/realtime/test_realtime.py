@@ -395,6 +395,18 @@ def test_a_handshake_is_refused_like_any_request():
     on_realtime_site(scenario)
 
 
+def test_a_refused_handshake_is_in_the_audit(caplog):
+    async def scenario(here):
+        headers = {"X-Request-Id": "mine"}
+        with caplog.at_level("INFO", "lookonce.audit"):
+            assert await refused(here, additional_headers=headers) == (401, "invalid_api_key")
+        (line,) = [record for record in caplog.records if record.name == "lookonce.audit"]
+        assert (line.event, line.route, line.status) == ("refused", "WS /v1/realtime", 401)
+        assert (line.client, line.code) == ("127.0.0.1", "invalid_api_key")
+
+    on_realtime_site(scenario, api_key=("sesame",))
+
+
 def test_a_tenant_may_have_so_many_sessions():
     async def scenario(here):
         async with here.session(), here.session():
