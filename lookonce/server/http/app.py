@@ -115,9 +115,8 @@ class Application(Starlette):
         all_routes: list[BaseRoute] = [*routes, *websockets]
         super().__init__(routes=all_routes)
         self.state.services = services
-        self.paths = frozenset(
-            route.path for route in (*routes, *websockets) if "{" not in route.path
-        )
+        paths = [*(route.path for route in routes), *(route.path for route in websockets)]
+        self.paths = frozenset(path for path in paths if "{" not in path)
         """Paths that the log may name."""
         self._middleware = RequestMiddleware(services, routes, self.router, websockets)
 
