@@ -19,6 +19,7 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -29,7 +30,7 @@ from pathlib import Path
 
 import msgspec
 
-from lookonce.config import Config, ServerConfig, reloaded_settings
+from lookonce.config import Config, ReloadedSettings, ServerConfig, reloaded_settings
 from lookonce.engine.process_io import Serving, StartFailed, engine_settings, parse_progress
 from lookonce.engine.supervisor.child_process import ChildProcess, SupervisedProcess
 from lookonce.engine.supervisor.engine_supervisor import (
@@ -41,6 +42,7 @@ from lookonce.engine.supervisor.fork_supervisor import ForkSupervisor
 from lookonce.engine.supervisor.socket_folder import folder_of, socket_folder
 from lookonce.errors import ConfigError, UnavailableError, error_from_wire
 from lookonce.ipc.fork_server import Preload
+from lookonce.ipc.worker_process import telemetry_variables
 from lookonce.types.stack_samples import listen_for_samples
 
 logger = logging.getLogger(__name__)
@@ -172,16 +174,26 @@ class Supervisor:
     def _api_process(self, index: int, listener: socket.socket) -> SupervisedProcess:
         name = f"API process {index}"
         starts = itertools.count()
+        exports = self._config.otlp.endpoint is not None
 
         async def spawn() -> ChildProcess:
-            start = {
-                "config": self._config,
+            config = self._config
+            child = await start(config)
+            if self._config is not config:  # reloaded meanwhile: nobody has told this process
+                server = self._config.server
+                child.tell(msgspec.json.encode(ReloadedSettings(server.api_keys, server.limits)))
+            return child
+
+        async def start(config: Config) -> ChildProcess:
+            given = {
+                "config": config,
                 "listen_fd": listener.fileno(),
                 "index": index,
                 "restarted": next(starts) > 0,
                 "fork_server": self._fork_server and str(self._fork_server.path),
+                "telemetry": telemetry_variables(os.environ) if exports else {},
             }
-            settings, fds = msgspec.json.encode(start), [listener.fileno()]
+            settings, fds = msgspec.json.encode(given), [listener.fileno()]
             if self._fork_server is not None:
                 path = self._fork_server.path
                 try:

@@ -17,6 +17,7 @@ import pytest
 
 from lookonce.config import Options, ServerConfig, resolve
 from lookonce.engine.supervisor import child_process
+from lookonce.engine.supervisor.child_process import ChildProcess
 from lookonce.errors import ConfigError, EngineDeadError
 from lookonce.launch import Supervisor, bind, url_of
 
@@ -220,7 +221,7 @@ def test_sighup_gives_all_api_processes_the_keys_of_now_and_ends_nothing(tmp_pat
                 pass
             file.write_text("nonsense:::\n")
             os.kill(os.getpid(), signal.SIGHUP)
-            await until(lambda: "limits stay what they were" in caplog.text)
+            await until(lambda: "keys and limits stay what they were" in caplog.text)
             assert await told() == {"2"}
             assert await server.pid() in pids
             os.kill(await server.pid(), signal.SIGKILL)
@@ -230,6 +231,30 @@ def test_sighup_gives_all_api_processes_the_keys_of_now_and_ends_nothing(tmp_pat
 
     with caplog.at_level(logging.INFO):
         launched(scenario, given)
+
+
+def test_sighup_while_an_api_process_starts_reaches_it_too(tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+    file.write_text("one\n")
+    given = resolve(Options(model="serve", port=0, api_key_file=str(file)))
+    start = ChildProcess.start.__func__
+
+    async def slow(kind, name, *arguments, **options):
+        child = await start(kind, name, *arguments, **options)
+        if name.startswith("API"):
+            file.write_text("one\ntwo\n")
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.1)
+        return child
+
+    monkeypatch.setattr(ChildProcess, "start", classmethod(slow))
+
+    async def scenario(server):
+        async with httpx.AsyncClient(headers={"Connection": "close"}) as client:
+            url = await server.url()
+            assert (await client.get(url + "/keys")).text == "2"
+
+    launched(scenario, given)
 
 
 def test_an_engine_that_hangs_is_killed_and_restarted(caplog):

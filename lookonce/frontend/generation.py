@@ -231,6 +231,7 @@ def prepare(
     if not limit_asked:
         sampling = shorten_max_tokens(sampling, rendered.num_tokens, model.max_model_len)
     check_fits(rendered.num_tokens, sampling, model)
+    rendered.weight = frontend.weights.of(rendered.tenant)
     return PromptGeneration(
         frontend,
         rendered,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,8 +159,10 @@ class SpeechTranscription:
         options: TranscriptionOptions,
         tenant: str,
         cache_salt: str | None,
+        on_tokens: Callable[[int], None],
     ) -> None:
         self._frontend = frontend
+        self._on_tokens = on_tokens
         self._audio = audio
         self._options = options
         self._tenant = tenant
@@ -406,14 +408,16 @@ class SpeechTranscription:
         rendered = frontend.renderer.speech_prompt(
             prompt, item, tenant=self._tenant, cache_salt=self._cache_salt
         )
-        rendered.weight = frontend.weights.of(self._tenant)
         try:
             generation = prepare(frontend, rendered, sampling)
             self._result.generations.append(generation)
             sample = Sample()
-            async with aclosing(generation.pieces()) as pieces:
-                async for piece in pieces:
-                    sample.take(piece)
+            try:
+                async with aclosing(generation.pieces()) as pieces:
+                    async for piece in pieces:
+                        sample.take(piece)
+            finally:
+                self._on_tokens(rendered.num_tokens + generation.completion_tokens)
         finally:
             frontend.renderer.release(rendered)
         return sample, generation

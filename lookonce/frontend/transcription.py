@@ -7,7 +7,7 @@ words by its own transcription prompt, where it has one, or by a plain instructi
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -61,8 +61,12 @@ Json = dict[str, Any]
 class Transcriber:
     """Transcribes with the served model; one per process."""
 
-    def __init__(self, frontend: Frontend) -> None:
+    def __init__(
+        self, frontend: Frontend, on_tokens: Callable[[int], None] = lambda count: None
+    ) -> None:
+        """`on_tokens` is told the tokens of each prompt and answer, also of those cut short."""
         self._frontend = frontend
+        self._on_tokens = on_tokens
 
     async def transcribe(
         self,
@@ -80,7 +84,7 @@ class Transcriber:
         check_hears(self._frontend, options)
         hears_windows = self._frontend.renderer.speech is not None
         kind = SpeechTranscription if hears_windows else _ChatTranscription
-        events = kind(self._frontend, clip, options, tenant, cache_salt).events()
+        events = kind(self._frontend, clip, options, tenant, cache_salt, self._on_tokens).events()
         async with aclosing(events):
             async for event in events:
                 yield event
@@ -109,8 +113,10 @@ class _ChatTranscription:
         options: TranscriptionOptions,
         tenant: str,
         cache_salt: str | None,
+        on_tokens: Callable[[int], None],
     ) -> None:
         self._frontend = frontend
+        self._on_tokens = on_tokens
         self._audio = audio
         self._options = options
         self._tenant = tenant
@@ -129,12 +135,15 @@ class _ChatTranscription:
             generation = prepare(self._frontend, rendered, self._sampling(), limit_asked=False)
             sample, words = Sample(), _AnswerFilter(self._marker())
             text = TrimmedText()
-            async with aclosing(generation.pieces()) as pieces:
-                async for piece in pieces:
-                    sample.take(piece)
-                    added = text.push(words.push(piece.text))
-                    if added or piece.logprobs:
-                        yield TranscriptDelta(added, piece.token_ids, piece.logprobs)
+            try:
+                async with aclosing(generation.pieces()) as pieces:
+                    async for piece in pieces:
+                        sample.take(piece)
+                        added = text.push(words.push(piece.text))
+                        if added or piece.logprobs:
+                            yield TranscriptDelta(added, piece.token_ids, piece.logprobs)
+            finally:
+                self._on_tokens(rendered.num_tokens + generation.completion_tokens)
             yield self._done(generation, sample, text.whole)
         finally:
             self._frontend.renderer.release(rendered)
@@ -172,7 +181,6 @@ class _ChatTranscription:
         except RequestError as error:
             raise _about_file(error, self._audio.param) from None
         rendered.tenant = self._tenant
-        rendered.weight = frontend.weights.of(self._tenant)
         return rendered
 
     def _sampling(self) -> SamplingParams:

@@ -15,7 +15,11 @@ from typing import Any
 from lookonce.errors import UnavailableError
 from lookonce.ipc.fork_server import ForkedProcess, ForkRequest, start_forked
 
-SECRETS = re.compile(r"(KEYS?|TOKENS?|SECRETS?|PASSWORDS?|CREDENTIALS?)$|^AWS_|^LOOKONCE_", re.I)
+TELEMETRY = re.compile(r"^OTEL_|_PROXY$", re.I)
+"""Names of what OpenTelemetry reads: keys of a collector and passwords of proxies are among it."""
+SECRETS = re.compile(
+    r"(KEYS?|TOKENS?|SECRETS?|PASSWORDS?|CREDENTIALS?)$|^AWS_|^LOOKONCE_|" + TELEMETRY.pattern, re.I
+)
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -29,6 +33,11 @@ LINK_FD = 3
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     """What of an environment such a process may have."""
     return {name: value for name, value in environment.items() if not SECRETS.search(name)}
+
+
+def telemetry_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment OpenTelemetry reads; no worker has it."""
+    return {name: value for name, value in environment.items() if TELEMETRY.search(name)}
 
 
 def start_worker(

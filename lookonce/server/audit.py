@@ -56,6 +56,6 @@ def audit_refusal(scope: Scope, error: LookOnceError) -> None:
 
 def route_of(scope: Scope) -> str:
     """Method and path, where the path is one of ours; clients write anything into others."""
-    method = scope.get("method", "WS")
+    method = "WS" if scope["type"] == "websocket" else scope["method"]
     known = scope["path"] in scope["app"].paths
     return f"{method} {scope['path']}" if known else f"{method} (other)"

@@ -42,8 +42,8 @@ MAX_WAITING = 4096
 """Finished traces that wait for the collector; later ones are dropped and counted."""
 BATCH = 64
 BATCH_SECONDS = 1.0
-METRICS_SECONDS = float(os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", 15_000)) / 1000
-"""OpenTelemetry's own variable, in milliseconds."""
+METRICS_MILLISECONDS = 15_000
+"""Between posts of metrics, where `OTEL_METRIC_EXPORT_INTERVAL` does not say."""
 POST_SECONDS = 5.0
 """For one post, with its repetitions."""
 DROPPED = "otlp_traces_dropped_total"
@@ -73,19 +73,29 @@ async def exporting(services: Services, index: int) -> AsyncIterator[None]:
 
 
 async def _post_metrics(services: Services, exporter: OtlpExporter, served: str) -> None:
+    seconds = _metrics_seconds()
     while True:
-        await asyncio.sleep(METRICS_SECONDS)
+        await asyncio.sleep(seconds)
         await _post_once(services, exporter, served)
 
 
+def _metrics_seconds() -> float:
+    asked = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", "")
+    return (float(asked) if asked.isdecimal() else METRICS_MILLISECONDS) / 1000
+
+
 async def _post_once(services: Services, exporter: OtlpExporter, served: str) -> None:
+    """Never raises: what one post lacked, descriptors say, the next one may have."""
     try:
         engine = await services.engine.stats()
     except LookOnceError:
         engine = {}
-    sums = await services.summed_counts()
-    families = services.metrics.all_families(services.metrics.families(sums), engine)
-    await asyncio.to_thread(exporter.post_metrics, families, sums, served)
+    try:
+        sums = await services.summed_counts()
+        families = services.metrics.all_families(services.metrics.families(sums), engine)
+        await asyncio.to_thread(exporter.post_metrics, families, sums, served)
+    except Exception:
+        logger.exception("metrics could not be read")
 
 
 class OtlpExporter:

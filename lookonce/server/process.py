@@ -93,6 +93,8 @@ class ApiStart(msgspec.Struct, frozen=True, kw_only=True):
     """0-based number of this API process among `config.server.api_processes`."""
     fork_server: str | None = None
     """The socket of the process that media workers are forked from."""
+    telemetry: dict[str, str] = {}
+    """Variables of the environment that the fork server does not have, nor its workers."""
 
 
 class ApiServer(uvicorn.Server):
@@ -315,6 +317,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):  # the parent gets them too, and decides
         signal.signal(number, signal.SIG_IGN)
     start = msgspec.json.decode(_first_line(), type=ApiStart)
+    os.environ.update(start.telemetry)
     configure_logging(f"api {start.index}", start.config.logs)
     listen_for_samples(Path(start.config.channel.address).parent, f"api {start.index}")
     logger.info("opening %s", start.config.model.folder)

@@ -26,14 +26,13 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from lookonce.errors import BadRequestError, RateLimitedError
-from lookonce.frontend.transcript import TranscriptDelta, TranscriptEvent
 from lookonce.types.counts import Counts
 from lookonce.types.fair_queue import TenantWeights
 from lookonce.types.limits import Limits, UsageLimits
@@ -394,27 +393,6 @@ def count_media(messages: Iterable[object]) -> int:
     parts = (part for content in contents if isinstance(content, list) for part in content)
     kinds = (part.get("type") for part in parts if isinstance(part, Mapping))
     return sum(kind not in ("text", "refusal") for kind in kinds)
-
-
-async def count_transcript(
-    events: AsyncGenerator[TranscriptEvent, None], usage: RequestUsage
-) -> AsyncGenerator[TranscriptEvent, None]:
-    """The same events. Their tokens are counted as they come, those of prompts at the end: how many
-    a sound has of either is not known before.
-
-    Raises `RateLimitedError`, before the first event, where no token is left.
-    """
-    async with aclosing(events):
-        usage.take_tokens(1, 0)
-        counted = 1
-        async for event in events:
-            if isinstance(event, TranscriptDelta):
-                total = counted + len(event.token_ids)
-            else:
-                total = event.usage.total_tokens
-            usage.generated(max(0, total - counted))
-            counted = max(counted, total)
-            yield event
 
 
 def _name(kind: str, name: str) -> bytes:

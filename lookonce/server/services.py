@@ -361,6 +361,7 @@ async def open_services(
                 metrics=frontend.metrics,
                 defaults=frontend.defaults,
                 tool_dialect=frontend.tool_dialect,
+                weights=frontend.weights,
                 readonly=readonly,
                 keys=KeyRing.of(config.server),
                 guard=RequestGuard.of(config.server),

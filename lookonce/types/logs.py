@@ -86,13 +86,11 @@ SAFE_MESSAGES = (
     ZeroDivisionError,
 )  # fmt: skip
 """Exceptions whose message is about the program: torch's, the interpreter's."""
+_SECRET = r"(?:api[_-]?key|secret|password|signature)\w*|token"  # not tokens: those are counted
 _REPLACED = (
     (re.compile(r"data:[\w.+-]*/?[\w.+-]*(?:;[\w=.+-]*)*,\S*", re.I), "data:…"),
     (re.compile(r"\b(bearer|basic)\s+\S+", re.I), r"\1 …"),
-    (
-        re.compile(r"\b((?:api[_-]?key|token(?!s)|secret|password|signature)\w*\s*[=:]\s*)\S+", re.I),
-        r"\1…",
-    ),
+    (re.compile(rf"((?:\b|_)(?:{_SECRET})\s*[=:]\s*)\S+", re.I), r"\1…"),
     (re.compile(r"\bfile:\S+", re.I), "file:…"),
     (re.compile(r"(https?://[^\s/?#]+)[/?#]\S*", re.I), r"\1/…"),
     (re.compile(r"[A-Za-z0-9+/_-]{120,}={0,2}"), "…"),

@@ -57,10 +57,11 @@ def listen_for_samples(folder: Path, process: str) -> None:
     """Let `sample_stacks` see this process; called once, in its main thread. Where the folder
     cannot be written, it is not seen."""
     global _folder
-    path = folder / f"stacks-{process.replace(' ', '-')}-{os.getpid()}"
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_APPEND
+    name = f"{process.replace(' ', '-')}-{os.getpid()}"
+    unnamed = folder / f"new-stacks-{name}"  # `sample_stacks` removes files that nobody holds
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_APPEND | os.O_NOFOLLOW
     try:
-        fd = os.open(path, flags, 0o600)
+        fd = os.open(unnamed, flags, 0o600)
     except OSError:
         return
     last = time.monotonic()
@@ -76,8 +77,20 @@ def listen_for_samples(folder: Path, process: str) -> None:
                 os.write(fd, _stacks(microseconds, interrupted))
 
     signal.signal(signal.SIGUSR1, sample)
-    fcntl.flock(fd, fcntl.LOCK_EX)  # from now on it is signalled
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with suppress(OSError):
+        unnamed.rename(folder / f"stacks-{name}")  # from now on it is signalled
+    _remove_ended(folder, process)
     _folder = folder
+
+
+def _remove_ended(folder: Path, process: str) -> None:
+    """Files of earlier processes of this name: where workers crash again and again they would
+    become many. What was sampled and not read yet stays."""
+    for path in folder.glob(f"stacks-{process.replace(' ', '-')}-*"):
+        with suppress(OSError):
+            if path.stat().st_size == 0 and not _lives(path):
+                path.unlink()
 
 
 def _stacks(microseconds: int, interrupted: FrameType | None) -> bytes:
@@ -148,7 +161,8 @@ def _read(path: Path) -> ProcessSamples:
     assert found is not None
     result = ProcessSamples(found[1].replace("-", " "), int(found[2]))
     with suppress(OSError):
-        text = path.read_bytes().decode("utf-8", "replace")
+        with path.open("rb") as file:  # a worker that was taken over may have written more
+            text = file.read(MAX_FILE_BYTES).decode("utf-8", "replace")
         os.truncate(path, 0)
         for line in text.splitlines():
             parsed = _LINE.fullmatch(line)

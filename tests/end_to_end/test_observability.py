@@ -30,6 +30,7 @@ needs_otel = pytest.mark.skipif(not HAS_OTEL, reason="opentelemetry-sdk is not i
 
 KEY, ADMIN, INJECTOR = "Canary-key-4711", "Canary-admin-4712", "Canary-inject-4713"
 CANARY = "canary"
+COLLECTOR_KEY = "collectors-canary"
 """In everything that clients send below, in any case of letters."""
 FETCH_SECONDS = 1.0
 PICTURE = encoded(picture(("red", "circle")))
@@ -78,7 +79,11 @@ def live(collector, tmp_path_factory) -> Iterator[LiveServer]:
     ]
     if HAS_OTEL:
         options += ["--otlp-endpoint", collector.url]
-    with LiveServer(*options, env={"OTEL_METRIC_EXPORT_INTERVAL": "500"}) as server:
+    env = {
+        "OTEL_METRIC_EXPORT_INTERVAL": "500",
+        "OTEL_EXPORTER_OTLP_HEADERS": f"x-collector-key={COLLECTOR_KEY}",
+    }
+    with LiveServer(*options, env=env) as server:
         server.media = media  # type: ignore[attr-defined]
         yield server
 
@@ -292,6 +297,7 @@ def test_metrics_come_by_otlp_as_they_are_at_metrics(live, collector):
     post(live, "/v1/completions", {"prompt": "x", "max_tokens": 2})
     until(lambda: "gen_ai.server.request.duration" in collector.metrics, 40, live.log)
     assert collector.paths == {"/v1/traces", "/v1/metrics"}
+    assert collector.keys == {COLLECTOR_KEY}
     families = {name for name in collector.metrics if name.startswith("lookonce_")}
     shown = {line.split()[2] for line in live.get("/metrics").text.splitlines() if "# TYPE" in line}
     assert families == {name.removesuffix("_total") for name in shown}

@@ -30,6 +30,11 @@ from tests.support.engine.grammars import EOS, VOCAB
 from tests.support.engine.living import PATIENCE
 
 
+def asking(name: str) -> SimpleNamespace:
+    """A request, as far as the pool reads it."""
+    return SimpleNamespace(request_id=name, grammar=None, weight=1.0)
+
+
 def grammar(source, kind="regex"):
     return Grammar(kind=kind, source=source, param="structured_outputs.regex")
 
@@ -83,7 +88,7 @@ def pooled(**options):
 
 
 def begin(pool, compiler, name, source, tenant=""):
-    request = SimpleNamespace(request_id=name, grammar=None, weight=1.0)
+    request = asking(name)
     pool.begin(request, grammar(source), compiler, True, tenant)
     return request
 
@@ -192,11 +197,16 @@ def test_without_a_thread_a_request_fails_alone(monkeypatch):
     with pooled() as (pool, compiler):
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", refuse)
-            pool.begin(SimpleNamespace(request_id="a", grammar=None, weight=1.0), grammar("x"), compiler, True)
+            pool.begin(
+                asking("a"),
+                grammar("x"),
+                compiler,
+                True,
+            )
         (failed,) = pool.take()
         assert isinstance(failed.error, UnavailableError)
         assert len(pool) == 0
-        pool.begin(SimpleNamespace(request_id="b", grammar=None, weight=1.0), grammar("x"), compiler, True)
+        pool.begin(asking("b"), grammar("x"), compiler, True)
         done = []
         soon(lambda: done.extend(pool.take()) or done)
         assert done[0].error is None

@@ -25,6 +25,7 @@ from lookonce.ipc.worker_process import fork_worker
 
 MODULE = "tests.support.forked"
 PATIENCE = 20.0
+SECRETS = {"LOOKONCE_SECRET", "HF_TOKEN", "OTEL_EXPORTER_OTLP_HEADERS", "https_proxy"}
 
 
 @asynccontextmanager
@@ -83,8 +84,8 @@ async def until(condition):
 
 
 def test_a_process_has_its_arguments_descriptors_and_group_and_nothing_else(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOOKONCE_SECRET", "x")
-    monkeypatch.setenv("HF_TOKEN", "x")
+    for name in SECRETS:
+        monkeypatch.setenv(name, "x")
 
     async def scenario(supervisor):
         first = await asyncio.to_thread(Told, supervisor.path)
@@ -99,7 +100,7 @@ def test_a_process_has_its_arguments_descriptors_and_group_and_nothing_else(tmp_
             assert len(pipes) == 1, "none of another process's, nor the fork server's"
             assert told["threads"] == 1
             assert not told["has_torch"]
-            assert not {"LOOKONCE_SECRET", "HF_TOKEN"} & told["environment"].keys()
+            assert not SECRETS & told["environment"].keys()
         assert first.process.poll() is None
         assert first.end() == second.end() == -signal.SIGKILL
         first.process.kill()  # it has ended: nothing happens

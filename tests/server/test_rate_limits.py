@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookonce.config import key_digest
+from lookonce.config import Options, key_digest, resolve
+from lookonce.engine.supervisor.socket_folder import socket_folder
 from lookonce.errors import RateLimitedError
+from lookonce.frontend.model_download import with_local_model
 from lookonce.server.rate_limits import RateLimits, count_media, duration
 from lookonce.server.routes.realtime.audio import PCM_24K, Clip
+from lookonce.server.services import open_services
 from lookonce.types.fair_queue import TenantWeights
 from lookonce.types.limits import Limits, TenantLimits, UsageLimits
 
@@ -217,6 +220,19 @@ def limited_site(on_site, tmp_path, scenario, text, **options):
         rates.close()
 
     on_site(whole, limits=str(path), **options)
+
+
+def test_the_weights_of_the_file_reach_everything_that_tenants_take_turns_at(tmp_path):
+    path = tmp_path / "limits.toml"
+    path.write_text("[tenants.a]\nweight = 8")
+    config = with_local_model(resolve(Options(limits=str(path))))
+
+    async def scenario():
+        with socket_folder(config.channel.address):
+            async with open_services(config, restarted=True) as services:
+                assert services.weights.of("a") == 8
+
+    asyncio.run(scenario())
 
 
 def test_clients_are_told_what_is_left_and_when_to_come_again(on_site, tmp_path):

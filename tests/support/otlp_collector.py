@@ -34,6 +34,8 @@ class Collector:
     spans: list[CollectedSpan] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
     paths: set[str] = field(default_factory=set)
+    keys: set[str | None] = field(default_factory=set)
+    """Of the header `x-collector-key` of each post."""
 
     def __enter__(self) -> Self:
         collector = self
@@ -44,6 +46,7 @@ class Collector:
                 if self.headers.get("content-encoding") == "gzip":
                     body = gzip.decompress(body)
                 assert self.headers["content-type"] == "application/x-protobuf"
+                collector.keys.add(self.headers["x-collector-key"])
                 collector.take(self.path, body)
                 self.send_response(200)
                 self.send_header("content-type", "application/x-protobuf")

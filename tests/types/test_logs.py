@@ -9,7 +9,13 @@ import sys
 import pytest
 
 from lookonce.errors import BadRequestError
-from lookonce.types.logs import JsonFormatter, LogLimiter, TextFormatter, current_request_id
+from lookonce.types.logs import (
+    JsonFormatter,
+    LogLimiter,
+    TextFormatter,
+    current_request_id,
+    scrubbed,
+)
 from lookonce.types.request import client_request_id, engine_request_id
 
 
@@ -144,6 +150,8 @@ def test_a_text_line_quotes_what_would_look_like_more_fields():
         "Authorization: Bearer canary",
         "api_key=canary",
         "token: canary",
+        "HF_TOKEN=canary",
+        "client_secret_2 = canary",
         "file:///srv/canary.png",
         "https://host/canary?signature=canary",
         "x" * 60 + "canary" + "x" * 60,
@@ -152,6 +160,15 @@ def test_a_text_line_quotes_what_would_look_like_more_fields():
 def test_what_looks_like_a_secret_or_media_is_replaced(text):
     for line in both(record("library says %s", text, field=text)):
         assert CANARY not in line
+
+
+def test_names_of_our_own_that_only_look_like_secrets_are_written():
+    for text in (
+        "tenants.a.tokens_per_minut: no such limit",
+        "max_tokens: 9 is too many",
+        "--api-key-file: line 1 is wrong",
+    ):
+        assert scrubbed(text) == text
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lookonce.types import stack_samples
 from lookonce.types.stack_samples import sample_stacks
 
 BUSY = """
@@ -27,6 +29,15 @@ listen_for_samples(Path(sys.argv[1]), "busy one")
 print("listening", flush=True)
 find_me(30.0)
 """
+
+
+@pytest.fixture
+def left(tmp_path):
+    """Files of processes that have ended: one that was read, and one that was not yet."""
+    read, unread = (tmp_path / f"stacks-busy-one-{number}" for number in (1, 2))
+    read.touch()
+    unread.write_text("1 MainThread;x\n")
+    return read, unread
 
 
 @pytest.fixture
@@ -61,6 +72,11 @@ def test_a_process_that_has_ended_is_forgotten(busy, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_next_process_removes_the_files_of_ended_ones(left, busy, tmp_path):
+    _, unread = left
+    assert set(tmp_path.iterdir()) == {unread, tmp_path / f"stacks-busy-one-{busy.pid}"}
+
+
 def test_a_process_that_ends_meanwhile_disturbs_nobody(busy, tmp_path):
     threading.Timer(0.1, busy.kill).start()
     (found,) = sample_stacks(tmp_path, 0.4)
@@ -81,3 +97,15 @@ def test_files_that_no_process_holds_signal_nobody(tmp_path, signalled):
     Path(tmp_path, "stacks-of-nobody").write_text("?")
     assert sample_stacks(tmp_path, 0.05) == []
     assert signalled == []
+
+
+def test_no_more_is_read_than_a_process_may_write(tmp_path, signalled, monkeypatch):
+    monkeypatch.setattr(stack_samples, "MAX_FILE_BYTES", 100)
+    with Path(tmp_path, f"stacks-own-{os.getpid()}").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        writing = threading.Timer(0.05, lambda: print("1 MainThread;x\n" * 1000, file=file))
+        writing.start()
+        (found,) = sample_stacks(tmp_path, 0.2)
+        writing.join()
+    assert 0 < found.samples <= 100 / len("1 MainThread;x")
+    assert signalled

@@ -233,7 +233,8 @@ class RequestMiddleware:
     async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one WebSocket, or answer its handshake with an error as any other request's."""
         websocket = WebSocket(scope, receive, send)
-        scope.setdefault("state", {})
+        _name_request(scope)
+        current_request_id.set(scope["state"]["request_id"])
         try:
             self._guard.admit(scope)
             endpoint = self._websockets.get(scope["path"])
@@ -246,7 +247,7 @@ class RequestMiddleware:
             audit_refusal(scope, error)
             await _refuse_websocket(websocket, error_response(error))
         except Exception:
-            logger.exception("the WebSocket %s failed", scope["path"])
+            logger.exception("a WebSocket failed", extra=_what(scope, 500))
             await _refuse_websocket(websocket, json_response(INTERNAL, 500))
 
 
@@ -259,6 +260,13 @@ async def _refuse_websocket(websocket: WebSocket, response: Response) -> None:
             await websocket.close(INTERNAL_ERROR)
     except (WebSocketDisconnect, RuntimeError, OSError):
         pass  # the client is gone
+
+
+def _name_request(scope: Scope) -> None:
+    """Its id is the client's `X-Request-Id`, or a random one."""
+    asked = header(scope, b"x-request-id")
+    named = asked and HEADER_REQUEST_ID.fullmatch(asked)
+    scope.setdefault("state", {})["request_id"] = asked if named else os.urandom(16).hex()
 
 
 def _what(scope: Scope, status: int) -> dict[str, object]:
@@ -277,11 +285,9 @@ class _ResponseSender:
     """
 
     def __init__(self, scope: Scope, send: Send, drain: Drain) -> None:
-        asked = header(scope, b"x-request-id")
-        named = asked and HEADER_REQUEST_ID.fullmatch(asked)
+        _name_request(scope)
         self._scope = scope
-        self._state = scope.setdefault("state", {})
-        self._state["request_id"] = asked if named else os.urandom(16).hex()
+        self._state = scope["state"]
         self.headers: Headers = []
         """More headers that the response gets, whichever it is."""
         self._send = send

@@ -34,7 +34,7 @@ from lookonce.server.http.responses import (
     json_response,
     while_connected,
 )
-from lookonce.server.rate_limits import count_transcript
+from lookonce.server.rate_limits import RequestUsage
 from lookonce.server.routes.serving_base import request_id_of
 from lookonce.server.services import Principal, Services, header
 
@@ -82,18 +82,19 @@ async def _answer(request: Request, task: Task) -> Response:
     most = request.state.usage.limit_answer(None, asked=False)
     options = replace(_options(asked, task), max_tokens=most)
     check_hears(services, options)
-    request.state.usage.take_media(1)
+    usage: RequestUsage = request.state.usage
+    usage.take_media(1)
+    usage.take_tokens(0, 1)  # how many there will be is not known
     if header(request.scope, b"x-reuse-receipt") == "1":
         asked.reuse_receipt = True
     principal: Principal = request.state.principal
-    events = Transcriber(services).transcribe(
+    events = Transcriber(services, usage.generated).transcribe(
         EncodedAudio(form.file),
         options,
         tenant=principal.tenant,
         cache_salt=asked.cache_salt,
     )
     form.file = None  # the transcriber alone holds it
-    events = count_transcript(events, request.state.usage)
     if asked.stream:
         return EventStream(_streamed(events, asked, services))
     done = await while_connected(request.receive, _whole(events))

@@ -194,7 +194,6 @@ class ServingContext:
         prompt that the model cannot take."""
         self._prompts.append(rendered)
         rendered.tenant = self.principal.tenant
-        rendered.weight = self.services.weights.of(rendered.tenant)
         limit = self.usage_limits.limit_answer(sampling.max_tokens, asked=self.limit_asked)
         if limit != sampling.max_tokens:
             sampling = msgspec.structs.replace(sampling, max_tokens=limit)

@@ -6,6 +6,7 @@ engine's server takes what a render server answers as it is, and answers as to t
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from lookonce.types.model import ONE_IN_A_PROMPT
 from tests.support.drawing import audio_part, image_part, text_part
 from tests.support.model.cases import picture, sound
 from tests.support.model_folders.make import KINDS
@@ -27,6 +29,15 @@ KNOWN, NEW = image_part(picture(1)), image_part(picture(2))
 ROUTES = ("/v1/chat/completions/render", "/tokenize")
 
 
+async def settled(engine) -> dict[str, float]:
+    """Its figures once the step is counted in which the runner forgets what has ended."""
+    while True:
+        stats = await engine.stats()
+        await asyncio.sleep(0.05)
+        if await engine.stats() == stats:
+            return stats
+
+
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("part", [KNOWN, NEW, {**NEW, "uuid": "mine"}])
 def test_directory_store_recency_and_counters_stay_as_they_are(folder, route, part):
@@ -36,7 +47,7 @@ def test_directory_store_recency_and_counters_stay_as_they_are(folder, route, pa
         async with engine_node(folder("llava")) as node:
             await node.ok("/v1/chat/completions", chat(KNOWN))
             await node.ok("/v1/chat/completions", chat(image_part(picture(3))))
-            before, stats = node.memory, await node.engine.stats()
+            before, stats = node.memory, await settled(node.engine)
             for form in ("encoded", "tensors"):
                 await node.ok(route, chat(part, media=form))
             assert node.memory == before
@@ -100,8 +111,9 @@ SAMPLING = {"temperature": 0, "max_tokens": 8, "logprobs": True}
 MEDIA_KINDS = [kind for kind, made in KINDS.items() if made.preprocessor is not None]
 
 
-def chats_of(modalities) -> list[dict[str, object]]:
-    parts = [PICTURES] * ("image" in modalities) + [SOUNDS] * ("audio" in modalities)
+def chats_of(kind, modalities) -> list[dict[str, object]]:
+    sounds = SOUNDS[: 1 if kind in ONE_IN_A_PROMPT else 3]
+    parts = [PICTURES] * ("image" in modalities) + [sounds] * ("audio" in modalities)
     if len(parts) == 2:
         parts.append((*SOUNDS[:1], *PICTURES[:1]))
     contents = [[text_part("Look. "), *part, text_part(" What now?")] for part in parts]
@@ -120,7 +132,7 @@ def test_render_then_generate_equals_chat_token_for_token(folder, kind):
 
     async def scenario():
         async with engine_node(folder(kind)) as engine, render_node(folder(kind)) as renderer:
-            for chat in chats_of(engine.pool.family.modalities):
+            for chat in chats_of(kind, engine.pool.family.modalities):
                 whole = await engine.ok("/v1/chat/completions", chat)
                 for form in FORMS:
                     asked = {**chat, "media": form, "cache_salt": form}

@@ -29,7 +29,7 @@ from lookonce.frontend.transcription import (
     TranscriptionOptions,
 )
 from lookonce.server.http.body import renamed_error
-from lookonce.server.rate_limits import NO_LIMITS, count_media, count_transcript
+from lookonce.server.rate_limits import NO_LIMITS, count_media
 from lookonce.server.routes.realtime.audio import Clip
 from lookonce.server.routes.realtime.conversation import Item, chat_messages
 from lookonce.server.routes.realtime.events import (
@@ -62,7 +62,6 @@ class SessionTasks:
         self._principal = principal
         self._model = model
         self._room = room
-        self._transcriber = Transcriber(services)
         self._contexts: dict[str, ServingContext] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """By the id of the response or of the item."""
@@ -197,11 +196,12 @@ class SessionTasks:
                 audio = EncodedAudio(clip.wav(), param=item_id)
                 with self._services.admit(self._principal) as limits:
                     limits.take_media(1)
+                    limits.take_tokens(0, 1)  # how many there will be is not known
                     asked = replace(options, max_tokens=limits.limit_answer(None, asked=False))
-                    events = self._transcriber.transcribe(
+                    events = Transcriber(self._services, limits.generated).transcribe(
                         audio, asked, tenant=self._principal.tenant
                     )
-                    await self._send_transcript(item_id, count_transcript(events, limits))
+                    await self._send_transcript(item_id, events)
         except Exception as error:  # noqa: BLE001 - the client is told
             _log(error)
             self.session.transcript_failed(item_id, error)

@@ -12,6 +12,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from lookonce.config import SessionConfig
 from lookonce.errors import EngineDeadError
+from lookonce.server.rate_limits import RateLimits
 from lookonce.types.request import client_request_id
 from tests.support.server.realtime import (
     as_text,
@@ -277,6 +278,33 @@ def test_committed_sound_is_transcribed_with_usage():
     on_realtime_site(scenario)
 
 
+def test_transcripts_count_for_the_limits_and_the_weight_of_their_tenant(tmp_path):
+    limits = tmp_path / "limits.toml"
+    limits.write_text("[default]\nweight = 4\ntokens_per_minute = 100")
+
+    async def transcribe(connection):
+        await connection.input_audio_buffer.append(audio=as_text(speech(0.5)))
+        await connection.input_audio_buffer.commit()
+        failed = "conversation.item.input_audio_transcription.failed"
+        return (await until(connection, COMPLETED, failed))[-1]
+
+    async def scenario(here):
+        services = here.site.services
+        limits, path = services.config.server.limits, tmp_path / "usage"
+        services.rates = RateLimits(limits, path, weights=services.weights)
+        async with here.session("transcription") as connection:
+            await connection.session.update(session=MANUAL)
+            usage = (await transcribe(connection)).usage
+            assert {prompt.weight for prompt in here.site.engine.prompts} == {4}
+            left = dict(services.rates.admit("").headers())[b"x-ratelimit-remaining-tokens"]
+            assert 100 - usage.total_tokens <= int(left) < 120 - usage.total_tokens
+            while (last := await transcribe(connection)).type == COMPLETED:
+                pass
+            assert "tokens per minute" in last.error.message
+
+    on_realtime_site(scenario, limits=str(limits))
+
+
 @pytest.mark.parametrize("rate", [24_000, 16_000])
 def test_server_vad_finds_the_turns(rate):
     async def scenario(here):
@@ -394,6 +422,18 @@ def test_a_handshake_is_refused_like_any_request():
         assert await refused(here) == (503, "draining")
 
     on_realtime_site(scenario)
+
+
+def test_a_refused_handshake_is_in_the_audit(caplog):
+    async def scenario(here):
+        headers = {"X-Request-Id": "mine"}
+        with caplog.at_level("INFO", "lookonce.audit"):
+            assert await refused(here, additional_headers=headers) == (401, "invalid_api_key")
+        (line,) = [record for record in caplog.records if record.name == "lookonce.audit"]
+        assert (line.event, line.route, line.status) == ("refused", "WS /v1/realtime", 401)
+        assert (line.client, line.code) == ("127.0.0.1", "invalid_api_key")
+
+    on_realtime_site(scenario, api_key=("sesame",))
 
 
 def test_a_tenant_may_have_so_many_sessions():
