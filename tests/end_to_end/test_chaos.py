@@ -119,7 +119,7 @@ def test_nobody_notices_whose_processes_live(crowd):
     for pid, num in steady.items():
         assert num_descriptors(pid) <= num + 2, "the supervisor loses descriptors"
     for pid in of_kind(crowd, API):
-        assert num_mappings(pid) <= 64
+        assert num_mappings(pid) <= 128
     if IN_SOAK:
         assert shared_memory() <= shmem + SLACK_BYTES
 

@@ -24,19 +24,25 @@ from tests.support.core.fake_runner import advance, sample
 from tests.support.engine.living import World, part, rendered, tokens_of, until
 
 TWO = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-LONG = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
 UNANSWERED = SessionOptions(answer=False)
 
 
 @pytest.fixture
 def world():
-    return session_world()
+    return session_world(Limits(num_blocks=4096))
 
 
 def session_world(*args, **kwargs) -> World:
     made = World(*args, **kwargs)
     made.engine.runner.allows_unanswered = True
     return made
+
+
+async def in_the_next_step(world: World, num_commands: int) -> None:
+    """Let the step go on that is held up, once so many commands wait for its end."""
+    await until(lambda: world.engine.step_channel.num_commands == num_commands)
+    world.engine.runner.gate.set()
 
 
 async def answer(session):
@@ -100,7 +106,7 @@ def test_an_interrupting_extension_ends_the_answer_that_is_generated(world):
             await session.extend(rendered(text(6, seed=1)), interrupt=True, max_tokens=1)
             interrupted, after = await answer(session), await answer(session)
             assert interrupted[-1].session.ended == "interrupted"
-            assert len(interrupted) < 500
+            assert len(interrupted) < 3000
             assert [d.session.extension for d in after] == [1]
             assert after[-1].session.ended == "length"
 
@@ -226,11 +232,12 @@ def test_more_than_the_credits_ends_the_session(world):
                 Array("int32", (8,), tokens.tobytes()),
             )
             client._commit(message)
+            await until(lambda: world.engine.runner.is_held)
         # The first is being computed; the others wait for the step's end, and come in together.
-        await until(lambda: world.engine.step_channel.num_commands == 2)
-        world.engine.runner.gate.set()
+        await in_the_next_step(world, 2)
         with pytest.raises(BadRequestError, match="not computed; 8 may be"):
-            await anext(session)
+            async for _ in session:
+                pass
 
     world.run(scenario)
 
@@ -289,7 +296,7 @@ def test_an_engine_that_dies_ends_its_sessions_and_the_next_one_serves_new_ones(
 
 def test_an_api_process_that_is_gone_loses_its_sessions_and_others_keep_theirs():
     """It says nothing; the engine finds out when it sends."""
-    world = session_world(num_senders=2)
+    world = session_world(Limits(num_blocks=4096), num_senders=2)
 
     async def scenario(client):
         mine = await client.open_session(rendered(text(6)), TWO, "mine")
@@ -391,7 +398,7 @@ async def until_released(world: World) -> None:
 
 
 def test_a_thousand_sessions_opened_and_dropped_leave_nothing():
-    world = session_world(Limits(num_blocks=4096, max_num_seqs=64, max_num_batched_tokens=256))
+    world = session_world(Limits(num_blocks=65536, max_num_seqs=64, max_num_batched_tokens=256))
 
     async def scenario(client):
         steady = await client.open_session(rendered(text(6, seed=7)), TWO, "steady")

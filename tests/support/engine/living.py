@@ -41,11 +41,15 @@ class GatedRunner(FakeRunner):
         self.gate = threading.Event()
         """Open: steps run. Closed: a step waits until it opens."""
         self.gate.set()
+        self.is_held = False
+        """A step waits for the gate."""
         self.raising = 0
         """Coming steps that raise, before they have done anything but forgotten."""
 
     def execute(self, plan: StepPlan) -> StepResult:
+        self.is_held = not self.gate.is_set()
         self.gate.wait(PATIENCE)
+        self.is_held = False
         if self.raising and plan.scheduled:
             self.raising -= 1
             for seq_id in plan.finished:
