@@ -140,7 +140,8 @@ class _Watcher:
         )
 
     def close(self) -> None:
-        self._process.communicate(b"stopped\n")
+        if self._process.returncode is None:  # a test may have stopped the server already
+            self._process.communicate(b"stopped\n")
 
 
 def _limit_descriptors(most: int) -> None:
