@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count as count_from
+from itertools import islice
 from pathlib import Path
 
 import httpx
@@ -22,6 +24,9 @@ from tests.support.traffic import Medium, drawn
 MAX_QUEUE = 256
 """The limit of the pool's queue; each worker may have one more job."""
 MAX_WORKERS = 4
+
+_warming = count_from(1_000_000)
+"""Numbers of garbage that only starts workers."""
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +74,15 @@ def workers(server: LiveServer) -> list[int]:
 def standing_still(server: LiveServer) -> Iterator[list[int]]:
     """Waits until all workers have started, and stops them (SIGSTOP) inside the block."""
     count = min(MAX_WORKERS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(2 * count) as pool:
-        list(pool.map(partial(ask, server), map(garbage, range(-2 * count, 0))))
-    until(lambda: len(workers(server)) == count, 30, server.log)
+
+    def all_started() -> bool:
+        # The pool starts a worker for a job that finds all others busy, so a quick one may have
+        # done a whole burst alone.
+        with ThreadPoolExecutor(2 * count) as pool:
+            list(pool.map(partial(ask, server), map(garbage, islice(_warming, 2 * count))))
+        return len(workers(server)) == count
+
+    until(all_started, 30, server.log)
     stopped = workers(server)
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
