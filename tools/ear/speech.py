@@ -141,8 +141,12 @@ def _phoneme(name: bytes) -> str:
 
 
 def any_voice(rng: random.Random, words: Sequence[str], voices: Sequence[str]) -> Spoken:
+    return said_by(rng, words, rng.choice(voices))
+
+
+def said_by(rng: random.Random, words: Sequence[str], voice: str) -> Spoken:
     return mouth().say(
-        words, rng.choice(voices), speed=rng.randint(110, 210), pitch=rng.randint(20, 80),
+        words, voice, speed=rng.randint(110, 210), pitch=rng.randint(20, 80),
         pitch_range=rng.randint(20, 80),
     )  # fmt: skip
 
