@@ -88,9 +88,7 @@ MAX_SOCKET_FOLDER = 90
 """Bytes; a unix socket's path has at most 103 on some systems, and names in it have up to 12."""
 NANO = "nano"
 NANO_EAR = "nano-ear"
-EMBEDDED_MODELS = {
-    name: Path(__file__).parent / "models" / name for name in (NANO, NANO_EAR)
-}
+EMBEDDED_MODELS = {name: Path(__file__).parent / "models" / name for name in (NANO, NANO_EAR)}
 """Models that ship with the package, by the names they are served under."""
 NANO_FOLDER = EMBEDDED_MODELS[NANO]
 NANO_EAR_FOLDER = EMBEDDED_MODELS[NANO_EAR]

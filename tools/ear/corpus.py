@@ -22,7 +22,7 @@ from tools.ear.sentences import VOCABULARY, sentence
 from tools.ear.speech import VOICES, Spoken, any_voice, loudness
 
 SHARD = 1000
-LEVELS = 10.0 ** -10
+LEVELS = 10.0**-10
 """The least power of a mel bin, as the extractor has it."""
 PHONEMES = (
     "_", "n", "t", "I", "d", "r", "k", "s", "D", "@", "l", "m", "eI", "z", "0", "f", "E", "b", "w",

@@ -99,15 +99,19 @@ def make_untrained(target: Path, *, seed: int) -> None:
 
 
 def save(
-    model: VoxtralRealtimeForConditionalGeneration, weights: Mapping[str, torch.Tensor], target: Path
+    model: VoxtralRealtimeForConditionalGeneration,
+    weights: Mapping[str, torch.Tensor],
+    target: Path,
 ) -> None:
-    """These weights in bf16: computing with them in fp32 gives the same answers."""
-    held = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model.load_state_dict({name: weights.get(name, each) for name, each in held.items()})
-    model.lm_head.weight = model.get_input_embeddings().weight
-    model.to(torch.bfloat16).save_pretrained(target)
-    model.to(torch.float32).load_state_dict(held)
-    model.lm_head.weight = model.get_input_embeddings().weight
+    """These weights, by the names of parameters, in bf16: computing with them in fp32 gives the
+    same answers."""
+    held = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights.get(name, parameter))
+        model.to(torch.bfloat16).save_pretrained(target)
+        for name, parameter in model.to(torch.float32).named_parameters():
+            parameter.copy_(held[name])
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,9 @@ class EarBatch:
 class Rows:
     """Batches of rows made of utterances, from a seed."""
 
-    def __init__(self, tokens: folder.TokenNumbers, *, seed: int, frames: int, noise_seconds: float) -> None:
+    def __init__(
+        self, tokens: folder.TokenNumbers, *, seed: int, frames: int, noise_seconds: float
+    ) -> None:
         self._tokens, self._frames = tokens, frames
         self._rng = np.random.default_rng(seed)
         samples = self._rng.standard_normal(int(noise_seconds * folder.SAMPLE_RATE))
