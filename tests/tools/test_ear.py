@@ -163,7 +163,7 @@ def test_the_optimizer_finds_a_minimum():
     optimizer = Optimizer(found)
     for step in range(300):
         sum(((found[name] - wanted[name]) ** 2).sum() for name in wanted).backward()
-        optimizer.step(0.1 * schedule(step, 300))
+        optimizer.step(0.1 * schedule(step, 300, 0.4))
     assert all((found[name] - wanted[name]).abs().max() < 0.1 for name in wanted)
 
 

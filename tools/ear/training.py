@@ -6,7 +6,6 @@ what words alone teach it in hours. What is saved are averaged weights.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ from tools.ear.rows import IGNORED, NOISE_SECONDS, EarBatch, Rows
 from tools.ear.speech import any_voice
 
 WARM_UP_STEPS = 50
-DECAY_SHARE = 0.35
-"""Of the steps: the last ones, in which the rate falls to nothing."""
 CLIP = 1.0
 AVERAGED = 0.99
 PHONEME_WEIGHT = 0.5
@@ -45,6 +42,8 @@ class EarPlan:
     frames: int = 80
     """Frames of 80 ms in a row."""
     rate: float = 2.5e-3
+    decay: float = 0.35
+    """Share of the steps, the last ones, in which the rate falls to nothing."""
     sentences: int = 24_000
     """Different ones to train on."""
     device: str = "cpu"
@@ -124,7 +123,7 @@ class Trainer:
     def learn(self, batch: EarBatch) -> tuple[float, float, float]:
         """One step: the loss, and the shares of words, given the words before them, and of
         phonemes that were right."""
-        batch = batch.to(self._device)
+        plan, batch = self._plan, batch.to(self._device)
         logits, heard = self._forward(batch.mel, batch.token_ids)
         sounds = self._head(heard)
         loss = functional.cross_entropy(
@@ -135,7 +134,7 @@ class Trainer:
         )
         (loss + PHONEME_WEIGHT * loss_of_sounds).backward()
         nn.utils.clip_grad_norm_(list(self._parameters.values()), CLIP)
-        self._optimizer.step(self._plan.rate * schedule(self.steps, self._plan.steps))
+        self._optimizer.step(plan.rate * schedule(self.steps, plan.steps, plan.decay))
         self.steps += 1
         kept = min(AVERAGED, self.steps / (self.steps + 9))
         with torch.no_grad():
@@ -173,8 +172,9 @@ class Trainer:
             self._optimizer.state[name] = held[f"optimizer.{name}"]
 
 
-def schedule(step: int, steps: int) -> float:
-    """Factor of the learning rate: linear warm-up, constant, linear decay to nothing."""
+def schedule(step: int, steps: int, decay: float) -> float:
+    """Factor of the learning rate: linear warm-up, constant, in the share `decay` linearly to
+    nothing."""
     warm_up = max(1, min(WARM_UP_STEPS, steps // 10))
-    down = (steps - step) / max(1.0, math.ceil(DECAY_SHARE * steps))
+    down = (steps - step) / max(1.0, decay * steps)
     return min(1.0, (step + 1) / warm_up, down)
