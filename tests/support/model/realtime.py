@@ -66,7 +66,7 @@ def mel_pieces(extractor: Any, wave: np.ndarray, num_prompt: int) -> Iterator[to
     hop, window = extractor.hop_length, extractor.n_fft
     per_token = FRAME // hop
     frames = per_token * num_prompt
-    first = padded[: (frames - 1) * hop + window // 2]
+    first = padded[: (frames - 1) * hop + max(hop, window // 2)]  # the last mel frame is dropped
     yield _mel(extractor, first, center=True)
     while True:
         start = frames * hop - window // 2
