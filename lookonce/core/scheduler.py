@@ -142,7 +142,8 @@ class Scheduler:
             self._sessions.open(built, options or SessionOptions())
         elif built.frames is not None:
             raise BadRequestError("only a live session has frames of sound", param="frames")
-        token_limit = self.validator.token_limit(built)
+        session = built.session
+        token_limit = self.validator.token_limit(built) if session is None else session.token_limit
         for index in range(built.sampling.n):
             built.sequences.append(
                 Sequence(self._next_seq_id, built, index, token_limit, self._state.block_hash_cache)
