@@ -189,9 +189,9 @@ class Runner:
     ) -> list[ScheduledSequence]:
         """The sequences for which every row of sound is at hand; the others fail."""
         failed = frame_rows.prepare(scheduled, failed_items)
-        for seq_id, error in failed.items():
-            if error is not None:
-                output.fail(seq_id, error.message)
+        for seq_id, reason in failed.items():
+            if reason is not None:
+                output.fail(seq_id, reason)
         return [chunk for chunk in scheduled if chunk.seq_id not in failed]
 
     def _keys_read(self, chunk: ScheduledSequence) -> list[bytes]:

@@ -18,7 +18,7 @@ frames of any number of streams, one after the other without padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import gt
 from typing import NamedTuple, Protocol
 
@@ -81,6 +81,23 @@ class FrameEncoder(Protocol):
         ...
 
 
+def runs_of(counts: Mapping[int, int]) -> Iterator[dict[int, int]]:
+    """Sound → its frames, cut into runs of at most `MAX_FRAMES` frames in all."""
+    left = {sound: count for sound, count in counts.items() if count}
+    while left:
+        room, run = MAX_FRAMES, {}
+        for sound, count in left.items():
+            if room:
+                run[sound] = min(count, room)
+                room -= run[sound]
+        yield run
+        left = {
+            sound: count - run.get(sound, 0)
+            for sound, count in left.items()
+            if count > run.get(sound, 0)
+        }
+
+
 class Stream:
     """What the encoder remembers of one sound; made by `StreamingEncoder.open`."""
 
@@ -94,19 +111,12 @@ class Stream:
 
 
 class StreamingEncoder:
-    """Encodes frames of many streams in one run. `window` is another than the encoder's in tests
-    of what depends on it."""
+    """Encodes frames of many streams in one run."""
 
-    def __init__(
-        self,
-        family: FrameEncoder,
-        dtype: torch.dtype,
-        device: torch.device,
-        window: int | None = None,
-    ) -> None:
+    def __init__(self, family: FrameEncoder, dtype: torch.dtype, device: torch.device) -> None:
         self._family, self.device = family, device
         self.shape = shape = family.encoder_shape
-        self.window = shape.window if window is None else window
+        self.window = shape.window
         features = AttentionFeatures(dtype, shape.head_dim, sliding_window=True)
         self._backend: AttentionBackend = select_backend(device, features)
         self._block_size = self._backend.default_block_size
@@ -166,19 +176,15 @@ class StreamingEncoder:
         parts: list[list[Tensor]] = [[] for _ in sounds]
         done = [0] * len(sounds)
         try:
-            while True:
-                picked, work, left = [], [], MAX_FRAMES
-                for index, sound in enumerate(sounds):
-                    count = min(left, len(sound) - done[index])
-                    if count:
-                        picked.append(index)
-                        work.append((streams[index], sound[done[index] : done[index] + count]))
-                        left -= count
-                if not work:
-                    return [torch.cat(rows) for rows in parts]
-                for index, rows in zip(picked, self.encode(work), strict=True):
+            for run in runs_of({index: len(sound) for index, sound in enumerate(sounds)}):
+                work = [
+                    (streams[index], sounds[index][done[index] : done[index] + count])
+                    for index, count in run.items()
+                ]
+                for index, rows in zip(run, self.encode(work), strict=True):
                     parts[index].append(rows)
                     done[index] += len(rows)
+            return [torch.cat(rows) for rows in parts]
         finally:
             for stream in streams:
                 self.close(stream)
