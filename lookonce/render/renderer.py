@@ -66,7 +66,7 @@ from lookonce.render.prompt.messages import (
 )
 from lookonce.render.prompt.placeholders import match_placeholders, place_media, place_sound
 from lookonce.render.prompt.token_cache import TokenCache
-from lookonce.types.media import Array, Modality, ProcessedItem, feature_at
+from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
 from lookonce.types.request_validation import check_prompt_length, check_token_ids
 from lookonce.types.sampling import SamplingParams
@@ -290,9 +290,9 @@ class Renderer:
         cache_salt: str | None = None,
     ) -> RenderedPrompt:
         """A decoder's prompt, with the one input that it cross-attends to."""
-        feature = feature_at(item.key, item.modality, item.expansion, 0)
-        scope = scope_digest(tenant, cache_salt)
-        return RenderedPrompt(token_ids, (feature,), [item], scope, tenant=tenant)
+        rendered = place_sound(token_ids, item)
+        rendered.scope, rendered.tenant = scope_digest(tenant, cache_salt), tenant
+        return rendered
 
     def injected(
         self,
