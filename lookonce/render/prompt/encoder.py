@@ -136,7 +136,7 @@ class PromptEncoder:
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """Names that the chat templates read, of `template_controls.NAMES` among others."""
+        """Names that the chat templates read."""
         return self._templates.variables
 
     async def encode_chat(
