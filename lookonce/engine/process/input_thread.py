@@ -228,7 +228,11 @@ class InputThread:
         stop = ProfileCommand(None)
         timer = threading.Timer(seconds, self._step_channel.command, [stop])
         timer.daemon = True
-        timer.start()
+        try:
+            timer.start()
+        except RuntimeError:  # this thread must not end with it
+            logger.warning("no thread for ending a profile can be started")
+            self._step_channel.command(stop)
 
     # --- senders ------------------------------------------------------------------------------
 

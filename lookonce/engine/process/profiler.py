@@ -39,7 +39,11 @@ class StepProfiler:
             return
         profile.stop()
         arguments = (profile, self._path)
-        threading.Thread(target=_write, args=arguments, name="profile", daemon=True).start()
+        writer = threading.Thread(target=_write, args=arguments, name="profile", daemon=True)
+        try:
+            writer.start()
+        except RuntimeError:  # the step thread must not end with it
+            logger.warning("no thread for writing a profile can be started")
 
 
 def _write(profile: Any, path: Path) -> None:
