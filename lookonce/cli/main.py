@@ -14,7 +14,13 @@ import typer
 
 import lookonce
 from lookonce.cli.config_file import drop_service_links, variable_of
-from lookonce.cli.options import ENGINE_OPTIONS, RENDER_OPTIONS, options_from, takes_options
+from lookonce.cli.options import (
+    ENGINE_OPTIONS,
+    RENDER_OPTIONS,
+    SECRET,
+    options_from,
+    takes_options,
+)
 from lookonce.config import NANO, Options
 from lookonce.errors import ConfigError, LookOnceError
 
@@ -130,7 +136,7 @@ def top(
     url: Annotated[str, typer.Option(help="Of the server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="LOOKONCE_API_KEY", help="An admin key, to see tenants."),
+        typer.Option(envvar=variable_of(SECRET), help="An admin key, to see tenants."),
     ] = None,
     interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print once, also on a terminal.")] = False,

@@ -236,11 +236,13 @@ def _share(part: float, whole: float) -> str:
 
 
 def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+    if count < 1024:
+        return f"{count:,.0f} B"
+    for unit in ("KiB", "MiB"):
         count /= 1024
-    raise AssertionError("unreachable")
+        if count < 1024:
+            return f"{count:,.1f} {unit}"
+    return f"{count / 1024:,.1f} GiB"
 
 
 def run_top(
