@@ -220,9 +220,7 @@ class RequestMiddleware:
 
     async def _serve(self, scope: Scope, receive: Receive, send: _ResponseSender) -> None:
         """Raises what the guard and the route raise, `DrainingError` and `UnauthorizedError`."""
-        path = scope["path"]
-        if self._root_path and path.startswith(self._root_path + "/"):
-            scope["path"] = path = path.removeprefix(self._root_path)
+        path = self._routed_path(scope)
         if cors := self._guard.admit(scope):
             send.headers = cors
             asked = self._guard.preflight(scope)
@@ -246,14 +244,21 @@ class RequestMiddleware:
                 response = await endpoint(Request(scope, receive, send))
                 await response(scope, receive, send)
 
+    def _routed_path(self, scope: Scope) -> str:
+        """The path without what a proxy puts before it, which is also taken out of `scope`."""
+        if self._root_path and scope["path"].startswith(self._root_path + "/"):
+            scope["path"] = scope["path"].removeprefix(self._root_path)
+        path: str = scope["path"]
+        return path
+
     async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one WebSocket, or answer its handshake with an error as any other request's."""
         websocket = WebSocket(scope, receive, send)
         _name_request(scope)
         current_request_id.set(scope["state"]["request_id"])
         try:
+            endpoint = self._websockets.get(self._routed_path(scope))
             self._guard.admit(scope)
-            endpoint = self._websockets.get(scope["path"])
             if endpoint is None:
                 raise ModelNotFoundError(f"{scope['path'][:200]}: no such route", code="not_found")
             with self._services.drain.serving():
