@@ -157,7 +157,7 @@ def api_server(
 ) -> ApiServer:
     """The server of `app` as its configuration says. Raises `ConfigError`."""
     config = services.config.server
-    connections = Connections(config.connections, counts=services.metrics.counts)
+    connections = Connections(config.connections, services.metrics.counts, config.root_path)
     tls = None
     if config.ssl_certfile is not None:
         tls = tls_context(config.ssl_certfile, config.ssl_keyfile)

@@ -21,6 +21,7 @@ from lookonce.errors import (
     DrainingError,
     EngineDeadError,
     ForbiddenError,
+    LookOnceError,
     ModelNotFoundError,
     NotReadyError,
     UnauthorizedError,
@@ -236,6 +237,13 @@ class Services(Frontend):
         if self.shared_counts is None:
             return self.metrics.counts.read()
         return await asyncio.to_thread(self.shared_counts.sums)
+
+    async def engine_stats(self) -> dict[str, float]:
+        """What the engine counts; nothing where it is dead."""
+        try:
+            return await self.engine.stats()
+        except LookOnceError:
+            return {}
 
     async def abort(self, tenant: str, request_ids: list[str]) -> list[str]:
         """Abort a tenant's requests in whatever API process they run; the ids that were running."""

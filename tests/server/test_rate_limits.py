@@ -271,6 +271,23 @@ def test_tokens_are_counted_by_what_was_used(on_site, tmp_path, stream):
     limited_site(on_site, tmp_path, scenario, "[default]\ntokens_per_minute = 100")
 
 
+@pytest.mark.parametrize("limit", ["requests_per_second = 0.01", "tokens_per_minute = 100"])
+def test_anthropic_s_clients_are_told_too(on_site, tmp_path, limit):
+    async def scenario(site):
+        def post(text):
+            messages = [{"role": "user", "content": text}]
+            return site.client.post("/v1/messages", json={"messages": messages, "max_tokens": 5})
+
+        assert (await post("x" * 10)).status_code == 200
+        refused = await post("x" * 90)
+        assert refused.status_code == 429
+        assert refused.json()["type"] == "error"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert int(refused.headers["retry-after"]) > 1
+
+    limited_site(on_site, tmp_path, scenario, f"[default]\n{limit}")
+
+
 def test_media_are_limited_before_they_are_loaded(on_site, tmp_path):
     async def scenario(site):
         part = {"type": "image_url", "image_url": {"url": "https://x.example/a.png"}}

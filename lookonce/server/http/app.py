@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import re
 from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.applications import Starlette
@@ -20,7 +19,13 @@ from lookonce.errors import LookOnceError, ModelNotFoundError
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
 from lookonce.server.audit import audit_refusal, route_of
 from lookonce.server.http.request_guard import Headers
-from lookonce.server.http.responses import INTERNAL, ClientLeftError, error_response, json_response
+from lookonce.server.http.responses import (
+    ClientLeftError,
+    DescribeError,
+    error_body,
+    error_response,
+    json_response,
+)
 from lookonce.server.rate_limits import NO_LIMITS
 from lookonce.server.routes import page
 from lookonce.server.routes.admin import (
@@ -37,7 +42,11 @@ from lookonce.server.routes.admin import (
     show_version,
     tokenizer_info,
 )
-from lookonce.server.routes.anthropic_messages import count_tokens, create_message
+from lookonce.server.routes.anthropic_messages import (
+    anthropic_error,
+    count_tokens,
+    create_message,
+)
 from lookonce.server.routes.audio import transcriptions, translations
 from lookonce.server.routes.chat import chat_completions
 from lookonce.server.routes.completions import completions
@@ -49,6 +58,7 @@ from lookonce.server.routes.openapi import show_docs, show_openapi
 from lookonce.server.routes.realtime.route import realtime
 from lookonce.server.routes.render import detokenize, render_chat, render_completion, tokenize
 from lookonce.server.routes.responses_api.route import create_response
+from lookonce.server.routes.serving_base import REQUEST_ID
 from lookonce.server.services import Drain, Services, header
 from lookonce.types.logs import current_request_id
 
@@ -107,7 +117,12 @@ UNLIMITED_PATHS = frozenset(
 )
 """Paths of requests that count for no limit: they free what others hold."""
 
-HEADER_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+ERROR_SHAPES: dict[str, DescribeError] = {
+    "/v1/messages": anthropic_error,
+    "/v1/messages/count_tokens": anthropic_error,
+}
+"""Path → the body of its errors; OpenAI's shape for any other."""
+
 CLIENT_LEFT_STATUS = 499
 INTERNAL_ERROR = 1011
 """Code that a WebSocket is closed with when serving it broke."""
@@ -141,9 +156,10 @@ class Application(Starlette):
 
 
 class RequestMiddleware:
-    """Request ids, names and origins, keys, draining, and failures turned into responses.
+    """Request ids, names and origins, keys, limits, draining, traces, and failures turned into
+    responses.
 
-    One layer does all five: a layer each would cost every request, and every token of a stream,
+    One layer does them all: a layer each would cost every request, and every token of a stream,
     another call. A route of a fixed path is found in a dictionary; `router` finds all others, and
     answers requests that match no route.
     """
@@ -167,8 +183,8 @@ class RequestMiddleware:
                     self._endpoints.setdefault((method, route.path), route.endpoint)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. It never raises: a failure before the response has begun becomes
-        OpenAI's error body, a later one is logged."""
+        """Serve one request. It never raises: a failure before the response has begun becomes an
+        error body, a later one is logged."""
         if scope["type"] == "websocket":
             await self._serve_websocket(scope, receive, send)
             return
@@ -189,13 +205,13 @@ class RequestMiddleware:
         except LookOnceError as error:
             failure = type(error).__name__
             audit_refusal(scope, error)
-            await sender.send_instead(error_response(error), receive)
+            await sender.send_instead(error_response(error, _error_shape(scope)), receive)
         except HTTPException as error:
             await sender.send_instead(_no_such_route(scope, error), receive)
-        except Exception:
+        except Exception as error:
             failure = "internal"
             logger.exception("a request failed", extra=_what(scope, 500))
-            await sender.send_instead(json_response(INTERNAL, 500), receive)
+            await sender.send_instead(json_response(_error_shape(scope)(error), 500), receive)
         if tracer is not None and (trace := scope["state"].get("trace")) is not None:
             failed = failure or scope["state"].get("failure")
             tracer.end(trace, scope, sender.status or CLIENT_LEFT_STATUS, failed)
@@ -204,9 +220,7 @@ class RequestMiddleware:
 
     async def _serve(self, scope: Scope, receive: Receive, send: _ResponseSender) -> None:
         """Raises what the guard and the route raise, `DrainingError` and `UnauthorizedError`."""
-        path = scope["path"]
-        if self._root_path and path.startswith(self._root_path + "/"):
-            scope["path"] = path = path.removeprefix(self._root_path)
+        path = self._routed_path(scope)
         if cors := self._guard.admit(scope):
             send.headers = cors
             asked = self._guard.preflight(scope)
@@ -230,14 +244,21 @@ class RequestMiddleware:
                 response = await endpoint(Request(scope, receive, send))
                 await response(scope, receive, send)
 
+    def _routed_path(self, scope: Scope) -> str:
+        """The path without what a proxy puts before it, which is also taken out of `scope`."""
+        if self._root_path and scope["path"].startswith(self._root_path + "/"):
+            scope["path"] = scope["path"].removeprefix(self._root_path)
+        path: str = scope["path"]
+        return path
+
     async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one WebSocket, or answer its handshake with an error as any other request's."""
         websocket = WebSocket(scope, receive, send)
         _name_request(scope)
         current_request_id.set(scope["state"]["request_id"])
         try:
+            endpoint = self._websockets.get(self._routed_path(scope))
             self._guard.admit(scope)
-            endpoint = self._websockets.get(scope["path"])
             if endpoint is None:
                 raise ModelNotFoundError(f"{scope['path'][:200]}: no such route", code="not_found")
             with self._services.drain.serving():
@@ -246,9 +267,9 @@ class RequestMiddleware:
         except LookOnceError as error:
             audit_refusal(scope, error)
             await _refuse_websocket(websocket, error_response(error))
-        except Exception:
+        except Exception as error:
             logger.exception("a WebSocket failed", extra=_what(scope, 500))
-            await _refuse_websocket(websocket, json_response(INTERNAL, 500))
+            await _refuse_websocket(websocket, json_response(error_body(error), 500))
 
 
 async def _refuse_websocket(websocket: WebSocket, response: Response) -> None:
@@ -265,8 +286,12 @@ async def _refuse_websocket(websocket: WebSocket, response: Response) -> None:
 def _name_request(scope: Scope) -> None:
     """Its id is the client's `X-Request-Id`, or a random one."""
     asked = header(scope, b"x-request-id")
-    named = asked and HEADER_REQUEST_ID.fullmatch(asked)
+    named = asked and REQUEST_ID.fullmatch(asked)
     scope.setdefault("state", {})["request_id"] = asked if named else os.urandom(16).hex()
+
+
+def _error_shape(scope: Scope) -> DescribeError:
+    return ERROR_SHAPES.get(scope["path"], error_body)
 
 
 def _what(scope: Scope, status: int) -> dict[str, object]:

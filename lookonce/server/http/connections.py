@@ -212,7 +212,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _check_websocket(self) -> None:
         """Raises `RefusedRequestError` for a WebSocket at another path or with a bad handshake."""
         path = httptools.parse_url(self.url).path
-        if self.ws_protocol_class is None or path not in WEBSOCKET_PATHS:
+        if self.ws_protocol_class is None or path not in self._table.websocket_paths:
             raise RefusedRequestError(
                 400, "websocket_not_supported", "there are WebSockets at /v1/realtime alone"
             )
@@ -406,9 +406,14 @@ class Connection(Protocol):
 class Connections:
     """The open connections, by address, and what was refused."""
 
-    def __init__(self, limits: ConnectionConfig, counts: Counts | None = None) -> None:
-        """`counts` gets what is counted for metrics; call this on the event loop."""
+    def __init__(
+        self, limits: ConnectionConfig, counts: Counts | None = None, root_path: str = ""
+    ) -> None:
+        """`counts` gets what is counted for metrics; `root_path` is what a proxy may put before
+        every path. Call this on the event loop."""
         self.limits = limits
+        beneath = (root_path.encode() + path for path in WEBSOCKET_PATHS)
+        self.websocket_paths = {*WEBSOCKET_PATHS, *beneath}
         self.most = limits.max_connections
         self.now = asyncio.get_running_loop().time() + SWEEP_SECONDS
         """A second or less ahead of the clock: it is set at each sweep, so that no request has to

@@ -63,10 +63,11 @@ ERRORS = {
     "401": "the API key is missing or unknown",
     "403": "the key lacks a right, or the media's source is not allowed",
     "404": "no such model or route",
-    "409": "a media uuid is bound to other bytes",
+    "409": "a media uuid is bound to other bytes, or another profile is being taken",
     "413": "too large",
+    "415": "the body is of a type that the route does not take",
     "422": "media cannot be decoded or is not cached",
-    "429": "too many requests are waiting",
+    "429": "too many requests are waiting, or a limit of the tenant or key is used up",
     "503": "not ready, draining, or the engine is gone",
 }
 
@@ -161,9 +162,9 @@ def _paths(request: Request) -> frozenset[str]:
 
 @cache
 def _encoded(paths: frozenset[str], root_path: str) -> bytes:
-    described = describe([op for op in OPERATIONS if op.path in paths])
+    described = _described_paths(paths)
     if root_path:
-        described["servers"] = [{"url": root_path}]
+        described = {**described, "servers": [{"url": root_path}]}
     return msgspec.json.encode(described)
 
 
@@ -174,7 +175,7 @@ async def show_docs(request: Request) -> Response:
 
 @cache
 def _docs(paths: frozenset[str]) -> str:
-    described = describe([op for op in OPERATIONS if op.path in paths])
+    described = _described_paths(paths)
     schemas = described["components"]["schemas"]
     sections = [
         _docs_of(method.upper(), path, operation, schemas)
@@ -219,6 +220,11 @@ def _type_of(schema: Json) -> str:
     if "enum" in schema:
         return ", ".join(json.dumps(value) for value in schema["enum"])
     return str(schema.get("type", "any"))
+
+
+@cache
+def _described_paths(paths: frozenset[str]) -> Json:
+    return describe(op for op in OPERATIONS if op.path in paths)
 
 
 def describe(operations: Iterable[Operation]) -> Json:

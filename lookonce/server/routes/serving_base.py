@@ -52,6 +52,7 @@ MANY_LOGPROBS = 2_000
 KV_TRANSFER_KEY = "num_lmcache_extra_cached_tokens"
 """With this key in `kv_transfer_params` the answer tells what external KV tiers did."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""Of a body's `request_id` and of the header `X-Request-Id`."""
 
 
 class GenerationBody(Protocol):

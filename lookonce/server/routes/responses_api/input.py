@@ -34,7 +34,7 @@ from lookonce.frontend.tools.calls import (
     Tool,
     read_tools,
 )
-from lookonce.server.http.body import renamed_error
+from lookonce.server.http.body import renaming_errors
 from lookonce.types.sampling import Grammar
 
 LOGPROBS = "message.output_text.logprobs"
@@ -169,15 +169,16 @@ def response_tools(body: ResponsesRequest, *, close: bool) -> RequestedTools | N
         choice = NamedChoice(type=body.tool_choice.type, function=function)
     else:
         choice = body.tool_choice
-    try:
+    with renaming_errors(_flat_name):
         tools = [_chat_tool(tool) for tool in body.tools or ()]
         asked = read_tools(tools, choice, body.parallel_tool_calls, close=close)
-    except BadRequestError as error:
-        raise renamed_error(error, (error.param or "").replace(".function", "")) from None
     if asked is None:
         return None
-    params = tuple(param.replace(".function", "") for param in asked.params)
-    return dataclasses.replace(asked, params=params)
+    return dataclasses.replace(asked, params=tuple(map(_flat_name, asked.params)))
+
+
+def _flat_name(param: str) -> str:
+    return param.replace(".function", "")
 
 
 def _chat_tool(tool: ResponseTool) -> Tool:
@@ -269,10 +270,10 @@ def _part(part: object, param: str) -> object:
     if not isinstance(part, Mapping):
         return part
     match part.get("type"):
-        case "input_text" | "output_text" as kind:
+        case "input_text" | "output_text":
             if not isinstance(part.get("text"), str):
                 raise BadRequestError(f"{param}.text: must be a text", param=f"{param}.text")
-            return {"type": "text", "text": part["text"]} if kind else None
+            return {"type": "text", "text": part["text"]}
         case "input_image":
             return _image(part, param)
         case "input_file":

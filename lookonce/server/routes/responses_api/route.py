@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TypeAlias
@@ -15,7 +15,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lookonce.errors import BadRequestError, RequestError
+from lookonce.errors import BadRequestError
 from lookonce.frontend.generation import Piece, Sample
 from lookonce.frontend.logprobs import TextCursor, chat_logprobs
 from lookonce.frontend.responses import TokenEntry, ToolCallDelta
@@ -29,7 +29,7 @@ from lookonce.frontend.tools.calls import (
     tool_calling,
 )
 from lookonce.frontend.tools.parser import ContentText
-from lookonce.server.http.body import receive, renamed_error
+from lookonce.server.http.body import receive, renaming_errors
 from lookonce.server.http.responses import encode, error_body
 from lookonce.server.rate_limits import count_media
 from lookonce.server.routes.responses_api.events import (
@@ -351,14 +351,8 @@ def _joined_calls(scored: list[ScoredDelta]) -> list[ScoredDelta]:
     return result
 
 
-@contextmanager
-def _naming_items(read: ReadInput) -> Iterator[None]:
+def _naming_items(read: ReadInput) -> AbstractContextManager[None]:
     """The renderer's errors name messages; this makes them name the items of the request."""
-    try:
-        yield
-    except RequestError as error:
-        param = error.param or ""
-        named = "max_output_tokens" if param == "max_tokens" else read.renamed(param)
-        if named == param:
-            raise
-        raise renamed_error(error, named) from None
+    return renaming_errors(
+        lambda param: "max_output_tokens" if param == "max_tokens" else read.renamed(param)
+    )

@@ -411,6 +411,17 @@ def test_keys_come_in_the_header_or_as_a_subprotocol():
     on_realtime_site(scenario, api_key=("sesame",))
 
 
+def test_sessions_are_found_beneath_the_root_path_and_without_it():
+    async def scenario(here):
+        for prefix in ("", "/models/a"):
+            url = f"{here.url.replace('http', 'ws', 1)}{prefix}/v1/realtime"
+            async with websockets.connect(url) as connection:
+                assert json.loads(await connection.recv())["type"] == "session.created"
+        assert await refused(here, "/models/b/v1/realtime") == (400, "websocket_not_supported")
+
+    on_realtime_site(scenario, root_path="/models/a")
+
+
 def test_a_handshake_is_refused_like_any_request():
     async def scenario(here):
         assert await refused(here, "/v1/realtime?model=gpt") == (404, "model_not_found")
