@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, chdir, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,7 +36,13 @@ from PIL import Image
 
 from benchmarks.pictures import encoded_picture, variant
 from benchmarks.report import Report, publish
-from benchmarks.running_server import RunningServer, running_server, set_environment
+from benchmarks.running_server import (
+    RunningServer,
+    memory_bytes,
+    running_server,
+    set_environment,
+)
+from lookonce.errors import UnavailableError
 
 ATTACKER, OTHER = "attacker", "other"
 """Tenants; their keys are their names."""
@@ -46,6 +53,7 @@ HEAD = b" HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer attacker\r\n"
 POST = b"POST /v1/completions" + HEAD + b"Content-Type: application/json\r\n"
 SIDE = 6900
 LEAST_SECONDS = 8.0
+BEGIN_SECONDS, IDLE_SECONDS = 60.0, 60.0
 _numbers = count()
 
 
@@ -198,8 +206,9 @@ def scan_bomb(picture: bytes, scans: int = 600) -> bytes:
 _PICTURES: dict[str, bytes] = {}
 
 
-def _attack(name: str, url: str) -> None:
-    """In a process of its own, until it is killed."""
+def _attack(name: str, url: str, begun: Semaphore) -> None:
+    """In a process of its own, until it is killed. `begun` is released by every attacker's thread
+    before its first attempt."""
     os.nice(19)
     large = large_picture()
     _PICTURES.update(large=large, bomb=scan_bomb(large))
@@ -208,6 +217,7 @@ def _attack(name: str, url: str) -> None:
     def go_on(number: int) -> None:
         auth = {"Authorization": f"Bearer {ATTACKER}"}
         with httpx.Client(base_url=url, headers=auth, timeout=60) as client:
+            begun.release()
             while True:
                 with suppress(OSError, httpx.HTTPError):
                     attempt(client, url, number)
@@ -218,10 +228,15 @@ def _attack(name: str, url: str) -> None:
 
 @contextmanager
 def attacked(name: str, url: str) -> Iterator[None]:
-    process = multiprocessing.get_context("spawn").Process(target=_attack, args=(name, url))
+    """Within the block, all attackers have begun. Raises `UnavailableError` if they do not."""
+    context = multiprocessing.get_context("spawn")
+    begun = context.Semaphore(0)
+    process = context.Process(target=_attack, args=(name, url, begun))
     process.start()
     try:
-        time.sleep(3.0)  # it has begun
+        for _ in range(ATTACKS[name][1]):
+            if not begun.acquire(timeout=BEGIN_SECONDS):
+                raise UnavailableError(f"the attack {name} does not begin")
         yield
     finally:
         process.kill()
@@ -253,11 +268,16 @@ def server_of(checkout: Path | None) -> Iterator[RunningServer]:
 
 
 def resident(server: RunningServer) -> dict[str, int]:
-    size = os.sysconf("SC_PAGE_SIZE")
-    return {
-        kind: int(Path(f"/proc/{server.process(module)}/statm").read_text().split()[1]) * size
-        for kind, module in PROCESSES.items()
-    }
+    return {kind: memory_bytes(server.process(module), "Rss") for kind, module in PROCESSES.items()}
+
+
+def wait_idle(server: RunningServer) -> None:
+    """Until no request of the attack is left. Raises `UnavailableError` after `IDLE_SECONDS`."""
+    deadline = time.monotonic() + IDLE_SECONDS
+    while any(server.metrics()[name] for name in ("num_requests_running", "num_requests_waiting")):
+        if time.monotonic() > deadline:
+            raise UnavailableError("the server goes on with requests whose clients are gone")
+        time.sleep(0.05)
 
 
 def measure(
@@ -272,7 +292,7 @@ def measure(
             before = resident(server)
             with attacked(name, server.url):
                 seen = other.ask(rounds, LEAST_SECONDS)
-            time.sleep(2.0)
+            wait_idle(server)
             after = resident(server)
         for kind in KINDS:
             p99 = seen.p99(kind)

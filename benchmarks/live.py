@@ -30,19 +30,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.report import Report, median, percentile, publish
-from benchmarks.running_server import cpu_seconds
+from benchmarks.running_server import cpu_seconds, memory_bytes, one_descendant
 from lookonce.config import Options, resolve
 from lookonce.engine.client.engine_client import EngineClient
 from lookonce.engine.client.session import EngineSession
 from lookonce.engine.process_io import engine_settings
 from lookonce.engine.supervisor.engine_supervisor import EngineSupervisor
 from lookonce.engine.supervisor.socket_folder import socket_folder
-from lookonce.errors import UnavailableError
 from lookonce.frontend.frontend import engine_client
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 from tests.support.model_folders.make import make_folder
 
+ENGINE_MODULE = "lookonce.engine.process"
 DAY = 1_080_000
 """Frames of 80 ms in 24 hours."""
 WINDOW, POSITIONS = 256, 4_096
@@ -108,31 +108,15 @@ async def with_engine(model: Path, work: Callable[[Engine], Awaitable[Report]]) 
         try:
             async with engine_client(config) as client:
                 await client.wait_ready()
-                return await work(Engine(client, engine_pid()))
+                return await work(Engine(client, one_descendant(os.getpid(), ENGINE_MODULE)))
         finally:
             await supervisor.stop()
             await asyncio.gather(running, return_exceptions=True)
 
 
-def engine_pid() -> int:
-    """Of the engine process that this process started."""
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                command = (folder / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if parent == os.getpid() and b"lookonce.engine.process" in command:
-                return int(folder.name)
-    raise UnavailableError("the engine process is not found")
-
-
 def own_memory(pid: int) -> int:
     """Bytes of a process, files left out: their pages are shared with whatever else runs."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    sizes = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
-    return sum(int(sizes[name][0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem"))
+    return memory_bytes(pid, "Pss_Anon", "Pss_Shmem")
 
 
 def rendered(token_ids: Sequence[int] | NDArray[np.int32]) -> RenderedPrompt:

@@ -221,7 +221,7 @@ def test_a_session_is_refused_what_it_cannot_do(llm):
         session.answer()
     with pytest.raises(BadRequestError, match="the session is closed"):
         session.append(prompt="z")
-    until(lambda: llm.stats()["sessions_open"] == 0, 10, lambda: "a session is open")
+    until(lambda: llm.stats()["sessions_open"] == 0, 60, lambda: "a session is open")
 
 
 def test_wrong_options_are_refused_before_anything_starts():

@@ -72,6 +72,10 @@ MISTAKES = [
     (["serve", "--config", "/nowhere.yaml"], "/nowhere.yaml"),
     (["serve", "--kv-cache-gb", "1000000"], "--kv-cache-gb"),
     (["serve", "--max-model-len", "1000000"], "--max-model-len is at most 4096"),
+    *(
+        (["serve", "--kv-tier", spec], "--kv-tier")
+        for spec in ("host", "host:4", "disk:relative:1GB", "lmcache://", "valkey://")
+    ),
     (["serve", "--kv-tier", "valkey://127.0.0.1:1"], "valkey://127.0.0.1:1 does not answer"),
     (["serve", "--kv-tier", "valkey:///nowhere.sock"], "valkey:///nowhere.sock does not answer"),
     (["serve", "--kv-tier", "disk:/proc/none:1GB"], "/proc/none cannot be made"),
@@ -83,19 +87,6 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "named"), MISTAKES)
-def test_a_mistake_is_one_line_and_status_2(arguments, named):
-    done = lookonce(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert named in line
-
-
-NUMBERS = [f.name for f in dataclasses.fields(Options) if f.type in ("int", "int | None", "float")]
-SLIPS = ["nan", "inf", "-inf", "-1", "1e300", str(10**30)]
-
-
 def refused(monkeypatch, capsys, *arguments: str) -> str:
     """The one line that `lookonce` ends with, status 2, in this process."""
     monkeypatch.setattr("sys.argv", ["lookonce", *arguments])
@@ -105,6 +96,23 @@ def refused(monkeypatch, capsys, *arguments: str) -> str:
     assert (ended.value.code, told.out) == (2, "")
     (line,) = told.err.splitlines()
     return line
+
+
+@pytest.mark.parametrize(("arguments", "named"), MISTAKES)
+def test_a_mistake_is_one_line_and_status_2(monkeypatch, capsys, arguments, named):
+    assert named in refused(monkeypatch, capsys, *arguments)
+
+
+def test_a_mistake_is_told_without_a_traceback_or_a_warning():
+    """In a process of its own, whose whole output is seen."""
+    done = lookonce("serve", "--kv-tier", "host:4")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert "--kv-tier" in line
+
+
+NUMBERS = [f.name for f in dataclasses.fields(Options) if f.type in ("int", "int | None", "float")]
+SLIPS = ["nan", "inf", "-inf", "-1", "1e300", str(10**30)]
 
 
 def test_every_option_that_is_a_number_has_a_range():
@@ -157,11 +165,12 @@ def test_a_model_that_is_not_there_is_said_so(tmp_path):
 
 
 @pytest.mark.parametrize("command", [["serve"], ["render"], ["chat"]])
-def test_a_type_that_is_not_served_is_refused_with_the_reason(tmp_path, command):
+def test_a_type_that_is_not_served_is_refused_with_the_reason(
+    monkeypatch, capsys, tmp_path, command
+):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    done = lookonce(*command, str(tmp_path), *(["Hello"] if command == ["chat"] else []))
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
+    words = ["Hello"] if command == ["chat"] else []
+    line = refused(monkeypatch, capsys, *command, str(tmp_path), *words)
     assert line.startswith("lookonce: MODEL: models of type 'bert' are not supported")
     assert "lookonce models" in line
 

@@ -42,7 +42,12 @@ def test_every_failure_has_its_fault(valkey: ValkeyServer, tmp_path: Path) -> No
     with LiveServer(*options) as live:
         until(lambda: len(of_kind(live, WORKER)) >= 2, 60, live.log)
         media = working_set(num_pictures=30, num_sounds=10)
-        faults = Faults(live, plans(media, 2000, seed=7), NUM_REQUESTS, valkey)
+        faults = Faults(
+            server=live,
+            plans=plans(media, 2000, seed=7),
+            num_requests=NUM_REQUESTS,
+            valkey=valkey,
+        )
         faults.run(PATIENCE)
         told = [
             f"{seen.status} from {seen.began:.2f} to {seen.ended:.2f}: {seen.body[:300]!r}"

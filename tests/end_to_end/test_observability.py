@@ -177,7 +177,7 @@ def test_nothing_that_clients_send_is_in_the_log_at_any_level(live, pictures):
     httpx.get(live.url + "/%0a%0dcanary", headers=raw)
     before = len(live.output)
     assert post(live, "/v1/completions", {"prompt": "end", "max_tokens": 1}).status_code == 200
-    until(lambda: len(live.output) > before, 10, live.log)
+    until(lambda: len(live.output) > before, 60, live.log)
     written = live.log().lower()
     # The operator's own folder and options may be named; the clients' spelling of them may not.
     for secret in (CANARY, KEY.lower(), ADMIN.lower(), INJECTOR.lower()):
@@ -197,7 +197,7 @@ def test_a_request_s_id_is_in_the_lines_of_every_process_that_serves_it(live):
     def processes() -> set[str]:
         return {line["process"] for line in lines(live) if line.get("request_id") == name}
 
-    until(lambda: {"api 0", "engine"} <= processes(), 10, live.log)
+    until(lambda: {"api 0", "engine"} <= processes(), 60, live.log)
 
 
 def test_the_audit_says_who_did_what_and_who_was_refused_why(live):
@@ -211,7 +211,7 @@ def test_the_audit_says_who_did_what_and_who_was_refused_why(live):
     def found(event: str, **fields: Any) -> bool:
         return any(fields.items() <= line.items() for line in events(live, event))
 
-    until(lambda: found("aborted", tenant="team", requests=0), 10, live.log)
+    until(lambda: found("aborted", tenant="team", requests=0), 60, live.log)
     assert found("reset", tenant="ops", tier="prefix", client="127.0.0.1")
     assert found("refused", tenant="team", status=403, code="forbidden")
     assert found("refused", status=401, code="invalid_api_key", route="POST /v1/completions")
@@ -242,7 +242,7 @@ def streamed(live: LiveServer, body: dict[str, Any], **headers: str) -> tuple[fl
 
 
 def spans_of(collector: Collector, live: LiveServer, trace_id: str) -> list[CollectedSpan]:
-    until(lambda: collector.trace(trace_id), 15, live.log)
+    until(lambda: collector.trace(trace_id), 60, live.log)
     return collector.trace(trace_id)
 
 
@@ -344,11 +344,15 @@ def test_a_profile_has_the_stacks_of_all_processes_and_there_is_one_at_a_time(li
         busy = threads.submit(
             post, live, "/v1/completions", {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
         )
-        first = threads.submit(post, live, "/debug/profile", {"seconds": 1.0}, ADMIN)
-        time.sleep(0.4)
-        refused = post(live, "/debug/profile", {"seconds": 1.0}, ADMIN)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "profile_running")
-        profile = first.result().json()
+        asked = [
+            threads.submit(post, live, "/debug/profile", {"seconds": 2.0}, ADMIN) for _ in range(2)
+        ]
+        taken, refused = sorted(
+            (each.result() for each in asked), key=lambda each: each.status_code
+        )
+        assert (taken.status_code, refused.status_code) == (200, 409)
+        assert refused.json()["error"]["code"] == "profile_running"
+        profile = taken.json()
         assert busy.result().status_code == 200
     by_process = {each["process"]: each for each in profile["processes"]}
     assert by_process.keys() >= {"server", "engine", "api 0", "media worker"}
@@ -365,7 +369,7 @@ def test_torch_profiles_the_engine_s_steps(live):
     with ThreadPoolExecutor(1) as threads:
         body = {"kind": "torch", "seconds": 0.5}
         asked = threads.submit(post, live, "/debug/profile", body, ADMIN)
-        until(asked.running, 5, live.log)
+        until(asked.running, 60, live.log)
         while not asked.done():
             post(live, "/v1/completions", {"prompt": "x", "max_tokens": 4})
         answer = asked.result()

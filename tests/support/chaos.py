@@ -12,15 +12,18 @@ once, however many other workers were killed beside it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import httpx
 
 from tests.support.live_server import LiveServer
 from tests.support.traffic import PlannedRequest
@@ -201,18 +204,73 @@ def _parse(answer: bytes) -> tuple[int, str]:
     return 0, whole.decode(errors="replace")
 
 
-# --- kills ----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Chaos:
-    """Load by `concurrency` clients on a server, and what was killed under it."""
+@dataclass(kw_only=True)
+class Load:
+    """Requests to a server by `concurrency` clients, without end, while something is done to it."""
 
     server: LiveServer
     plans: Sequence[PlannedRequest]
     concurrency: int = 8
     seed: int = 0
     seen: list[Seen] = field(default_factory=list)
+
+    async def during(
+        self,
+        disturb: Callable[[random.Random], Awaitable[None]],
+        patience: float,
+        *,
+        rest_seconds: float,
+    ) -> None:
+        """Load the server until `disturb` has ended, and `rest_seconds` longer; let every request
+        end. `patience`: seconds that the last requests may take."""
+        rng, stopped = random.Random(self.seed), asyncio.Event()
+        plans = itertools.cycle(self.plans)
+        clients = [
+            asyncio.create_task(self._client(plans, stopped)) for _ in range(self.concurrency)
+        ]
+        try:
+            await disturb(rng)
+            await asyncio.sleep(rest_seconds)
+        finally:
+            stopped.set()
+            async with asyncio.timeout(patience):
+                await asyncio.gather(*clients)
+
+    async def _client(self, plans: Iterator[PlannedRequest], stopped: asyncio.Event) -> None:
+        host, _, port = self.server.url.removeprefix("http://").partition(":")
+        while not stopped.is_set():
+            self.seen.append(await ask(host, int(port), next(plans)))
+
+    async def until_ready(self) -> None:
+        """Until many connections in a row, to whatever processes, are told so."""
+        await asyncio.sleep(0.5)
+        in_a_row = 0
+        while in_a_row < 12:
+            is_ready = False
+            with suppress(httpx.HTTPError):  # of a process that was killed just now
+                answer = await asyncio.to_thread(self.server.get, "/ready")
+                is_ready = answer.status_code == 200
+            in_a_row = in_a_row + 1 if is_ready else 0
+            if not in_a_row:
+                await asyncio.sleep(0.1)
+
+    @property
+    def num_successes(self) -> int:
+        return sum(seen.succeeded for seen in self.seen)
+
+    @property
+    def num_cut_off(self) -> int:
+        """Requests that the server may have answered completely although nobody saw it."""
+        return sum(seen.status == 0 for seen in self.seen)
+
+
+# --- kills ----------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Chaos(Load):
+    """What was killed under a load."""
+
     kills: list[str] = field(default_factory=list)
     _lost_ports: dict[int, list[float]] = field(default_factory=dict)
     """Port → when the API process that held its connection was killed."""
@@ -223,30 +281,15 @@ class Chaos:
 
     def run(self, num_kills: int, patience: float) -> None:
         """Load the server, kill `num_kills` times, and let every request end."""
-        asyncio.run(self._run(num_kills, patience))
 
-    async def _run(self, num_kills: int, patience: float) -> None:
-        rng, stopped = random.Random(self.seed), asyncio.Event()
-        plans = iter_for_ever(self.plans)
-        clients = [
-            asyncio.create_task(self._client(plans, stopped)) for _ in range(self.concurrency)
-        ]
-        try:
+        async def kill(rng: random.Random) -> None:
             for number in range(num_kills):
                 await asyncio.sleep(rng.uniform(0.2, 1.5))
                 kind = KINDS[number] if number < len(KINDS) else rng.choice(DRAWN)
                 async with asyncio.timeout(patience):
                     await self._kill(kind, rng)
-            await asyncio.sleep(1.0)
-        finally:
-            stopped.set()
-            async with asyncio.timeout(patience):
-                await asyncio.gather(*clients)
 
-    async def _client(self, plans: Iterator[PlannedRequest], stopped: asyncio.Event) -> None:
-        host, _, port = self.server.url.removeprefix("http://").partition(":")
-        while not stopped.is_set():
-            self.seen.append(await ask(host, int(port), next(plans)))
+        asyncio.run(self.during(kill, patience, rest_seconds=1.0))
 
     async def _kill(self, kind: str, rng: random.Random) -> None:
         while not (candidates := of_kind(self.server, kind)):  # noqa: ASYNC110
@@ -266,18 +309,8 @@ class Chaos:
             return  # it has ended by itself: a worker of a process killed before
         self.kills.append(kind)
         if kind == ENGINE:
-            await self._until_ready()
+            await self.until_ready()
             self._outages.append((now, time.monotonic()))
-
-    async def _until_ready(self) -> None:
-        """Until many connections in a row, to whatever processes, are told so."""
-        await asyncio.sleep(0.5)
-        in_a_row = 0
-        while in_a_row < 12:
-            response = await asyncio.to_thread(self.server.get, "/ready")
-            in_a_row = in_a_row + 1 if response.status_code == 200 else 0
-            if not in_a_row:
-                await asyncio.sleep(0.1)
 
     # --- judging ------------------------------------------------------------------------------
 
@@ -308,17 +341,3 @@ class Chaos:
         )
         out = any(seen.began < end and begin < seen.ended for begin, end in self._outages)
         return lost or out
-
-    @property
-    def num_successes(self) -> int:
-        return sum(seen.succeeded for seen in self.seen)
-
-    @property
-    def num_cut_off(self) -> int:
-        """Requests that the server may have answered completely although nobody saw it."""
-        return sum(seen.status == 0 for seen in self.seen)
-
-
-def iter_for_ever(plans: Sequence[PlannedRequest]) -> Iterator[PlannedRequest]:
-    while True:
-        yield from plans

@@ -24,17 +24,13 @@ import resource
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-
-from tests.support.chaos import API, ENGINE, WORKER, Seen, ask, client_ports, of_kind
+from tests.support.chaos import API, ENGINE, WORKER, Load, Seen, client_ports, of_kind
 from tests.support.kv_servers import ValkeyServer
-from tests.support.live_server import LiveServer
-from tests.support.traffic import PlannedRequest
 
 LOOK_SECONDS = 0.02
 LINGERING = ("descriptors", "worker memory")
@@ -81,46 +77,25 @@ class Injected:
         return False
 
 
-@dataclass
-class Faults:
-    """Load by `concurrency` clients, and faults until `num_requests` were answered."""
+@dataclass(kw_only=True)
+class Faults(Load):
+    """Faults under a load, until `num_requests` were answered and each kind was done."""
 
-    server: LiveServer
-    plans: Sequence[PlannedRequest]
     num_requests: int
     valkey: ValkeyServer | None = None
-    concurrency: int = 8
-    seed: int = 0
-    seen: list[Seen] = field(default_factory=list)
     injected: list[Injected] = field(default_factory=list)
     _others: frozenset[int] = frozenset()
 
     def run(self, patience: float) -> None:
-        asyncio.run(self._run(patience))
-
-    async def _run(self, patience: float) -> None:
-        rng, stopped = random.Random(self.seed), asyncio.Event()
-        plans = _for_ever(self.plans)
-        clients = [
-            asyncio.create_task(self._client(plans, stopped)) for _ in range(self.concurrency)
-        ]
-        kinds: list[str] = []
-        try:
+        async def disturb(rng: random.Random) -> None:
+            kinds: list[str] = []
             while len(self.seen) < self.num_requests or len(self.injected) < len(self._faults()):
                 await asyncio.sleep(rng.uniform(0.1, 0.6))
                 kinds = kinds or rng.sample(list(self._faults()), len(self._faults()))
                 async with asyncio.timeout(patience):
                     await self._inject(kinds.pop(), rng)
-            await asyncio.sleep(0.5)
-        finally:
-            stopped.set()
-            async with asyncio.timeout(patience):
-                await asyncio.gather(*clients)
 
-    async def _client(self, plans: Iterator[PlannedRequest], stopped: asyncio.Event) -> None:
-        host, _, port = self.server.url.removeprefix("http://").partition(":")
-        while not stopped.is_set():
-            self.seen.append(await ask(host, int(port), next(plans)))
+        asyncio.run(self.during(disturb, patience, rest_seconds=0.5))
 
     # --- faults -------------------------------------------------------------------------------
 
@@ -149,7 +124,7 @@ class Faults:
         except OSError:  # the process has ended by itself
             return
         if kind in ("kill engine", "kill api"):
-            await self._until_ready()
+            await self.until_ready()
         ended = time.monotonic() + (LINGER_SECONDS if kind in LINGERING else 0.0)
         self.injected.append(Injected(kind, began, ended, ports, self._others))
 
@@ -221,19 +196,6 @@ class Faults:
             return frozenset().union(*(client_ports(owner) for owner in owners))
         return frozenset(client_ports(pid))
 
-    async def _until_ready(self) -> None:
-        """Until many connections in a row, to whatever processes, are told so."""
-        await asyncio.sleep(0.3)
-        in_a_row = 0
-        while in_a_row < 8:
-            is_ready = False
-            with suppress(httpx.HTTPError):
-                answer = await asyncio.to_thread(self.server.get, "/ready")
-                is_ready = answer.status_code == 200
-            in_a_row = in_a_row + 1 if is_ready else 0
-            if not in_a_row:
-                await asyncio.sleep(0.1)
-
     # --- judging ------------------------------------------------------------------------------
 
     def unexplained(self) -> list[Seen]:
@@ -244,17 +206,3 @@ class Faults:
     @property
     def kinds(self) -> Counter[str]:
         return Counter(fault.kind for fault in self.injected)
-
-    @property
-    def num_successes(self) -> int:
-        return sum(seen.succeeded for seen in self.seen)
-
-    @property
-    def num_cut_off(self) -> int:
-        """Requests that may have been answered completely although nobody saw it."""
-        return sum(seen.status == 0 for seen in self.seen)
-
-
-def _for_ever(plans: Sequence[PlannedRequest]) -> Iterator[PlannedRequest]:
-    while True:
-        yield from plans

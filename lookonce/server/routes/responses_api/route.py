@@ -274,7 +274,8 @@ class LogprobsReader:
     def _decided(self, text: str, *, last: bool) -> Iterator[ScoredDelta]:
         deltas = self._reader.push(text, last=last)
         self._num_read += len(text)
-        num_content = sum(len(each.text) for each in deltas if isinstance(each, ContentText))
+        contents = [each for each in deltas if isinstance(each, ContentText)]
+        num_content = sum(len(each.text) - each.num_added for each in contents)
         num_held = 0 if last else self._reader.num_held
         entries = self._decide(self._num_read - num_held, num_content)
         for each in deltas:
