@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,12 +39,14 @@ def test_every_failure_has_its_fault(valkey: ValkeyServer, tmp_path: Path) -> No
         "--limit-mm-per-prompt", "image=4,audio=4", "--kv-load", "always",
         "--kv-tier", "host:16MB", "--kv-tier", f"disk:{tmp_path}:64MB",
         "--kv-tier", f"valkey://{valkey.socket}",
+        "--log-format", "json", "--log-level", "debug",  # tells which process served a request
     )  # fmt: skip
     with LiveServer(*options) as live:
         until(lambda: len(of_kind(live, WORKER)) >= 2, 60, live.log)
         media = working_set(num_pictures=30, num_sounds=10)
         faults = Faults(live, plans(media, 2000, seed=7), NUM_REQUESTS, valkey)
         faults.run(PATIENCE)
+        sys.stdout.write(f"{faults.summary()}\n")
         told = [
             f"{seen.status} from {seen.began:.2f} to {seen.ended:.2f}: {seen.body[:300]!r}"
             for seen in faults.unexplained()
