@@ -5,11 +5,11 @@ One server with --otlp-endpoint answers rounds of requests whose caller decides 
     unsampled   the request is noted and counted in histograms; no span is made
     sampled     all its spans are made and sent to a collector in this process
 
-Rounds of both kinds follow one another in turn, so what differs between two servers or changes with
-the machine's load is in neither ratio. CPU seconds are those of the API process, which traces, and
-of the engine, until the collector has every trace of the round. What an unsampled request costs
-more than one of a server without traces is measured by the same calls in this process: `noting`.
-Without --otlp-endpoint nothing is called at all (`tests/server/test_tracing.py`).
+Rounds of both kinds follow one another in turn, so what differs between two servers is in neither
+ratio. CPU time is that of the API process, which traces, until the collector has every trace of the
+round; its ratio is of API process and engine, which does nothing for traces, together. What an
+unsampled request costs more than one of a server without traces is measured by the same calls in
+this process: `noting`. Without --otlp-endpoint nothing is called (`tests/server/test_tracing.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from lookonce.errors import UnavailableError
 from lookonce.server.tracing import Tracer
 from lookonce.types.counts import Counts
 
-PROCESSES = ("lookonce.server.process", "lookonce.engine.process")
+API, ENGINE = "lookonce.server.process", "lookonce.engine.process"
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-"
 FLAGS = {"unsampled": "00", "sampled": "01"}
 TRACE_SECONDS = 30.0
@@ -99,23 +100,32 @@ def collector() -> Iterator[Collector]:
         taking.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """CPU times are milliseconds per request."""
+
+    tokens_per_second: float
+    api_cpu: float
+    engine_cpu: float
+
+
 def measured(
     server: RunningServer, taking: Collector, given: argparse.Namespace, kind: str, number: int
-) -> tuple[float, float]:
-    """Generated tokens per second, and CPU milliseconds of API process and engine per request."""
+) -> Round:
     first = number * given.requests
     shape = RequestShape("nano", output_tokens=given.tokens, first=first, body={"model": None})
     work = text(shape, given.requests, 0)
     headers = {"traceparent": TRACEPARENT + FLAGS[kind]}
-    processes = [server.process(name) for name in PROCESSES]
-    before = sum(map(cpu_seconds, processes))
+    processes = [server.process(API), server.process(ENGINE)]
+    before = [cpu_seconds(pid) for pid in processes]
     arrivals = Arrivals(concurrency=given.clients)
     result = run_load(server.url, [], work.bodies, arrivals, headers=headers)
     taking.wait_for(given.requests if kind == "sampled" else 0)
-    used = sum(map(cpu_seconds, processes)) - before
+    api, engine = (cpu_seconds(pid) - was for pid, was in zip(processes, before, strict=True))
     if len(result.answered) != given.requests:
         raise UnavailableError(f"{given.requests - len(result.answered)} requests failed")
-    return given.requests * given.tokens / result.seconds, used / given.requests * 1000
+    each = 1000 / given.requests
+    return Round(given.requests * given.tokens / result.seconds, api * each, engine * each)
 
 
 def noting() -> float:
@@ -146,29 +156,31 @@ def noting() -> float:
 
 
 def report(given: argparse.Namespace) -> Report:
-    found = Report("tracing", ("requests", "tokens/s", "ratio", "CPU ms/request", "CPU ratio"))
-    rates: dict[str, list[float]] = {kind: [] for kind in FLAGS}
-    costs: dict[str, list[float]] = {kind: [] for kind in FLAGS}
+    columns = ("requests", "tokens/s", "ratio", "API CPU ms/request", "CPU ratio")
+    found = Report("tracing", columns)
+    rounds: dict[str, list[Round]] = {kind: [] for kind in FLAGS}
     with (
         collector() as taking,
         running_server([*given.options, "--otlp-endpoint", taking.url]) as server,
     ):
         for number in range(given.rounds + 1):
             for place, kind in enumerate(list(FLAGS)[:: 1 if number % 2 else -1]):
-                rate, cost = measured(server, taking, given, kind, 2 * number + place)
+                one = measured(server, taking, given, kind, 2 * number + place)
                 if number:  # the first round warms up
-                    rates[kind].append(rate)
-                    costs[kind].append(cost)
-    noted = noting()
-    off = median(costs["unsampled"]) - noted
-    found.add("noting", None, None, noted, noted / off)
-    for kind in FLAGS:
-        ratio = median([a / b for a, b in zip(rates[kind], rates["unsampled"], strict=True)])
-        dear = median([a / b for a, b in zip(costs[kind], costs["unsampled"], strict=True)])
-        found.add(kind, median(rates[kind]), ratio, median(costs[kind]), dear)
+                    rounds[kind].append(one)
+    plain = rounds["unsampled"]
+    noted, api = noting(), median([each.api_cpu for each in plain])
+    whole = api + median([each.engine_cpu for each in plain])
+    found.add("noting", None, None, noted, 1 + noted / (whole - noted))
+    for kind, listed in rounds.items():
+        rates = [each.tokens_per_second for each in listed]
+        ratios = [a / b.tokens_per_second for a, b in zip(rates, plain, strict=True)]
+        cpu = median([each.api_cpu for each in listed])
+        found.add(kind, median(rates), median(ratios), cpu, 1 + (cpu - api) / whole)
     found.notes.append(
         f"{given.rounds} rounds of {given.requests} requests of {given.tokens} tokens, "
-        f"{given.clients} clients; medians of the rounds, and of ratios of neighbours"
+        f"{given.clients} clients; medians of the rounds, and of ratios of neighbours; "
+        f"{whole:.3g} ms of CPU a request without spans"
     )
     return found
 
@@ -179,8 +191,8 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--requests", type=int, default=160, help="of a round")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--requests", type=int, default=80, help="of a round")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--json", type=Path)

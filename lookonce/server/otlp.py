@@ -148,7 +148,7 @@ class OtlpExporter:
             if not batch:
                 continue
             try:
-                self._spans.export([span for trace in batch for span in self._made(trace)])
+                self._spans.export(self._made(batch))
             except Exception:
                 logger.exception("traces could not be sent")
 
@@ -169,41 +169,42 @@ class OtlpExporter:
                 deadline = time.monotonic() + BATCH_SECONDS
         return batch, False
 
-    def _made(self, finished: FinishedTrace) -> list[Any]:
-        """OpenTelemetry's spans of a trace."""
+    def _made(self, batch: list[FinishedTrace]) -> list[Any]:
+        """OpenTelemetry's spans of these traces."""
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
         from opentelemetry.trace.span import TraceState
         from opentelemetry.trace.status import Status, StatusCode
 
-        trace = finished.trace
         flags = TraceFlags(TraceFlags.SAMPLED)
-        state = TraceState.from_header([trace.tracestate]) if trace.tracestate else None
         offset = time.time_ns() - time.monotonic_ns()
-        contexts: dict[int, SpanContext] = {}
         made = []
-        for number, span in enumerate(finished.spans):
-            span_id = span.span_id or _child_id(trace.span_id, number)
-            own = SpanContext(trace.trace_id, span_id, False, flags, state)
-            contexts[id(span)] = own
-            parent = None if span.parent is None else contexts[id(span.parent)]
-            if span.parent is None and trace.parent_id:
-                parent = SpanContext(trace.trace_id, trace.parent_id, True, flags, state)
-            failed = finished.failed and span.parent is None
-            made.append(
-                ReadableSpan(
-                    span.name,
-                    own,
-                    parent,
-                    self._resource,
-                    span.attributes,
-                    kind=SpanKind.SERVER if span.parent is None else SpanKind.INTERNAL,
-                    instrumentation_scope=self._scope,
-                    status=Status(StatusCode.ERROR if failed else StatusCode.UNSET),
-                    start_time=int(span.begun * 1e9) + offset,
-                    end_time=int(span.ended * 1e9) + offset,
+        for finished in batch:
+            trace = finished.trace
+            state = TraceState.from_header([trace.tracestate]) if trace.tracestate else None
+            contexts: dict[int, SpanContext] = {}
+            for number, span in enumerate(finished.spans):
+                span_id = span.span_id or _child_id(trace.span_id, number)
+                own = SpanContext(trace.trace_id, span_id, False, flags, state)
+                contexts[id(span)] = own
+                parent = None if span.parent is None else contexts[id(span.parent)]
+                if span.parent is None and trace.parent_id:
+                    parent = SpanContext(trace.trace_id, trace.parent_id, True, flags, state)
+                failed = finished.failed and span.parent is None
+                made.append(
+                    ReadableSpan(
+                        span.name,
+                        own,
+                        parent,
+                        self._resource,
+                        span.attributes,
+                        kind=SpanKind.SERVER if span.parent is None else SpanKind.INTERNAL,
+                        instrumentation_scope=self._scope,
+                        status=Status(StatusCode.ERROR if failed else StatusCode.UNSET),
+                        start_time=int(span.begun * 1e9) + offset,
+                        end_time=int(span.ended * 1e9) + offset,
+                    )
                 )
-            )
         return made
 
     # --- metrics ------------------------------------------------------------------------------
