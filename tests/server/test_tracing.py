@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
+from types import FrameType
 
 import pytest
 
@@ -13,6 +18,7 @@ from lookonce.errors import BadRequestError, RequestFailedError
 from lookonce.server.tracing import FinishedTrace, Span, Tracer, histogram_points
 from lookonce.types.counts import Counts
 
+TRACING = ("lookonce.server.tracing", "lookonce.server.otlp")
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -116,10 +122,33 @@ def test_the_caller_decides_about_sampling_and_the_ratio_about_the_rest(on_site)
     on_site(scenario)
 
 
-def test_nothing_is_noted_without_a_tracer(on_site):
+@contextmanager
+def calls_of_tracing() -> Iterator[Counter[str]]:
+    """Counts the functions of traces that are called inside, by name."""
+    calls: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_globals.get("__name__") in TRACING:
+            calls[frame.f_code.co_name] += 1
+
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def test_nothing_of_traces_is_called_without_a_tracer(on_site):
     async def scenario(site):
-        answer = await site.chat()
-        assert "traceresponse" not in answer.headers
+        with calls_of_tracing() as calls:
+            for stream in (False, True):
+                answer = await site.chat(stream=stream)
+                assert "traceresponse" not in answer.headers
+        assert not calls
+        traced(site)
+        with calls_of_tracing() as calls:
+            await site.chat()
+        assert calls["begin"] == calls["end"] == calls["spans_of"] == 1
 
     on_site(scenario)
 
