@@ -72,6 +72,30 @@ def test_a_caller_s_trace_goes_on(on_site):
 
 
 @pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("vendor=1", "vendor=1"),
+        ("a=1 , tenant@vendor=x y,\t,b=2", "a=1,tenant@vendor=x y,b=2"),
+        ("a=" + "x" * 256, "a=" + "x" * 256),
+        ("a=" + "x" * 257, ""),
+        ("a=1,Upper=2", ""),
+        ("a=1,no member", ""),
+        ("a=é", ""),
+        (",".join(f"a{n}=1" for n in range(33)), ""),
+        (",".join(f"a{n}={'x' * 50}" for n in range(12)), ""),
+    ],
+)
+def test_a_caller_s_state_goes_on_where_it_is_well_formed(on_site, given, kept):
+    async def scenario(site):
+        collected = traced(site)
+        headers = {"traceparent": PARENT, "tracestate": given.encode()}
+        await site.client.post("/v1/completions", json={"prompt": "hello"}, headers=headers)
+        assert collected[0].trace.tracestate == kept
+
+    on_site(scenario)
+
+
+@pytest.mark.parametrize(
     "given",
     [
         PARENT.replace("00-", "ff-", 1),
