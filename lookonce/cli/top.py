@@ -37,6 +37,7 @@ LATENCIES = {
     "prefill": "request_prefill_seconds",
     "whole request": "e2e_request_latency_seconds",
 }
+RESPONSES = "http_responses_total"
 MAX_TENANTS = 20
 
 
@@ -110,7 +111,15 @@ class View:
 
     def rate(self, name: str) -> str:
         """A second; the total where there is no earlier snapshot."""
-        changed = self.change(name)
+        return self._rate(self.change(name))
+
+    def failed(self) -> str:
+        """As `rate`, of responses for whose failure the server is to blame."""
+        statuses = self.now.by_label(RESPONSES)
+        blamed = [status for status in statuses if status.startswith("5") or status == "broken"]
+        return self._rate(sum(self.change(RESPONSES, (("status", s),)) for s in blamed))
+
+    def _rate(self, changed: float) -> str:
         return f"{changed:,.0f}" if self.before is None else f"{changed / self.seconds:,.1f}/s"
 
     def quantile(self, name: str, share: float) -> float | None:
@@ -152,6 +161,8 @@ def _head(view: View) -> Text:
         f"requests  running {now.total('num_requests_running'):.0f}  "
         f"waiting {now.total('num_requests_waiting'):.0f}  "
         f"finished {view.rate('request_success_total')}  "
+        f"failed {view.failed()}  "
+        f"limited {view.rate('rate_limited_total')}  "
         f"refused {view.rate('http_refused_total')}  "
         f"connections {now.total('http_connections'):.0f}",
         f"tokens    prompt {view.rate('prompt_tokens_total')}  "

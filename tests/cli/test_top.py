@@ -16,6 +16,11 @@ METRICS = """\
 lookonce_num_requests_running 3
 # TYPE lookonce_num_requests_waiting gauge
 lookonce_num_requests_waiting 7
+# TYPE lookonce_http_responses_total counter
+lookonce_http_responses_total{status="200"} 90
+lookonce_http_responses_total{status="400"} 6
+lookonce_http_responses_total{status="503"} 2
+lookonce_http_responses_total{status="broken"} 1
 # TYPE lookonce_prefix_cache_queries_total counter
 lookonce_prefix_cache_queries_total 200
 # TYPE lookonce_prefix_cache_hits_total counter
@@ -80,6 +85,7 @@ def test_it_shows_requests_tenants_reuse_and_tiers():
     text = shown(View(taken(), url="http://server"))
     assert "a model, LookOnce 1.2.3 at http://server: ready" in text
     assert "running 3  waiting 7" in text
+    assert "failed 3" in text
     lines = {line.split("  ")[0].strip(): line for line in text.splitlines()}
     assert "75%" in lines["prefix cache"]
     assert lines["red"].split() == ["red", "5"]

@@ -58,6 +58,9 @@ def test_every_failure_has_its_fault(valkey: ValkeyServer, tmp_path: Path) -> No
         counts = live.metrics()
         successes = _successes(counts)
         assert faults.num_successes <= successes <= faults.num_successes + faults.num_cut_off
+        for status, seen in faults.statuses.items():
+            counted = counts.get(f"http_responses_total:{status}", 0.0)
+            assert seen <= counted <= seen + faults.num_cut_off, (status, seen, counted)
         assert counts["e2e_request_latency_seconds_count"] == successes
         assert counts["mm_cache_bytes"] == counts["mm_store_listed_bytes"]
         assert len(of_kind(live, ENGINE)) == 1

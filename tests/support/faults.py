@@ -277,8 +277,17 @@ class Faults:
 
     def summary(self) -> str:
         """How many answers of each status, and faults of each kind, there were."""
-        statuses = Counter(seen.status for seen in self.seen)
-        return f"{self.num_as_planned} as planned, by status {dict(statuses)}; {dict(self.kinds)}"
+        statuses = dict(self.statuses)
+        cut_off = len(self.seen) - sum(statuses.values())
+        return (
+            f"{self.num_as_planned} as planned, by status {statuses}, {cut_off} cut off; "
+            f"{dict(self.kinds)}"
+        )
+
+    @property
+    def statuses(self) -> Counter[int]:
+        """Of whole answers."""
+        return Counter(seen.status for seen in self.seen if seen.status)
 
     @property
     def kinds(self) -> Counter[str]:
@@ -290,8 +299,10 @@ class Faults:
 
     @property
     def num_cut_off(self) -> int:
-        """Requests that may have been answered completely although nobody saw it."""
-        return sum(seen.status == 0 for seen in self.seen)
+        """Requests that may have been answered completely although nobody saw it: those of API
+        processes that were killed."""
+        kills = [fault for fault in self.injected if fault.kind == "kill api"]
+        return sum(any(kill.explains(seen, None) for kill in kills) for seen in self.seen)
 
 
 def _of_one_item(told: Sequence[Seen]) -> list[Seen]:
