@@ -163,6 +163,8 @@ class RequestMiddleware:
     ) -> None:
         self._services = services
         self._responses = services.metrics.counts.by_label("http_responses_total")
+        for status in ("200", "500", "503", BROKEN):  # seen by Prometheus before the first one
+            self._responses[status] += 0
         self._guard = services.guard
         self._root_path = services.config.server.root_path
         self._router = router

@@ -533,7 +533,7 @@ def test_responses_are_counted_by_status_and_broken_ones_besides(on_site):
             for name, values in found.items()
             if name.startswith("http_responses_total:")
         }
-        assert counted == {"200": 2, "400": 1, "404": 1, "500": 1, "broken": 1}
+        assert counted == {"200": 2, "400": 1, "404": 1, "500": 1, "503": 0, "broken": 1}
         shown = (await site.client.get("/metrics")).text
         assert 'lookonce_http_responses_total{status="broken"} 1.0' in shown
 
