@@ -5,9 +5,8 @@
                                    Tracer.end ─▶ FinishedTrace ─▶ `otlp.OtlpExporter`'s thread
 
 The engine's times come with the first delta of each prompt (`PrefillTimes`, the same clock), so the
-engine knows nothing of traces. A span is a tuple until the exporter's thread makes it: a request
-costs its own process some 20 µs. Media hosts are strangers: what is fetched from them gets no
-`traceparent`.
+engine knows nothing of traces. Spans are put together when a request has ended, and encoded in the
+exporter's thread. Media hosts are strangers: what is fetched from them gets no `traceparent`.
 
 Context as W3C Trace Context says (Recommendation of 2021-11-23): `traceparent` and `tracestate` in,
 `traceresponse` (level 2, draft) out.
