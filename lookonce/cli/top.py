@@ -68,12 +68,16 @@ class Snapshot:
         return any(known == name for known, _ in self.samples)
 
 
-def take_snapshot(client: httpx.Client) -> Snapshot:
-    """Raises `UnavailableError` where no LookOnce server answers."""
+def take_snapshot(client: httpx.Client, *, with_state: bool = True) -> Snapshot:
+    """Raises `UnavailableError` where no LookOnce server answers.
+
+    Each `/debug/state` that is refused is a line of the server's audit: `with_state` says whether
+    it is asked for.
+    """
     try:
         ready = client.get("/ready")
         shown = client.get("/metrics")
-        state = client.get("/debug/state")
+        state = client.get("/debug/state") if with_state else None
         status = ready.json()["status"]
         families = list(text_string_to_metric_families(shown.raise_for_status().text))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
@@ -86,7 +90,7 @@ def take_snapshot(client: httpx.Client) -> Snapshot:
         for family in families
         for sample in family.samples
     }
-    known = state.json() if state.status_code == 200 else None
+    known = state.json() if state is not None and state.status_code == 200 else None
     return Snapshot(time.monotonic(), status, samples, known)
 
 
@@ -268,6 +272,7 @@ def run_top(
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(base_url=url, headers=headers, timeout=10) as client:
         now = take_snapshot(client)
+        with_state = now.state is not None
         if once or not console.is_terminal:
             console.print(render(View(now, url=url)))
             return
@@ -275,7 +280,7 @@ def run_top(
             while True:
                 sleep(interval)
                 try:
-                    before, now = now, take_snapshot(client)
+                    before, now = now, take_snapshot(client, with_state=with_state)
                     live.update(render(View(now, before, url)), refresh=True)
                 except LookOnceError as error:
                     live.update(Text(error.message), refresh=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
+from functools import partial
 
 import httpx
 import pytest
@@ -127,3 +129,26 @@ def test_another_server_is_told_apart():
         pytest.raises(UnavailableError, match="no LookOnce server"),
     ):
         take_snapshot(client)
+
+
+@pytest.mark.parametrize("admin", [True, False])
+def test_a_state_that_is_refused_is_asked_for_once(monkeypatch, admin):
+    asked: Counter[str] = Counter()
+    answering, looks = server(admin), iter(range(3))
+
+    def count(request: httpx.Request) -> httpx.Response:
+        asked[request.url.path] += 1
+        return answering.handle_request(request)
+
+    def sleep(_: float) -> None:
+        if next(looks, None) is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        httpx, "Client", partial(httpx.Client, transport=httpx.MockTransport(count))
+    )
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with pytest.raises(KeyboardInterrupt):
+        run_top("http://server", None, interval=1.0, once=False, console=console, sleep=sleep)
+    assert asked["/metrics"] == 4
+    assert asked["/debug/state"] == (4 if admin else 1)

@@ -372,5 +372,6 @@ def test_torch_profiles_the_engine_s_steps(live):
     assert answer.status_code == 200, answer.text
     trace = json.loads(gzip.decompress(answer.content))
     assert any(event.get("cat") == "cpu_op" for event in trace["traceEvents"])
+    assert lines(live)  # torch's library has written none of its own
     too_long = post(live, "/debug/profile", {"kind": "torch", "seconds": 30}, ADMIN)
     assert too_long.status_code == 400
