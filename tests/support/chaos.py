@@ -135,9 +135,11 @@ class Seen:
     """What one client saw."""
 
     plan: PlannedRequest
-    port: int
     began: float
+    port: int = 0
     ended: float = 0.0
+    request_id: str = ""
+    """As the server's log names it."""
     status: int = 0
     """0: the connection ended before a whole answer had come."""
     body: str = ""
@@ -163,12 +165,14 @@ def said(body: str) -> str:
 
 async def ask(host: str, port: int, plan: PlannedRequest) -> Seen:
     """One request on a connection of its own."""
+    seen = Seen(plan, time.monotonic(), request_id=os.urandom(8).hex())
     reader, writer = await asyncio.open_connection(host, port)
-    seen = Seen(plan, writer.get_extra_info("sockname")[1], time.monotonic())
+    seen.port = writer.get_extra_info("sockname")[1]
     body = json.dumps(plan.body).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        f"X-Request-Id: {seen.request_id}\r\n\r\n"
     )
     try:
         writer.write(head.encode() + body)
@@ -239,7 +243,10 @@ class Load:
     async def _client(self, plans: Iterator[PlannedRequest], stopped: asyncio.Event) -> None:
         host, _, port = self.server.url.removeprefix("http://").partition(":")
         while not stopped.is_set():
-            self.seen.append(await ask(host, int(port), next(plans)))
+            await self._take(await ask(host, int(port), next(plans)))
+
+    async def _take(self, seen: Seen) -> None:
+        self.seen.append(seen)
 
     async def until_ready(self) -> None:
         """Until many connections in a row, to whatever processes, are told so."""
