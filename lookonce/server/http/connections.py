@@ -415,7 +415,8 @@ class Connections:
         ask for the time, and no deadline comes early."""
         self.total = 0
         self.num_received = 0
-        """Bytes since freed memory was last given back to the system (`ApiServer`)."""
+        """Bytes."""
+        self.num_ended = 0
         self.on_room: Callable[[], None] = lambda: None
         """Called when a connection has ended."""
         self._by_address: dict[str | None, dict[Connection, None]] = {}
@@ -423,6 +424,11 @@ class Connections:
         self._refused = counts.by_label("http_refused_total")
         self._evicted = counts.count("http_connections_evicted_total")
         self._open = counts.count("http_connections", gauge=True)
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes received and connections ended so far."""
+        return self.num_received, self.num_ended
 
     def full(self, address: str | None) -> bool:
         """Whether this address has as many as one may have; unix sockets have no address."""
@@ -439,6 +445,7 @@ class Connections:
         if connection in held:
             del held[connection]
             self.total -= 1
+            self.num_ended += 1
             self._open.set(self.total)
             if not held:
                 del self._by_address[connection.address]
