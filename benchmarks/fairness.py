@@ -60,6 +60,8 @@ REST_SECONDS = 60.0
 """For a server to be at rest after an attack."""
 REST = ("num_requests_running", "num_requests_waiting", "media_waiting")
 """Metrics that are 0 then."""
+SETTLED_SECONDS = 3.0
+"""An API process looks once a second whether it rests."""
 KEPT_CONNECTIONS = 2
 """That of the other tenant, and the one that asks for the metrics."""
 POLL_SECONDS = 0.1
@@ -306,6 +308,18 @@ def wait_until_at_rest(server: RunningServer) -> None:
         time.sleep(POLL_SECONDS)
 
 
+def settled_memory(server: RunningServer) -> dict[str, int]:
+    """Of a server at rest, once it has given back for `SETTLED_SECONDS` no more."""
+    now, since = resident(server), time.monotonic()
+    end = since + REST_SECONDS
+    while time.monotonic() - since < SETTLED_SECONDS and time.monotonic() < end:
+        time.sleep(POLL_SECONDS)
+        before, now = now, resident(server)
+        if any(now[kind] < before[kind] for kind in now):
+            since = time.monotonic()
+    return now
+
+
 def measure(
     checkout: Path | None, names: Sequence[str], rounds: int, alone: Latencies, report: Report
 ) -> None:
@@ -315,11 +329,11 @@ def measure(
         with server_of(checkout) as server:
             other = Other(server.url)
             other.ask(5)
-            before = resident(server)
+            before = settled_memory(server)
             with attacked(name, server.url):
                 seen = other.ask(rounds, LEAST_SECONDS)
             wait_until_at_rest(server)
-            after = resident(server)
+            after = settled_memory(server)
         for kind in KINDS:
             p99 = seen.p99(kind)
             report.add(
