@@ -156,6 +156,7 @@ def test_while_no_api_process_serves_clients_are_told_to_come_again(monkeypatch,
         first = await server.pid()
         may_start = held_start(monkeypatch)
         os.kill(first, signal.SIGKILL)
+        await until(lambda: "API process 0 ended by signal 9" in caplog.text)
         async with httpx.AsyncClient(timeout=PATIENCE) as client:
             url = await server.url()
             asked = [client.get(url + "/health"), client.post(url + "/x", content=b"a" * 4_000_000)]
@@ -165,7 +166,6 @@ def test_while_no_api_process_serves_clients_are_told_to_come_again(monkeypatch,
                 assert answer.headers["connection"] == "close"
                 assert answer.json()["error"]["type"] == "service_unavailable_error"
             may_start.set()
-            await until(lambda: "API process 0 ended by signal 9" in caplog.text)
             assert await server.pid() != first
 
     with caplog.at_level(logging.WARNING):
@@ -178,6 +178,7 @@ def test_while_one_api_process_serves_nobody_is_refused(monkeypatch):
         seen = set()
         while len(seen) < 2:
             seen |= set(await asyncio.gather(*(server.pid() for _ in range(8))))
+        monkeypatch.setattr(launch, "HOLD_SECONDS", 0.1)
         may_start = held_start(monkeypatch)
         killed, other = seen
         os.kill(killed, signal.SIGKILL)
@@ -192,7 +193,8 @@ def test_while_one_api_process_serves_nobody_is_refused(monkeypatch):
     launched(scenario, config(api_processes=2))
 
 
-def test_clients_that_send_nothing_or_leave_do_not_keep_others_from_their_answer(monkeypatch):
+def test_clients_that_send_nothing_or_leave_keep_nobody_from_an_answer(monkeypatch, caplog):
+    monkeypatch.setattr(launch, "HOLD_SECONDS", 0.1)
     monkeypatch.setattr(launch, "MAX_REFUSED", 4)
     monkeypatch.setattr(launch, "REFUSAL_SECONDS", 0.3)
 
@@ -201,6 +203,7 @@ def test_clients_that_send_nothing_or_leave_do_not_keep_others_from_their_answer
         first = await server.pid()
         may_start = held_start(monkeypatch)
         os.kill(first, signal.SIGKILL)
+        await until(lambda: "API process 0 ended by signal 9" in caplog.text)
         host, port = url.removeprefix("http://").split(":")
         silent = [await asyncio.open_connection(host, port) for _ in range(12)]
         left = [await asyncio.open_connection(host, port) for _ in range(3)]
