@@ -9,6 +9,7 @@ import socket
 import pytest
 
 from lookonce.config import ConnectionConfig
+from lookonce.server import process
 from lookonce.server.http.connections import (
     Acceptor,
     Connections,
@@ -392,3 +393,34 @@ def test_without_room_new_connections_wait_until_one_ends():
             await acceptor.wait_closed()
 
     on_connections(scenario)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_memory_is_given_back_once_enough_came_or_nothing_more_comes(monkeypatch):
+    times = []
+    monkeypatch.setattr(process, "give_memory_back", lambda: times.append(1))
+
+    async def scenario():
+        connections = Connections(ConnectionConfig())
+        server = process.ApiServer(None, connections)
+
+        async def after(received: int, ended: int = 0) -> int:
+            """How often by the sweep after so much has come."""
+            connections.num_received += received
+            connections.num_ended += ended
+            await server.on_tick(0)
+            return len(times)
+
+        assert await after(process.REST_BYTES) == 0  # more may come
+        assert await after(0) == 1
+        assert await after(0) == 1
+        assert await after(process.TRIM_BYTES) == 2
+        assert await after(0) == 2
+        assert await after(0, ended=process.REST_CONNECTIONS) == 2
+        assert await after(0) == 3
+        assert await after(process.REST_BYTES // 2, ended=1) == 3
+        assert await after(0) == 3
+
+    asyncio.run(scenario())
