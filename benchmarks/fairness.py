@@ -36,7 +36,7 @@ import httpx
 from PIL import Image
 
 from benchmarks.pictures import encoded_picture, variant
-from benchmarks.report import Report, publish
+from benchmarks.report import Report, publish, write_json
 from benchmarks.running_server import (
     START_SECONDS,
     RunningServer,
@@ -370,6 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if given.before is not None:
             measure(given.before, [name], given.rounds, alone, report)
         measure(None, [name], given.rounds, alone, report)
+        write_json(given.json, [report])  # what there is, should it be ended before
     publish([report], given.json)
 
 

@@ -114,8 +114,10 @@ class ApiServer(uvicorn.Server):
         self._connections = connections or Connections(ConnectionConfig())
         self._tls = tls
         self._on_serving = on_serving
-        self._traffic_before = self._trimmed = self._connections.traffic
-        """At the last sweep, and when memory was given back."""
+        self._traffic_before = self._rested = self._connections.traffic
+        """At the last sweep, and when memory was given back at rest."""
+        self._trimmed = 0
+        """Bytes that had been received when memory was given back."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -154,16 +156,16 @@ class ApiServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def _give_memory_back(self) -> None:
-        """Where enough was received since the last time, or less and no more comes."""
+        """Where enough was received since the last time, and where less was and no more comes."""
         seen = self._connections.traffic
-        rests = seen == self._traffic_before
-        self._traffic_before = seen
-        received, ended = seen[0] - self._trimmed[0], seen[1] - self._trimmed[1]
+        rests, self._traffic_before = seen == self._traffic_before, seen
+        received, ended = seen[0] - self._rested[0], seen[1] - self._rested[1]
         if rests and (received >= REST_BYTES or ended >= REST_CONNECTIONS):
             gc.collect()  # requests that were cut off are cycles
-        elif received < TRIM_BYTES:
+            self._rested = seen
+        elif seen[0] - self._trimmed < TRIM_BYTES:
             return
-        self._trimmed = seen
+        self._trimmed = seen[0]
         await asyncio.to_thread(give_memory_back)
 
 

@@ -112,6 +112,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._unread_since = math.inf
         """When the client stopped reading its answer."""
         self._handshake: asyncio.Task[Any] | None = None
+        self._aborted = False
 
     # --- the connection ---
 
@@ -129,13 +130,15 @@ class HttpProtocol(HttpToolsProtocol):
         self._table.remove(self)
 
     def evict(self) -> bool:
-        """Close the connection, if no whole request of it is being served."""
-        if self.phase == "serving" or (self.phase == "body" and self.pipeline):
+        """Close the connection, if no whole request of it is being served and it is not closed
+        already: the event loop tells of its end in its next turn."""
+        if self._aborted or self.phase == "serving" or (self.phase == "body" and self.pipeline):
             return False
         self._abort()
         return True
 
     def _abort(self) -> None:
+        self._aborted = True
         self._deadline = self._unread_since = math.inf
         if self.phase != "handshake":
             self.transport.abort()
@@ -515,7 +518,8 @@ class Acceptor:
     server in `uvicorn.Server.servers`.
 
     Without room it closes a connection that waits for a request, or else leaves new ones in the
-    kernel's queue until one ends.
+    kernel's queue until one ends. Where as many came as were closed, it closes twice as many the
+    next time: one at a time would keep thousands of new ones waiting for seconds.
     """
 
     def __init__(
@@ -534,6 +538,8 @@ class Acceptor:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._accepting = False
         self._closed = False
+        self._evictions = 1
+        """How many connections are closed when there is no room."""
         connections.on_room = self.resume
         listener.setblocking(False)
         _keep_alive(listener)
@@ -564,11 +570,12 @@ class Acceptor:
             if self._connections.total >= self._connections.most:
                 if number == 0:  # the end of a connection resumes, or the next sweep
                     self.pause()
-                    self._connections.evict_one()
+                    self._evict()
                 return
             try:
                 accepted, peer = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                self._evictions = 1
                 return
             except OSError as error:
                 if error.errno not in SHORTAGES:
@@ -579,6 +586,13 @@ class Acceptor:
                 self._connections.evict_one()
                 return
             self._connect(accepted, _client_address(peer))
+
+    def _evict(self) -> None:
+        """Close as many as wait for their clients, up to `_evictions`."""
+        for _ in range(self._evictions):
+            if not self._connections.evict_one():
+                return
+        self._evictions = min(2 * self._evictions, ACCEPTS_PER_TURN)
 
     def _connect(self, accepted: socket.socket, address: str | None) -> None:
         accepted.setblocking(False)
