@@ -55,7 +55,7 @@ LINGER_SECONDS = 2.0
 """How long the rest of a refused request is read: a close before would take the refusal with it."""
 DISCARD_SECONDS = 10.0
 """How long the rest of a body is read that was answered before its end."""
-MAX_PIPELINED = 64
+MAX_PIPELINED = 24
 """Requests of one connection that may wait for the one being served."""
 CHUNK_OVERHEAD = 32
 """Bytes that one chunk of a chunked body may take beside its data."""
