@@ -71,6 +71,8 @@ TICKS_PER_SWEEP = 10
 TRIM_BYTES = 64 << 20
 """After so many bytes were received freed memory is given back to the system: bodies, abandoned
 ones too, would leave it in pieces that stay with this process."""
+REST_BYTES, REST_CONNECTIONS = 1 << 20, 128
+"""So many bytes received or connections ended are enough where nothing comes any more."""
 CUT_OFF_SECONDS = 2.0
 """For requests that are cut off to tell their clients."""
 ENGINE_SECONDS = 10.0
@@ -112,6 +114,10 @@ class ApiServer(uvicorn.Server):
         self._connections = connections or Connections(ConnectionConfig())
         self._tls = tls
         self._on_serving = on_serving
+        self._traffic_before = self._rested = self._connections.traffic
+        """At the last sweep, and when memory was given back at rest."""
+        self._trimmed = 0
+        """Bytes that had been received when memory was given back."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -146,10 +152,21 @@ class ApiServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS_PER_SWEEP == 0:
             self._connections.sweep(asyncio.get_running_loop().time())
-            if self._connections.num_received >= TRIM_BYTES:
-                self._connections.num_received = 0
-                await asyncio.to_thread(give_memory_back)
+            await self._give_memory_back()
         return await super().on_tick(counter)
+
+    async def _give_memory_back(self) -> None:
+        """Where enough was received since the last time, and where less was and no more comes."""
+        seen = self._connections.traffic
+        rests, self._traffic_before = seen == self._traffic_before, seen
+        received, ended = seen[0] - self._rested[0], seen[1] - self._rested[1]
+        if rests and (received >= REST_BYTES or ended >= REST_CONNECTIONS):
+            gc.collect()  # requests that were cut off are cycles
+            self._rested = seen
+        elif seen[0] - self._trimmed < TRIM_BYTES:
+            return
+        self._trimmed = seen[0]
+        await asyncio.to_thread(give_memory_back)
 
 
 def api_server(
