@@ -477,6 +477,18 @@ def test_a_job_whose_worker_died_before_it_began_is_tried_once_more(tmp_path: Pa
     asyncio.run(scenario())
 
 
+def test_a_job_that_is_tried_again_is_charged_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fake_pool(1) as pool:
+            await pool.run(job(tenant="other", seconds=100.0))
+            assert pool._queue.debt("other") == 25.0
+            lucky = b"die before " + bytes(tmp_path / "died")
+            await pool.run(job(lucky, "unlucky", 100.0))
+            assert 25.0 <= pool._queue.debt("unlucky") < 30.0
+
+    asyncio.run(scenario())
+
+
 def test_a_job_is_not_tried_for_ever(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with fake_pool(1) as pool:

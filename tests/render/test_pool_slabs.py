@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from lookonce.cache.slab_pool import Grant, SlabWriter
 from lookonce.cache.slabs import LARGE
 from lookonce.errors import UnprocessableMediaError
 from lookonce.render.media.pool import MediaPool, ServerShare
@@ -82,6 +83,40 @@ def test_a_real_worker_writes_a_picture_where_it_is_read(nano_folder: Path) -> N
                 del made, arrays
             assert engine.pool.num_fallbacks == 0
             assert engine.pool.num_reuses >= 1
+
+    asyncio.run(scenario())
+
+
+def test_a_real_worker_asks_only_for_slabs_that_did_not_come_with_the_job(
+    nano_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Processing(ProcessingSettings(str(nano_folder), "float32", 1_000_000, 20.0))
+    sides = [224, 224, 224, 96, 96, 224, 224]
+    files = [encoded(picture(("red", "circle"), side=side)) for side in sides]
+    assert len({plain.run(MediaJob("image", data, {})).item.nbytes for data in files}) == 2
+    asked: list[int] = []
+    grant = SlabWriter.grant
+
+    def counted(writer: SlabWriter, nbytes: int) -> Grant | None:
+        asked.append(nbytes)
+        return grant(writer, nbytes)
+
+    monkeypatch.setattr(SlabWriter, "grant", counted)
+
+    async def scenario() -> None:
+        engine = SlabEngine(CAPACITY)
+        command = (sys.executable, "-m", "lookonce.render.media.worker")
+        async with pool_with_slabs(engine, command=command, folder=str(nano_folder)) as pool:
+            questions = []
+            for data in files:
+                made = await pool.run(MediaJob("image", data, {}))
+                assert made.item == plain.run(MediaJob("image", data, {})).item
+                assert made.item.arrays["pixel_values"].place is not None
+                questions.append(len(asked))
+                del made
+        # One slab is mapped with the first job; a job of another size asks, and the next does not.
+        assert questions == [1, 1, 1, 2, 2, 3, 3]
+        assert engine.pool.num_grants == len(files)
 
     asyncio.run(scenario())
 

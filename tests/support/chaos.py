@@ -33,6 +33,8 @@ OF_A_WORKER = "its decoder crashed"
 """What a request is told whose media worker was killed while it worked."""
 DRAWN = (API, API, API, WORKER, WORKER, WORKER, WORKER, ENGINE, ENGINE, FORK_SERVER)
 """Kinds to draw the next victim's from."""
+PAUSE_SECONDS = 0.05
+"""Of a client whose request has failed: eight that ask on and on would slow an engine's restart."""
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -71,6 +73,12 @@ def num_mappings(pid: int) -> int:
     """Mappings of shared memory without a name, and of files in the server's socket folder."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return sum("memfd:" in line or "/lookonce-" in line for line in lines)
+
+
+def mapped_slabs(pid: int) -> list[str]:
+    """The inode of each mapping of a slab: one that is mapped twice is there twice."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return [line.split()[4] for line in lines if SLAB in line]
 
 
 def shared_memory() -> int:
@@ -246,7 +254,10 @@ class Chaos:
     async def _client(self, plans: Iterator[PlannedRequest], stopped: asyncio.Event) -> None:
         host, _, port = self.server.url.removeprefix("http://").partition(":")
         while not stopped.is_set():
-            self.seen.append(await ask(host, int(port), next(plans)))
+            seen = await ask(host, int(port), next(plans))
+            self.seen.append(seen)
+            if not seen.as_planned:
+                await asyncio.sleep(PAUSE_SECONDS)
 
     async def _kill(self, kind: str, rng: random.Random) -> None:
         while not (candidates := of_kind(self.server, kind)):  # noqa: ASYNC110
