@@ -21,6 +21,7 @@ from tests.support.chaos import (
     WORKER,
     Chaos,
     ask,
+    mapped_slabs,
     num_descriptors,
     num_mappings,
     of_kind,
@@ -143,8 +144,8 @@ def assert_every_slab_is_known(live):
 
 
 def assert_slabs_are_mapped_as_often_as_they_are_leased(live):
-    """By one API process each. It has what it lists, and for each worker, and itself, a slab of each
-    size that is written and a spare one."""
+    """By one API process each. It has what it lists, and for each worker, and itself, a slab of
+    each size that is written and a spare one."""
     listed = int(CACHE_GIB * 2**30) // NUM_API // PICTURE_SLAB
     most = listed + 2 * NUM_SLAB_SIZES * (share_of_workers(NUM_API) + 1)
 
