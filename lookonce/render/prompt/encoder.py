@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -133,6 +134,12 @@ class PromptEncoder:
                 for name, source in template_sources.items()
             }
         )
+
+    def with_weights(self, weights: TenantWeights) -> PromptEncoder:
+        """The same encoder, where tenants whose long texts wait have these weights."""
+        other = copy(self)
+        other._long_texts = LongTextThreads(weights=weights)
+        return other
 
     @property
     def template_variables(self) -> frozenset[str]:
