@@ -16,8 +16,8 @@ from lookonce.cache.identity import UuidBindings, scope_digest
 from lookonce.config import NANO_FOLDER, MediaConfig, ModelConfig
 from lookonce.errors import BadRequestError, ModelLoadError, UnprocessableMediaError
 from lookonce.render.families.registry import load_family
-from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
 from lookonce.render.media.pool import ServerShare
+from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
 from lookonce.render.media.resolver import MediaResolver
 from lookonce.render.prompt import encoder as encoding
 from lookonce.render.prompt.encoder import ChatOptions, PromptEncoder, template_sources
