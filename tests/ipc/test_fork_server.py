@@ -156,6 +156,7 @@ def test_nobody_waits_for_a_fork_server_that_is_busy(tmp_path):
 
 def test_a_process_that_nobody_waited_for_leaves_no_descriptor(tmp_path):
     async def scenario(supervisor):
+        (await asyncio.to_thread(Told, supervisor.path)).end()  # the fork server has started
         before = len(os.listdir("/proc/self/fd"))
         it = await asyncio.to_thread(Told, supervisor.path, dies_with_link=True)
         with pytest.raises(subprocess.TimeoutExpired):
