@@ -122,9 +122,9 @@ class ForkedProcess:
         self.returncode: int | None = None
         self._lock = threading.Lock()
         self._pidfd = pidfd
-        self._close_pidfd = weakref.finalize(self, os.close, pidfd)
-        """Also where nobody has waited for the process."""
         self._link = link
+        self._close = weakref.finalize(self, _close, pidfd, link)
+        """Called also where nobody has waited for the process."""
         self._end_seen: float | None = None
 
     def fileno(self) -> int:
@@ -179,8 +179,12 @@ class ForkedProcess:
         except (OSError, msgspec.MsgspecError):
             pass  # the fork server has ended too: nobody knows
         self.returncode = status
-        self._link.close()
-        self._close_pidfd()
+        self._close()
+
+
+def _close(pidfd: int, link: socket.socket) -> None:
+    link.close()
+    os.close(pidfd)
 
 
 def _readable(fd: int, deadline: float | None) -> bool:

@@ -265,6 +265,8 @@ class Chaos:
         pid = rng.choice(candidates)
         try:
             os.kill(pid, signal.SIGSTOP)  # so that it takes no connection while we look
+            while _stat(pid)[0] not in "TZ":  # it may be about to take one
+                await asyncio.sleep(0)
             _, _, group, _ = _stat(pid)  # of a worker: that of its API process
             now = time.monotonic()
             if kind == API:
