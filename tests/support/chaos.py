@@ -168,8 +168,9 @@ def said(body: str) -> str:
 
 async def ask(host: str, port: int, plan: PlannedRequest) -> Seen:
     """One request on a connection of its own."""
+    began = time.monotonic()  # its process may be killed before this task learns of the connection
     reader, writer = await asyncio.open_connection(host, port)
-    seen = Seen(plan, writer.get_extra_info("sockname")[1], time.monotonic())
+    seen = Seen(plan, writer.get_extra_info("sockname")[1], began)
     body = json.dumps(plan.body).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
