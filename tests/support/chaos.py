@@ -266,8 +266,8 @@ class Chaos:
         pid = rng.choice(candidates)
         try:
             os.kill(pid, signal.SIGSTOP)  # so that it takes no connection while we look
-            while _stat(pid)[0] not in "TZ":  # it may be about to take one
-                await asyncio.sleep(0)
+            while _stat(pid)[0] not in "TZ":  # noqa: ASYNC110  it may be about to take one
+                await asyncio.sleep(0.001)
             _, _, group, _ = _stat(pid)  # of a worker: that of its API process
             now = time.monotonic()
             if kind == API:
