@@ -44,6 +44,7 @@ from lookonce.engine.process_io import ProgressPipe, Serving, StartFailed
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.engine.supervisor.socket_folder import joined_socket_folder
 from lookonce.errors import ConfigError, DrainingError, ModelLoadError, error_to_wire
+from lookonce.render.media.fetch import fetch_ssl_context
 from lookonce.render.prompt.encoder import PromptEncoder
 from lookonce.render.renderer import preloaded_encoder
 from lookonce.server.http.app import WEBSOCKETS, build_app
@@ -311,7 +312,9 @@ class DrainOnSignal:
 
 def preloaded(settings: Mapping[str, Any]) -> Callable[[], None]:
     """`main` for processes that are forked from this one, with `model` of a configuration: the
-    tokenizer and the template are loaded here, once for all. Raises `ModelLoadError`."""
+    tokenizer, the template and the certificates for fetching media are loaded here, once for all.
+    Raises `ModelLoadError`."""
+    fetch_ssl_context()
     return partial(main, preloaded_encoder(msgspec.convert(settings["model"], ModelConfig)))
 
 

@@ -704,7 +704,8 @@ class _WorkerProcess:
 
     def _take_back(self, ahead: LeasedSlab | None, granted: dict[int, LeasedSlab]) -> None:
         """The worker has no use for the slab that came with the job."""
-        if self._slabs is not None and ahead is not None and granted.pop(ahead.number, None):
+        if self._slabs is not None and ahead is not None and ahead.number in granted:
+            del granted[ahead.number]
             self._slabs.finish([ahead])
 
     def _grant(self, num_bytes: int, granted: dict[int, LeasedSlab]) -> None:
