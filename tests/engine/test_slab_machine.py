@@ -245,7 +245,9 @@ def test_giving_a_slab_to_another_writer_is_found():
                     return slab
             return None
 
-    assert_found("two writers|mappings are left", make_pool=Careless)
+    assert_found(
+        "two writers|mappings are left|slabs are lost|not mapped was granted", make_pool=Careless
+    )
 
 
 def test_keeping_the_slabs_of_a_dead_worker_is_found():
