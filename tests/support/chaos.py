@@ -276,8 +276,10 @@ class Chaos:
             elif kind == WORKER:
                 self._killed_workers.append((client_ports(group), now))
             os.kill(pid, signal.SIGKILL)
-        except OSError:
-            return  # it has ended by itself: a worker of a process killed before
+        except OSError:  # it ends by itself: a worker of a process killed before
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)  # it may have been stopped
+            return
         self.kills.append(kind)
         if kind == ENGINE:
             await self._until_ready()
