@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -243,6 +243,11 @@ class Session:
         return number
 
     @property
+    def credits(self) -> int:
+        """Tokens that may be sent before `append` waits."""
+        return self._engine_session.credits
+
+    @property
     def is_slowed(self) -> bool:
         """The next `append` waits: more was sent than is computed, or answers are not read."""
         return self._engine_session.is_slowed
@@ -312,7 +317,8 @@ class SoundSession:
     frame. Samples go in, pieces of text come out.
 
     Iteration ends once the sound is finished and its last word is there. `append` waits where more
-    was sent than is computed. Both raise what ended the session.
+    was sent than is computed. Both raise what ended the session. A sound that has no end has pauses
+    (`pause`), after which what was said before is written.
     """
 
     def __init__(self, session: Session, live: LiveSoundPrompt) -> None:
@@ -345,6 +351,31 @@ class SoundSession:
         return self._live.sampling_rate
 
     @property
+    def frame_seconds(self) -> float:
+        """Of sound, in one frame."""
+        return self._live.frame_seconds
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that came until now."""
+        return self._num_tokens
+
+    @property
+    def num_expected(self) -> int:
+        """Tokens that will have come once all frames that were sent are computed."""
+        return self._num_frames - self._live.opening.num_tokens + 1
+
+    @property
+    def num_waiting(self) -> int:
+        """Frames that were sent and are not answered."""
+        return max(0, self.num_expected - self._num_tokens)
+
+    @property
+    def credits(self) -> int:
+        """Frames that may be sent before `append` waits."""
+        return self._session.credits
+
+    @property
     def is_slowed(self) -> bool:
         """The next `append` waits: more was sent than is computed, or text is not read."""
         return self._session.is_slowed
@@ -369,6 +400,15 @@ class SoundSession:
             self._is_finished = True
             await self._append(self._live.finish())
 
+    async def pause(self, on_length: Callable[[int], None]) -> None:
+        """Append a silence in which what was said last is written; more sound may follow.
+
+        Before it is sent `on_length` gets `num_tokens` as it will be once that is written.
+        """
+        rendered = self._live.finish()
+        on_length(self.num_expected + (0 if rendered is None else _num_frames(rendered)))
+        await self._append(rendered)
+
     async def _append(self, rendered: RenderedPrompt | None) -> None:
         if rendered is not None:
             self._num_frames += _num_frames(rendered)
@@ -378,8 +418,7 @@ class SoundSession:
         return self
 
     async def __anext__(self) -> SessionPiece:
-        expected = self._num_frames - self._live.opening.num_tokens + 1
-        if self._is_finished and self._num_tokens >= expected:
+        if self._is_finished and self._num_tokens >= self.num_expected:
             raise StopAsyncIteration
         piece = await anext(self._session)
         self._num_tokens += len(piece.token_ids)

@@ -218,7 +218,7 @@ def transcription_prompt(model_type: str, options: TranscriptionOptions) -> _Pro
         language = f"lang:{options.language}" if options.language else ""
         return _Prompt(answer_begins=f"{language}[TRANSCRIBE]")
     if model_type == "voxtral_realtime":
-        _refuse_instructions(options)
+        refuse_instructions(options)
         return _Prompt()
     if options.task == "transcribe" and model_type == "qwen3_asr":
         return _Prompt(system=options.prompt or None)
@@ -234,7 +234,7 @@ def transcription_prompt(model_type: str, options: TranscriptionOptions) -> _Pro
     return _Prompt(told)
 
 
-def _refuse_instructions(options: TranscriptionOptions) -> None:
+def refuse_instructions(options: TranscriptionOptions) -> None:
     """For a model that takes sound alone. It finds out the language itself: one that is named is
     what the answer says."""
     if options.task == "translate":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -26,10 +27,18 @@ from tests.support.in_process_link import InProcessHub
 from tests.support.live_server import LiveServer
 from tests.support.model.cases import sound
 from tests.support.model.chats import make_renderer, reference, sent_part
-from tests.support.model.realtime import RealtimeSubject, realtime_subject, reference_answer
+from tests.support.model.realtime import (
+    FRAME,
+    RealtimeSubject,
+    realtime_subject,
+    reference_answer,
+)
+from tests.support.server.realtime import as_text, silence, speech, types, until
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 PATIENCE = 60.0
+RIGHT_PAD = 15
+"""Frames of silence after a sound: a delay of 4, and 11."""
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +106,147 @@ def test_text_is_refused(server):
     response = server.post("/v1/completions", {"prompt": "Hello"})
     assert response.status_code == 400
     assert "one sound" in response.json()["error"]["message"]
+
+
+# --- live, by OpenAI's client ---------------------------------------------------------------------
+
+DELTA = "conversation.item.input_audio_transcription.delta"
+COMPLETED = "conversation.item.input_audio_transcription.completed"
+FORMAT = {"type": "audio/pcm", "rate": 16_000}
+MANUAL = {"type": "transcription", "audio": {"input": {"format": FORMAT, "turn_detection": None}}}
+
+
+def pcm(wave: np.ndarray) -> np.ndarray:
+    return np.round(wave * 32768).astype("<i2")
+
+
+def spoken(*waves: np.ndarray) -> np.ndarray:
+    """Sounds one after the other, after each the silence in which it is written, but the last."""
+    parts: list[np.ndarray] = []
+    for wave in waves[:-1]:
+        missing = -len(wave) % FRAME + RIGHT_PAD * FRAME
+        parts += [wave, np.zeros(missing, np.float32)]
+    return np.concatenate([*parts, waves[-1]])
+
+
+def references(subject, *waves: np.ndarray) -> list[str]:
+    """The transcript of each, by transformers, which hears all of them as one sound."""
+    whole = reference_answer(subject, **reference(subject.folder, (spoken(*waves),))).token_ids
+    decode = make_renderer(subject.folder).tokenizer.decode
+    texts, start = [], 0
+    for number in range(1, len(waves) + 1):
+        frames = -(-len(spoken(*waves[:number])) // FRAME) + RIGHT_PAD
+        end = frames - subject.delay if number < len(waves) else len(whole)
+        texts.append(decode(whole[start:end], skip_special_tokens=True).strip())
+        start = end
+    return texts
+
+
+async def live_session(server: LiveServer, stack: contextlib.AsyncExitStack, **session):
+    connection = await stack.enter_async_context(server.async_client().realtime.connect())
+    await connection.session.update(session={**MANUAL, **session})
+    assert (await until(connection, "session.updated"))[-1].session.type == "transcription"
+    return connection
+
+
+async def say(connection, wave: np.ndarray, piece: int = 2000) -> None:
+    for at in range(0, len(wave), piece):
+        await connection.input_audio_buffer.append(audio=as_text(pcm(wave[at : at + piece])))
+
+
+def test_words_come_while_they_are_spoken_and_one_session_hears_all_items(server, subject):
+    waves = [sound(1, 1.5), sound(2, 2.3), sound(3, 0.4)]
+    expected = references(subject, *waves)
+    opened = server.metric("lookonce_sessions_opened_total")
+
+    async def scenario():
+        async with contextlib.AsyncExitStack() as stack:
+            connection = await live_session(server, stack)
+            for wave, text in zip(waves, expected, strict=True):
+                await say(connection, wave)
+                deltas = []
+                if len(wave) > 16_000:  # a word is written 4 frames after it is spoken
+                    deltas = await until(connection, DELTA)
+                    assert types(deltas) == [DELTA]
+                await connection.input_audio_buffer.commit()
+                events = deltas + await until(connection, COMPLETED)
+                done = events[-1]
+                assert done.type == COMPLETED, done
+                assert done.transcript == text
+                assert {e.item_id for e in events if e.type == DELTA} == {done.item_id}
+                assert "".join(e.delta for e in events if e.type == DELTA) == text
+                assert done.usage.input_token_details.audio_tokens == done.usage.output_tokens
+                told = types(events)
+                committed = told.index("input_audio_buffer.committed")
+                assert "conversation.item.done" in told[committed:]
+
+    asyncio.run(scenario())
+    assert server.metric("lookonce_sessions_opened_total") == opened + 1
+
+
+def test_what_is_cleared_is_told_no_more_and_the_next_item_is_heard(server, subject):
+    waves = [sound(1, 1.5), sound(2, 2.3)]
+    expected = references(subject, *waves)
+
+    async def scenario():
+        async with contextlib.AsyncExitStack() as stack:
+            connection = await live_session(server, stack)
+            await say(connection, waves[0])
+            heard = (await until(connection, DELTA))[-1].item_id
+            await connection.input_audio_buffer.clear()
+            await until(connection, "input_audio_buffer.cleared")
+            await say(connection, waves[1])
+            await connection.input_audio_buffer.commit()
+            events = await until(connection, COMPLETED)
+            assert events[-1].transcript == expected[1]
+            assert all(getattr(event, "item_id", None) != heard for event in events)
+
+    asyncio.run(scenario())
+
+
+def test_turns_are_heard_while_they_are_spoken(server):
+    turns = {"type": "server_vad", "silence_duration_ms": 300}
+    detected = {"audio": {"input": {"format": FORMAT, "turn_detection": turns}}}
+
+    async def scenario():
+        async with contextlib.AsyncExitStack() as stack:
+            connection = await live_session(server, stack, **detected)
+            for _ in range(2):
+                for part in (silence(0.4, 16_000), speech(1.5, 16_000)):
+                    await connection.input_audio_buffer.append(audio=as_text(part))
+                begun = await until(connection, DELTA)
+                assert "input_audio_buffer.speech_started" in types(begun)
+                assert "input_audio_buffer.committed" not in types(begun)
+                await connection.input_audio_buffer.append(audio=as_text(silence(0.8, 16_000)))
+                events = begun + await until(connection, COMPLETED)
+                assert events[-1].type == COMPLETED, events[-1]
+                assert events[-1].transcript
+                named = {e.item_id for e in events if getattr(e, "item_id", None)}
+                assert named == {events[-1].item_id}
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_fails_its_item_alone(server, subject):
+    told = {"input": {**MANUAL["audio"]["input"], "transcription": {"prompt": "Names: Ada"}}}
+
+    async def scenario():
+        async with contextlib.AsyncExitStack() as stack:
+            connection = await live_session(server, stack, audio=told)
+            await say(connection, sound(1, 1.5))
+            error = (await until(connection, "error"))[-1].error
+            assert "takes no prompt" in error.message
+            await connection.input_audio_buffer.commit()
+            failed = "conversation.item.input_audio_transcription.failed"
+            assert "takes no prompt" in (await until(connection, failed))[-1].error.message
+            told["input"]["transcription"] = {"prompt": ""}
+            await connection.session.update(session={**MANUAL, "audio": told})
+            await say(connection, sound(1, 1.5))
+            await connection.input_audio_buffer.commit()
+            events = await until(connection, COMPLETED)
+            assert events[-1].transcript == references(subject, sound(1, 1.5))[0]
+
+    asyncio.run(scenario())
 
 
 # --- live sessions --------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ class Work:
 
     def __init__(self):
         self.answers, self.transcripts = {}, {}
+        self.heard, self.forgotten = {}, []
 
     def answer(self, response):
         self.answers[response.id] = response
@@ -34,6 +35,16 @@ class Work:
 
     def stop_transcript(self, item_id):
         self.transcripts.pop(item_id, None)
+
+    def hear(self, item_id, clip):
+        self.heard.setdefault(item_id, []).append(clip)
+
+    def end_sound(self, item_id):
+        self.transcripts[item_id] = self.heard.pop(item_id)
+
+    def forget_sound(self, item_id):
+        self.forgotten.append(item_id)
+        self.heard.pop(item_id)
 
     def forget_voice(self):
         pass

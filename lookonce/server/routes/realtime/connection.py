@@ -1,8 +1,9 @@
 """One WebSocket of `/v1/realtime`: its messages to the session, and the session's events to it.
 
 The client's events are taken one after the other: the next one is read when what the last one
-asked of voice detection is known, when few transcripts wait, and when the client has read most of
-what was sent. So nothing grows for a client that sends or does not read: its own socket fills.
+asked of voice detection is known, when the engine has taken its sound (where the model hears live),
+when few transcripts wait, and when the client has read most of what was sent. So nothing grows for
+a client that sends or does not read: its own socket fills.
 """
 
 from __future__ import annotations
@@ -170,6 +171,7 @@ class RealtimeConnection:
         data = text.encode() if text is not None else message.get("bytes") or b""
         self._session.receive(data)
         await self._listen()
+        await self._work.wait_sound_taken()
 
     async def _listen(self) -> None:
         """Let the session know whether what was appended is speech."""
@@ -185,6 +187,7 @@ class RealtimeConnection:
                 self._session.tell_error(error)
                 return
             self._session.heard(found)
+            await self._work.wait_sound_taken()
             await self._outbox.room()
 
     def _forget_voice(self) -> None:

@@ -76,14 +76,14 @@ class Item:
         return shown
 
 
-def spoken_item(item_id: str, clip: Clip) -> Item:
-    """A user's message of committed sound."""
+def spoken_item(item_id: str, clip: Clip | None = None) -> Item:
+    """A user's message of committed sound; None: of sound that is not kept."""
     part = ContentPart(type="input_audio", transcript=None)
     return Item(
         ConversationItem(
             id=item_id, object="realtime.item", status="completed", role="user", content=[part]
         ),
-        {0: clip},
+        {} if clip is None else {0: clip},
     )
 
 

@@ -300,6 +300,21 @@ class SpeechStopped(ServerEvent, kw_only=True):
     item_id: str
 
 
+class RateLimit(msgspec.Struct, kw_only=True):
+    """Frames of a live sound that may be sent before the server reads more slowly."""
+
+    name: str = "tokens"
+    limit: int
+    remaining: int
+    reset_seconds: float
+    """Of sound that waits to be computed."""
+
+
+class RateLimitsUpdated(ServerEvent, kw_only=True):
+    type: str = "rate_limits.updated"
+    rate_limits: list[RateLimit]
+
+
 class TranscriptionTokenDetails(msgspec.Struct, kw_only=True):
     audio_tokens: int
     text_tokens: int

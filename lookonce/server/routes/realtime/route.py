@@ -25,9 +25,14 @@ async def realtime(websocket: WebSocket) -> None:
     with services.realtime.opened(principal.tenant) as budget:
         work = SessionTasks(services, principal, model, outbox.room)
         session = RealtimeSession(
-            kind=_kind(websocket, speech_only=services.renderer.speech is not None),
+            kind=_kind(
+                websocket,
+                speech_only=services.renderer.speech is not None
+                or services.renderer.transcribes_live,
+            ),
             model=model,
             hears="audio" in services.renderer.modalities,
+            hears_live=services.renderer.transcribes_live,
             budget=budget,
             max_audio_seconds=min(
                 services.config.media.max_audio_seconds, services.renderer.max_audio_seconds

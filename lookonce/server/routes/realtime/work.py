@@ -10,26 +10,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 
 from msgspec import UNSET
 
 from lookonce.errors import LookOnceError, RequestError
 from lookonce.frontend.generation import merged
+from lookonce.frontend.live_transcription import LiveTranscription, Pace
 from lookonce.frontend.logprobs import chat_logprobs
 from lookonce.frontend.responses import Usage
 from lookonce.frontend.sampling_params import response_sampling
 from lookonce.frontend.transcription import (
     EncodedAudio,
     Transcriber,
-    TranscriptDelta,
+    TranscriptDone,
     TranscriptEvent,
     TranscriptionOptions,
 )
 from lookonce.server.http.body import renamed_error
-from lookonce.server.rate_limits import NO_LIMITS, count_media
+from lookonce.server.rate_limits import NO_LIMITS, RequestUsage, count_media
 from lookonce.server.routes.realtime.audio import Clip
 from lookonce.server.routes.realtime.conversation import Item, chat_messages
 from lookonce.server.routes.realtime.events import (
@@ -70,6 +72,9 @@ class SessionTasks:
         self._on_end = asyncio.Event()
         self.voice_forgotten = False
         """Set when voice detection must begin anew; whoever detects clears it."""
+        self._live = LiveTranscription(services, self, tenant=principal.tenant)
+        self._live_limits: deque[RequestUsage] = deque()
+        """Of the items that are heard live, in their order."""
 
     async def close(self) -> None:
         """Wait for what was stopped."""
@@ -77,6 +82,11 @@ class SessionTasks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._live.close()
+
+    async def wait_sound_taken(self) -> None:
+        """Returns once the engine has taken the sound that it hears live."""
+        await self._live.wait_taken()
 
     async def wait_any_end(self) -> None:
         """Returns when a response or transcript has ended after this call."""
@@ -177,15 +187,18 @@ class SessionTasks:
     # --- transcripts ---
 
     def transcribe(self, item: Item) -> None:
-        asked = self.session.settings.transcription
-        assert asked is not None, "it was asked for"
-        options = TranscriptionOptions(
-            language=asked.language, prompt=asked.prompt, logprobs=self.session.settings.logprobs
-        )
-        self._start(item.id, self._transcribe(item.id, item.clips[0], options))
+        self._start(item.id, self._transcribe(item.id, item.clips[0], self._options()))
 
     def stop_transcript(self, item_id: str) -> None:
         self._stop(item_id)
+        self._live.drop(item_id)
+
+    def _options(self) -> TranscriptionOptions:
+        asked = self.session.settings.transcription
+        assert asked is not None, "it was asked for"
+        return TranscriptionOptions(
+            language=asked.language, prompt=asked.prompt, logprobs=self.session.settings.logprobs
+        )
 
     async def _transcribe(self, item_id: str, clip: Clip, options: TranscriptionOptions) -> None:
         """One at a time and in their order: a session's turns follow each other."""
@@ -211,15 +224,59 @@ class SessionTasks:
     ) -> None:
         async with aclosing(events):
             async for event in events:
-                await self._room()
-                logprobs = self._logprobs(event.token_ids, event.logprobs)
-                if isinstance(event, TranscriptDelta):
-                    if event.text:
-                        self.session.transcript_text(item_id, event.text, logprobs)
-                    continue
-                self.session.transcript_done(
-                    item_id, event.text, _usage(event.usage), event.receipt, logprobs
-                )
+                await self.transcript_event(item_id, event)
+
+    async def transcript_event(self, name: str, event: TranscriptEvent) -> None:
+        await self._room()
+        logprobs = self._logprobs(event.token_ids, event.logprobs)
+        if isinstance(event, TranscriptDone):
+            self.session.transcript_done(
+                name, event.text, _usage(event.usage), event.receipt, logprobs
+            )
+            self._on_end.set()
+        elif event.text:
+            self.session.transcript_text(name, event.text, logprobs)
+
+    # --- what the model hears as it comes ---
+
+    def hear(self, item_id: str, clip: Clip) -> None:
+        samples = clip.format.decode(clip.data)
+
+        def taken() -> None:
+            self.session.sound_taken(len(clip.data))
+
+        self._live.hear(item_id, samples, clip.format.rate, self._options(), taken)
+
+    def end_sound(self, item_id: str) -> None:
+        self._live.end(item_id)
+
+    def forget_sound(self, item_id: str) -> None:
+        self._live.drop(item_id)
+
+    def transcript_failed(self, name: str, error: Exception) -> None:
+        self.session.transcript_failed(name, error)
+        self._on_end.set()
+
+    def sound_lost(self, error: Exception) -> None:
+        if isinstance(error, LookOnceError):
+            self.session.tell_error(error)
+
+    def begin_transcript(self) -> None:
+        self._services.require_ready()
+        limits = self._services.admit(self._principal)
+        with ExitStack() as stack:
+            stack.enter_context(limits)
+            limits.take_media(1)
+            limits.take_tokens(0, 1)
+            stack.pop_all()
+        self._live_limits.append(limits)
+
+    def end_transcript(self, num_tokens: int) -> None:
+        with self._live_limits.popleft() as limits:
+            limits.generated(num_tokens)
+
+    def pace_changed(self, pace: Pace) -> None:
+        self.session.sound_paced(pace.limit, pace.remaining, pace.seconds)
 
     def _logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
