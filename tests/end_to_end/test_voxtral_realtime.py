@@ -157,7 +157,7 @@ async def say(connection, wave: np.ndarray, piece: int = 2000) -> None:
 def test_words_come_while_they_are_spoken_and_one_session_hears_all_items(server, subject):
     waves = [sound(1, 1.5), sound(2, 2.3), sound(3, 0.4)]
     expected = references(subject, *waves)
-    opened = server.metric("lookonce_sessions_opened_total")
+    opened = server.metrics()["sessions_opened_total"]
 
     async def scenario():
         async with contextlib.AsyncExitStack() as stack:
@@ -181,7 +181,7 @@ def test_words_come_while_they_are_spoken_and_one_session_hears_all_items(server
                 assert "conversation.item.done" in told[committed:]
 
     asyncio.run(scenario())
-    assert server.metric("lookonce_sessions_opened_total") == opened + 1
+    assert server.metrics()["sessions_opened_total"] == opened + 1
 
 
 def test_what_is_cleared_is_told_no_more_and_the_next_item_is_heard(server, subject):

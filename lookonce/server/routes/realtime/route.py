@@ -23,7 +23,8 @@ async def realtime(websocket: WebSocket) -> None:
     services.require_ready()
     outbox = Outbox()
     with services.realtime.opened(principal.tenant) as budget:
-        work = SessionTasks(services, principal, model, outbox.room)
+        copies = services.realtime.copies()
+        work = SessionTasks(services, principal, model, outbox.room, copies)
         session = RealtimeSession(
             kind=_kind(
                 websocket,
@@ -53,6 +54,7 @@ async def realtime(websocket: WebSocket) -> None:
             detectors=services.realtime.detectors,
             drain=services.drain,
             idle_timeout=services.realtime.config.idle_timeout,
+            wait_refused=lambda: services.keys.wait_refused(principal),
         ).run()
 
 

@@ -27,6 +27,7 @@ from lookonce.errors import (
     DrainingError,
     LookOnceError,
     RequestError,
+    RequestFailedError,
     TooLargeError,
     UnavailableError,
 )
@@ -34,13 +35,12 @@ from lookonce.frontend.responses import ReuseReceipt
 from lookonce.render.media.vad import FRAME_MILLISECONDS
 from lookonce.server.http.body import parse
 from lookonce.server.http.responses import error_body
-from lookonce.server.realtime_sessions import ByteBudget
+from lookonce.server.realtime_sessions import ByteBudget, full_error
 from lookonce.server.routes.realtime.audio import AudioBuffer, Clip, VoiceFeed
 from lookonce.server.routes.realtime.conversation import (
     KEPT_TRANSCRIPTS,
     Conversation,
     Item,
-    full_error,
     read_audio,
     read_item,
     spoken_item,
@@ -320,7 +320,8 @@ class RealtimeSession:
                 "commit or clear it first",
                 param="session.audio.input.format",
             )
-        turns_changed = (settings.format, settings.turn_detection) != (
+        deaf = self._turns is None and settings.turn_detection is not None
+        turns_changed = deaf or (settings.format, settings.turn_detection) != (
             self.settings.format,
             self.settings.turn_detection,
         )
@@ -436,6 +437,14 @@ class RealtimeSession:
     def frames_to_hear(self) -> bytes:
         """Frames for voice detection, whose probabilities `heard` takes next; empty: none."""
         return b"" if self._turns is None else self._feed.next_frames()
+
+    def voices_lost(self, error: LookOnceError) -> None:
+        """Voices cannot be detected: the client commits by itself until it updates the session."""
+        self._turns = None
+        self._feed = VoiceFeed(self.settings.format, self._buffer.end)
+        self.tell_error(
+            RequestFailedError(f"{error.message}: commit the sound, or update the session")
+        )
 
     def heard(self, probabilities: Sequence[float]) -> None:
         """One probability of speech for each frame of `frames_to_hear`."""

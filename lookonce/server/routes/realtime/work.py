@@ -32,8 +32,9 @@ from lookonce.frontend.transcription import (
 )
 from lookonce.server.http.body import renamed_error
 from lookonce.server.rate_limits import NO_LIMITS, RequestUsage, count_media
+from lookonce.server.realtime_sessions import ByteBudget
 from lookonce.server.routes.realtime.audio import Clip
-from lookonce.server.routes.realtime.conversation import Item, chat_messages
+from lookonce.server.routes.realtime.conversation import Item, chat_bytes, chat_messages
 from lookonce.server.routes.realtime.events import (
     CachedTokenDetails,
     Logprob,
@@ -58,12 +59,20 @@ class SessionTasks:
 
     session: RealtimeSession
 
-    def __init__(self, services: Services, principal: Principal, model: str, room: Room) -> None:
-        """`room` returns once more may be sent."""
+    def __init__(
+        self,
+        services: Services,
+        principal: Principal,
+        model: str,
+        room: Room,
+        copies: ByteBudget,
+    ) -> None:
+        """`room` returns once more may be sent; `copies` is for sound that the model is given."""
         self._services = services
         self._principal = principal
         self._model = model
         self._room = room
+        self._copies = copies
         self._contexts: dict[str, ServingContext] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """By the id of the response or of the item."""
@@ -169,20 +178,21 @@ class SessionTasks:
         fields = settings.sampling_fields()
         fields.max_tokens = settings.max_output_tokens
         sampling = response_sampling(fields, None, services.defaults)
-        chat = chat_messages(settings.instructions, response.items)
-        context.usage_limits.take_media(count_media(chat.messages))
-        try:
-            with services.metrics.render.time():
-                rendered = await services.renderer.render_chat(
-                    chat.messages,
-                    tenant=self._principal.tenant,
-                    cache_salt=settings.cache_salt,
-                    options={},
-                )
-            context.add_prompt(rendered, sampling)
-        except RequestError as error:
-            named = chat.renamed(error.param or "")
-            raise (error if named == error.param else renamed_error(error, named)) from None
+        with self._copies.taken(chat_bytes(response.items)):
+            chat = chat_messages(settings.instructions, response.items)
+            context.usage_limits.take_media(count_media(chat.messages))
+            try:
+                with services.metrics.render.time():
+                    rendered = await services.renderer.render_chat(
+                        chat.messages,
+                        tenant=self._principal.tenant,
+                        cache_salt=settings.cache_salt,
+                        options={},
+                    )
+                context.add_prompt(rendered, sampling)
+            except RequestError as error:
+                named = chat.renamed(error.param or "")
+                raise (error if named == error.param else renamed_error(error, named)) from None
 
     # --- transcripts ---
 
@@ -206,8 +216,11 @@ class SessionTasks:
         try:
             async with self._one_transcript:
                 self._services.require_ready()
-                audio = EncodedAudio(clip.wav(), param=item_id)
-                with self._services.admit(self._principal) as limits:
+                with (
+                    self._copies.taken(clip.wav_bytes),
+                    self._services.admit(self._principal) as limits,
+                ):
+                    audio = EncodedAudio(clip.wav(), param=item_id)
                     limits.take_media(1)
                     limits.take_tokens(0, 1)  # how many there will be is not known
                     asked = replace(options, max_tokens=limits.limit_answer(None, asked=False))
