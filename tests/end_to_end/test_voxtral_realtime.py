@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import openai
@@ -20,11 +24,13 @@ from lookonce.errors import BadRequestError
 from lookonce.frontend.frontend import Frontend
 from lookonce.frontend.metrics import Metrics
 from lookonce.frontend.session import SoundSession
-from lookonce.types.request import RenderedPrompt
+from lookonce.types.request import SESSION_CREDITS, RenderedPrompt
 from lookonce.types.sampling import SamplingParams
+from tests.support.chaos import num_descriptors
 from tests.support.engine.loading import build, settings
 from tests.support.in_process_link import InProcessHub
 from tests.support.live_server import LiveServer
+from tests.support.live_server import until as wait_until
 from tests.support.model.cases import sound
 from tests.support.model.chats import make_renderer, reference, sent_part
 from tests.support.model.realtime import (
@@ -37,6 +43,10 @@ from tests.support.server.realtime import as_text, silence, speech, types, until
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 PATIENCE = 60.0
+NUM_LEAVING = 12
+"""Clients that leave in mid-word, at once."""
+NUM_ROUNDS = int(os.environ.get("LEAVING_ROUNDS", "1"))
+"""Times that so many leave; in the soak 1,000 clients do."""
 RIGHT_PAD = 15
 """Frames of silence after a sound: a delay of 4, and 11."""
 
@@ -53,6 +63,7 @@ def subject(folder) -> RealtimeSubject:
 def server(subject) -> Iterator[LiveServer]:
     with LiveServer(str(subject.folder)) as live:
         yield live
+    assert live.process.returncode == 0
 
 
 def ask(server: LiveServer, *parts):
@@ -247,6 +258,115 @@ def test_a_prompt_fails_its_item_alone(server, subject):
             assert events[-1].transcript == references(subject, sound(1, 1.5))[0]
 
     asyncio.run(scenario())
+
+
+def test_a_client_that_is_gone_in_mid_word_leaves_nothing_and_disturbs_nobody(server, subject):
+    wave = sound(1, 1.5)
+
+    async def scenario():
+        async with contextlib.AsyncExitStack() as stack:
+            leaving = [await live_session(server, stack) for _ in range(NUM_LEAVING)]
+            staying = await live_session(server, stack)
+            for connection in (*leaving, staying):
+                await say(connection, wave)
+            for connection in (*leaving, staying):
+                await until(connection, DELTA)
+            for connection in leaving:
+                connection._connection.transport.abort()
+            await staying.input_audio_buffer.commit()
+            done = (await until(staying, COMPLETED))[-1]
+            assert done.transcript == references(subject, wave)[0]
+
+    before = {pid: num_descriptors(pid) for pid in server.pids(b"lookonce")}
+    used = []
+    for _ in range(NUM_ROUNDS):
+        asyncio.run(scenario())
+        nothing_left(server)
+        used.append(memory(server))
+    for pid, num in before.items():
+        assert num_descriptors(pid) <= num + 2, "descriptors are lost"
+    assert used[-1] <= 1.05 * used[len(used) // 10], f"bytes after each round: {used}"
+
+
+def memory(server: LiveServer) -> int:
+    """Resident bytes of the engine and of the API process."""
+    pids = [*server.pids(b"lookonce.engine.process"), *server.pids(b"lookonce.server.process")]
+    pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
+    return sum(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def nothing_left(server: LiveServer) -> None:
+    names = ("realtime_sessions", "sessions_open", "num_requests_running", "kv_cache_usage_ratio")
+
+    def is_idle() -> bool:
+        found = server.metrics()
+        return not any(found[name] for name in names)
+
+    wait_until(is_idle, PATIENCE, server.log)
+
+
+def test_who_sends_faster_than_is_computed_is_told_and_slowed(server):
+    """The engine stands still, so that what it has not computed stays."""
+    minutes = np.zeros(100 * 16_000, np.float32)  # 1,250 frames; 1,024 may wait
+
+    async def scenario():
+        async with contextlib.AsyncExitStack() as stack:
+            connection = await live_session(server, stack)
+            await say(connection, sound(1, 1.5))
+            await until(connection, DELTA)
+            pid = server.engine_pid()
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                sending = asyncio.create_task(say(connection, minutes, 32_000))
+                while (told := await connection.recv()).type == DELTA:
+                    pass
+                assert told.type == "rate_limits.updated", told
+                (rate,) = told.rate_limits
+                assert (rate.name, rate.limit, rate.remaining) == ("tokens", SESSION_CREDITS, 0)
+                assert rate.reset_seconds > 60
+                more = asyncio.create_task(say(connection, np.tile(minutes, 20), 1_600_000))
+                await asyncio.to_thread(server.metrics)
+                assert not more.done(), "the server reads on"
+                more.cancel()
+                sending.cancel()
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            await asyncio.gather(sending, more, return_exceptions=True)
+            connection._connection.transport.abort()
+
+    asyncio.run(scenario())
+    nothing_left(server)
+
+
+def test_the_engine_is_killed_in_mid_word_and_the_session_goes_on(server, subject):
+    wave = sound(1, 1.5)
+    failed = "conversation.item.input_audio_transcription.failed"
+
+    async def scenario():
+        async with contextlib.AsyncExitStack() as stack:
+            connection = await live_session(server, stack)
+            await say(connection, wave)
+            await until(connection, DELTA)
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            error = (await until(connection, "error"))[-1].error
+            assert error.code == "engine_dead"
+            await connection.input_audio_buffer.commit()
+            while (await until(connection, failed))[-1].type == "error":
+                pass
+            deadline = time.monotonic() + PATIENCE
+            while True:
+                await say(connection, wave)
+                await connection.input_audio_buffer.commit()
+                while (last := (await until(connection, failed, COMPLETED))[-1]).type == "error":
+                    pass
+                if last.type == COMPLETED:
+                    break
+                assert time.monotonic() < deadline, server.log()
+                await asyncio.sleep(0.2)
+            assert last.transcript == references(subject, wave)[0]
+
+    asyncio.run(scenario())
+    nothing_left(server)
 
 
 # --- live sessions --------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ class _Worker:
             raise RequestFailedError("voices cannot be detected now") from error
 
     async def detect(self, detector: int, frames: bytes) -> list[float]:
-        """Raises `ConnectionError` where the process has ended or does not answer; it is ended then,
+        """Raises `ConnectionError` where the process has ended or does not answer; it is ended,
         and what others asked of it fails in the same way. One request at a time is sent: the others
         wait here, in the order they came."""
         exchange = asyncio.create_task(self._exchange(detector, frames))
