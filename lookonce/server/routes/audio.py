@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -34,8 +35,8 @@ from lookonce.server.http.responses import (
     json_response,
     while_connected,
 )
-from lookonce.server.rate_limits import RequestUsage
-from lookonce.server.routes.serving_base import request_id_of
+from lookonce.server.rate_limits import NO_LIMITS, RequestUsage
+from lookonce.server.routes.serving_base import ServingContext, request_id_of
 from lookonce.server.services import Principal, Services, header
 
 LISTS = ("timestamp_granularities", "include")
@@ -75,8 +76,7 @@ async def _answer(request: Request, task: Task) -> Response:
     asked, unknown = _fields(form)
     if unknown:
         request.state.warning = services.unknown_fields.judge(unknown, TranscriptionRequest)
-    services.require_model(asked.model)
-    request_id_of(request, asked.request_id)
+    context = _context(request, asked)
     if not form.file:
         raise BadRequestError("file: the form needs a file that is not empty", param="file")
     most = request.state.usage.limit_answer(None, asked=False)
@@ -88,17 +88,52 @@ async def _answer(request: Request, task: Task) -> Response:
     if header(request.scope, b"x-reuse-receipt") == "1":
         asked.reuse_receipt = True
     principal: Principal = request.state.principal
-    events = Transcriber(services, usage.generated).transcribe(
-        EncodedAudio(form.file),
-        options,
-        tenant=principal.tenant,
-        cache_salt=asked.cache_salt,
+    transcriber = Transcriber(services, usage.generated, context.watch)
+    events = _abortable(
+        context,
+        transcriber.transcribe(
+            EncodedAudio(form.file),
+            options,
+            tenant=principal.tenant,
+            cache_salt=asked.cache_salt,
+        ),
     )
     form.file = None  # the transcriber alone holds it
     if asked.stream:
         return EventStream(_streamed(events, asked, services))
     done = await while_connected(request.receive, _whole(events))
     return _response(done, asked, task, services)
+
+
+def _context(request: Request, asked: TranscriptionRequest) -> ServingContext:
+    """By which the client aborts the request, and a trace knows what the engine did."""
+    services: Services = request.app.state.services
+    context = ServingContext(
+        services=services,
+        principal=request.state.principal,
+        model=services.require_model(asked.model),
+        request_id=request_id_of(request, asked.request_id),
+        stream=asked.stream,
+        include_usage=False,
+        continuous_usage=False,
+        wants_receipt=asked.reuse_receipt,
+        wants_kv_transfer=False,
+        limit_asked=False,
+        arrival=time.monotonic(),
+        usage_limits=NO_LIMITS,  # the transcriber counts what the engine did
+    )
+    if (trace := request.scope["state"].get("trace")) is not None:
+        trace.serving = context
+    return context
+
+
+async def _abortable(
+    context: ServingContext, events: AsyncGenerator[TranscriptEvent, None]
+) -> AsyncGenerator[TranscriptEvent, None]:
+    with context:
+        async with aclosing(events):
+            async for event in events:
+                yield event
 
 
 def _fields(form: Form) -> tuple[TranscriptionRequest, list[str]]:

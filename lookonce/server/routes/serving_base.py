@@ -206,10 +206,9 @@ class ServingContext:
             keep=keep,
             limit_asked=self.limit_asked,
         )
-        generation.aborted = self.aborted
         most = generation.sampling.max_tokens or 0
         self.usage_limits.take_tokens(rendered.num_tokens, most * sampling.n)
-        self.generations.append(generation)
+        self.watch(generation)
         self._count_scored(rendered, sampling, scored_by)
 
     def _count_scored(
@@ -235,6 +234,11 @@ class ServingContext:
             return None
         token_bytes = self.services.renderer.token_bytes
         return chat_logprobs(generated.token_ids, generated.logprobs, token_bytes, self.token_name)
+
+    def watch(self, generation: PromptGeneration) -> None:
+        """Take a generation that others run: it is aborted with the request, and traced."""
+        generation.aborted = self.aborted
+        self.generations.append(generation)
 
     async def abort(self) -> None:
         """End every sample, also those that have not begun, with the finish reason "abort"."""
