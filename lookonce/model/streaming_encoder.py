@@ -251,7 +251,7 @@ class _ConvStates:
 
     def __init__(self, initial: ConvState) -> None:
         self._initial = initial
-        self._states = tuple(each[None] for each in initial)
+        self._states = tuple(each[None].clone() for each in initial)
         self._free = [0]
 
     @torch.inference_mode()

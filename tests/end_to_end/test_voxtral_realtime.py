@@ -147,7 +147,8 @@ def references(subject, *waves: np.ndarray) -> list[str]:
     texts, start = [], 0
     for number in range(1, len(waves) + 1):
         frames = -(-len(spoken(*waves[:number])) // FRAME) + RIGHT_PAD
-        end = frames - subject.delay if number < len(waves) else len(whole)
+        # A frame needs a few samples after it: the silence's last one comes with the next sound.
+        end = frames - 1 - subject.delay if number < len(waves) else len(whole)
         texts.append(decode(whole[start:end], skip_special_tokens=True).strip())
         start = end
     return texts

@@ -41,6 +41,7 @@ class TranscriptionOptions(RefusesUnsupported, kw_only=True):
     language: str | UnsetType | None = UNSET
     prompt: str | UnsetType | None = UNSET
 
+    delay: Raw = NOTHING
     keywords: Raw = NOTHING
     languages: Raw = NOTHING
 
