@@ -15,14 +15,13 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lookonce.engine.client.engine_client import EngineClient
-from lookonce.engine.client.session import EngineSession
+from lookonce.engine.client.session import ClosedAtEnd, EngineSession
 from lookonce.errors import BadRequestError, NotReadyError
 from lookonce.frontend.frontend import Frontend
 from lookonce.render.prompt.detokenizer import CONTEXT_TOKENS, Detokenizer
@@ -59,7 +58,7 @@ class SessionPiece:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class Session:
+class Session(ClosedAtEnd):
     """A live session of one model; iterate for its pieces. Use as an async context manager.
 
     Iterating and appending raise what ended the session: `SessionFullError` at the end of the
@@ -275,17 +274,6 @@ class Session:
                 break
         return "".join(texts)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _piece(self, delta: TokenDelta) -> SessionPiece:
         said = delta.session
         extension, ended = (0, None) if said is None else (said.extension, said.ended)
@@ -312,7 +300,7 @@ class Session:
         )
 
 
-class SoundSession:
+class SoundSession(ClosedAtEnd):
     """A live sound, transcribed as it comes, by a model that adds sound to its tokens frame by
     frame. Samples go in, pieces of text come out.
 
@@ -427,17 +415,6 @@ class SoundSession:
     def close(self) -> None:
         """End the session; whoever iterates or appends is woken."""
         self._session.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _num_frames(rendered: RenderedPrompt) -> int:

@@ -422,29 +422,26 @@ class TextPart(msgspec.Struct, kw_only=True):
     text: str = ""
 
 
-class PartEvent(ServerEvent, kw_only=True):
-    """`response.content_part.added`, `.done`."""
+class OutputPartEvent(ServerEvent, kw_only=True):
+    """What is about the one part of a response's one item."""
 
     response_id: str
     item_id: str
     output_index: int = 0
     content_index: int = 0
+
+
+class PartEvent(OutputPartEvent, kw_only=True):
+    """`response.content_part.added`, `.done`."""
+
     part: TextPart
 
 
-class TextDelta(ServerEvent, kw_only=True):
+class TextDelta(OutputPartEvent, kw_only=True):
     type: str = "response.output_text.delta"
-    response_id: str
-    item_id: str
-    output_index: int = 0
-    content_index: int = 0
     delta: str
 
 
-class TextDone(ServerEvent, kw_only=True):
+class TextDone(OutputPartEvent, kw_only=True):
     type: str = "response.output_text.done"
-    response_id: str
-    item_id: str
-    output_index: int = 0
-    content_index: int = 0
     text: str
