@@ -177,7 +177,7 @@ class LiveTranscription:
         if self._sound is not None:
             self._sound.close()
             self._sound = None
-        for utterance in {id(u): u for u in (*self._in_sound, *self._by_name.values())}.values():
+        for utterance in (*self._in_sound, *self._by_name.values(), *(u for u, *_ in self._queue)):
             self._leave(utterance)
         self._in_sound.clear()
         self._by_name.clear()
@@ -234,6 +234,8 @@ class LiveTranscription:
         utterance.begun = True
         if self._must_renew or self._sound_logprobs != utterance.options.logprobs:
             await self._sound_empty.wait()
+            self._leave_sound()
+        if self._sound is not None and self._sound.closed:  # evicted while nobody spoke
             self._leave_sound()
         if self._sound is None:
             self._sound_logprobs = utterance.options.logprobs
