@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import openai
 import pytest
+from websockets.exceptions import ConnectionClosed
 
 from lookonce.config import ChannelConfig, Options, resolve
 from lookonce.engine.client.engine_client import EngineClient
@@ -26,7 +27,7 @@ from lookonce.frontend.metrics import Metrics
 from lookonce.frontend.session import SoundSession
 from lookonce.types.request import SESSION_CREDITS, RenderedPrompt
 from lookonce.types.sampling import SamplingParams
-from tests.support.chaos import num_descriptors
+from tests.support.chaos import API, ENGINE, num_descriptors, of_kind
 from tests.support.engine.loading import build, settings
 from tests.support.in_process_link import InProcessHub
 from tests.support.live_server import LiveServer
@@ -61,7 +62,7 @@ def subject(folder) -> RealtimeSubject:
 
 @pytest.fixture(scope="module")
 def server(subject) -> Iterator[LiveServer]:
-    with LiveServer(str(subject.folder)) as live:
+    with LiveServer(str(subject.folder), "--api-processes", "2") as live:
         yield live
     assert live.process.returncode == 0
 
@@ -290,8 +291,8 @@ def test_a_client_that_is_gone_in_mid_word_leaves_nothing_and_disturbs_nobody(se
 
 
 def memory(server: LiveServer) -> int:
-    """Resident bytes of the engine and of the API process."""
-    pids = [*server.pids(b"lookonce.engine.process"), *server.pids(b"lookonce.server.process")]
+    """Resident bytes of the engine and of the API processes."""
+    pids = [*of_kind(server, ENGINE), *of_kind(server, API)]
     pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
     return sum(pages) * os.sysconf("SC_PAGE_SIZE")
 
@@ -337,6 +338,30 @@ def test_who_sends_faster_than_is_computed_is_told_and_slowed(server):
 
     asyncio.run(scenario())
     nothing_left(server)
+
+
+def test_an_api_process_is_killed_in_mid_word_and_the_other_ones_sessions_go_on(server, subject):
+    wave = sound(1, 1.5)
+
+    async def scenario():
+        async with contextlib.AsyncExitStack() as stack:
+            talking = [await live_session(server, stack) for _ in range(6)]
+            for connection in talking:
+                await say(connection, wave)
+            for connection in talking:
+                await until(connection, DELTA)
+            os.kill(of_kind(server, API)[0], signal.SIGKILL)
+            for connection in talking:
+                with contextlib.suppress(ConnectionClosed):  # it was one of the killed process
+                    await connection.input_audio_buffer.commit()
+                    done = (await until(connection, COMPLETED))[-1]
+                    assert done.transcript == references(subject, wave)[0]
+
+    before = server.metrics()["sessions_opened_total"]
+    asyncio.run(scenario())
+    wait_until(lambda: len(of_kind(server, API)) == 2, PATIENCE, server.log)
+    nothing_left(server)
+    assert server.metrics()["sessions_opened_total"] == before + 6
 
 
 def test_the_engine_is_killed_in_mid_word_and_the_session_goes_on(server, subject):
