@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -149,7 +150,7 @@ class _Result:
     """Those whose text was taken, for the usage."""
 
 
-class OneTranscription:
+class OneTranscription(ABC):
     """One clip being transcribed: whose it is, and its requests to the engine."""
 
     def __init__(
@@ -170,6 +171,10 @@ class OneTranscription:
         self._cache_salt = cache_salt
         self._on_tokens = on_tokens
         self._on_generation = on_generation
+
+    @abstractmethod
+    def events(self) -> AsyncGenerator[TranscriptEvent, None]:
+        """Deltas, and at last the whole."""
 
     def _begin(
         self, rendered: RenderedPrompt, sampling: SamplingParams, *, limit_asked: bool = True

@@ -89,7 +89,7 @@ class Transcriber:
         clip = audio if isinstance(audio, EncodedAudio) else EncodedAudio(audio)
         check_hears(self._frontend, options)
         hears_windows = self._frontend.renderer.speech is not None
-        kind = SpeechTranscription if hears_windows else _ChatTranscription
+        kind: type[OneTranscription] = SpeechTranscription if hears_windows else _ChatTranscription
         events = kind(
             self._frontend,
             clip,
