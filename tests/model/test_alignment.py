@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from lookonce.model.alignment import Aligner
-from lookonce.model.attention.cross import Recording
 from lookonce.types.sampling import Alignment, SamplingParams
 from lookonce.types.step import NewSequence, ScheduledSequence
 
@@ -28,13 +27,9 @@ class Heard:
     def compute(self, start: int, end: int) -> list[int] | None:
         chunks = [ScheduledSequence(1, start, end - start)]
         recordings = self.aligner.recordings(chunks)
-        for layer, head in HEADS:
-            self.record(recordings[1], layer, head, slice(start, end))
+        for layer, _ in HEADS:
+            recordings[1].record(layer, self.queries[:, start:end], self.keys, 1.0)
         return self.aligner.align(chunks, recordings).get(1)
-
-    def record(self, recording: Recording, layer: int, head: int, tokens: slice) -> None:
-        scores = self.queries[head, tokens] @ self.keys[head].T
-        recording._found[layer, head] = scores.softmax(-1)
 
 
 def test_a_chunk_that_is_computed_again_counts_once():
