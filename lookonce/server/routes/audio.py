@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -35,7 +34,7 @@ from lookonce.server.http.responses import (
     json_response,
     while_connected,
 )
-from lookonce.server.rate_limits import NO_LIMITS, RequestUsage
+from lookonce.server.rate_limits import RequestUsage
 from lookonce.server.routes.serving_base import ServingContext, request_id_of
 from lookonce.server.services import Principal, Services, header
 
@@ -114,13 +113,7 @@ def _context(request: Request, asked: TranscriptionRequest) -> ServingContext:
         model=services.require_model(asked.model),
         request_id=request_id_of(request, asked.request_id),
         stream=asked.stream,
-        include_usage=False,
-        continuous_usage=False,
-        wants_receipt=asked.reuse_receipt,
-        wants_kv_transfer=False,
-        limit_asked=False,
-        arrival=time.monotonic(),
-        usage_limits=NO_LIMITS,  # the transcriber counts what the engine did
+        wants_receipt=asked.reuse_receipt,  # no limits: the transcriber counts what is used
     )
     if (trace := request.scope["state"].get("trace")) is not None:
         trace.serving = context

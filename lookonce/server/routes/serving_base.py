@@ -39,7 +39,7 @@ from lookonce.server.http.responses import (
     while_connected,
 )
 from lookonce.server.http.unknown_fields import note_ignored
-from lookonce.server.rate_limits import RequestUsage
+from lookonce.server.rate_limits import NO_LIMITS, RequestUsage
 from lookonce.server.services import Principal, Services, header
 from lookonce.types.logs import current_request_id
 from lookonce.types.request import RenderedPrompt
@@ -139,7 +139,7 @@ def request_id_of(request: Request, asked: str | None) -> str:
     return asked
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class ServingContext:
     """One request for generated tokens: its options, its prompts, and the parts of its answer that
     all routes have in common."""
@@ -150,15 +150,15 @@ class ServingContext:
     request_id: str
     """The client's, or a random one. The engine gets ids of its own: clients may repeat theirs."""
     stream: bool
-    include_usage: bool
-    continuous_usage: bool
+    include_usage: bool = False
+    continuous_usage: bool = False
     """Every chunk has the usage so far."""
     wants_receipt: bool
-    wants_kv_transfer: bool
-    limit_asked: bool
+    wants_kv_transfer: bool = False
+    limit_asked: bool = False
     """The client set the most tokens to generate."""
-    arrival: float
-    usage_limits: RequestUsage
+    arrival: float = field(default_factory=time.monotonic)
+    usage_limits: RequestUsage = NO_LIMITS
     """What of its limits the request uses."""
     token_name: TokenName | None = None
     """What log-probabilities are listed by, if not by the text of the token."""

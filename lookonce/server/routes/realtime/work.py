@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, aclosing
@@ -31,7 +30,7 @@ from lookonce.frontend.transcription import (
     TranscriptionOptions,
 )
 from lookonce.server.http.body import renamed_error
-from lookonce.server.rate_limits import NO_LIMITS, RequestUsage, count_media
+from lookonce.server.rate_limits import RequestUsage, count_media
 from lookonce.server.realtime_sessions import ByteBudget
 from lookonce.server.routes.realtime.audio import Clip
 from lookonce.server.routes.realtime.conversation import Item, chat_bytes, chat_messages
@@ -137,13 +136,8 @@ class SessionTasks:
             model=self._model,
             request_id=response.id,
             stream=True,
-            include_usage=True,
-            continuous_usage=False,
             wants_receipt=settings.reuse_receipt,
-            wants_kv_transfer=False,
             limit_asked=settings.max_output_tokens is not None,
-            arrival=time.monotonic(),
-            usage_limits=NO_LIMITS,
         )
         self._contexts[response.id] = context
         self._start(response.id, self._answer(response, context))
