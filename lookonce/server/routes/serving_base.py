@@ -158,7 +158,7 @@ class ServingContext:
     limit_asked: bool = False
     """The client set the most tokens to generate."""
     arrival: float = field(default_factory=time.monotonic)
-    usage_limits: RequestUsage = NO_LIMITS
+    usage_limits: RequestUsage = field(default_factory=lambda: NO_LIMITS)
     """What of its limits the request uses."""
     token_name: TokenName | None = None
     """What log-probabilities are listed by, if not by the text of the token."""
