@@ -21,7 +21,7 @@ class Heard:
         self.queries, self.keys = torch.randn(2, LENGTH, 8), torch.randn(2, POSITIONS, 8)
         self.aligner = Aligner()
         alignment = Alignment(heads=HEADS, start=0, positions=POSITIONS, filter_width=3)
-        sampling = SamplingParams(alignment=alignment)
+        sampling = SamplingParams(prompt_logprobs=0, alignment=alignment)
         self.aligner.add(NewSequence(1, np.zeros(LENGTH, np.int32), LENGTH, (), sampling))
 
     def compute(self, start: int, end: int) -> list[int] | None:
