@@ -88,9 +88,9 @@ class VoiceDetectors:
             try:
                 return await worker.detect(detector, frames)
             except ConnectionError:
-                logger.warning("the process that detects voices has ended, or did not answer")
                 if self._worker is worker:
                     self._worker = None
+                    logger.warning("the process that detects voices has ended, or did not answer")
                 await worker.close()
                 if last:
                     break
