@@ -242,7 +242,8 @@ def _positions(starts: Sequence[int], steps: Sequence[int]) -> NDArray[np.int64]
     """[P] `start`, `start + 1`, … of each stream, `steps` of them."""
     counts = np.asarray(steps, np.int64)
     before = np.cumsum(counts) - counts
-    return np.arange(counts.sum()) + np.repeat(np.asarray(starts, np.int64) - before, counts)
+    found: NDArray[np.int64] = np.repeat(np.asarray(starts, np.int64) - before, counts)
+    return found + np.arange(len(found))
 
 
 class _ConvStates:

@@ -394,8 +394,10 @@ class RealtimeSession:
             if self._buffer.begin >= end:
                 self._end_heard()
 
-    def _begin_turn(self) -> None:
+    def _begin_turn(self) -> str:
+        """The id of the item that begins with the buffer."""
         self._turn_item, self._turn_begin = new_id("item"), self._buffer.begin
+        return self._turn_item
 
     def _hear_until(self, position: int) -> None:
         """Let the model hear what lies before."""
@@ -480,13 +482,12 @@ class RealtimeSession:
         format = self.settings.format
         frame = format.samples_of(FRAME_MILLISECONDS)
         begin = position - frame - format.samples_of(detection.prefix_padding_ms)
-        if self._heard_item is None:  # else it goes on: the client has changed how turns are told
+        item_id = self._heard_item
+        if item_id is None:  # else it goes on: the client has changed how turns are told
             self._budget.give(self._buffer.drop_before(begin))
-            self._begin_turn()
+            item_id = self._begin_turn()
         self._send(
-            SpeechStarted(
-                audio_start_ms=format.milliseconds(self._buffer.begin), item_id=self._turn_item
-            )
+            SpeechStarted(audio_start_ms=format.milliseconds(self._buffer.begin), item_id=item_id)
         )
         if detection.interrupt_response:
             for response in [each for each in self._responses.values() if each.in_conversation]:
