@@ -250,7 +250,7 @@ def test_a_prompt_fails_its_item_alone(server, subject):
             error = (await until(connection, "error"))[-1].error
             assert "takes no prompt" in error.message
             await connection.input_audio_buffer.commit()
-                    assert "takes no prompt" in (await until(connection, FAILED))[-1].error.message
+            assert "takes no prompt" in (await until(connection, FAILED))[-1].error.message
             told["input"]["transcription"] = {"prompt": ""}
             await connection.session.update(session={**MANUAL, "audio": told})
             await say(connection, sound(1, 1.5))
