@@ -14,7 +14,9 @@ import logging
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lookonce.model.encoder_runner import COMPUTE_ERRORS, EncoderRunner, to_tensor
@@ -175,6 +177,7 @@ class FrameRows:
                 for seq_id, count in counts.items()
             ]
             outputs = self._encoder.encode(work)
+            all_finite = bool(outputs.isfinite().all())
         except torch.AcceleratorError:
             raise  # the device is lost, not the session
         except COMPUTE_ERRORS as error:
@@ -186,9 +189,8 @@ class FrameRows:
                 reason = f"the audio could not be encoded ({type(error).__name__})"
                 failed[next(iter(counts))] = reason
             return
-        finite = torch.stack([rows.isfinite().all() for rows in outputs]).tolist()
-        for seq_id, rows, is_finite in zip(counts, outputs, finite, strict=True):
-            if is_finite:
+        for seq_id, rows in zip(counts, torch.split(outputs, list(counts.values())), strict=True):
+            if all_finite or bool(rows.isfinite().all()):
                 self._live[seq_id].store(rows.clone())  # not a view of the whole run
             else:
                 failed[seq_id] = "the audio could not be encoded: the output is not finite"
@@ -199,7 +201,7 @@ class FrameRows:
     def rows(self, chunks: Sequence[ScheduledSequence]) -> tuple[Tensor, Tensor] | None:
         """Rows [N, H] and the indices [N] of their tokens among those of all chunks."""
         parts: list[Tensor] = []
-        spans: list[tuple[int, int]] = []
+        spans: list[NDArray[np.int64]] = []
         first = 0
         for chunk in chunks:
             start, end = chunk.start, chunk.start + chunk.num_tokens
@@ -209,9 +211,9 @@ class FrameRows:
             elif clip is not None:
                 parts.append(self._outputs.output(clip)[start:end])
             if live is not None or clip is not None:
-                spans.append((first, first + chunk.num_tokens))
+                spans.append(np.arange(first, first + chunk.num_tokens))
             first += chunk.num_tokens
         if not parts:
             return None
-        at = torch.cat([torch.arange(*span) for span in spans])
+        at = torch.from_numpy(np.concatenate(spans))
         return torch.cat(parts), at.to(self._encoder.device)

@@ -433,6 +433,7 @@ class LiveSoundPrompt:
         self._scope, self._tenant = scope, tenant
         self.sampling_rate = family.sampling_rate
         """Hz of the samples that `push` takes."""
+        self.frame_seconds = family.frame_samples / family.sampling_rate
         opening = self._sound.push(np.zeros(0, np.float32))
         self.opening = RenderedPrompt(
             family.whole_prompt, scope=scope, tenant=tenant, frames=opening
@@ -444,7 +445,7 @@ class LiveSoundPrompt:
         return self._rendered(self._sound.push(samples))
 
     def finish(self) -> RenderedPrompt | None:
-        """The silence after the sound, in which its last words are written."""
+        """The silence after the sound, in which its last words are written; more may follow."""
         return self._rendered(self._sound.finish())
 
     def _rendered(self, frames: Array | None) -> RenderedPrompt | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 """Before the API key that the client of a WebSocket offers as a subprotocol."""
 
+MAX_WAIT_SECONDS = 3600.0
+"""After which it is looked again whether a key has expired: the clock may have been set."""
 Abort = Callable[[], Awaitable[None]]
 """Ends one request of this process."""
 
@@ -77,6 +80,8 @@ class KeyRing:
         """`now` is the Unix time, for keys that expire."""
         self._anyone = Principal(inject=allow_injection, admin=True)
         self._now = now
+        self._changed = asyncio.Event()
+        """Set when other keys are accepted; each set of keys has an event of its own."""
         self.replace(keys)
 
     @classmethod
@@ -84,8 +89,27 @@ class KeyRing:
         return cls(config.api_keys, allow_injection=config.allow_injection)
 
     def replace(self, keys: tuple[ApiKey, ...]) -> None:
-        """Accept these keys from now on. Requests that are running are not disturbed."""
+        """Accept these keys from now on. Requests that are running are not disturbed; sessions of
+        other keys end."""
         self._keys = [(bytes.fromhex(key.digest), key, _principal(key)) for key in keys]
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def wait_refused(self, principal: Principal) -> None:
+        """Returns once the key that a principal came with is not accepted any more."""
+        while (left := self._seconds_accepted(principal)) > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left, MAX_WAIT_SECONDS)):
+                    await self._changed.wait()
+
+    def _seconds_accepted(self, principal: Principal) -> float:
+        """How long the key that a principal came with is still accepted; 0: no more."""
+        if not self._keys:
+            return math.inf  # everybody is served
+        known = next((key for _, key, _ in self._keys if key.digest == principal.key), None)
+        if known is None:
+            return 0.0
+        return math.inf if known.expires is None else known.expires - self._now()
 
     def principal(self, scope: Scope) -> Principal:
         """Of the request's key. Raises `UnauthorizedError`."""

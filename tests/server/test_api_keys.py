@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from contextlib import suppress
 from types import SimpleNamespace
@@ -135,3 +136,28 @@ def test_keys_are_replaced_at_once_and_no_key_means_no_guest():
     assert ring.principal(scope("two")) == Principal()
     with pytest.raises(UnauthorizedError):
         ring.principal(scope("one"))
+
+
+def test_who_waits_learns_that_a_key_is_taken_away_or_has_expired():
+    now = NEW_YEAR_2027 - 0.05
+    ring = KeyRing(keys_of("a:first", "b:second:expires=2027-01-01"), now=lambda: now)
+    first, second = (ring.principal(scope(key)) for key in ("first", "second"))
+
+    async def scenario():
+        nonlocal now
+        waiting = [asyncio.create_task(ring.wait_refused(each)) for each in (first, second)]
+        ring.replace(keys_of("a:first", "b:second:expires=2027-01-01", "c:third"))
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in waiting), "both are accepted still"
+        now = NEW_YEAR_2027
+        await waiting[1]
+        assert not waiting[0].done()
+        ring.replace(keys_of("a:other"))
+        await waiting[0]
+        ring.replace(())
+        anyone = asyncio.create_task(ring.wait_refused(first))
+        await asyncio.sleep(0)
+        assert not anyone.done(), "a server without keys serves everybody"
+        anyone.cancel()
+
+    asyncio.run(scenario())

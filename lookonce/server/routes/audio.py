@@ -36,7 +36,7 @@ from lookonce.server.http.responses import (
 )
 from lookonce.server.http.unknown_fields import UnknownFields, note_ignored
 from lookonce.server.rate_limits import RequestUsage
-from lookonce.server.routes.serving_base import request_id_of
+from lookonce.server.routes.serving_base import ServingContext, request_id_of
 from lookonce.server.services import Principal, Services, header
 
 LISTS = ("timestamp_granularities", "include")
@@ -76,8 +76,7 @@ async def _answer(request: Request, task: Task) -> Response:
     form = await read_form(request, services.config.media.max_bytes)
     asked = _fields(form)
     _note_unread(request, form)
-    services.require_model(asked.model)
-    request_id_of(request, asked.request_id)
+    context = _context(request, asked)
     if not form.file:
         raise BadRequestError("file: the form needs a file that is not empty", param="file")
     usage: RequestUsage = request.state.usage
@@ -88,11 +87,15 @@ async def _answer(request: Request, task: Task) -> Response:
     if header(request.scope, b"x-reuse-receipt") == "1":
         asked.reuse_receipt = True
     principal: Principal = request.state.principal
-    events = Transcriber(services, usage.generated).transcribe(
-        EncodedAudio(form.file),
-        options,
-        tenant=principal.tenant,
-        cache_salt=asked.cache_salt,
+    transcriber = Transcriber(services, usage.generated, context.watch)
+    events = _abortable(
+        context,
+        transcriber.transcribe(
+            EncodedAudio(form.file),
+            options,
+            tenant=principal.tenant,
+            cache_salt=asked.cache_salt,
+        ),
     )
     form.file = None  # the transcriber alone holds it
     if asked.stream:
@@ -110,6 +113,31 @@ def _note_unread(request: Request, form: Form) -> None:
         request.state.warning = fields.judge(unknown, TranscriptionRequest)
     if ignored := [name for name in unread if name in ACCEPTED and any(form.fields[name])]:
         note_ignored(request, fields, ignored)
+
+
+def _context(request: Request, asked: TranscriptionRequest) -> ServingContext:
+    """By which the client aborts the request, and a trace knows what the engine did."""
+    services: Services = request.app.state.services
+    context = ServingContext(
+        services=services,
+        principal=request.state.principal,
+        model=services.require_model(asked.model),
+        request_id=request_id_of(request, asked.request_id),
+        stream=asked.stream,
+        wants_receipt=asked.reuse_receipt,  # no limits: the transcriber counts what is used
+    )
+    if (trace := request.scope["state"].get("trace")) is not None:
+        trace.serving = context
+    return context
+
+
+async def _abortable(
+    context: ServingContext, events: AsyncGenerator[TranscriptEvent, None]
+) -> AsyncGenerator[TranscriptEvent, None]:
+    with context:
+        async with aclosing(events):
+            async for event in events:
+                yield event
 
 
 def _fields(form: Form) -> TranscriptionRequest:

@@ -39,7 +39,7 @@ from lookonce.server.http.responses import (
     while_connected,
 )
 from lookonce.server.http.unknown_fields import note_ignored
-from lookonce.server.rate_limits import RequestUsage
+from lookonce.server.rate_limits import NO_LIMITS, RequestUsage
 from lookonce.server.services import Principal, Services, header
 from lookonce.types.logs import current_request_id
 from lookonce.types.request import RenderedPrompt
@@ -140,7 +140,7 @@ def request_id_of(request: Request, asked: str | None) -> str:
     return asked
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class ServingContext:
     """One request for generated tokens: its options, its prompts, and the parts of its answer that
     all routes have in common."""
@@ -151,15 +151,15 @@ class ServingContext:
     request_id: str
     """The client's, or a random one. The engine gets ids of its own: clients may repeat theirs."""
     stream: bool
-    include_usage: bool
-    continuous_usage: bool
+    include_usage: bool = False
+    continuous_usage: bool = False
     """Every chunk has the usage so far."""
     wants_receipt: bool
-    wants_kv_transfer: bool
-    limit_asked: bool
+    wants_kv_transfer: bool = False
+    limit_asked: bool = False
     """The client set the most tokens to generate."""
-    arrival: float
-    usage_limits: RequestUsage
+    arrival: float = field(default_factory=time.monotonic)
+    usage_limits: RequestUsage = field(default_factory=lambda: NO_LIMITS)
     """What of its limits the request uses."""
     token_name: TokenName | None = None
     """What log-probabilities are listed by, if not by the text of the token."""
@@ -207,10 +207,9 @@ class ServingContext:
             keep=keep,
             limit_asked=self.limit_asked,
         )
-        generation.aborted = self.aborted
         most = generation.sampling.max_tokens or 0
         self.usage_limits.take_tokens(rendered.num_tokens, most * sampling.n)
-        self.generations.append(generation)
+        self.watch(generation)
         self._count_scored(rendered, sampling, scored_by)
 
     def _count_scored(
@@ -236,6 +235,11 @@ class ServingContext:
             return None
         token_bytes = self.services.renderer.token_bytes
         return chat_logprobs(generated.token_ids, generated.logprobs, token_bytes, self.token_name)
+
+    def watch(self, generation: PromptGeneration) -> None:
+        """Take a generation that others run: it is aborted with the request, and traced."""
+        generation.aborted = self.aborted
+        self.generations.append(generation)
 
     async def abort(self) -> None:
         """End every sample, also those that have not begun, with the finish reason "abort"."""
