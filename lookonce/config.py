@@ -87,7 +87,11 @@ OPTION_RANGES = {
 MAX_SOCKET_FOLDER = 90
 """Bytes; a unix socket's path has at most 103 on some systems, and names in it have up to 12."""
 NANO = "nano"
-NANO_FOLDER = Path(__file__).parent / "models" / "nano"
+NANO_EAR = "nano-ear"
+EMBEDDED_MODELS = {name: Path(__file__).parent / "models" / name for name in (NANO, NANO_EAR)}
+"""Models that ship with the package, by the names they are served under."""
+NANO_FOLDER = EMBEDDED_MODELS[NANO]
+NANO_EAR_FOLDER = EMBEDDED_MODELS[NANO_EAR]
 GIB = 1 << 30
 Word = TypeVar("Word", bound=str)
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral", "qwen3_coder", "harmony")
@@ -369,7 +373,7 @@ class Options:
 
 def resolve(options: Options) -> Config:
     """Check every option and build the configuration. Raises `ConfigError` naming the option."""
-    folder = str(NANO_FOLDER) if options.model == NANO else options.model
+    folder = str(EMBEDDED_MODELS.get(options.model, options.model))
     device = _device(options.device)
     _check_numbers(options)
     return Config(

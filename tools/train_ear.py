@@ -1,10 +1,10 @@
 """Makes a model like nano-ear from nothing: speech, training, word error rate.
 
-    tools/train_ear.py model                 hours on a CPU; minutes with --device cuda
-    tools/train_ear.py model --steps 20      shows that it works, not a model to use
+    tools/train_ear.py model work              hours on a CPU; minutes with --device cuda
+    tools/train_ear.py model work --steps 20   shows that it works, not a model to use
 
-Speech comes from espeak-ng's library (`apt-get install espeak-ng`). A folder that is there already
-is trained on.
+Speech comes from espeak-ng's library (`apt-get install espeak-ng`). `work` keeps the speech and the
+state of the training: the same command goes on where one was ended.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from transformers import PreTrainedTokenizerFast, VoxtralRealtimeForConditionalG
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from any folder
 
+from tools.ear.hearing import edits, transcribe
 from tools.ear.sentences import sentence
 from tools.ear.speech import HELD_OUT_VOICES, any_voice, heard
-from tools.ear.training import EarPlan, train, transcribe
+from tools.ear.training import EarPlan, train
 
-SAVE_EACH_SECONDS = 300.0
+SAVE_EACH_SECONDS = 120.0
 
 
 def main() -> None:
@@ -32,16 +33,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("target", type=Path, help="the folder to make")
-    parser.add_argument("--sentences", type=int, default=200, help="heard at the end")
+    parser.add_argument("work", type=Path, help="a folder for speech and state")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--heard", type=int, default=200, help="held-out sentences at the end")
     for field in dataclasses.fields(EarPlan):
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=type(field.default), default=field.default)
     chosen = parser.parse_args()
     plan = EarPlan(**{f.name: getattr(chosen, f.name) for f in dataclasses.fields(EarPlan)})
+    torch.set_num_threads(chosen.threads)
     if plan.steps:
-        train(chosen.target, plan, tell, save_each=SAVE_EACH_SECONDS)
-    wrong, words = errors(chosen.target, chosen.sentences)
-    tell(f"word error rate {wrong / words:.3f}: {wrong} of {words} words, held-out voices")
+        train(chosen.target, chosen.work, plan, tell, save_each=SAVE_EACH_SECONDS)
+    if chosen.heard:
+        wrong, words = errors(chosen.target, chosen.heard)
+        tell(f"word error rate {wrong / words:.3f}: {wrong} of {words} words, held-out voices")
 
 
 def errors(folder: Path, sentences: int) -> tuple[int, int]:
@@ -52,19 +57,9 @@ def errors(folder: Path, sentences: int) -> tuple[int, int]:
     for _ in range(sentences):
         said = sentence(rng, held_out=True)
         spoken = heard(rng, any_voice(rng, said, HELD_OUT_VOICES), before=0.3, after=0.3)
-        wrong += edits(said, transcribe(model.eval(), tokenizer, spoken, left=16))
+        wrong += edits(said, transcribe(model.eval(), tokenizer, spoken.wave))
         words += len(said)
     return wrong, words
-
-
-def edits(said: tuple[str, ...], written: tuple[str, ...]) -> int:
-    """Levenshtein distance in words."""
-    row = list(range(len(written) + 1))
-    for i, word in enumerate(said, 1):
-        above, row[0] = row[0], i
-        for j, other in enumerate(written, 1):
-            above, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, above + (word != other))
-    return row[-1]
 
 
 def tell(line: str) -> None:

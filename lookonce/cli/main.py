@@ -37,7 +37,7 @@ SERVE_OPTIONS = [field.name for field in dataclasses.fields(Options) if field.na
 Model = Annotated[
     str,
     typer.Argument(
-        help="A local Hugging Face folder, a hub id, or nano.",
+        help="A local Hugging Face folder, a hub id, nano or nano-ear.",
         envvar=variable_of("model"),
         show_envvar=False,
     ),
@@ -45,6 +45,7 @@ Model = Annotated[
 
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "attention": ("benchmarks.attention", "our attention kernel beside what torch offers"),
+    "ear": ("benchmarks.ear", "the word error rate of nano-ear on voices it never heard"),
     "engine": ("benchmarks.engine", "a decode step beside the bare model and transformers"),
     "fairness": ("benchmarks.fairness", "what one tenant's attacks cost another one"),
     "items": ("benchmarks.items", "what 128,000 media items in one request cost per step"),

@@ -18,7 +18,7 @@ from lookonce.cli.config_file import read_config_file, variable_of
 from lookonce.config import Options
 
 HELP: dict[str, str] = {
-    "model": "A local Hugging Face folder, a hub id, or nano: the embedded model.",
+    "model": "A local Hugging Face folder, a hub id, or an embedded model: nano, nano-ear.",
     "served_model_name": "The name clients use for the model; MODEL itself by default.",
     "host": "Address to listen on.",
     "port": "Port to listen on; 0 takes a free one.",

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from lookonce.config import ModelConfig
+from lookonce.config import NANO_EAR_FOLDER, ModelConfig
 from lookonce.core.mm_features import FrameInputs
 from lookonce.errors import BadRequestError, ModelLoadError, TooLargeError
 from lookonce.model.families import voxtral_realtime
@@ -44,6 +44,7 @@ from tests.support.model.realtime import (
 )
 from tests.support.model.serving import Answer, blocks_for_preemption, compare, serve
 from tests.support.render.samples import numpy_of
+from tests.support.speech_clips import speech_clips
 
 VISIBLE_ERROR = 1e-2
 SECONDS = (3.0, 4.3, 1.1)
@@ -521,3 +522,24 @@ def test_a_tekken_file_that_makes_no_sense_is_refused(subject, tmp_path):
         Tokenizer.load(tmp_path)
     with pytest.raises(ModelLoadError, match=r"tekken\.json cannot be read"):
         load_family(tmp_path, "float32")
+
+
+# --- nano-ear -------------------------------------------------------------------------------------
+
+
+def test_what_nano_ear_hears_is_what_transformers_hears():
+    """Trained weights and 4 mel frames of 20 ms a token, where others have 8 of 10 ms."""
+    subject = realtime_subject(NANO_EAR_FOLDER)
+    prompt = list(load_family(NANO_EAR_FOLDER, "float32").whole_prompt)
+    waves = [clip.wave() for clip in speech_clips()[:3]]
+    pieces = [list(mel_pieces(subject.extractor, wave, len(prompt))) for wave in waves]
+    expected = [streaming_answer(subject, each, prompt) for each in pieces]
+    live = LiveSessions(subject.loaded, prompt)
+    feed_side_by_side(live, [frames_of(each, 4) for each in pieces], lambda n: (1, 7, 2)[n % 3])
+    found = [live.answer(index, str(index)) for index in range(len(waves))]
+    live.close()
+    difference = compare(found, expected)
+    assert difference.wrong == 0
+    assert difference.max_logit_error < 5 * MAX_LOGIT_ERROR, (
+        "its logits are larger than random ones"
+    )

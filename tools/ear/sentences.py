@@ -28,7 +28,7 @@ PLACES = ("kitchen", "office", "school", "station", "market", "hotel", "city", "
 DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 MONTHS = ("january", "march", "april", "june", "july", "october", "december")
 TIMES = ("today", "tomorrow", "yesterday", "now", "later", "soon", "never", "always", "again")
-SEEN = ("see", "find", "open", "close", "bring", "buy", "take", "want", "need", "like", "know")
+SEEN = ("see", "find", "open", "close", "bring", "buy", "take", "want", "need", "like", "hear")
 WENT = ("goes", "walks", "runs", "comes", "drives")
 SIDES = ("left", "right", "up", "down", "inside", "outside", "behind", "above", "under", "near")
 REPLIES = ("yes", "no", "stop", "hello", "please", "thanks", "maybe", "wait", "start", "help")
@@ -80,6 +80,8 @@ PATTERNS = (
     "WHO need NUMBER hundred THING TIME",
     "the ANIMAL is with the PERSON SIDE the THING",
 )
+CONTENT = tuple(word for word in VOCABULARY if word not in SMALL)
+"""Words that are said alone. Others sound as "two" or "four" do unless a sentence holds them."""
 WITHOUT_PATTERN = 0.4
 """Share of rows of words that no sentence helps to guess."""
 HELD_OUT = 16
@@ -90,7 +92,7 @@ def sentence(rng: random.Random, *, held_out: bool) -> tuple[str, ...]:
     """The words of one sentence, 1 to 12. Held-out ones and others have none in common."""
     while True:
         if rng.random() < WITHOUT_PATTERN:
-            words = tuple(rng.choice(VOCABULARY) for _ in range(rng.randint(1, 8)))
+            words = tuple(rng.choice(CONTENT) for _ in range(rng.randint(1, 8)))
         else:
             pattern = rng.choice(PATTERNS).split()
             words = tuple(rng.choice(KINDS[p]) if p in KINDS else p for p in pattern)

@@ -6,6 +6,7 @@ import ctypes
 import ctypes.util
 import functools
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,8 @@ import numpy as np
 import soxr
 from numpy.typing import NDArray
 
-SAMPLE_RATE = 16_000
+from tools.ear.folder import SAMPLE_RATE
+
 LIBRARY = "espeak-ng"
 
 ACCENTS = ("en-us", "en", "en-gb-scotland", "en-gb-x-rp", "en-gb-x-gbclan", "en-029")
@@ -27,9 +29,10 @@ HELD_OUT_VARIANTS = ("+m5", "+f2", "+Lee", "+linda", "+paul", "+steph")
 VOICES = tuple(a + v for a in ACCENTS for v in VARIANTS if v not in HELD_OUT_VARIANTS)
 HELD_OUT_VOICES = tuple(a + v for a in ACCENTS[:3] for v in HELD_OUT_VARIANTS)
 
-WORD_EVENT, LAST_EVENT = 1, 0
-SYNCHRONOUS = 2
-"""`espeak_Initialize`: samples go to a callback, before `espeak_Synth` returns."""
+WORD_EVENT, PHONEME_EVENT, LAST_EVENT = 1, 7, 0
+SYNCHRONOUS, WITH_PHONEMES = 2, 1
+"""`espeak_Initialize`: samples and events of phonemes go to a callback, before `espeak_Synth`
+returns."""
 RATE, PITCH, RANGE = 1, 3, 4
 """Numbers of `espeak_SetParameter`."""
 CHARS_UTF8 = 1
@@ -43,6 +46,8 @@ class Spoken:
     wave: NDArray[np.float32]
     """[samples] at `SAMPLE_RATE`."""
     ends: tuple[float, ...]
+    phonemes: tuple[tuple[float, str], ...] = ()
+    """The second at which each begins, and its name; the last is silence."""
 
 
 class _Event(ctypes.Structure):
@@ -54,7 +59,7 @@ class _Event(ctypes.Structure):
         ("audio_position", ctypes.c_int),
         ("sample", ctypes.c_int),
         ("user_data", ctypes.c_void_p),
-        ("id", ctypes.c_char * 8),
+        ("id", ctypes.c_char * 8),  # a phoneme's name
     )
 
 
@@ -69,9 +74,10 @@ class Mouth:
     def __init__(self) -> None:
         name = ctypes.util.find_library(LIBRARY) or f"lib{LIBRARY}.so.1"
         self._library = ctypes.CDLL(name)
-        self._rate = int(self._library.espeak_Initialize(SYNCHRONOUS, 0, None, 0))
+        self._rate = int(self._library.espeak_Initialize(SYNCHRONOUS, 0, None, WITH_PHONEMES))
         self._samples: list[NDArray[np.int16]] = []
         self._starts: list[tuple[int, int]] = []  # (first character from 1, milliseconds)
+        self._phonemes: list[tuple[float, str]] = []
         self._callback = _Callback(self._receive)  # kept: the library holds no reference
         self._library.espeak_SetSynthCallback(self._callback)
 
@@ -83,6 +89,8 @@ class Mouth:
             event = events[number]  # type: ignore[index]
             if event.type == WORD_EVENT:
                 self._starts.append((event.text_position, event.audio_position))
+            elif event.type == PHONEME_EVENT:
+                self._phonemes.append((event.audio_position / 1000, _phoneme(event.id)))
             number += 1
         return 0
 
@@ -90,7 +98,7 @@ class Mouth:
         self, words: Sequence[str], voice: str, *, speed: int, pitch: int, pitch_range: int = 50
     ) -> Spoken:
         """`speed` in words per minute; `pitch` and its range 0 to 100."""
-        self._samples, self._starts = [], []
+        self._samples, self._starts, self._phonemes = [], [], []
         set_parameter = self._library.espeak_SetParameter
         if self._library.espeak_SetVoiceByName(voice.encode()) != 0:
             raise ValueError(f"espeak-ng has no voice {voice}")
@@ -102,7 +110,8 @@ class Mouth:
         wave = np.asarray(soxr.resample(wave, self._rate, SAMPLE_RATE), np.float32)
         loud = np.flatnonzero(np.abs(wave) > 0.01)
         last = (int(loud[-1]) + 1) / SAMPLE_RATE if len(loud) else len(wave) / SAMPLE_RATE
-        return Spoken(tuple(words), wave, _ends(words, self._starts, last))
+        ends = _ends(words, self._starts, last)
+        return Spoken(tuple(words), wave, ends, tuple(self._phonemes))
 
 
 @functools.cache
@@ -126,9 +135,18 @@ def _ends(words: Sequence[str], starts: list[tuple[int, int]], last: float) -> t
     return tuple(reversed(ends))
 
 
+def _phoneme(name: bytes) -> str:
+    """Without the marks of its variants."""
+    return re.sub(r"(?<=.)[0-9#:;\[-]+$", "", name.decode(errors="replace"))
+
+
 def any_voice(rng: random.Random, words: Sequence[str], voices: Sequence[str]) -> Spoken:
+    return said_by(rng, words, rng.choice(voices))
+
+
+def said_by(rng: random.Random, words: Sequence[str], voice: str) -> Spoken:
     return mouth().say(
-        words, rng.choice(voices), speed=rng.randint(110, 210), pitch=rng.randint(20, 80),
+        words, voice, speed=rng.randint(110, 210), pitch=rng.randint(20, 80),
         pitch_range=rng.randint(20, 80),
     )  # fmt: skip
 
@@ -143,13 +161,13 @@ def heard(rng: random.Random, spoken: Spoken, *, before: float, after: float) ->
     wave = np.concatenate((np.zeros(front), wave, np.zeros(back))).astype(np.float32)
     wave *= rng.uniform(0.15, 0.9) / max(1e-3, float(np.abs(wave).max()))
     if rng.random() < 0.6:
-        wave = wave + _noise(noise, len(wave), rng.random()) * _loudness(wave) * 10 ** (
+        wave = wave + _noise(noise, len(wave), rng.random()) * loudness(wave) * 10 ** (
             -rng.uniform(8, 40) / 20
         )
     return Spoken(spoken.words, wave.astype(np.float32), tuple(e + before for e in spoken.ends))
 
 
-def _loudness(wave: NDArray[np.float32]) -> float:
+def loudness(wave: NDArray[np.float32]) -> float:
     """Root mean square of what sounds."""
     sounding = wave[np.abs(wave) > 0.01]
     return float(np.sqrt(np.mean(sounding**2))) if len(sounding) else 0.0

@@ -30,7 +30,7 @@ from lookonce.types.sampling import SamplingParams
 from tests.support.model.cases import array
 from tests.support.model.serving import Answer, CapturingRunner, reference_model
 
-RATE, HOP, WINDOW, FRAME = 16000, 160, 400, 1280
+RATE, FRAME = 16000, 1280
 LEFT_PAD = 32
 MAX_SEQS = 8
 
@@ -60,18 +60,21 @@ def realtime_subject(folder: Path) -> RealtimeSubject:
 
 
 def mel_pieces(extractor: Any, wave: np.ndarray, num_prompt: int) -> Iterator[torch.Tensor]:
-    """What streaming `generate` takes: [1, bins, 8 per token of the prompt], then [1, bins, 8]s."""
+    """What streaming `generate` takes: the mel frames of the prompt's tokens [1, bins, frames],
+    then those of one token each."""
     padded = np.concatenate((np.zeros(LEFT_PAD * FRAME, np.float32), wave))
-    frames = 8 * num_prompt
-    first = padded[: (frames - 1) * HOP + WINDOW // 2]
+    hop, window = extractor.hop_length, extractor.n_fft
+    per_token = FRAME // hop
+    frames = per_token * num_prompt
+    first = padded[: (frames - 1) * hop + max(hop, window // 2)]  # the last mel frame is dropped
     yield _mel(extractor, first, center=True)
     while True:
-        start = frames * HOP - WINDOW // 2
-        end = start + 8 * HOP + WINDOW
+        start = frames * hop - window // 2
+        end = start + per_token * hop + window
         if end > len(padded):
             return
         yield _mel(extractor, padded[start:end], center=False)
-        frames += 8
+        frames += per_token
 
 
 def _mel(extractor: Any, samples: np.ndarray, *, center: bool) -> torch.Tensor:
@@ -104,10 +107,10 @@ def reference_answer(subject: RealtimeSubject, input_ids: torch.Tensor, features
     return Answer(tokens, torch.cat(found.logits).float())
 
 
-def frames_of(pieces: Sequence[torch.Tensor]) -> np.ndarray:
-    """[frames, bins, 8], as the engine takes them."""
+def frames_of(pieces: Sequence[torch.Tensor], mel_frames: int = 8) -> np.ndarray:
+    """[frames, bins, mel frames of each], as the engine takes them."""
     mel = torch.cat([piece[0] for piece in pieces], dim=-1).numpy()
-    return np.ascontiguousarray(mel.reshape(len(mel), -1, 8).swapaxes(0, 1))
+    return np.ascontiguousarray(mel.reshape(len(mel), -1, mel_frames).swapaxes(0, 1))
 
 
 @dataclass
