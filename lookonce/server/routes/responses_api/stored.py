@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -66,7 +66,7 @@ class StoredTurn:
     _begun: str | None = None
     """The id under which the input is stored, until the turn has ended."""
     _num_new: int = 0
-    _finished: bool = field(default=False)
+    _finished: bool = False
 
     @property
     def conversation(self) -> str | None:
@@ -84,20 +84,19 @@ class StoredTurn:
         if self.store is None or not (self.keep or self.adds_to_conversation):
             return await self.context()
         items = stored_items(given)
+        self._begun, self._num_new = response_id, len(items)  # also where the client leaves now
         try:
-            context = await self.store.call(
+            return await self.store.call(
                 ResponseDatabase.begin, self.tenant, response_id, items, self.origin
             )
-        except NotFoundError:
-            raise
-        except LookOnceError as error:  # too large, or the file cannot be used
+        except LookOnceError as error:
+            self._begun = None
             if self.origin is not None:
                 raise
+            # It is too large, or the file cannot be used.
             logger.warning("a response is not stored: %s", error.message)
             self.keep = False
             return []
-        self._begun, self._num_new = response_id, len(items)
-        return context
 
     async def context(self) -> list[Json]:
         """The items that the request continues. Raises `NotFoundError`."""
