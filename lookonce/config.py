@@ -83,7 +83,7 @@ OPTION_RANGES = {
     "keep_alive_timeout": _SECONDS,
     "otlp_sample_ratio": Range(0, 1),
     "response_store_gb": Range(0, 1 << 20),
-    "response_store_ttl": _SECONDS,
+    "response_store_ttl": Range(0, 1 << 32, above=True),
 }
 """Every option that is a number. The most is what no machine has: a slip, or no number at all."""
 MAX_SOCKET_FOLDER = 90
