@@ -110,7 +110,8 @@ async def count_input_tokens(request: Request) -> Response:
     apply_controls(request, body)
     asked = response_tools(body, close=services.defaults.closed_schemas)
     tools = tool_calling(asked, services.tool_dialect)
-    given = await with_references(services.responses, principal.tenant, body.input or [])
+    asked_input = [] if body.input is None else body.input
+    given = await with_references(services.responses, principal.tenant, asked_input)
     read = _read(body, given, await turn.context(), turn)
     request.state.usage.take_media(count_media(read.messages))
     with _naming_items(read):
@@ -181,7 +182,8 @@ class ResponsesApiBuilder:
 
     async def render(self) -> None:
         context, body, tools = self._context, self._body, self._tools
-        given, body.input = body.input or [], ""  # media are not kept while tokens are generated
+        given = [] if body.input is None else body.input
+        body.input = ""  # media are not kept while tokens are generated
         given = await with_references(context.services.responses, context.principal.tenant, given)
         before = await self._turn.begin(self._writer.response.id, given)
         self._writer.response.store = self._turn.keep
