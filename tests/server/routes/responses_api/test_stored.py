@@ -81,13 +81,13 @@ def test_a_request_that_fails_leaves_nothing(on_site, opened):
 
 def test_what_is_too_large_is_answered_and_not_stored(on_site, opened):
     async def scenario(site):
-        with opened(site, max_bytes=2000):
-            body = {"input": "x" * 600}
+        with opened(site, max_bytes=240):
+            body = {"input": "x" * 60}
             answer = (await site.client.post(RESPONSES, json=body)).json()
             assert (answer["status"], answer["store"]) == ("completed", False)
             gone = await site.client.get(f"{RESPONSES}/{answer['id']}")
             assert gone.status_code == 404
-            item = {"role": "user", "content": "x" * 600}
+            item = {"role": "user", "content": "x" * 60}
             refused = await site.client.post(CONVERSATIONS, json={"items": [item]})
             assert (refused.status_code, refused.json()["error"]["param"]) == (413, "items")
 
