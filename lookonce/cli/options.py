@@ -86,6 +86,10 @@ HELP: dict[str, str] = {
     "log_level": "debug (a line per request), info, warning or error.",
     "closed_schemas": "Objects of JSON schemas have no keys but their properties, unless "
     "additionalProperties says otherwise.",
+    "response_store": "A SQLite file for stored responses and conversations; without one they end "
+    "with the server.",
+    "response_store_gb": "Stored responses and conversations of all tenants, GiB; 0 stores none.",
+    "response_store_ttl": "Seconds after its last use for which a response is stored.",
     "root_path": "What a proxy puts before every path: /models/a.",
 }
 """One line per field of `Options`."""

@@ -36,6 +36,7 @@ from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.unknown_fields import UnknownFields
 from lookonce.server.rate_limits import NO_LIMITS, RateLimits, RequestUsage
 from lookonce.server.realtime_sessions import RealtimeSessions
+from lookonce.server.response_store import ResponseStore, open_response_store
 from lookonce.server.shared_counts import SharedCounts
 from lookonce.types.counts import Counts, Values
 from lookonce.types.fair_queue import TenantWeights
@@ -239,6 +240,8 @@ class Services(Frontend):
     running: RunningRequests = field(default_factory=RunningRequests)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     realtime: RealtimeSessions = field(default_factory=RealtimeSessions)
+    responses: ResponseStore | None = None
+    """Stored responses and conversations; None: nothing is stored."""
     rates: RateLimits | None = None
     """Limits of tenants and keys; None: there are none."""
     shared_counts: SharedCounts | None = None
@@ -392,6 +395,7 @@ async def open_services(
             open_readonly(frontend.renderer, config.media) as warmup_renderer,
             AbortPeers(folder, index, config.server.api_processes, running.abort) as abort_peers,
             VoiceDetectors() as detectors,
+            open_response_store(config.server.responses, folder) as responses,
         ):
             services = Services(
                 config=config,
@@ -408,6 +412,7 @@ async def open_services(
                 running=running,
                 unknown_fields=UnknownFields(strict=config.server.strict_requests),
                 realtime=RealtimeSessions(config.server.sessions, counts, detectors),
+                responses=responses,
                 rates=rates,
                 shared_counts=shared,
                 abort_peers=abort_peers,

@@ -51,6 +51,16 @@ from lookonce.server.routes.anthropic_messages import (
 from lookonce.server.routes.audio import transcriptions, translations
 from lookonce.server.routes.chat import chat_completions
 from lookonce.server.routes.completions import completions
+from lookonce.server.routes.conversations import (
+    add_conversation_items,
+    create_conversation,
+    delete_conversation,
+    delete_conversation_item,
+    list_conversation_items,
+    show_conversation,
+    show_conversation_item,
+    update_conversation,
+)
 from lookonce.server.routes.debug import show_state, take_profile
 from lookonce.server.routes.generate import generate
 from lookonce.server.routes.invocations import invocations
@@ -58,7 +68,12 @@ from lookonce.server.routes.media_cache import inject_media, show_media_cache
 from lookonce.server.routes.openapi import show_docs, show_openapi
 from lookonce.server.routes.realtime.route import realtime
 from lookonce.server.routes.render import detokenize, render_chat, render_completion, tokenize
-from lookonce.server.routes.responses_api.route import create_response
+from lookonce.server.routes.responses_api.route import count_input_tokens, create_response
+from lookonce.server.routes.responses_api.stored import (
+    delete_response,
+    show_input_items,
+    show_response,
+)
 from lookonce.server.routes.serving_base import REQUEST_ID
 from lookonce.server.services import Drain, Services, header
 from lookonce.types.logs import current_request_id
@@ -85,6 +100,8 @@ RENDER_ROUTES = [
 ]
 """The routes that need no engine: those of `lookonce render`."""
 
+CONVERSATION = "/v1/conversations/{conversation_id}"
+
 ROUTES = [
     *RENDER_ROUTES,
     Route("/", page.show_page),
@@ -92,6 +109,18 @@ ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/responses", create_response, methods=["POST"]),
+    Route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"]),
+    Route("/v1/responses/{response_id}", show_response, methods=["GET"]),
+    Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
+    Route("/v1/responses/{response_id}/input_items", show_input_items, methods=["GET"]),
+    Route("/v1/conversations", create_conversation, methods=["POST"]),
+    Route(CONVERSATION, show_conversation, methods=["GET"]),
+    Route(CONVERSATION, update_conversation, methods=["POST"]),
+    Route(CONVERSATION, delete_conversation, methods=["DELETE"]),
+    Route(CONVERSATION + "/items", list_conversation_items, methods=["GET"]),
+    Route(CONVERSATION + "/items", add_conversation_items, methods=["POST"]),
+    Route(CONVERSATION + "/items/{item_id}", show_conversation_item, methods=["GET"]),
+    Route(CONVERSATION + "/items/{item_id}", delete_conversation_item, methods=["DELETE"]),
     Route("/v1/audio/transcriptions", transcriptions, methods=["POST"]),
     Route("/v1/audio/translations", translations, methods=["POST"]),
     Route("/v1/messages", create_message, methods=["POST"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -53,6 +53,10 @@ KV_TRANSFER_KEY = "num_lmcache_extra_cached_tokens"
 """With this key in `kv_transfer_params` the answer tells what external KV tiers did."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """Of a body's `request_id` and of the header `X-Request-Id`."""
+
+
+Complete = Callable[[], Awaitable[None]] | None
+"""Called when an answer is whole, before its end is sent."""
 
 
 class GenerationBody(Protocol):
@@ -168,6 +172,8 @@ class ServingContext:
     aborted: bool = False
     num_scored: int = 0
     """Log-probabilities of prompts that the answer will have."""
+    on_exit: list[Callable[[], None]] = field(default_factory=list)
+    """Called when the request ends, however it does."""
     _entries: dict[int, PromptEntries] = field(default_factory=dict)
     _prompts: list[RenderedPrompt] = field(default_factory=list)
 
@@ -181,6 +187,8 @@ class ServingContext:
         self.usage_limits.generated(sum(each.completion_tokens for each in self.generations))
         for rendered in self._prompts:
             self.services.renderer.release(rendered)
+        for end in self.on_exit:
+            end()
 
     def add_prompt(
         self,
@@ -289,15 +297,19 @@ async def respond(
     context: ServingContext,
     builder: ResponseBuilder,
     encoder: EventEncoder = UNNAMED_EVENTS,
+    complete: Complete = None,
 ) -> Response:
-    """Render, generate, and answer in one body or in a stream of events."""
+    """Render, generate, and answer in one body or in a stream of events. `complete` is called when
+    the answer is whole, before its end is sent."""
     if context.stream:
-        return EventStream(_streamed(context, builder), encoder)
-    body = await while_connected(request.receive, _collected(context, builder))
+        return EventStream(_streamed(context, builder, complete), encoder)
+    body = await while_connected(request.receive, _collected(context, builder, complete))
     return Response(body, media_type="application/json")
 
 
-async def _collected(context: ServingContext, builder: ResponseBuilder) -> bytes:
+async def _collected(
+    context: ServingContext, builder: ResponseBuilder, complete: Complete
+) -> bytes:
     with context:
         await builder.render()
         samples = [Sample() for g in context.generations for _ in range(g.sampling.n)]
@@ -305,18 +317,23 @@ async def _collected(context: ServingContext, builder: ResponseBuilder) -> bytes
             async for piece in pieces:
                 samples[piece.index].take(piece)
 
-    def encoded() -> bytes:
-        return encode(builder.whole(samples))
+        def encoded() -> bytes:
+            return encode(builder.whole(samples))
 
-    many = context.num_scored + _num_logprobs(samples) >= MANY_LOGPROBS
-    return await asyncio.to_thread(encoded) if many else encoded()
+        many = context.num_scored + _num_logprobs(samples) >= MANY_LOGPROBS
+        body = await asyncio.to_thread(encoded) if many else encoded()
+        if complete is not None:
+            await complete()
+    return body
 
 
 def _num_logprobs(samples: Sequence[Sample]) -> int:
     return sum(1 + len(entry.top) for sample in samples for entry in sample.logprobs)
 
 
-async def _streamed(context: ServingContext, builder: ResponseBuilder) -> ChunkGroups:
+async def _streamed(
+    context: ServingContext, builder: ResponseBuilder, complete: Complete
+) -> ChunkGroups:
     with context:
         await builder.render()
         unfinished = sum(generation.sampling.n for generation in context.generations)
@@ -331,5 +348,7 @@ async def _streamed(context: ServingContext, builder: ResponseBuilder) -> ChunkG
                 unfinished -= piece.finish_reason is not None
                 if not unfinished and context.include_usage:
                     chunks.append(builder.usage_chunk())
+                if not unfinished and complete is not None:
+                    await complete()
                 if chunks or not unfinished:
                     yield ChunkGroup(chunks, last=not unfinished)

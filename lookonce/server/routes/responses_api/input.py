@@ -5,12 +5,13 @@ message                  a message of the same role; its parts get a chat's name
 function_call            a tool call of the assistant message before it, else of a new one
 function_call_output     a tool message
 reasoning                nothing: another model wrote it
+item_reference           the stored item of this id
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,9 +71,21 @@ class ResponseToolChoice(msgspec.Struct, kw_only=True):
     name: str = ""
 
 
+class ConversationReference(msgspec.Struct):
+    id: str
+
+
 class ResponsesRequest(GenerationFields, kw_only=True):
-    input: str | list[dict[str, Any]]
+    input: str | list[dict[str, Any]] | None = None
     """A text, or items: messages, function calls and their outputs."""
+    previous_response_id: str | None = None
+    """A stored response, whose input and output come before `input`."""
+    conversation: str | ConversationReference | None = None
+    """A stored conversation, whose items come before `input`."""
+    store: bool | None = None
+    """None: as true."""
+    enable_response_messages: bool | None = None
+    """vLLM's: the response has the prompt and the answer as text and token ids."""
     instructions: str | None = None
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
@@ -98,8 +111,6 @@ class ResponsesRequest(GenerationFields, kw_only=True):
     function_call: Raw = NOTHING
     modalities: Raw = NOTHING
     echo: Raw = NOTHING
-    previous_response_id: Raw = NOTHING
-    conversation: Raw = NOTHING
     image: Raw = NOTHING
     prompt: Raw = NOTHING
     background: Raw = NOTHING
@@ -219,12 +230,20 @@ class ReadInput:
         return "input" if param == "messages" else param
 
 
-def read_input(given: str | list[Json], instructions: str | None) -> ReadInput:
-    """The messages of a chat. Raises `BadRequestError` naming the item at fault; parts are checked
+def read_input(
+    given: str | list[Json],
+    instructions: str | None,
+    before: Sequence[Json] = (),
+    before_name: str = "",
+) -> ReadInput:
+    """The messages of a chat: `instructions`, the stored items `before`, which errors call by
+    `before_name`, and `given`. Raises `BadRequestError` naming the item at fault; parts are checked
     by the renderer."""
     read = ReadInput()
     if instructions:
         read.add({"role": "system", "content": instructions}, "instructions")
+    for number, item in enumerate(before):
+        _item(item, f"{before_name}.items[{number}]", read)
     if isinstance(given, str):
         read.add({"role": "user", "content": given}, "input")
         return read
@@ -245,7 +264,7 @@ def _item(item: Json, param: str, read: ReadInput) -> None:
     if reader is None:
         raise BadRequestError(
             f"{param}.type: {str(kind)[:50]!r} is none of message, function_call, "
-            "function_call_output",
+            "function_call_output, item_reference",
             param=f"{param}.type",
         )
     reader(item, param, read)
