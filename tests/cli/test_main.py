@@ -318,15 +318,15 @@ def test_the_version_is_told_and_h_is_help():
     ],
 )
 def test_a_device_that_is_not_there_is_said_so(monkeypatch, has_cuda, devices, device, said):
-    monkeypatch.setattr(preflight, "_torch_has_cuda", lambda: has_cuda)
-    monkeypatch.setattr(preflight, "_num_cuda_devices", lambda: devices)
+    monkeypatch.setattr(preflight, "torch_has_cuda", lambda: has_cuda)
+    monkeypatch.setattr(preflight, "num_cuda_devices", lambda: devices)
     with pytest.raises(ConfigError, match=f"--device {device}: .*{said}"):
         preflight.check_device(device)
 
 
 def test_a_device_that_is_there_is_taken(monkeypatch):
-    monkeypatch.setattr(preflight, "_torch_has_cuda", lambda: True)
-    monkeypatch.setattr(preflight, "_num_cuda_devices", lambda: 2)
+    monkeypatch.setattr(preflight, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(preflight, "num_cuda_devices", lambda: 2)
     for device in ("cpu", "cuda", "cuda:1"):
         preflight.check_device(device)
 
