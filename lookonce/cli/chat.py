@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,8 +110,8 @@ def run_chat_with_server(
     """
     _check_sampling(question)
     media = _media(question)
-    with closing(RemoteModel(url, model, api_key, question)) as answerer:
-        _converse(question, media, answerer)
+    with open_client(url, api_key) as client:
+        _converse(question, media, RemoteModel(client, url, model, question))
 
 
 def _converse(question: Question, media: list[Message], answerer: LocalModel | RemoteModel) -> None:
@@ -162,10 +162,10 @@ class RemoteModel:
     """A model behind an OpenAI-compatible server: LookOnce, or another, which sends no receipts."""
 
     def __init__(
-        self, url: str, model: str | None, api_key: str | None, question: Question
+        self, client: httpx.Client, url: str, model: str | None, question: Question
     ) -> None:
-        """Raises `UnavailableError`, `ConfigError`."""
-        self._client = _client(url, api_key)
+        """`model` None: the first one that the server lists. Raises `UnavailableError`."""
+        self._client = client
         self._url = url
         self._sampling = _asked_sampling(question)
         self._receipt: dict[str, Any] | None = None
@@ -187,9 +187,6 @@ class RemoteModel:
 
     def receipt(self) -> dict[str, Any] | None:
         return self._receipt
-
-    def close(self) -> None:
-        self._client.close()
 
     def _texts(self, lines: Iterator[str]) -> Iterator[str]:
         for line in lines:
@@ -221,7 +218,7 @@ class RemoteModel:
             raise UnavailableError(f"{self._url} lists no models as OpenAI's API does") from None
 
 
-def _client(url: str, api_key: str | None) -> httpx.Client:
+def open_client(url: str, api_key: str | None) -> httpx.Client:
     """`url` may end with /v1, and may be unix:PATH. Raises `ConfigError`."""
     import httpx
 

@@ -102,7 +102,7 @@ def check_cores(
         usable = min(usable, int(quota) / int(period))
         found += f", {usable:g} by the quota of the container"
     if usable < len(cores):
-        advice = f"Threads that the quota stops wait for each other: OMP_NUM_THREADS={max(1, int(usable))}."
+        advice = f"Threads would be stopped by it: set OMP_NUM_THREADS={max(1, int(usable))}."
         yield Finding("cores", "slow", found, advice)
     elif usable < 2:
         yield Finding("cores", "slow", found, "Decoding of media and the model take turns.")

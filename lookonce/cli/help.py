@@ -37,6 +37,10 @@ class GroupedCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
+        arguments = [p.get_help_record(ctx) for p in self.get_params(ctx) if _is_argument(p)]
+        if listed := [record for record in arguments if record]:
+            with formatter.section("Arguments"):
+                formatter.write_dl(listed)
         for group, records in self._records(ctx).items():
             with formatter.section(_heading(group)):
                 formatter.write_dl(records)
@@ -53,10 +57,10 @@ class GroupedCommand(TyperCommand):
         return str(formatter.getvalue()).rstrip("\n")
 
     def _records(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
-        """Group → option and help, in the order of `GROUPS`."""
-        found: dict[str, list[tuple[str, str]]] = {name: [] for name in (*GROUPS, OTHER)}
+        """Group → option and help: the command's own first, then as in `GROUPS`."""
+        found: dict[str, list[tuple[str, str]]] = {name: [] for name in (OTHER, *GROUPS)}
         for parameter in self.get_params(ctx):
-            if record := parameter.get_help_record(ctx):
+            if not _is_argument(parameter) and (record := parameter.get_help_record(ctx)):
                 found[GROUP_OF.get(parameter.name or "", OTHER)].append(record)
         return {group: records for group, records in found.items() if records}
 
@@ -74,11 +78,16 @@ class GroupedCommands(TyperGroup):
 
     def _section(self, ctx: Any, formatter: Any, heading: str, names: list[str]) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in names]
-        rows = [(name, c.get_short_help_str(72)) for name, c in commands if c is not None]
+        width = formatter.width - 6 - max(map(len, names), default=0)
+        rows = [(name, c.get_short_help_str(width)) for name, c in commands if c is not None]
         if rows:
             with formatter.section(heading):
                 formatter.write_dl(rows)
 
 
 def _heading(group: str) -> str:
-    return f"{group.capitalize()} options"
+    return "Options" if group == OTHER else f"{group.capitalize()} options"
+
+
+def _is_argument(parameter: Any) -> bool:
+    return bool(parameter.param_type_name == "argument")
