@@ -34,7 +34,7 @@ def installed_with(name: str, extras: frozenset[str]) -> list[Distribution]:
 
 
 def requirements(package: Distribution, extras: frozenset[str]) -> list[tuple[str, frozenset[str]]]:
-    """Name and extras of what a package requires; of requirements of extras those that are wanted."""
+    """Name and extras of what a package requires, its own `extras` included."""
     needed = []
     for line in package.requires or ():
         requirement, _, marker = line.partition(";")

@@ -83,8 +83,9 @@ def test_few_descriptors_are_slow():
 
 
 @pytest.mark.parametrize(
-    ("devices", "built", "state"), [(0, False, "slow"), (0, True, "slow"), (2, False, "slow"), (2, True, "ok")]
-)  # fmt: skip
+    ("devices", "built", "state"),
+    [(0, False, "slow"), (0, True, "slow"), (2, False, "slow"), (2, True, "ok")],
+)
 def test_a_device_counts_where_torch_can_use_it(monkeypatch, devices, built, state):
     monkeypatch.setattr(doctor, "num_cuda_devices", lambda: devices)
     monkeypatch.setattr(doctor, "torch_has_cuda", lambda: built)
@@ -112,7 +113,7 @@ def test_servers_are_known_by_their_command_line(arguments, command):
     assert command_of(arguments) == command
 
 
-HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  inode\n"
 REST = "00000000:00000000 00:00000000 00000000     0        0"
 
 
