@@ -32,7 +32,7 @@ class ContentText:
 
     text: str
     num_added: int = field(default=0, compare=False)
-    """Characters of `text` that the sample does not have: line breaks between harmony's messages."""
+    """Characters of `text` that the sample lacks: line breaks between harmony's messages."""
 
 
 @dataclass(frozen=True, slots=True)
