@@ -261,6 +261,7 @@ def _loaded(options: Options, stack: ExitStack) -> LLM:
     from lookonce.cli.serve import LoadingBar
     from lookonce.llm import LLM  # slow: what was typed is checked first
 
+    options = dataclasses.replace(options, log_level="warning")  # a terminal shows answers
     typed = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
     bar = LoadingBar(Console(stderr=True), options.model)
     with bar:
