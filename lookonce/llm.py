@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, aclosing, suppres
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import AsyncGeneratorType
 from typing import Any, Self, TypeVar, cast
 
 import msgspec
@@ -513,7 +514,8 @@ def _with_queue(config: Config) -> Config:
 
 async def _ended(texts: AsyncGenerator[str, None]) -> None:
     """Close `texts`, once a call that was interrupted has left it."""
-    while texts.ag_running:  # noqa: ASYNC110 - nothing announces it
+    stream = cast("AsyncGeneratorType[str, None]", texts)
+    while stream.ag_running:  # noqa: ASYNC110 - nothing announces it
         await asyncio.sleep(0.001)
     await texts.aclose()
 
