@@ -93,7 +93,7 @@ test-alerts: $(STAMP)
 # Traces and metrics against a collector, with OpenTelemetry.
 test-otel: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,otel]"
-	@$(BIN)/python -m pytest tests/server/test_tracing.py tests/end_to_end/test_observability.py -rs
+	@$(BIN)/python -m pytest tests/server/test_tracing.py tests/server/test_otlp.py tests/end_to_end/test_observability.py -rs
 
 # A wheel in dist/, tried in an empty environment in another folder.
 wheel: $(STAMP)

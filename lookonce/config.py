@@ -572,7 +572,7 @@ def limits_of_file(path: str | None) -> Limits | None:
         return None
     try:
         with Path(path).open("rb") as file:
-            return parse_limits(file.read(MAX_KEY_FILE_BYTES))
+            return parse_limits(file.read(MAX_KEY_FILE_BYTES), Path(path).suffix)
     except OSError as error:
         raise ConfigError(f"--limits: {path} cannot be read: {error.strerror}") from None
     except ConfigError as error:

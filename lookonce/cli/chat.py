@@ -235,7 +235,7 @@ def open_client(url: str, api_key: str | None) -> httpx.Client:
         base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
     except httpx.InvalidURL as error:
         raise ConfigError(f"--url: {error}") from None
-    if base.scheme not in ("http", "https") or not base.host.strip("["):
+    if base.scheme not in ("http", "https") or not base.host:
         raise ConfigError(f"--url must be http://HOST:PORT, https://HOST or unix:PATH, got {url!r}")
     try:
         return httpx.Client(base_url=base, headers=headers, timeout=timeout)

@@ -27,8 +27,8 @@ HELP: dict[str, str] = {
     "api_key": "KEY, TENANT:KEY, TENANT:KEY:inject or TENANT:KEY:admin; repeatable. Other users of "
     "the machine see it here: better use --api-key-file or the variable.",
     "api_key_file": "A file with such a key on each line; SIGHUP reads it again.",
-    "limits": "A TOML file of what tenants and keys may use: rates, tokens, concurrent requests, "
-    "weights; SIGHUP reads it again.",
+    "limits": "A file, .yaml or .toml, of what tenants and keys may use: rates, tokens, concurrent "
+    "requests, weights; SIGHUP reads it again.",
     "allowed_hosts": "More names by which clients may call this server; comma-separated or "
     "repeated. Without keys: loopback, IP addresses and private names only.",
     "allowed_origins": "Web pages of these origins may use this server: https://example.org or *; "

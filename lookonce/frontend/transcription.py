@@ -144,9 +144,22 @@ class _ChatTranscription:
                             yield TranscriptDelta(added, piece.token_ids, piece.logprobs)
             finally:
                 self._on_tokens(rendered.num_tokens + generation.completion_tokens)
+            self._check_whole(generation, sample)
             yield self._done(generation, sample, text.whole)
         finally:
             self._frontend.renderer.release(rendered)
+
+    def _check_whole(self, generation: PromptGeneration, sample: Sample) -> None:
+        """Raises `BadRequestError` for a transcript that its limit has cut off: no field of the
+        answer could say so."""
+        most = self._options.max_tokens
+        if most == generation.completion_tokens and sample.finish_reason == "length":
+            raise BadRequestError(
+                f"the transcript is longer than the {most} tokens that are allowed with this key; "
+                "send shorter files",
+                param=self._audio.param,
+                code="transcript_too_long",
+            )
 
     def _done(self, generation: PromptGeneration, sample: Sample, text: str) -> TranscriptDone:
         longest = self._frontend.config.media.max_audio_seconds

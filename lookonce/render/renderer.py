@@ -453,6 +453,20 @@ class LiveSoundPrompt:
         return RenderedPrompt([], scope=self._scope, tenant=self._tenant, frames=frames)
 
 
+def preloaded_encoder(model: ModelConfig) -> PromptEncoder:
+    """The encoder for `open_renderer`, made before processes are forked that share its memory.
+
+    Raises `ModelLoadError`.
+    """
+    family = load_family(Path(model.folder), model.dtype)
+    return load_encoder(model.folder, None, _in_prompt(family))
+
+
+def _in_prompt(family: ProcessorFamily | None) -> ProcessorFamily | None:
+    """None where items have no tokens in the prompt."""
+    return None if family is None or family.encoder_decoder else family
+
+
 @asynccontextmanager
 async def open_renderer(
     model: ModelConfig,
@@ -463,17 +477,20 @@ async def open_renderer(
     chat_template: str | None = None,
     max_model_len: int | None = None,
     share: ServerShare | None = None,
+    encoder: PromptEncoder | None = None,
 ) -> AsyncIterator[Renderer]:
     """Load the tokenizer and, for a model with media, start the worker pool.
 
-    `chat_template` is a file's path. Raises `ModelLoadError` or `ConfigError`.
+    `chat_template` is a file's path; `encoder` is `preloaded_encoder`'s for this model, if that was
+    called. Raises `ModelLoadError` or `ConfigError`.
     """
     share = ServerShare() if share is None else share
     family = load_family(Path(model.folder), model.dtype)
-    in_prompt = None if family is None or family.encoder_decoder else family
-    encoder = await asyncio.to_thread(
-        load_encoder, model.folder, chat_template, in_prompt, share.weights
-    )
+    if encoder is None or chat_template is not None:
+        encoder = await asyncio.to_thread(
+            load_encoder, model.folder, chat_template, _in_prompt(family)
+        )
+    encoder = encoder.with_weights(share.weights)
     async with AsyncExitStack() as stack:
         resolver = None
         if family is not None:

@@ -28,6 +28,7 @@ from lookonce.errors import (
 )
 from lookonce.frontend.frontend import Frontend, engine_client, limits_learned, open_frontend
 from lookonce.render.media.vad import VoiceDetectors
+from lookonce.render.prompt.encoder import PromptEncoder
 from lookonce.render.readonly import ReadOnlyRenderer, open_readonly
 from lookonce.server.api_process_peers import AbortPeers, ProcessState
 from lookonce.server.http.request_guard import RequestGuard
@@ -323,12 +324,18 @@ def open_rates(
 
 @asynccontextmanager
 async def open_services(
-    config: Config, *, index: int = 0, restarted: bool = False, fork_server: Path | None = None
+    config: Config,
+    *,
+    index: int = 0,
+    restarted: bool = False,
+    fork_server: Path | None = None,
+    encoder: PromptEncoder | None = None,
 ) -> AsyncIterator[Services]:
     """Connected to the engine, which may still be loading. Raises `ModelLoadError`.
 
     `index` is this process's number among the server's API processes. One that is `restarted` does
-    not wait for its first media worker, which takes as long as all else together.
+    not wait for its first media worker, which takes as long as all else together. `encoder` is the
+    model's, if it is loaded already.
     """
     folder = Path(config.channel.address).parent
     running = RunningRequests()
@@ -347,6 +354,7 @@ async def open_services(
                 counts,
                 wait_for_worker=not restarted,
                 fork_server=fork_server,
+                encoder=encoder,
                 weights=weights,
             ) as frontend,
             open_readonly(

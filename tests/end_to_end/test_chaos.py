@@ -21,6 +21,7 @@ from tests.support.chaos import (
     WORKER,
     Chaos,
     ask,
+    mapped_slabs,
     num_descriptors,
     num_mappings,
     of_kind,
@@ -37,6 +38,13 @@ from tests.support.traffic import PlannedRequest, drawn, plans, working_set
 NUM_KILLS = int(os.environ.get("CHAOS_KILLS", len(KINDS)))
 IN_SOAK = "CHAOS_KILLS" in os.environ
 PATIENCE = 120.0
+NUM_API = 3
+CACHE_GIB = 0.02
+"""A third holds fewer pictures than are asked about, so that items are evicted, too."""
+PICTURE_SLAB = 176 << 10
+"""Bytes of the slab of one picture; sounds are too small for slabs."""
+NUM_SLAB_SIZES = 3
+"""That, and those of the largest picture and sound, which each engine is warmed up with."""
 SLACK_BYTES = 64 << 20
 """Of shared memory: other programs on this machine have some, too."""
 COUNTERS = ("request_success_total:stop", "media_decodes_total:image", "mm_cache_queries_total")
@@ -45,9 +53,9 @@ COUNTERS = ("request_success_total:stop", "media_decodes_total:image", "mm_cache
 @pytest.fixture(scope="module", params=("shm", "lru") if IN_SOAK else ("shm",))
 def crowd(request):
     with LiveServer(
-        "--api-processes", "3",
+        "--api-processes", str(NUM_API),
         "--mm-processor-cache-type", request.param,
-        "--mm-processor-cache-gb", "0.05",
+        "--mm-processor-cache-gb", str(CACHE_GIB),
         "--limit-mm-per-prompt", "image=4,audio=4",
     ) as live:  # fmt: skip
         until(lambda: len(of_kind(live, WORKER)) >= 3, 60, live.log)
@@ -119,8 +127,7 @@ def test_nobody_notices_whose_processes_live(crowd):
     assert_every_slab_is_known(crowd)
     for pid, num in steady.items():
         assert num_descriptors(pid) <= num + 2, "the supervisor loses descriptors"
-    for pid in of_kind(crowd, API):
-        assert num_mappings(pid) <= 128
+    assert_slabs_are_mapped_as_often_as_they_are_leased(crowd)
     if IN_SOAK:
         assert shared_memory() <= shmem + SLACK_BYTES
 
@@ -135,6 +142,23 @@ def assert_every_slab_is_known(live):
         return held == known and len(known) == live.metrics().get("mm_slabs", 0.0)
 
     until(all_known, 60, live.log)
+
+
+def assert_slabs_are_mapped_as_often_as_they_are_leased(live):
+    """By one API process each. It has what it lists, and for each worker, and itself, a slab of
+    each size that is written and a spare one."""
+    listed = int(CACHE_GIB * 2**30) // NUM_API // PICTURE_SLAB
+    most = listed + 2 * NUM_SLAB_SIZES * (share_of_workers(NUM_API) + 1)
+
+    def as_leased():
+        mapped = {pid: mapped_slabs(pid) for pid in of_kind(live, API)}
+        every = [inode for inodes in mapped.values() for inode in inodes]
+        assert len(every) == len(set(every)), "a slab is mapped twice"
+        return all(len(inodes) <= most for inodes in mapped.values())
+
+    until(as_leased, 20, live.log)
+    for pid in of_kind(live, API):
+        assert num_mappings(pid) <= len(mapped_slabs(pid)) + 1, "mappings that are no slabs"
 
 
 def success(found):

@@ -372,21 +372,21 @@ LONG = {
 
 def test_sighup_reads_keys_and_certificate_again_and_disturbs_no_stream(guarded):
     keys = guarded.folder / "keys"
-    with (
-        guarded.client("filed-key") as client,
-        client.stream("POST", "/v1/chat/completions", json=LONG) as stream,
-    ):
-        lines = stream.iter_lines()
-        next(lines)
-        keys.write_text("acme:new-key\n")
-        SECOND.write(guarded.folder)
-        guarded.live.process.send_signal(signal.SIGHUP)
-        until(lambda: "from now on" in guarded.live.log(), 60, guarded.live.log)
-        guarded.certificate = SECOND
-        until(lambda: guarded.statuses("new-key") == {200}, 60, guarded.live.log)
-        assert guarded.statuses("filed-key") == {401}
-        assert guarded.statuses("environment-key") == {200}
-        rest = list(lines)
+    with guarded.client("filed-key") as client:
+        with client.stream("POST", "/v1/chat/completions", json=LONG) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            keys.write_text("acme:new-key\n")
+            SECOND.write(guarded.folder)
+            guarded.live.process.send_signal(signal.SIGHUP)
+            until(lambda: "from now on" in guarded.live.log(), 60, guarded.live.log)
+            guarded.certificate = SECOND
+            until(lambda: guarded.statuses("new-key") == {200}, 60, guarded.live.log)
+            assert guarded.statuses("filed-key") == {401}
+            assert guarded.statuses("environment-key") == {200}
+            rest = list(lines)
+        # The connection is the stream's: the certificate that this client trusts is gone.
+        assert client.get("/v1/models").status_code == 401
     assert rest[-2] == "data: [DONE]"
     assert not any('"error"' in line for line in rest)
 

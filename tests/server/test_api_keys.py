@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hmac
+from contextlib import suppress
+from types import SimpleNamespace
+
 import pytest
 
 from lookonce.config import ApiKey, Options, key_digest, reloaded_api_keys, resolve
@@ -92,6 +96,22 @@ def test_the_file_is_read_again_and_the_others_stay(file):
     file.write_text("two\n")
     digests = [key.digest for key in reloaded_api_keys(server)]
     assert digests == [key_digest("fixed"), key_digest("two")]
+
+
+def test_every_key_is_compared_in_constant_time_wherever_the_right_one_is(monkeypatch):
+    ring, compared = KeyRing(keys_of("a:one", "b:two", "c:three")), []
+
+    def compare(asked, digest):
+        compared.append(digest)
+        return hmac.compare_digest(asked, digest)
+
+    monkeypatch.setattr("lookonce.server.services.hmac", SimpleNamespace(compare_digest=compare))
+    digests = [bytes.fromhex(key_digest(key)) for key in ("one", "two", "three")]
+    for key in ("one", "three", "none of them"):
+        compared.clear()
+        with suppress(UnauthorizedError):
+            ring.principal(scope(key))
+        assert compared == digests
 
 
 def test_a_key_is_known_until_it_expires():

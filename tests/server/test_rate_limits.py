@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 from collections import Counter
 from contextlib import suppress
@@ -352,10 +353,23 @@ def test_transcriptions_have_the_weight_and_use_the_tokens_of_their_tenant(on_si
     limited_site(on_site, tmp_path, scenario, "[default]\nweight = 3\ntokens_per_minute = 300")
 
 
-def test_a_transcript_is_an_answer_with_its_limit(on_site, tmp_path):
-    async def scenario(site):
-        files = {"file": ("a.wav", Clip(PCM_24K, bytes(4800)).wav())}
-        answer = await site.client.post("/v1/audio/transcriptions", files=files)
-        assert answer.json()["text"] == site.engine.answer[:5]
+@pytest.mark.parametrize(("most", "status"), [(5, 400), (1000, 200)])
+def test_a_transcript_beyond_its_limit_is_refused_and_not_cut_off(on_site, tmp_path, most, status):
+    files = {"file": ("a.wav", Clip(PCM_24K, bytes(4800)).wav())}
 
-    limited_site(on_site, tmp_path, scenario, "[default]\nmax_tokens = 5")
+    async def scenario(site):
+        answer = await site.client.post("/v1/audio/transcriptions", files=files)
+        assert answer.status_code == status
+        if status == 200:
+            assert answer.json()["text"] == site.engine.answer
+            return
+        assert answer.json()["error"]["code"] == "transcript_too_long"
+        assert answer.json()["error"]["param"] == "file"
+        stream = {"stream": "true"}
+        answer = await site.client.post("/v1/audio/transcriptions", files=files, data=stream)
+        *deltas, last = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+        heard = "".join(json.loads(delta[6:])["delta"] for delta in deltas)
+        assert heard == site.engine.answer[:5]
+        assert json.loads(last[6:])["error"]["code"] == "transcript_too_long"
+
+    limited_site(on_site, tmp_path, scenario, f"[default]\nmax_tokens = {most}")

@@ -36,6 +36,8 @@ OF_A_WORKER = "its decoder crashed"
 """What a request is told whose media worker was killed while it worked."""
 DRAWN = (API, API, API, WORKER, WORKER, WORKER, WORKER, ENGINE, ENGINE, FORK_SERVER)
 """Kinds to draw the next victim's from."""
+PAUSE_SECONDS = 0.05
+"""Of a client whose request has failed: eight that ask on and on would slow an engine's restart."""
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -74,6 +76,12 @@ def num_mappings(pid: int) -> int:
     """Mappings of shared memory without a name, and of files in the server's socket folder."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return sum("memfd:" in line or "/lookonce-" in line for line in lines)
+
+
+def mapped_slabs(pid: int) -> list[str]:
+    """The inode of each mapping of a slab: one that is mapped twice is there twice."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return [line.split()[4] for line in lines if SLAB in line]
 
 
 def shared_memory() -> int:
@@ -135,9 +143,11 @@ class Seen:
     """What one client saw."""
 
     plan: PlannedRequest
-    port: int
     began: float
+    port: int = 0
     ended: float = 0.0
+    request_id: str = ""
+    """As the server's log names it."""
     status: int = 0
     """0: the connection ended before a whole answer had come."""
     body: str = ""
@@ -163,12 +173,14 @@ def said(body: str) -> str:
 
 async def ask(host: str, port: int, plan: PlannedRequest) -> Seen:
     """One request on a connection of its own."""
+    seen = Seen(plan, time.monotonic(), request_id=os.urandom(8).hex())
     reader, writer = await asyncio.open_connection(host, port)
-    seen = Seen(plan, writer.get_extra_info("sockname")[1], time.monotonic())
+    seen.port = writer.get_extra_info("sockname")[1]
     body = json.dumps(plan.body).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        f"X-Request-Id: {seen.request_id}\r\n\r\n"
     )
     try:
         writer.write(head.encode() + body)
@@ -239,7 +251,10 @@ class Load:
     async def _client(self, plans: Iterator[PlannedRequest], stopped: asyncio.Event) -> None:
         host, _, port = self.server.url.removeprefix("http://").partition(":")
         while not stopped.is_set():
-            self.seen.append(await ask(host, int(port), next(plans)))
+            await self._take(await ask(host, int(port), next(plans)))
+
+    async def _take(self, seen: Seen) -> None:
+        self.seen.append(seen)
 
     async def until_ready(self) -> None:
         """Until many connections in a row, to whatever processes, are told so."""
@@ -291,12 +306,19 @@ class Chaos(Load):
 
         asyncio.run(self.during(kill, patience, rest_seconds=1.0))
 
+    async def _take(self, seen: Seen) -> None:
+        await super()._take(seen)
+        if not seen.as_planned:
+            await asyncio.sleep(PAUSE_SECONDS)
+
     async def _kill(self, kind: str, rng: random.Random) -> None:
         while not (candidates := of_kind(self.server, kind)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         pid = rng.choice(candidates)
         try:
             os.kill(pid, signal.SIGSTOP)  # so that it takes no connection while we look
+            while _stat(pid)[0] not in "TZ":  # noqa: ASYNC110  it may be about to take one
+                await asyncio.sleep(0.001)
             _, _, group, _ = _stat(pid)  # of a worker: that of its API process
             now = time.monotonic()
             if kind == API:
@@ -305,8 +327,10 @@ class Chaos(Load):
             elif kind == WORKER:
                 self._killed_workers.append((client_ports(group), now))
             os.kill(pid, signal.SIGKILL)
-        except OSError:
-            return  # it has ended by itself: a worker of a process killed before
+        except OSError:  # it ends by itself: a worker of a process killed before
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)  # it may have been stopped
+            return
         self.kills.append(kind)
         if kind == ENGINE:
             await self.until_ready()

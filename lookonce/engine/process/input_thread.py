@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -217,22 +216,11 @@ class InputThread:
             case GetStats(nonce):
                 self._step_channel.command(StatsCommand(sender, nonce))
             case TakeProfile(seconds, path):
-                self._take_profile(seconds, path)
+                self._step_channel.command(ProfileCommand(seconds, path))
             case Hello():
                 self._hello(sender, message)
             case Unreadable(request_id):
                 self._unreadable(sender, request_id)
-
-    def _take_profile(self, seconds: float, path: str) -> None:
-        self._step_channel.command(ProfileCommand(path))
-        stop = ProfileCommand(None)
-        timer = threading.Timer(seconds, self._step_channel.command, [stop])
-        timer.daemon = True
-        try:
-            timer.start()
-        except RuntimeError:  # this thread must not end with it
-            logger.warning("no thread for ending a profile can be started")
-            self._step_channel.command(stop)
 
     # --- senders ------------------------------------------------------------------------------
 

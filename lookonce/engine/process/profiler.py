@@ -6,6 +6,7 @@ The step thread starts and stops it between steps; another thread writes it, as 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ class StepProfiler:
         """Profile from now on; `path` is where the Chrome trace goes, by renaming, when it ends."""
         if self._profile is not None:
             return
+        # torch's library writes lines of its own to stderr; it reads this when it first starts.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         import torch
 
         kinds = [torch.profiler.ProfilerActivity.CPU]

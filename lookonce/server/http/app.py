@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.applications import Starlette
@@ -155,6 +156,11 @@ class Application(Starlette):
         await self._middleware(scope, receive, send)
 
 
+CLIENT_LEFT = "client_left"
+BROKEN = "broken"
+"""What answers are counted as that fail after they have begun, beside their status."""
+
+
 class RequestMiddleware:
     """Request ids, names and origins, keys, limits, draining, traces, and failures turned into
     responses.
@@ -172,6 +178,9 @@ class RequestMiddleware:
         websockets: Sequence[WebSocketRoute] = (),
     ) -> None:
         self._services = services
+        self._responses = services.metrics.counts.by_label("http_responses_total")
+        for status in ("200", "500", "503", BROKEN):  # seen by Prometheus before the first one
+            self._responses[status] += 0
         self._guard = services.guard
         self._root_path = services.config.server.root_path
         self._router = router
@@ -191,7 +200,7 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._router(scope, receive, send)
             return
-        sender = _ResponseSender(scope, send, self._services.drain)
+        sender = _ResponseSender(scope, send, self._services.drain, self._responses)
         current_request_id.set(scope["state"]["request_id"])
         tracer, failure = self._services.tracer, None
         if tracer is not None and scope["path"] not in OPEN_PATHS:
@@ -199,7 +208,7 @@ class RequestMiddleware:
         try:
             await self._serve(scope, receive, sender)
         except ClientLeftError:
-            failure = "client_left"
+            failure = CLIENT_LEFT
             logger.info("the client left", extra=_what(scope, CLIENT_LEFT_STATUS))
             await sender.send_instead(Response(status_code=CLIENT_LEFT_STATUS), receive)
         except LookOnceError as error:
@@ -212,9 +221,11 @@ class RequestMiddleware:
             failure = "internal"
             logger.exception("a request failed", extra=_what(scope, 500))
             await sender.send_instead(json_response(_error_shape(scope)(error), 500), receive)
+        failure = failure or scope["state"].get("failure")
+        if failure is not None and failure != CLIENT_LEFT and sender.status == 200:
+            self._responses[BROKEN] += 1
         if tracer is not None and (trace := scope["state"].get("trace")) is not None:
-            failed = failure or scope["state"].get("failure")
-            tracer.end(trace, scope, sender.status or CLIENT_LEFT_STATUS, failed)
+            tracer.end(trace, scope, sender.status or CLIENT_LEFT_STATUS, failure)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("served", extra=_what(scope, sender.status))
 
@@ -309,8 +320,10 @@ class _ResponseSender:
     response: the client then opens one to a process that goes on.
     """
 
-    def __init__(self, scope: Scope, send: Send, drain: Drain) -> None:
+    def __init__(self, scope: Scope, send: Send, drain: Drain, responses: Counter[str]) -> None:
+        """`responses` counts those that begin, by status; probes and `/metrics` are left out."""
         _name_request(scope)
+        self._responses = responses
         self._scope = scope
         self._state = scope["state"]
         self.headers: Headers = []
@@ -325,6 +338,8 @@ class _ResponseSender:
         if message["type"] == "http.response.start":
             self._begun = True
             self.status = message["status"]
+            if self._scope["path"] not in OPEN_PATHS:
+                self._responses[str(self.status)] += 1
             request_id = (b"x-request-id", self._state["request_id"].encode("ascii"))
             message["headers"] = [*message.get("headers", ()), request_id, *self.headers]
             if (usage := self._state.get("usage")) is not None:

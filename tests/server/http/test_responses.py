@@ -524,3 +524,25 @@ def test_all_else_is_the_transport_s_own(on_wire):
         assert holder.get_extra_info("peername") == "the peername"
 
     on_wire(scenario)
+
+
+def test_responses_are_counted_by_status_and_broken_ones_besides(on_site):
+    async def scenario(site):
+        await site.chat()
+        await site.client.post("/v1/chat/completions", content=b"{")
+        await site.client.get("/v1/nowhere")
+        await site.client.get("/health")
+        site.engine.failure = RequestFailedError("broken")
+        await site.chat(stream=True)
+        await site.chat()
+        found = site.services.metrics.counts.read()
+        counted = {
+            name.partition(":")[2]: values.numbers[0]
+            for name, values in found.items()
+            if name.startswith("http_responses_total:")
+        }
+        assert counted == {"200": 2, "400": 1, "404": 1, "500": 1, "503": 0, "broken": 1}
+        shown = (await site.client.get("/metrics")).text
+        assert 'lookonce_http_responses_total{status="broken"} 1.0' in shown
+
+    on_site(scenario)
