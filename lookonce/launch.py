@@ -6,6 +6,8 @@ supervisor (this process: neither torch nor transformers)
         ├── API process × N   share one listening socket, bound here; restarted when they die
         └── media workers     of each API process
 
+A service manager such as systemd is told when the server is ready, reloads and stops.
+
 A process is given up, and with it the server, only when its starts fail again and again. While no
 API process serves, the supervisor answers in their place, with 503 (`UnavailableResponder`).
 
@@ -46,6 +48,7 @@ from lookonce.engine.supervisor.engine_supervisor import (
     OnLoading,
 )
 from lookonce.engine.supervisor.fork_supervisor import ForkSupervisor
+from lookonce.engine.supervisor.service_manager import ServiceManager
 from lookonce.engine.supervisor.socket_folder import folder_of, socket_folder
 from lookonce.errors import ConfigError, UnavailableError, error_from_wire
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
@@ -92,10 +95,14 @@ class Supervisor:
         self._api_command = API_COMMAND if api_command is None else api_command
         self._forks = api_command is None and sys.platform == "linux"
         self._fork_server: ForkSupervisor | None = None
+        self._manager = ServiceManager.of_environment(os.environ)
+        self._url: str | None = None
+        """Known once the server is ready."""
+        self._on_loading = on_loading
         self._engine = EngineSupervisor(
             engine_settings(config),
             stall_timeout=config.channel.stall_timeout,
-            on_loading=on_loading,
+            on_loading=self._loading,
             command=engine_command,
         )
         self._apis: list[SupervisedProcess] = []
@@ -120,6 +127,7 @@ class Supervisor:
                 await self._serve_on(listener)
             finally:
                 _unlink(self._config.server.uds)
+                self._manager.close()
 
     async def _serve_on(self, listener: socket.socket) -> None:
         if self._forks:
@@ -151,11 +159,19 @@ class Supervisor:
 
     def reload(self) -> None:
         """Read the API keys again, and have the API processes use them and their certificate."""
+        if self._url is not None:
+            self._manager.reloading()
         try:
-            settings = reloaded_settings(self._config.server)
+            self._reload()
         except ConfigError as error:
             logger.error("SIGHUP: %s; keys and limits stay what they were", error.message)
-            return
+        finally:
+            if self._url is not None:
+                self._manager.ready(self._url)
+
+    def _reload(self) -> None:
+        """Raises `ConfigError`, and then nothing has changed."""
+        settings = reloaded_settings(self._config.server)
         keys = settings.api_keys
         server = dataclasses.replace(self._config.server, api_keys=keys, limits=settings.limits)
         self._config = dataclasses.replace(self._config, server=server)  # of processes to come
@@ -182,6 +198,7 @@ class Supervisor:
             task.result()
 
     async def _end(self, *, drain: bool) -> None:
+        self._manager.stopping()
         timeout = DRAIN_GRACE + (self._config.server.drain_timeout if drain else 0.0)
         logger.info("stopping%s", ": running requests may finish" if drain else "")
         await asyncio.gather(*(api.stop(timeout) for api in self._apis))
@@ -249,14 +266,23 @@ class Supervisor:
                 self._responder.resume()
 
     async def _announce(self, listener: socket.socket) -> None:
-        """Call `on_ready` when a request to /ready is answered with 200."""
-        if self._on_ready is None:
+        """Say so when a request to /ready is answered with 200."""
+        if self._on_ready is None and not self._manager.listens:
             return
         await self._engine.wait_serving()
         tls = self._config.server.ssl_certfile is not None
         while not await _is_ready(listener, tls=tls):  # noqa: ASYNC110 - only HTTP can tell
             await asyncio.sleep(PROBE_SECONDS)
-        self._on_ready(url_of(listener, tls=tls))
+        self._url = url_of(listener, tls=tls)
+        self._manager.ready(self._url)
+        if self._on_ready is not None:
+            self._on_ready(self._url)
+
+    def _loading(self, done: int, total: int) -> None:
+        if self._url is None:  # an engine that is restarted loads again
+            self._manager.loading(done, total)
+        if self._on_loading is not None:
+            self._on_loading(done, total)
 
 
 async def _follow_api(api: ChildProcess, serving: Callable[[], None]) -> None:

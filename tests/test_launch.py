@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -321,6 +322,46 @@ def test_sighup_gives_all_api_processes_the_keys_of_now_and_ends_nothing(tmp_pat
 
     with caplog.at_level(logging.INFO):
         launched(scenario, given)
+
+
+def test_a_service_manager_is_told_when_it_is_ready_reloads_and_stops(tmp_path, monkeypatch):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        states: list[str] = []
+
+        def told(state):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    states.append(manager.recv(4096).decode())
+            return any(line.startswith(state) for line in states)
+
+        async def scenario(server):
+            url = await server.url()
+            assert told("STATUS=loading")
+            assert told("READY=1")
+            assert f"STATUS=serving on {url}" in states[-1]
+            assert "NOTIFY_SOCKET" not in os.environ
+            states.clear()
+            server.supervisor.reload()
+            assert told("RELOADING=1\nMONOTONIC_USEC=")
+            assert states[-1].startswith("READY=1")
+            states.clear()
+            await server.stop()
+            assert told("STOPPING=1")
+
+        launched(scenario)
+
+
+def test_a_service_manager_that_has_gone_is_no_reason_to_end(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
+
+    async def scenario(server):
+        await server.url()
+
+    launched(scenario)
+    assert "the service manager was not told READY=1" in caplog.text
 
 
 def test_sighup_while_an_api_process_starts_reaches_it_too(tmp_path, monkeypatch):

@@ -94,6 +94,70 @@ HELP: dict[str, str] = {
 }
 """One line per field of `Options`."""
 
+GROUPS: dict[str, tuple[str, ...]] = {
+    "server": (
+        "host",
+        "port",
+        "uds",
+        "api_processes",
+        "served_model_name",
+        "allowed_hosts",
+        "allowed_origins",
+        "root_path",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "strict_requests",
+        "closed_schemas",
+        "vllm_metric_names",
+    ),
+    "keys": ("api_key", "api_key_file", "limits", "allow_injection"),
+    "connections": (
+        "max_connections",
+        "max_connections_per_address",
+        "max_header_bytes",
+        "header_timeout",
+        "body_timeout",
+        "keep_alive_timeout",
+    ),
+    "model": ("device", "dtype", "max_model_len", "chat_template", "tool_call_parser"),
+    "steps": (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_queue",
+        "max_sessions",
+        "max_tenant_sessions",
+        "encoder_prefetch",
+        "engine_stall_timeout",
+    ),
+    "caches": (
+        "kv_cache_gb",
+        "block_size",
+        "prefix_caching",
+        "kv_tier",
+        "kv_load",
+        "kv_load_failure_policy",
+        "encoder_cache_gb",
+        "encoder_cache_host_gb",
+        "mm_processor_cache_gb",
+        "mm_processor_cache_type",
+        "mm_hash_algorithm",
+    ),
+    "media": (
+        "limit_mm_per_prompt",
+        "allowed_media_domains",
+        "allow_private_media",
+        "allowed_local_media_path",
+        "media_timeout",
+        "max_media_bytes",
+        "max_image_pixels",
+        "max_audio_seconds",
+        "max_decode_seconds",
+    ),
+    "logs": ("log_format", "log_level", "otlp_endpoint", "otlp_sample_ratio"),
+}
+"""Heading of the help → its options; what is in none is under "other"."""
+OTHER = "other"
+
 ENGINE_OPTIONS = (
     "device",
     "dtype",

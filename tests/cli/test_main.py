@@ -15,8 +15,9 @@ from importlib import import_module
 import pytest
 
 from lookonce.cli import config_file, preflight
+from lookonce.cli.help import COMMANDS
 from lookonce.cli.main import BENCHMARKS, app, main, run_benchmark
-from lookonce.cli.options import HELP, options_from
+from lookonce.cli.options import GROUPS, HELP, options_from
 from lookonce.config import OPTION_RANGES, Options, resolve
 from lookonce.errors import ConfigError
 from lookonce.types.kv import parse_tier_spec
@@ -56,7 +57,47 @@ def test_serve_documents_every_option():
     assert "--no-prefix-caching" in text
 
 
+def test_every_option_of_serve_is_in_one_group():
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(
+        f.name for f in dataclasses.fields(Options) if f.name != "model"
+    )
+
+
+def test_help_of_a_group_shows_it_alone(capsys):
+    app(["serve", "--help=logs"], standalone_mode=False)
+    text = capsys.readouterr().out
+    assert text.startswith("Logs options:")
+    assert all(f"--{name.replace('_', '-')}" in text for name in GROUPS["logs"])
+    assert "--port" not in text
+
+
+def test_every_command_has_a_heading(capsys):
+    app(["--help"], standalone_mode=False)
+    text = capsys.readouterr().out
+    assert "Other:" not in text
+    assert all(f"{heading}:" in text for heading in COMMANDS)
+
+
+def test_commands_and_benchmarks_are_completed():
+    def completed(words: str, at: int) -> list[str]:
+        code = "import sys; sys.argv = ['lookonce']; from lookonce.cli.main import main; main()"
+        asked = {"_LOOKONCE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(at)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **asked},
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        return done.stdout.split()
+
+    assert completed("lookonce ser", 1) == ["serve"]
+    assert completed("lookonce bench war", 2) == ["warmup"]
+
+
 MISTAKES = [
+    (["serve", "--help=nothing"], "server, keys"),
+    (["chat", "hi", "--url", "nowhere"], "--url"),
+    (["chat", "hi", "--url", "http://127.0.0.1:1", "--device", "cuda"], "--device is an option of"),
+    (["chat", "hi", "--audio", "/nowhere.wav"], "nowhere.wav"),
     (["serve", "--prot", "1"], "--prot"),
     (["serve", "--port", "http"], "--port"),
     (["serve", "--api-processes", "0"], "--api-processes"),
@@ -318,15 +359,15 @@ def test_the_version_is_told_and_h_is_help():
     ],
 )
 def test_a_device_that_is_not_there_is_said_so(monkeypatch, has_cuda, devices, device, said):
-    monkeypatch.setattr(preflight, "_torch_has_cuda", lambda: has_cuda)
-    monkeypatch.setattr(preflight, "_num_cuda_devices", lambda: devices)
+    monkeypatch.setattr(preflight, "torch_has_cuda", lambda: has_cuda)
+    monkeypatch.setattr(preflight, "num_cuda_devices", lambda: devices)
     with pytest.raises(ConfigError, match=f"--device {device}: .*{said}"):
         preflight.check_device(device)
 
 
 def test_a_device_that_is_there_is_taken(monkeypatch):
-    monkeypatch.setattr(preflight, "_torch_has_cuda", lambda: True)
-    monkeypatch.setattr(preflight, "_num_cuda_devices", lambda: 2)
+    monkeypatch.setattr(preflight, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(preflight, "num_cuda_devices", lambda: 2)
     for device in ("cpu", "cuda", "cuda:1"):
         preflight.check_device(device)
 
