@@ -13,12 +13,22 @@ setup: $(STAMP)
 
 COMPILED := $(wildcard lookonce/*/*.c lookonce/model/*/*.cpp lookonce/model/*/*.h)
 
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+FAILED = { echo "make setup: pip failed, see above. Run it again: what was downloaded is kept. Behind a proxy set HTTPS_PROXY; for an index of your own, PIP_INDEX_URL." >&2; exit 1; }
+
+# What it does and how far it is; a Python that cannot do it is refused before anything is fetched.
 $(STAMP): pyproject.toml setup.py $(COMPILED)
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing LookOnce into $(VENV) (PyTorch is large; the first time takes a few minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "make setup: $(PYTHON) is not Python 3.11 or newer. Install one, then: make setup PYTHON=python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "[1/3] creating $(VENV)"; $(PYTHON) -m venv $(VENV); } || { rm -rf $(VENV); \
+	  echo "make setup: $(PYTHON) cannot create an environment. Install its venv module (Debian: apt install python3-venv)" >&2; exit 1; }
+	@command -v c++ >/dev/null || echo "No C++ compiler: kernels will not be compiled, and torch is slower (Debian: apt install g++, then make setup again)"
+	@echo "[2/3] installing PyTorch: most of the time, a minute or more where it is downloaded"
+	@$(PIP) "torch==2.13.0" || $(FAILED)
+	@echo "[3/3] installing LookOnce, compiling its CPU kernels, and what its tests need"
+	@$(PIP) -e ".[dev]" || $(FAILED)
 	@touch $(STAMP)
+	@echo "Ready: make serve, or $(BIN)/lookonce --help"
 
 serve: $(STAMP)
 	@$(BIN)/lookonce serve
@@ -83,7 +93,7 @@ test-alerts: $(STAMP)
 # Traces and metrics against a collector, with OpenTelemetry.
 test-otel: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,otel]"
-	@$(BIN)/python -m pytest tests/server/test_tracing.py tests/end_to_end/test_observability.py -rs
+	@$(BIN)/python -m pytest tests/server/test_tracing.py tests/server/test_otlp.py tests/end_to_end/test_observability.py -rs
 
 # A wheel in dist/, tried in an empty environment in another folder.
 wheel: $(STAMP)
@@ -98,6 +108,7 @@ attack: $(STAMP)
 soak: $(STAMP)
 	@SOAK_REQUESTS=10000 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_soak.py
 	@CHAOS_KILLS=200 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_chaos.py
+	@LEAVING_ROUNDS=84 $(BIN)/python -m pytest --timeout 3600 -m "soak or not soak" tests/end_to_end/test_voxtral_realtime.py
 	@FAULT_REQUESTS=10000 $(BIN)/python -m pytest --timeout 7200 -m soak tests/end_to_end/test_faults.py
 	@$(MAKE) --no-print-directory fuzz
 

@@ -6,9 +6,10 @@
     memory    of the API process and the engine: after the attack over before
 
 The other tenant asks for text, a known picture, a new picture, and text with a new grammar, one
-after another. The attackers are a process of low priority, so that their own CPU time, which other
-machines would spend, is not the server's. With `--before FOLDER` the code of another checkout is
-attacked in turn with this one.
+after another, once every thread of the attack has begun. Memory is that of a server at rest again.
+The attackers are a process of low priority, so that their own CPU time, which other machines would
+spend, is not the server's. With `--before FOLDER` the code of another checkout is attacked in turn
+with this one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, chdir, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,8 +36,15 @@ import httpx
 from PIL import Image
 
 from benchmarks.pictures import encoded_picture, variant
-from benchmarks.report import Report, publish
-from benchmarks.running_server import RunningServer, running_server, set_environment
+from benchmarks.report import Report, publish, write_json
+from benchmarks.running_server import (
+    START_SECONDS,
+    RunningServer,
+    memory_bytes,
+    running_server,
+    set_environment,
+)
+from lookonce.errors import UnavailableError
 
 ATTACKER, OTHER = "attacker", "other"
 """Tenants; their keys are their names."""
@@ -46,6 +55,17 @@ HEAD = b" HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer attacker\r\n"
 POST = b"POST /v1/completions" + HEAD + b"Content-Type: application/json\r\n"
 SIDE = 6900
 LEAST_SECONDS = 8.0
+MOST_SECONDS = 40.0
+"""Of one measurement: code that is taken over by an attack would be asked for hours."""
+REST_SECONDS = 60.0
+"""For a server to be at rest after an attack."""
+REST = ("num_requests_running", "num_requests_waiting", "media_waiting")
+"""Metrics that are 0 then."""
+SETTLED_SECONDS = 3.0
+"""An API process looks once a second whether it rests."""
+KEPT_CONNECTIONS = 2
+"""That of the other tenant, and the one that asks for the metrics."""
+POLL_SECONDS = 0.1
 _numbers = count()
 
 
@@ -73,18 +93,28 @@ class Other:
         self._picture = encoded_picture("512", "JPEG")
 
     def ask(self, rounds: int, seconds: float = 0.0) -> Latencies:
-        """So many requests of each kind, and for so many seconds at least."""
-        found, end = Latencies(), time.monotonic() + seconds
+        """So many requests of each kind, and for so many seconds at least; `MOST_SECONDS` at most,
+        and one of each."""
+        found, began_all = Latencies(), time.monotonic()
         done = 0
-        while done < rounds or time.monotonic() < end:
+        while not done or (
+            (done < rounds or time.monotonic() - began_all < seconds)
+            and time.monotonic() - began_all < MOST_SECONDS
+        ):
             for kind in KINDS:
                 path, body = self._request(kind)
                 began = time.monotonic()
-                answer = self._client.post(path, json=body)
+                found.wrong += self._status(path, body) != 200
                 found.seconds[kind].append(time.monotonic() - began)
-                found.wrong += answer.status_code != 200
             done += 1
         return found
+
+    def _status(self, path: str, body: dict[str, Any]) -> int:
+        """0: no answer."""
+        try:
+            return self._client.post(path, json=body).status_code
+        except httpx.HTTPError:
+            return 0
 
     def _request(self, kind: str) -> tuple[str, dict[str, Any]]:
         if kind == "text":
@@ -198,8 +228,8 @@ def scan_bomb(picture: bytes, scans: int = 600) -> bytes:
 _PICTURES: dict[str, bytes] = {}
 
 
-def _attack(name: str, url: str) -> None:
-    """In a process of its own, until it is killed."""
+def _attack(name: str, url: str, begun: Semaphore) -> None:
+    """In a process of its own, until it is killed. Each thread releases `begun` once."""
     os.nice(19)
     large = large_picture()
     _PICTURES.update(large=large, bomb=scan_bomb(large))
@@ -208,6 +238,7 @@ def _attack(name: str, url: str) -> None:
     def go_on(number: int) -> None:
         auth = {"Authorization": f"Bearer {ATTACKER}"}
         with httpx.Client(base_url=url, headers=auth, timeout=60) as client:
+            begun.release()
             while True:
                 with suppress(OSError, httpx.HTTPError):
                     attempt(client, url, number)
@@ -218,10 +249,15 @@ def _attack(name: str, url: str) -> None:
 
 @contextmanager
 def attacked(name: str, url: str) -> Iterator[None]:
-    process = multiprocessing.get_context("spawn").Process(target=_attack, args=(name, url))
+    """Within the block every thread of the attack has begun."""
+    spawn = multiprocessing.get_context("spawn")
+    begun = spawn.Semaphore(0)
+    process = spawn.Process(target=_attack, args=(name, url, begun))
     process.start()
     try:
-        time.sleep(3.0)  # it has begun
+        for _ in range(ATTACKS[name][1]):
+            if not begun.acquire(timeout=START_SECONDS):
+                raise UnavailableError(f"the attack {name} has not begun")
         yield
     finally:
         process.kill()
@@ -253,11 +289,32 @@ def server_of(checkout: Path | None) -> Iterator[RunningServer]:
 
 
 def resident(server: RunningServer) -> dict[str, int]:
-    size = os.sysconf("SC_PAGE_SIZE")
-    return {
-        kind: int(Path(f"/proc/{server.process(module)}/statm").read_text().split()[1]) * size
-        for kind, module in PROCESSES.items()
-    }
+    return {kind: memory_bytes(server.process(module), "Rss") for kind, module in PROCESSES.items()}
+
+
+def wait_until_at_rest(server: RunningServer) -> None:
+    """Until nothing of the attack is left: no request, no queued item, no connection but the one
+    that asks. Goes on after `REST_SECONDS`, since code before may never be."""
+    end = time.monotonic() + REST_SECONDS
+    while time.monotonic() < end:
+        with suppress(httpx.HTTPError):
+            metrics = server.metrics()
+            busy = any(metrics.get(name, 0) for name in REST)
+            if not busy and metrics.get("http_connections", 0) <= KEPT_CONNECTIONS:
+                return
+        time.sleep(POLL_SECONDS)
+
+
+def settled_memory(server: RunningServer) -> dict[str, int]:
+    """Of a server at rest, once it has given back for `SETTLED_SECONDS` no more."""
+    now, since = resident(server), time.monotonic()
+    end = since + REST_SECONDS
+    while time.monotonic() - since < SETTLED_SECONDS and time.monotonic() < end:
+        time.sleep(POLL_SECONDS)
+        before, now = now, resident(server)
+        if any(now[kind] < before[kind] for kind in now):
+            since = time.monotonic()
+    return now
 
 
 def measure(
@@ -269,11 +326,11 @@ def measure(
         with server_of(checkout) as server:
             other = Other(server.url)
             other.ask(5)
-            before = resident(server)
+            before = settled_memory(server)
             with attacked(name, server.url):
                 seen = other.ask(rounds, LEAST_SECONDS)
-            time.sleep(2.0)
-            after = resident(server)
+            wait_until_at_rest(server)
+            after = settled_memory(server)
         for kind in KINDS:
             p99 = seen.p99(kind)
             report.add(
@@ -304,12 +361,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "API memory", "engine memory",
     )  # fmt: skip
     report = Report("fairness", columns)
-    report.notes.append("p99; alone: with half of the cores, and nobody else")
+    report.notes.append(f"p99 of {given.rounds} requests or more; alone: with half of the cores")
+    alone = measured_alone(given.rounds)
     for name in given.attack or ATTACKS:
-        alone = measured_alone(given.rounds)
         if given.before is not None:
             measure(given.before, [name], given.rounds, alone, report)
         measure(None, [name], given.rounds, alone, report)
+        write_json(given.json, [report])  # what there is, should it be ended before
     publish([report], given.json)
 
 

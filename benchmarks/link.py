@@ -20,6 +20,14 @@ API CPU ms    CPU time of the API process per item, beyond reading the request
 floor ms      the same six wake-ups of threads by plain sockets between processes, without an item:
               what is left of a small item's time is the system's; timed in the same turns
 
+A third asks real servers, one of each type of cache, side by side, about pictures of 2048 x 2048
+pixels: each as a new one, then again, when reading the request is all that is left to do.
+
+new ms        CPU time of the API process per request about a new picture
+known ms      the same for a picture that it has just answered about: reading, hashing and rendering
+beyond ms     the difference: handing the job to a worker and the item to the engine
+of lru        that of `lru` is 1
+
 Two processes speak over the real channel, without a model, a millisecond between steps. With
 `--against FOLDER` the same is measured with the LookOnce of another checkout, in turn; ratio is the
 median of each turn's ratio.
@@ -32,10 +40,17 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks.known import long_model
+from benchmarks.load_generator import Arrivals, run_load
+from benchmarks.pictures import data_url, encoded_picture, variant
 from benchmarks.report import Report, median, publish
+from benchmarks.running_server import RunningServer, cpu_seconds, running_server, set_environment
+from benchmarks.workloads import RequestShape
 
 TURNS = 5
 ROOT = Path(__file__).parents[1]
@@ -43,7 +58,15 @@ PROBE = Path(__file__).with_name("link_probe.py")
 HANDOVER_PROBE = Path(__file__).with_name("handover_probe.py")
 SIZES = (1, 25, 100)
 """Megabytes of the items that are handed over."""
-PARTS = ("handover", "channel")
+PARTS = ("handover", "requests", "channel")
+CACHE_TYPES = ("shm", "lru")
+PICTURES = 3
+"""New pictures of each turn and server."""
+WARM_UP_TURNS = 2
+API_PROCESS = "lookonce.server.process"
+MODEL_SCALE = "8m"
+SERVER_OPTIONS = ("--mm-processor-cache-gb", "0.5", "--kv-cache-gb", "0.5")
+"""Of the cache's items of 100 MB each turn replaces some: memory is used again."""
 FIGURES = {
     "idle_p99_ms": "idle p99 ms",
     "late_p99_ms": "late p99 ms",
@@ -69,7 +92,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    made = {"handover": handover_report, "channel": channel_report}
+    set_environment()
+    made = {
+        "handover": handover_report,
+        "requests": requests_report,
+        "channel": channel_report,
+    }
     publish([made[part](options.against, options.turns) for part in options.parts], options.json)
     return 0
 
@@ -102,6 +130,45 @@ def handover_report(against: Path | None, turns: int) -> Report:
     report.notes.append("copies beyond: of what the hand-over takes beyond its wake-ups (floor)")
     report.notes.append(f"medians of {turns} turns, each in three new processes; the ways in turn")
     return report
+
+
+def requests_report(_against: Path | None, turns: int) -> Report:
+    """One row for each type of cache; another checkout is not asked."""
+    report = Report("requests", ("", "new ms", "known ms", "beyond ms", "of lru"))
+    encoded = encoded_picture("2048", "JPEG")
+    found: dict[str, list[tuple[float, float]]] = {each: [] for each in CACHE_TYPES}
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
+        model = str(long_model(Path(scratch) / "model", MODEL_SCALE))
+        servers = {
+            each: running.enter_context(
+                running_server([model, "--mm-processor-cache-type", each, *SERVER_OPTIONS])
+            )
+            for each in CACHE_TYPES
+        }
+        for turn in range(WARM_UP_TURNS + turns):
+            pictures = [variant(encoded, turn * PICTURES + number) for number in range(PICTURES)]
+            for each, server in servers.items():
+                new, known = (_api_cpu_ms(server, pictures) for _ in range(2))
+                if turn >= WARM_UP_TURNS:
+                    found[each].append((new, known))
+    beyond = {each: median([new - known for new, known in found[each]]) for each in CACHE_TYPES}
+    for each in CACHE_TYPES:
+        new, known = (median(list(figures)) for figures in zip(*found[each], strict=True))
+        report.add(each, new, known, beyond[each], beyond[each] / beyond["lru"])
+    report.notes.append(f"medians of {turns} turns of {PICTURES} pictures, one request at a time")
+    return report
+
+
+def _api_cpu_ms(server: RunningServer, pictures: Sequence[bytes]) -> float:
+    """CPU time of the API process per request."""
+    shape = RequestShape("", output_tokens=1, body={"model": None})
+    text = {"type": "text", "text": "What?"}
+    images = [{"type": "image_url", "image_url": {"url": data_url(each)}} for each in pictures]
+    bodies = [shape.request([image, text]) for image in images]
+    pid = server.process(API_PROCESS)
+    before = cpu_seconds(pid)
+    run_load(server.url, [], bodies, Arrivals(concurrency=1))
+    return (cpu_seconds(pid) - before) * 1e3 / len(bodies)
 
 
 def channel_report(against: Path | None, turns: int) -> Report:

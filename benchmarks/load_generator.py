@@ -11,7 +11,7 @@ import itertools
 import random
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import SplitResult, urlsplit
@@ -33,11 +33,15 @@ def run_load(
     arrivals: Arrivals,
     *,
     api_key: str | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> LoadResult:
-    """Send `warm_up`, uncounted, then `bodies`. Raises `ConfigError` for a bad `url`."""
+    """Send `warm_up`, uncounted, then `bodies`. Raises `ConfigError` for a bad `url`.
+
+    `headers` are sent with every request, beside the usual ones.
+    """
 
     async def run() -> LoadResult:
-        target = Target(url, api_key)
+        target = Target(url, api_key, headers)
         try:
             await drive(target, warm_up, Arrivals(concurrency=arrivals.concurrency or 8))
             return await drive(target, bodies, arrivals)
@@ -169,7 +173,9 @@ class ItemReceipt(msgspec.Struct, frozen=True):
 class Target:
     """A server's chat route, and the connections to it."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, api_key: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
         """`url`: `http://host:port`, with or without `/v1`. Raises `ConfigError`."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -185,6 +191,7 @@ class Target:
         ]
         if api_key:
             lines.append(f"Authorization: Bearer {api_key}")
+        lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
         self._head = "\r\n".join(lines).encode()
         self._idle: list[LoadConnection] = []
 

@@ -24,9 +24,14 @@ import httpx
 from benchmarks.load_generator import Arrivals, run_load
 from benchmarks.pictures import data_url, encoded_picture, variant
 from benchmarks.report import Report, publish
-from benchmarks.running_server import RunningServer, cpu_seconds, running_server, set_environment
+from benchmarks.running_server import (
+    RunningServer,
+    cpu_seconds,
+    memory_bytes,
+    running_server,
+    set_environment,
+)
 from benchmarks.workloads import RequestShape, Workload, new, same, text
-from lookonce.errors import UnavailableError
 
 NUM_PROCESSES = (1, 2, 4)
 KINDS = {
@@ -55,10 +60,7 @@ class Rates:
 
 def pss(pid: int) -> int:
     """Bytes of memory of a process; pages that several share are divided among them."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise UnavailableError(f"the system does not tell the memory of process {pid}")
+    return memory_bytes(pid, "Pss")
 
 
 def memory(server: RunningServer) -> dict[str, int]:

@@ -1,6 +1,8 @@
 """`lookonce bench restart`: how long a killed engine or API process is missed.
 
-    /health      seconds from the kill until /health says 503, or is refused or not answered
+    /health      seconds from the kill until /health is answered with 503 or refused, or answered by
+                 the process that took the killed one's place; a probe waits as long as it must
+    told         what /health answered then: a status, or "refused"
     served       seconds from the kill until a completion is answered again
     plain start  seconds from the command to /ready of this server, before
     parts        what the new process did meanwhile, as in `lookonce bench start`
@@ -15,6 +17,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -26,18 +29,31 @@ from lookonce.errors import UnavailableError
 
 ROUNDS = 3
 POLL_SECONDS = 0.01
-PROBE_TIMEOUT = 0.25
-"""Seconds after which a probe counts as not answered."""
 PATIENCE = 180.0
 NAMES = {"engine": ENGINE, "api 0": API}
 
 
-def _status(url: str, path: str, timeout: float = PROBE_TIMEOUT) -> int:
-    """HTTP status; 0: no answer in time, or no connection."""
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """How long a killed process was missed; seconds since the kill."""
+
+    killed: float
+    """Seconds since the epoch."""
+    noticed: float
+    """When /health said so."""
+    told: str
+    served: float
+    """When a completion was answered."""
+
+
+def _told(url: str, path: str) -> str:
+    """What is answered: a status, "refused", or "silence"."""
     try:
-        return httpx.get(url + path, timeout=timeout).status_code
+        return str(httpx.get(url + path, timeout=PATIENCE).status_code)
+    except httpx.TimeoutException:
+        return "silence"
     except httpx.HTTPError:
-        return 0
+        return "refused"
 
 
 def _is_served(url: str) -> bool:
@@ -48,19 +64,19 @@ def _is_served(url: str) -> bool:
         return False
 
 
-def kill_and_wait(server: RunningServer, name: str) -> tuple[float, float, float]:
-    """Kill a process. When that was (seconds since the epoch), and seconds until /health said so,
-    and until a completion was answered. Raises `UnavailableError` where it never is again."""
+def kill_and_wait(server: RunningServer, name: str) -> Missed:
+    """Kill a process. Raises `UnavailableError` where it never comes back."""
     pid = server.process(NAMES[name])
     killed = time.time()
     os.kill(pid, signal.SIGKILL)
-    noticed: float | None = None
+    told, noticed = "", 0.0
     while time.time() - killed < PATIENCE:
-        probed = time.time()
-        if noticed is None and _status(server.url, "/health") != 200:
-            noticed = probed - killed
-        if noticed is not None and _status(server.url, "/ready") == 200 and _is_served(server.url):
-            return killed, noticed, time.time() - killed
+        if not noticed:
+            told = _told(server.url, "/health")
+            if told != "200" or server.processes(NAMES[name]) not in ([], [pid]):
+                noticed = time.time() - killed
+        if noticed and _told(server.url, "/ready") == "200" and _is_served(server.url):
+            return Missed(killed, noticed, told, time.time() - killed)
         time.sleep(POLL_SECONDS)
     raise UnavailableError(f"the {name} process did not come back")
 
@@ -80,15 +96,16 @@ def parts_since(server: RunningServer, name: str, killed: float) -> list[tuple[s
 
 def measure(server: RunningServer, rounds: int) -> list[Report]:
     plain = server.ready - server.commanded
-    columns = ("killed", "/health s", "served s", "plain start s", "beyond it s")
+    columns = ("killed", "/health s", "told", "served s", "plain start s", "beyond it s")
     report = Report("restart", columns)
     parts = Report("restart (parts)", ("process", "stage", "from s", "to s", "seconds"))
     for name in NAMES:
         runs = [kill_and_wait(server, name) for _ in range(rounds)]
-        noticed, served = (median([run[index] for run in runs]) for index in (1, 2))
-        report.add(name, noticed, served, plain, served - plain)
-        last = runs[-1]
-        for stage, begin, end in parts_since(server, name, last[0]):
+        noticed = median([run.noticed for run in runs])
+        served = median([run.served for run in runs])
+        told = ", ".join(sorted({run.told for run in runs}))
+        report.add(name, noticed, told, served, plain, served - plain)
+        for stage, begin, end in parts_since(server, name, runs[-1].killed):
             parts.add(name, stage, begin, end, end - begin)
     report.notes.append(f"median of {rounds} kills each; SIGKILL, nothing else to do")
     return [report, parts]

@@ -38,18 +38,11 @@ class RunningServer:
     def process(self, module: str) -> int:
         """The pid of the first descendant that runs `python -m module`. Raises
         `UnavailableError`."""
-        for pid in sorted(self.processes(module)):
-            return pid
-        raise UnavailableError(f"no process runs {module}")
+        return one_descendant(self.pid, module)
 
     def processes(self, module: str) -> list[int]:
         """The pids of all descendants that run `python -m module`."""
-        found, parents = [], [self.pid]
-        while parents:
-            children = _children(parents.pop())
-            parents += children
-            found += [pid for pid in children if module in _command_line(pid)]
-        return found
+        return descendants(self.pid, module)
 
     def metrics(self) -> dict[str, float]:
         """Metric name (without prefix) → value, summed over labels."""
@@ -104,6 +97,33 @@ def _served_url(process: subprocess.Popen[bytes], log: Path) -> str:
             return found.group()
         time.sleep(POLL_SECONDS)
     raise UnavailableError(f"the server did not become ready:\n{log.read_text()[-2000:]}")
+
+
+def descendants(pid: int, module: str) -> list[int]:
+    """The pids of all descendants of a process that run `python -m module`."""
+    found, parents = [], [pid]
+    while parents:
+        children = _children(parents.pop())
+        parents += children
+        found += [child for child in children if module in _command_line(child)]
+    return found
+
+
+def one_descendant(pid: int, module: str) -> int:
+    """The lowest pid of `descendants`. Raises `UnavailableError` if there is none."""
+    for found in sorted(descendants(pid, module)):
+        return found
+    raise UnavailableError(f"no process runs {module}")
+
+
+def memory_bytes(pid: int, *kinds: str) -> int:
+    """Memory of a process, these kinds of it together, as Linux tells them apart: `Rss` is all that
+    is in use, `Pss` divides pages among those who share them; `Pss_Anon`, `Pss_Shmem`."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    sizes = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+    if not sizes.keys() >= set(kinds):
+        raise UnavailableError(f"the system does not tell the memory of process {pid}")
+    return sum(int(sizes[kind][0]) * 1024 for kind in kinds)
 
 
 def cpu_seconds(pid: int) -> float:

@@ -82,6 +82,8 @@ OPTION_RANGES = {
     "body_timeout": _SECONDS,
     "keep_alive_timeout": _SECONDS,
     "otlp_sample_ratio": Range(0, 1),
+    "response_store_gb": Range(0, 1 << 20),
+    "response_store_ttl": Range(0, 1 << 32, above=True),
 }
 """Every option that is a number. The most is what no machine has: a slip, or no number at all."""
 MAX_SOCKET_FOLDER = 90
@@ -238,6 +240,18 @@ class SessionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ResponseStoreConfig:
+    """Where responses and conversations are stored, and how much of them."""
+
+    file: str | None = None
+    """None: they end with the server."""
+    max_bytes: int = GIB // 4
+    """Of all tenants; 0: nothing is stored."""
+    max_age: float = 30 * 86_400.0
+    """Seconds since the last use."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
@@ -258,6 +272,7 @@ class ServerConfig:
     ssl_keyfile: str | None = None
     connections: ConnectionConfig = field(default_factory=ConnectionConfig)
     sessions: SessionConfig = field(default_factory=SessionConfig)
+    responses: ResponseStoreConfig = field(default_factory=ResponseStoreConfig)
     allow_injection: bool = False
     chat_template: str | None = None
     """A file's path."""
@@ -369,6 +384,9 @@ class Options:
     otlp_sample_ratio: float = 1.0
     closed_schemas: bool = True
     root_path: str = ""
+    response_store: str | None = None
+    response_store_gb: float = 0.25
+    response_store_ttl: float = 30 * 86_400.0
 
 
 def resolve(options: Options) -> Config:
@@ -423,6 +441,11 @@ def resolve(options: Options) -> Config:
             sessions=SessionConfig(
                 max_sessions=options.max_sessions,
                 max_tenant_sessions=options.max_tenant_sessions,
+            ),
+            responses=ResponseStoreConfig(
+                file=_response_store(options.response_store),
+                max_bytes=int(options.response_store_gb * GIB),
+                max_age=options.response_store_ttl,
             ),
             allow_injection=options.allow_injection,
             chat_template=_existing_file("--chat-template", options.chat_template),
@@ -576,7 +599,7 @@ def limits_of_file(path: str | None) -> Limits | None:
         return None
     try:
         with Path(path).open("rb") as file:
-            return parse_limits(file.read(MAX_KEY_FILE_BYTES))
+            return parse_limits(file.read(MAX_KEY_FILE_BYTES), Path(path).suffix)
     except OSError as error:
         raise ConfigError(f"--limits: {path} cannot be read: {error.strerror}") from None
     except ConfigError as error:
@@ -740,6 +763,26 @@ def _root_path(text: str) -> str:
     if not _ROOT_PATH.fullmatch(path):
         raise ConfigError(f"--root-path: {text!r} is not a path as /models/a")
     return path
+
+
+def _response_store(path: str | None) -> str | None:
+    """The absolute path of a SQLite file, or of one that can be made. Raises `ConfigError`."""
+    if path is None:
+        return None
+    file = Path(path).absolute()
+    if not file.parent.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"--response-store: {path} cannot be written")
+    if file.exists():
+        if not file.is_file():
+            raise ConfigError(f"--response-store: {path} is not a file")
+        with file.open("rb") as opened:
+            if opened.read(len(_SQLITE)) not in (b"", _SQLITE):
+                raise ConfigError(f"--response-store: {path} is another file than a store")
+    return str(file)
+
+
+_SQLITE = b"SQLite format 3\0"
+"""How every SQLite file begins."""
 
 
 def _existing_file(name: str, path: str | None) -> str | None:

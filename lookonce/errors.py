@@ -7,6 +7,7 @@ LookOnceError
 │   ├── ForbiddenError          key lacks a right (admin, inject)
 │   ├── MediaForbiddenError     media source is not allowed
 │   ├── ModelNotFoundError      no model of that name is served
+│   ├── NotFoundError           no stored response, conversation or item of this id
 │   ├── ConflictError           a media uuid is bound to other bytes
 │   ├── TooLargeError           body, media or prompt exceeds a limit
 │   ├── UnsupportedMediaTypeError a body of a type that no route takes
@@ -67,6 +68,10 @@ class MediaForbiddenError(RequestError):
 
 class ModelNotFoundError(RequestError):
     code = "model_not_found"
+
+
+class NotFoundError(RequestError):
+    code = "not_found"
 
 
 class ConflictError(RequestError):
@@ -155,6 +160,7 @@ HTTP_STATUS: dict[type[LookOnceError], int] = {
     ForbiddenError: 403,
     MediaForbiddenError: 403,
     ModelNotFoundError: 404,
+    NotFoundError: 404,
     ConflictError: 409,
     TooLargeError: 413,
     UnsupportedMediaTypeError: 415,

@@ -6,7 +6,10 @@ supervisor (this process: neither torch nor transformers)
         ├── API process × N   share one listening socket, bound here; restarted when they die
         └── media workers     of each API process
 
-A process is given up, and with it the server, only when its starts fail again and again.
+A service manager such as systemd is told when the server is ready, reloads and stops.
+
+A process is given up, and with it the server, only when its starts fail again and again. While no
+API process serves, the supervisor answers in their place, with 503 (`UnavailableResponder`).
 
 SIGTERM, SIGINT   API processes finish what runs, up to the drain timeout; then the engine ends
 a second one      everything is killed
@@ -30,7 +33,13 @@ from pathlib import Path
 
 import msgspec
 
-from lookonce.config import Config, ReloadedSettings, ServerConfig, reloaded_settings
+from lookonce.config import (
+    Config,
+    ReloadedSettings,
+    ServerConfig,
+    reloaded_settings,
+    tls_context,
+)
 from lookonce.engine.process_io import Serving, StartFailed, engine_settings, parse_progress
 from lookonce.engine.supervisor.child_process import ChildProcess, SupervisedProcess
 from lookonce.engine.supervisor.engine_supervisor import (
@@ -39,8 +48,10 @@ from lookonce.engine.supervisor.engine_supervisor import (
     OnLoading,
 )
 from lookonce.engine.supervisor.fork_supervisor import ForkSupervisor
+from lookonce.engine.supervisor.service_manager import ServiceManager
 from lookonce.engine.supervisor.socket_folder import folder_of, socket_folder
 from lookonce.errors import ConfigError, UnavailableError, error_from_wire
+from lookonce.frontend.responses import ErrorBody, ErrorResponse
 from lookonce.ipc.fork_server import Preload
 from lookonce.ipc.worker_process import telemetry_variables
 from lookonce.types.stack_samples import listen_for_samples
@@ -54,6 +65,12 @@ BACKLOG = 2048
 DRAIN_GRACE = 5.0
 """Seconds an API process has, after the drain timeout, to end."""
 PROBE_SECONDS = 0.1
+HOLD_SECONDS = 0.5
+"""How long clients wait in the listening socket's queue for an API process to be started again."""
+REFUSAL_SECONDS = 2.0
+"""For a client to send its request and read the refusal."""
+MAX_REFUSED = 256
+"""Clients that are refused at a time; more are disconnected at once."""
 
 OnReady = Callable[[str], None]
 """Called once with the server's URL, when it is ready to serve."""
@@ -78,13 +95,20 @@ class Supervisor:
         self._api_command = API_COMMAND if api_command is None else api_command
         self._forks = api_command is None and sys.platform == "linux"
         self._fork_server: ForkSupervisor | None = None
+        self._manager = ServiceManager.of_environment(os.environ)
+        self._url: str | None = None
+        """Known once the server is ready."""
+        self._on_loading = on_loading
         self._engine = EngineSupervisor(
             engine_settings(config),
             stall_timeout=config.channel.stall_timeout,
-            on_loading=on_loading,
+            on_loading=self._loading,
             command=engine_command,
         )
         self._apis: list[SupervisedProcess] = []
+        self._serving: set[int] = set()
+        """API processes that serve, by number."""
+        self._responder: UnavailableResponder | None = None
         self._stop_asked = asyncio.Event()
 
     async def run(self) -> None:
@@ -103,6 +127,7 @@ class Supervisor:
                 await self._serve_on(listener)
             finally:
                 _unlink(self._config.server.uds)
+                self._manager.close()
 
     async def _serve_on(self, listener: socket.socket) -> None:
         if self._forks:
@@ -110,6 +135,7 @@ class Supervisor:
             parts = {"model": config.model, "media": config.media}  # no keys
             preload = Preload(FORKED, msgspec.to_builtins(parts), config.logs)
             self._fork_server = ForkSupervisor(folder_of(config.channel.address), preload)
+        self._responder = UnavailableResponder(listener, self._config.server)
         self._apis = [
             self._api_process(index, listener) for index in range(self._config.server.api_processes)
         ]
@@ -118,6 +144,7 @@ class Supervisor:
             await self._keep_running()
         finally:
             announcing.cancel()
+            self._responder.close()
 
     def ask_stop(self) -> None:
         """Drain and end; the second time, end at once."""
@@ -132,11 +159,19 @@ class Supervisor:
 
     def reload(self) -> None:
         """Read the API keys again, and have the API processes use them and their certificate."""
+        if self._url is not None:
+            self._manager.reloading()
         try:
-            settings = reloaded_settings(self._config.server)
+            self._reload()
         except ConfigError as error:
             logger.error("SIGHUP: %s; keys and limits stay what they were", error.message)
-            return
+        finally:
+            if self._url is not None:
+                self._manager.ready(self._url)
+
+    def _reload(self) -> None:
+        """Raises `ConfigError`, and then nothing has changed."""
+        settings = reloaded_settings(self._config.server)
         keys = settings.api_keys
         server = dataclasses.replace(self._config.server, api_keys=keys, limits=settings.limits)
         self._config = dataclasses.replace(self._config, server=server)  # of processes to come
@@ -163,6 +198,7 @@ class Supervisor:
             task.result()
 
     async def _end(self, *, drain: bool) -> None:
+        self._manager.stopping()
         timeout = DRAIN_GRACE + (self._config.server.drain_timeout if drain else 0.0)
         logger.info("stopping%s", ": running requests may finish" if drain else "")
         await asyncio.gather(*(api.stop(timeout) for api in self._apis))
@@ -204,21 +240,49 @@ class Supervisor:
                 name, self._api_command, settings, pass_fds=fds, read_output=True
             )
 
+        def serving() -> None:
+            process.serving()
+            self._api_serves(index)
+
         async def follow(child: ChildProcess) -> None:
-            await _follow_api(child, process.serving)
+            try:
+                await _follow_api(child, serving)
+            finally:
+                self._api_ended(index)
 
         process = SupervisedProcess(name, spawn, follow)
         return process
 
+    def _api_serves(self, index: int) -> None:
+        assert self._responder is not None
+        self._serving.add(index)
+        self._responder.pause()
+
+    def _api_ended(self, index: int) -> None:
+        assert self._responder is not None
+        if index in self._serving:
+            self._serving.remove(index)
+            if not self._serving and not self._stop_asked.is_set():
+                self._responder.resume()
+
     async def _announce(self, listener: socket.socket) -> None:
-        """Call `on_ready` when a request to /ready is answered with 200."""
-        if self._on_ready is None:
+        """Say so when a request to /ready is answered with 200."""
+        if self._on_ready is None and not self._manager.listens:
             return
         await self._engine.wait_serving()
         tls = self._config.server.ssl_certfile is not None
         while not await _is_ready(listener, tls=tls):  # noqa: ASYNC110 - only HTTP can tell
             await asyncio.sleep(PROBE_SECONDS)
-        self._on_ready(url_of(listener, tls=tls))
+        self._url = url_of(listener, tls=tls)
+        self._manager.ready(self._url)
+        if self._on_ready is not None:
+            self._on_ready(self._url)
+
+    def _loading(self, done: int, total: int) -> None:
+        if self._url is None:  # an engine that is restarted loads again
+            self._manager.loading(done, total)
+        if self._on_loading is not None:
+            self._on_loading(done, total)
 
 
 async def _follow_api(api: ChildProcess, serving: Callable[[], None]) -> None:
@@ -230,6 +294,114 @@ async def _follow_api(api: ChildProcess, serving: Callable[[], None]) -> None:
             case StartFailed(error):
                 await api.wait()
                 raise error_from_wire(*error)
+
+
+class UnavailableResponder:
+    """Answers every request with 503 for as long as no API process accepts connections.
+
+    It begins after `HOLD_SECONDS`, so that clients do not notice a quick restart.
+    """
+
+    def __init__(self, listener: socket.socket, config: ServerConfig) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._config = config
+        self._tls: ssl.SSLContext | None = None
+        self._holding: asyncio.TimerHandle | None = None
+        self._accepting = False
+        self._clients: set[asyncio.Task[None]] = set()
+
+    def resume(self) -> None:
+        """No API process serves any more."""
+        if self._holding is None and not self._accepting:
+            self._holding = self._loop.call_later(HOLD_SECONDS, self._begin)
+
+    def pause(self) -> None:
+        """An API process serves. Clients that are being refused get their answer."""
+        if self._holding is not None:
+            self._holding.cancel()
+            self._holding = None
+        if self._accepting:
+            self._accepting = False
+            self._loop.remove_reader(self._listener.fileno())
+
+    def close(self) -> None:
+        self.pause()
+        for client in self._clients:
+            client.cancel()
+
+    def _begin(self) -> None:
+        self._holding = None
+        try:
+            if self._config.ssl_certfile is not None:
+                self._tls = tls_context(self._config.ssl_certfile, self._config.ssl_keyfile)
+        except ConfigError as error:
+            logger.error("no API process serves, and clients cannot be told: %s", error.message)
+            return
+        logger.warning("no API process serves: requests are answered with 503")
+        self._listener.setblocking(False)
+        self._accepting = True
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError:  # no descriptor is left: again after a while
+            self.pause()
+            self.resume()
+            return
+        if len(self._clients) >= MAX_REFUSED:
+            accepted.close()
+            return
+        client = self._loop.create_task(self._refuse(accepted))
+        self._clients.add(client)
+        client.add_done_callback(self._clients.discard)
+
+    async def _refuse(self, accepted: socket.socket) -> None:
+        """Answer what comes, whatever it is. The rest of it is read and dropped: a close before
+        would take the answer with it."""
+        accepted.setblocking(False)
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport: asyncio.Transport | None = None
+        try:
+            async with asyncio.timeout(REFUSAL_SECONDS):
+                transport, _ = await self._loop.connect_accepted_socket(
+                    lambda: protocol, accepted, ssl=self._tls
+                )
+                if await reader.read(1 << 16):
+                    transport.write(UNAVAILABLE)
+                    if transport.can_write_eof():
+                        transport.write_eof()
+                    else:  # TLS: its own closing does that
+                        transport.close()
+                while await reader.read(1 << 16):
+                    pass
+        except (OSError, TimeoutError):
+            pass
+        finally:
+            accepted.close() if transport is None else transport.abort()
+
+
+def _unavailable() -> bytes:
+    """A whole HTTP response."""
+    error = ErrorBody(
+        "no process is there to answer: it is being started again",
+        "service_unavailable_error",
+        None,
+        "unavailable",
+    )
+    body = msgspec.json.encode(ErrorResponse(error))
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode("ascii") + body
+
+
+UNAVAILABLE = _unavailable()
 
 
 def bind(config: ServerConfig) -> socket.socket:

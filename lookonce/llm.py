@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, aclosing, suppres
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import AsyncGeneratorType
 from typing import Any, Self, TypeVar, cast
 
 import msgspec
@@ -153,16 +154,23 @@ class LLM:
         return self._loop.run(self._answer_all(renders, self._sampling(sampling_params)))
 
     def stream_chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> Iterator[str]:
-        """The first sample's text as it comes; leaving the iterator aborts."""
+        """The first sample's text as it comes; leaving the iterator aborts.
+
+        `on_finish` is called with the whole answer, in another thread, before the iterator ends.
+        """
         render = partial(self._render_chat, list(messages), None)
-        texts = self._stream(render, *self._for_chat(sampling_params))
+        texts = self._stream(render, *self._for_chat(sampling_params), on_finish)
         try:
             while (text := self._loop.run(_next(texts))) is not None:
                 yield text
         finally:
-            self._loop.run(texts.aclose())
+            self._loop.run(_ended(texts))
 
     def session(
         self,
@@ -262,6 +270,11 @@ class LLM:
         """What the model's `generation_config.json` recommends, with `changes`."""
         return msgspec.structs.replace(default_sampling(self._frontend.defaults), **changes)
 
+    @property
+    def model_name(self) -> str:
+        """The name under which it was loaded, or `served_model_name`."""
+        return self._frontend.config.model.served_name
+
     def stats(self) -> dict[str, float]:
         """The engine's counters."""
         return self._loop.run(self._frontend.engine.stats())
@@ -357,15 +370,23 @@ class LLM:
                 return _request_output(generation, samples, tools)
 
     async def _stream(
-        self, render: Render, sampling: SamplingParams, tools: ToolCalling | None
+        self,
+        render: Render,
+        sampling: SamplingParams,
+        tools: ToolCalling | None,
+        on_finish: Callable[[RequestOutput], None] | None,
     ) -> AsyncGenerator[str, None]:
         reader = reader_of(tools)
         with self._prepared(await render(), sampling, tools) as generation:
+            samples = [Sample() for _ in range(sampling.n)]
             async with aclosing(generation.pieces()) as pieces:
                 async for piece in pieces:
+                    samples[piece.index].take(piece)
                     if piece.index == 0:
                         last = piece.finish_reason is not None
                         yield content_of(reader.push(piece.text, last=last))
+            if on_finish is not None:
+                on_finish(_request_output(generation, samples, tools))
 
     def _prepared(
         self, rendered: RenderedPrompt, sampling: SamplingParams, tools: ToolCalling | None
@@ -489,6 +510,14 @@ def _with_queue(config: Config) -> Config:
     needed = 4 * _max_prompts_answered(config.scheduler)
     scheduler = replace(config.scheduler, max_queue=max(config.scheduler.max_queue, needed))
     return replace(config, scheduler=scheduler)
+
+
+async def _ended(texts: AsyncGenerator[str, None]) -> None:
+    """Close `texts`, once a call that was interrupted has left it."""
+    stream = cast("AsyncGeneratorType[str, None]", texts)
+    while stream.ag_running:  # noqa: ASYNC110 - nothing announces it
+        await asyncio.sleep(0.001)
+    await texts.aclose()
 
 
 async def _next(items: AsyncIterator[T]) -> T | None:

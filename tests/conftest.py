@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from lookonce.config import NANO_FOLDER
 from tests.support.model_folders.make import FolderMaker, make_folder
@@ -20,6 +21,56 @@ settings.register_profile(
 settings.load_profile("any machine")
 """No test may fail for the time that examples take: the first text in a new checkout alone takes
 Hypothesis a second."""
+
+LONGEST = (
+    "tests/end_to_end/",
+    "tests/tools/",
+    "tests/attack/",
+    "tests/benchmarks/",
+    "tests/test_llm.py",
+)
+"""What starts processes or trains, longest first: `make test` begins with it, so that only short
+files are left at its end."""
+ONE_SERVER = ("tests/end_to_end/", "tests/attack/", "tests/clients/")
+"""Folders whose tests share servers: one test process gets a folder whole, and starts them once."""
+OWN_SERVERS = frozenset(
+    f"tests/end_to_end/test_{name}.py"
+    for name in (
+        *("chaos", "decoders", "faults", "general_media", "kv_tiers", "limits", "many_items"),
+        *("media_memory", "observability", "slabs", "soak", "survival", "tools", "transcription"),
+        "voxtral_realtime",
+    )
+)
+"""Files of these folders that start servers of their own: any process may get them."""
+
+
+class FolderScheduling(LoadFileScheduling):
+    """pytest-xdist's `--dist loadfile`, but a folder of `ONE_SERVER` goes to one process whole."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = str(super()._split_scope(nodeid))
+        if file in OWN_SERVERS:
+            return file
+        return next((folder for folder in ONE_SERVER if file.startswith(folder)), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling | None:
+    if config.getvalue("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False  # else files with few tests, however long, come last
+    return FolderScheduling(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts the longest first where tests are divided among processes."""
+
+    def place(item: pytest.Item) -> int:
+        starts = (number for number, start in enumerate(LONGEST) if item.nodeid.startswith(start))
+        return next(starts, len(LONGEST))
+
+    if hasattr(config, "workerinput"):
+        items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -10,11 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
 
+from lookonce import launch
 from lookonce.config import Options, ServerConfig, resolve
 from lookonce.engine.supervisor import child_process
 from lookonce.engine.supervisor.child_process import ChildProcess
@@ -55,8 +58,11 @@ class Launched:
         return self._url.result()
 
     async def pid(self):
+        """Of an API process, once one serves."""
         async with httpx.AsyncClient() as client:
-            return int((await client.get(await self.url() + "/pid")).text)
+            while (answer := await client.get(await self.url() + "/pid")).status_code == 503:
+                pass
+            return int(answer.text)
 
     async def stop(self):
         self.supervisor.ask_stop()
@@ -131,6 +137,91 @@ def test_api_processes_that_die_many_times_in_a_row_are_restarted_every_time(cap
     with caplog.at_level(logging.ERROR):
         launched(scenario)
     assert caplog.text.count("API process 0 ended by signal 9") >= 5
+
+
+def held_start(monkeypatch):
+    """From now on API processes start only once the event is set that this returns."""
+    may_start, start = asyncio.Event(), ChildProcess.start.__func__
+
+    async def held(kind, name, *arguments, **options):
+        if name.startswith("API"):
+            await may_start.wait()
+        return await start(kind, name, *arguments, **options)
+
+    monkeypatch.setattr(ChildProcess, "start", classmethod(held))
+    return may_start
+
+
+def test_while_no_api_process_serves_clients_are_told_to_come_again(monkeypatch, caplog):
+    async def scenario(server):
+        first = await server.pid()
+        may_start = held_start(monkeypatch)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: "API process 0 ended by signal 9" in caplog.text)
+        async with httpx.AsyncClient(timeout=PATIENCE) as client:
+            url = await server.url()
+            asked = [client.get(url + "/health"), client.post(url + "/x", content=b"a" * 4_000_000)]
+            for answer in await asyncio.gather(*asked):
+                assert answer.status_code == 503
+                assert answer.headers["retry-after"] == "1"
+                assert answer.headers["connection"] == "close"
+                assert answer.json()["error"]["type"] == "service_unavailable_error"
+            may_start.set()
+            assert await server.pid() != first
+
+    with caplog.at_level(logging.WARNING):
+        launched(scenario)
+    assert caplog.text.count("requests are answered with 503") == 1
+
+
+def test_while_one_api_process_serves_nobody_is_refused(monkeypatch):
+    async def scenario(server):
+        seen = set()
+        while len(seen) < 2:
+            seen |= set(await asyncio.gather(*(server.pid() for _ in range(8))))
+        monkeypatch.setattr(launch, "HOLD_SECONDS", 0.1)
+        may_start = held_start(monkeypatch)
+        killed, other = seen
+        os.kill(killed, signal.SIGKILL)
+        end = asyncio.get_running_loop().time() + 2 * launch.HOLD_SECONDS
+        async with httpx.AsyncClient(headers={"Connection": "close"}) as client:
+            url = await server.url()
+            while asyncio.get_running_loop().time() < end:
+                with suppress(httpx.TransportError):  # the one that was killed
+                    assert (await client.get(url + "/pid")).text == str(other)
+        may_start.set()
+
+    launched(scenario, config(api_processes=2))
+
+
+def test_clients_that_send_nothing_or_leave_keep_nobody_from_an_answer(monkeypatch, caplog):
+    monkeypatch.setattr(launch, "HOLD_SECONDS", 0.1)
+    monkeypatch.setattr(launch, "MAX_REFUSED", 4)
+    monkeypatch.setattr(launch, "REFUSAL_SECONDS", 0.3)
+
+    async def scenario(server):
+        url = await server.url()
+        first = await server.pid()
+        may_start = held_start(monkeypatch)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: "API process 0 ended by signal 9" in caplog.text)
+        host, port = url.removeprefix("http://").split(":")
+        silent = [await asyncio.open_connection(host, port) for _ in range(12)]
+        left = [await asyncio.open_connection(host, port) for _ in range(3)]
+        for _, writer in left:
+            writer.write(b"GET / HT")
+            writer.transport.abort()
+        async with httpx.AsyncClient() as client:
+            while True:  # more clients than are refused at a time are disconnected
+                with suppress(httpx.TransportError):
+                    assert (await client.get(url + "/health")).status_code == 503
+                    break
+        assert [await reader.read() for reader, _ in silent] == [b""] * len(silent)
+        for _, writer in silent:
+            writer.close()
+        may_start.set()
+
+    launched(scenario)
 
 
 def test_an_engine_that_crashes_before_it_serves_is_given_up_and_everything_ends(caplog):
@@ -231,6 +322,46 @@ def test_sighup_gives_all_api_processes_the_keys_of_now_and_ends_nothing(tmp_pat
 
     with caplog.at_level(logging.INFO):
         launched(scenario, given)
+
+
+def test_a_service_manager_is_told_when_it_is_ready_reloads_and_stops(tmp_path, monkeypatch):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        states: list[str] = []
+
+        def told(state):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    states.append(manager.recv(4096).decode())
+            return any(line.startswith(state) for line in states)
+
+        async def scenario(server):
+            url = await server.url()
+            assert told("STATUS=loading")
+            assert told("READY=1")
+            assert f"STATUS=serving on {url}" in states[-1]
+            assert "NOTIFY_SOCKET" not in os.environ
+            states.clear()
+            server.supervisor.reload()
+            assert told("RELOADING=1\nMONOTONIC_USEC=")
+            assert states[-1].startswith("READY=1")
+            states.clear()
+            await server.stop()
+            assert told("STOPPING=1")
+
+        launched(scenario)
+
+
+def test_a_service_manager_that_has_gone_is_no_reason_to_end(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
+
+    async def scenario(server):
+        await server.url()
+
+    launched(scenario)
+    assert "the service manager was not told READY=1" in caplog.text
 
 
 def test_sighup_while_an_api_process_starts_reaches_it_too(tmp_path, monkeypatch):

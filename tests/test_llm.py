@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +19,7 @@ from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, ConfigError, UnavailableError
 from lookonce.frontend.frontend import max_prompts_rendered
 from lookonce.frontend.tools.calls import content_of, tool_calling
+from lookonce.llm import RequestOutput
 from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT
 from lookonce.render.media.processing import MediaJob, Processing, ProcessingSettings
 from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE
@@ -103,6 +107,33 @@ def test_text_streams_and_a_stream_may_be_left(llm):
     next(stream)
     stream.close()
     assert llm.chat(question, GREEDY)[0].text == "a red square"
+    assert llm.stats()["num_requests_running"] == 0
+
+
+def test_a_stream_gives_the_whole_answer_when_it_has_ended(llm):
+    ended: list[RequestOutput] = []
+    texts = list(llm.stream_chat(ask("Say river."), GREEDY, on_finish=ended.append))
+    assert [output.text for output in ended] == ["".join(texts)] == ["river"]
+    assert ended[0].reuse_receipt.prompt_tokens == len(ended[0].prompt_token_ids)
+
+
+def test_ctrl_c_ends_a_stream_and_nothing_else(llm, monkeypatch):
+    steps = itertools.count()
+
+    async def interrupted(texts):
+        if next(steps) == 3:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return await anext(texts, None)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            patch.setattr("lookonce.llm._next", interrupted)
+            for _ in llm.stream_chat(ask("Say river."), ENDLESS):
+                pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert llm.chat(ask("Say river."), GREEDY)[0].text == "river"
     assert llm.stats()["num_requests_running"] == 0
 
 
@@ -221,7 +252,7 @@ def test_a_session_is_refused_what_it_cannot_do(llm):
         session.answer()
     with pytest.raises(BadRequestError, match="the session is closed"):
         session.append(prompt="z")
-    until(lambda: llm.stats()["sessions_open"] == 0, 10, lambda: "a session is open")
+    until(lambda: llm.stats()["sessions_open"] == 0, 60, lambda: "a session is open")
 
 
 def test_wrong_options_are_refused_before_anything_starts():

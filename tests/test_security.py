@@ -28,6 +28,8 @@ CLASSES = [line for line in PAGE.splitlines() if re.match(r"\| \d+ \|", line)]
 RUNS_CODE = {"eval", "exec", "compile", "__import__"}
 """Builtins that run what they are given."""
 UNPICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "diskcache"}
+READERS = {"load", "fromfile", "jit"}
+"""Of torch and numpy: they may unpickle."""
 SHELLS = {"system", "popen"}
 
 
@@ -73,6 +75,10 @@ def test_nothing_unpickles_or_runs_text() -> None:
                 found += [(path.name, n.name) for n in names if n.name.split(".")[0] in UNPICKLES]
             case ast.ImportFrom(module=str(module)) if module.split(".")[0] in UNPICKLES:
                 found.append((path.name, module))
+            case ast.ImportFrom(module="torch" | "numpy" as module, names=names):
+                found += [(path.name, f"{module}.{n.name}") for n in names if n.name in READERS]
+            case ast.Call(args=[ast.Constant(str(name)), *_]) if name.split(".")[0] in UNPICKLES:
+                found.append((path.name, name))  # import_module("pickle")
             case ast.Call(func=ast.Name(name)) if name in RUNS_CODE:
                 found.append((path.name, name))
             case ast.Call(func=ast.Attribute(ast.Name("os"), name)) if name in SHELLS:

@@ -17,9 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOUND = ROOT / "build" / "fuzz"
 MAX_BYTES = 16_384
-SLOWEST = 5
-"""Seconds and MiB that one input may take."""
-MEMORY = 4096
+MAX_SECONDS = 5
+MAX_MEBIBYTES = 4096
+"""What one input may take."""
 
 
 def main() -> int:
@@ -46,8 +46,8 @@ def main() -> int:
         str(corpus),
         f"-max_total_time={given.seconds}",
         f"-max_len={MAX_BYTES}",
-        f"-timeout={SLOWEST}",
-        f"-rss_limit_mb={MEMORY}",
+        f"-timeout={MAX_SECONDS}",
+        f"-rss_limit_mb={MAX_MEBIBYTES}",
         f"-artifact_prefix={FOUND}/{given.target}-",
         "-print_final_stats=1",
         "-verbosity=0",

@@ -10,8 +10,9 @@
 A slab belongs to one writer (a media worker, or this process itself for arrays that clients
 processed) for its whole life: no process can change memory that another one writes.
 
-`grant`, `finish` and `close` of a writer may be called in any thread, everything else belongs to
-the event loop. Nothing here sends: what is to be sent is asked for with `take_changes`.
+`grant`, `grant_ahead`, `finish` and `close` of a writer may be called in any thread, everything
+else belongs to the event loop. Nothing here sends: what is to be sent is asked for with
+`take_changes`.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class LeasedSlab(MappedSlab):
         self.is_leased = True
         self.written = False
         """Its pages are there: it costs less to write than one that was never written."""
+        self.ahead = False
+        """Granted before its writer has asked for it, and not known to be used."""
         self.num_views = 0
         self.sent_use = 0
         self.released_use = 0
@@ -81,6 +84,7 @@ class LeasedSlab(MappedSlab):
         check_place(self.nbytes, dtype, offset, nbytes)
         with self._pool.lock:
             self.num_views += 1
+            self._pool.used(self)
         return Array(dtype, shape, self.view(offset, nbytes), SlabPlace(self, offset))
 
     @property
@@ -125,6 +129,8 @@ class SlabWriter:
         self._pool = pool
         self._on_dropped = on_dropped
         self.is_closed = False
+        self.last_size = 0
+        """Of the slab that was asked for last; 0: none."""
         self.free: OrderedDict[int, LeasedSlab] = OrderedDict()
         """Least recently freed first."""
         self.dropped: list[int] = []
@@ -135,6 +141,11 @@ class SlabWriter:
         Where none is free it waits for the engine's answer, at most `LEASE_TIMEOUT`.
         """
         return self._pool.grant(self, nbytes)
+
+    def grant_ahead(self) -> LeasedSlab | None:
+        """A free slab of the size that was asked for last, if the writer has mapped one: it need
+        not ask for it then. `finish` as after `grant`; one that was not used is not counted."""
+        return self._pool.grant_ahead(self)
 
     def finish(self, slabs: Iterable[LeasedSlab]) -> None:
         """The writer has written its slabs, or gives them up: those without views are free."""
@@ -310,14 +321,36 @@ class SlabPool:
             if not self._capacity:
                 return None
             self._collect()
+            writer.last_size = size
             slab = self._find_free(writer, size) or self._ask_and_wait(writer, size)
             if slab is None:
                 self._fallbacks.add()
             else:
                 grant = self._begin_writing(slab)
+                self._count(slab)
                 self._keep_spare(writer, size)
         self._flush()
         return grant
+
+    def grant_ahead(self, writer: SlabWriter) -> LeasedSlab | None:
+        """See `SlabWriter.grant_ahead`."""
+        with self.lock:
+            self._collect()
+            slab = self._find_free(writer, writer.last_size) if writer.last_size else None
+            if slab is not None and slab.fd is None:
+                self._begin_writing(slab)
+                slab.ahead = True
+            else:
+                slab = None
+        self._flush()
+        return slab
+
+    def used(self, slab: LeasedSlab) -> None:
+        """A slab has been written; with the lock held."""
+        if slab.ahead:
+            slab.ahead = False
+            self._count(slab)
+            self._keep_spare(slab.writer, slab.nbytes)
 
     def finish(self, slabs: Iterable[LeasedSlab]) -> None:
         """See `SlabWriter.finish`."""
@@ -325,7 +358,8 @@ class SlabPool:
             for slab in slabs:
                 if slab.state == "writing":
                     slab.state = "in use"
-                    slab.written = True
+                    slab.written = slab.written or not slab.ahead
+                    slab.ahead = False
                     self._settle(slab)
             self._collect()
         self._flush()
@@ -345,6 +379,7 @@ class SlabPool:
             for slab in [s for s in self._slabs.values() if s.writer is writer]:
                 if slab.state == "writing":
                     slab.state = "in use"  # a view that was made before is given up by its holder
+                    slab.ahead = False
                 self._settle(slab)
                 if slab.state == "free":
                     self._give_back(slab)
@@ -388,7 +423,7 @@ class SlabPool:
 
     def _find_free(self, writer: SlabWriter, size: int) -> LeasedSlab | None:
         """Of the writer's free slabs that fit, one that was written before, the latest freed."""
-        fitting = [s for s in writer.free.values() if size <= s.nbytes <= size * LOOSEST_FIT]
+        fitting = [s for s in writer.free.values() if fits(size, s.nbytes)]
         return max(fitting, key=lambda s: (s.written, s.free_since), default=None)
 
     def _ask_and_wait(self, writer: SlabWriter, size: int) -> LeasedSlab | None:
@@ -404,8 +439,7 @@ class SlabPool:
     def _wanted(self, writer: SlabWriter, size: int) -> _Want | None:
         """An open want of the writer that fits."""
         for want in self._wants.values():
-            fits = size <= want.nbytes <= size * LOOSEST_FIT
-            if want.writer is writer and fits and not want.done:
+            if want.writer is writer and fits(size, want.nbytes) and not want.done:
                 return want
         return None
 
@@ -424,10 +458,12 @@ class SlabPool:
     def _begin_writing(self, slab: LeasedSlab) -> Grant:
         slab.state = "writing"
         del self._free[slab.number], slab.writer.free[slab.number]
-        self._grants.add()
-        self._reuses.add(slab.written)
         fd, slab.fd = slab.fd, None
         return Grant(slab, fd)
+
+    def _count(self, slab: LeasedSlab) -> None:
+        self._grants.add()
+        self._reuses.add(slab.written)
 
     def _keep_spare(self, writer: SlabWriter, size: int) -> None:
         """Have one more free slab of this size soon, so that the next job need not wait."""
@@ -576,6 +612,11 @@ class OwnSlabs:
     def _unmap(self) -> None:
         for number in self._writer.take_dropped():
             self._mappings.pop(number, None)
+
+
+def fits(size: int, nbytes: int) -> bool:
+    """Whether a slab of `nbytes` is taken where one of `size`, a size of slabs, is needed."""
+    return size <= nbytes <= size * LOOSEST_FIT
 
 
 def arrange(arrays: dict[str, tuple[str, int]]) -> dict[str, int]:

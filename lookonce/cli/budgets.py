@@ -82,6 +82,8 @@ BUDGETS = (
     Budget("requests waiting in the engine", _option("max_queue"), "requests", "tenant",
            f"429; of all tenants {MAX_SHARES} times as many"),
     Budget("computing prompts", "turns", "tokens", "tenant", "waits for the others' turns"),
+    Budget("stored responses and conversations", _option("response_store_gb"), "GiB", "process",
+           "the tenant that has most loses what it used least recently"),
     # of a request
     Budget("body", f"16 MiB and four of {_option('max_media_bytes')} in base64", "bytes", "request",
            "413"),

@@ -14,14 +14,21 @@ import typer
 
 import lookonce
 from lookonce.cli.config_file import drop_service_links, variable_of
-from lookonce.cli.options import ENGINE_OPTIONS, RENDER_OPTIONS, options_from, takes_options
+from lookonce.cli.help import GroupedCommand, GroupedCommands
+from lookonce.cli.options import (
+    ENGINE_OPTIONS,
+    RENDER_OPTIONS,
+    SECRET,
+    options_from,
+    takes_options,
+)
 from lookonce.config import NANO, Options
 from lookonce.errors import ConfigError, LookOnceError
 
 app = typer.Typer(
     help="LookOnce serves multimodal language models and never does the same work twice.",
+    cls=GroupedCommands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -78,7 +85,7 @@ def options_of_all(
     """LookOnce serves multimodal language models and never does the same work twice."""
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @takes_options(SERVE_OPTIONS)
 def serve(model: Model = NANO, **given: Any) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
@@ -87,7 +94,7 @@ def serve(model: Model = NANO, **given: Any) -> None:
     raise typer.Exit(run_server(options_from(model, given)))
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @takes_options(RENDER_OPTIONS)
 def render(model: Model = NANO, **given: Any) -> None:
     """Serve what MODEL makes of prompts, without an engine: no weights are loaded."""
@@ -96,27 +103,112 @@ def render(model: Model = NANO, **given: Any) -> None:
     raise typer.Exit(run_render_server(options_from(model, given)))
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @takes_options(ENGINE_OPTIONS)
 def chat(
-    words: Annotated[list[str], typer.Argument(metavar="[MODEL] TEXT")],
+    context: typer.Context,
+    words: Annotated[list[str] | None, typer.Argument(metavar="[MODEL] [TEXT]")] = None,
     image: Annotated[list[Path], typer.Option(help="A picture to ask about; repeatable.")] = [],  # noqa: B006
     audio: Annotated[list[Path], typer.Option(help="A sound to ask about; repeatable.")] = [],  # noqa: B006
+    film: Annotated[
+        list[Path],
+        typer.Option(help="A film to ask about, of a model or server that takes it; repeatable."),
+    ] = [],  # noqa: B006
+    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
+    receipt: Annotated[bool, typer.Option("--receipt", help="Say what was reused.")] = False,
+    url: Annotated[
+        str | None, typer.Option(help="Ask this server: http://HOST:PORT or unix:PATH.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar=variable_of(SECRET), help="Of the server.")
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 always says the likeliest.")] = None,
     **given: Any,
 ) -> None:
-    """Print one answer of MODEL (nano by default) to TEXT, without a server."""
-    from lookonce.cli.chat import Question, run_chat
+    """Talk to MODEL (nano by default), here or, with --url, on a server.
 
-    if len(words) > 2:
-        raise ConfigError("chat takes MODEL and TEXT: put the text in quotes")
-    model = words[0] if len(words) == 2 else NANO
-    question = Question(words[-1], tuple(image), tuple(audio), max_tokens, temperature)
-    run_chat(question, options_from(model, given))
+    TEXT, or what is piped in, is answered once. Without either, a terminal gets a conversation.
+    """
+    from lookonce.cli.chat import (
+        Question,
+        model_and_text,
+        piped_text,
+        run_chat,
+        run_chat_with_server,
+    )
+
+    model, text = model_and_text(words or [])
+    question = Question(
+        piped_text() if text is None else text,
+        tuple(image),
+        tuple(audio),
+        tuple(film),
+        system,
+        max_tokens,
+        temperature,
+        receipt,
+    )
+    if url is None:
+        run_chat(question, options_from(model or NANO, given))
+        return
+    typed = [name for name in given if _is_typed(context, name)]
+    if typed:
+        flag = typed[0].replace("_", "-")
+        raise ConfigError(f"--{flag} is an option of the server: it cannot go with --url")
+    options_from(NANO, {})  # removes the key from the environment
+    run_chat_with_server(question, url, model, api_key)
 
 
-@app.command()
+def _is_typed(context: typer.Context, name: str) -> bool:
+    """Whether an option is on the command line, and not only in the environment or a file."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+@app.command(cls=GroupedCommand)
+def ls(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False,
+) -> None:
+    """List the models on this machine: embedded, and in the hub's cache."""
+    from lookonce.cli.model_list import print_models_held
+
+    print_models_held(as_json=as_json)
+
+
+@app.command(cls=GroupedCommand)
+def pull(model: Annotated[str, typer.Argument(help="A hub id.")]) -> None:
+    """Download MODEL from the hub, and print its folder."""
+    from lookonce.cli.model_list import pull as download
+
+    download(model)
+
+
+@app.command(cls=GroupedCommand)
+def ps(
+    api_key: Annotated[
+        str | None, typer.Option(envvar=variable_of(SECRET), help="Of the servers.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False,
+) -> None:
+    """List your servers on this machine."""
+    from lookonce.cli.ps import print_servers
+
+    print_servers(api_key, as_json=as_json)
+
+
+@app.command(cls=GroupedCommand)
+def doctor(
+    gpu: Annotated[bool, typer.Option("--gpu", help="Compute on the first CUDA device.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False,
+) -> None:
+    """Say what this machine has, what will be slow, and why."""
+    from lookonce.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(gpu=gpu, as_json=as_json))
+
+
+@app.command(cls=GroupedCommand)
 def models(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False,
 ) -> None:
@@ -126,12 +218,12 @@ def models(
     print_models(as_json=as_json)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 def top(
     url: Annotated[str, typer.Option(help="Of the server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="LOOKONCE_API_KEY", help="An admin key, to see tenants."),
+        typer.Option(envvar=variable_of(SECRET), help="An admin key, to see tenants."),
     ] = None,
     interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print once, also on a terminal.")] = False,
@@ -146,7 +238,10 @@ def top(
     add_help_option=False,  # the benchmark shows its own
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
-def bench(context: typer.Context, name: str = typer.Argument("list")) -> None:
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(autocompletion=lambda: sorted(BENCHMARKS))] = "list",
+) -> None:
     """Run the benchmark NAME, or list them; each takes --json FILE and --help."""
     raise typer.Exit(run_benchmark(name, context.args))
 

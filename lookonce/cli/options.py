@@ -27,8 +27,8 @@ HELP: dict[str, str] = {
     "api_key": "KEY, TENANT:KEY, TENANT:KEY:inject or TENANT:KEY:admin; repeatable. Other users of "
     "the machine see it here: better use --api-key-file or the variable.",
     "api_key_file": "A file with such a key on each line; SIGHUP reads it again.",
-    "limits": "A TOML file of what tenants and keys may use: rates, tokens, concurrent requests, "
-    "weights; SIGHUP reads it again.",
+    "limits": "A file, .yaml or .toml, of what tenants and keys may use: rates, tokens, concurrent "
+    "requests, weights; SIGHUP reads it again.",
     "allowed_hosts": "More names by which clients may call this server; comma-separated or "
     "repeated. Without keys: loopback, IP addresses and private names only.",
     "allowed_origins": "Web pages of these origins may use this server: https://example.org or *; "
@@ -86,9 +86,77 @@ HELP: dict[str, str] = {
     "log_level": "debug (a line per request), info, warning or error.",
     "closed_schemas": "Objects of JSON schemas have no keys but their properties, unless "
     "additionalProperties says otherwise.",
+    "response_store": "A SQLite file for stored responses and conversations; without one they end "
+    "with the server.",
+    "response_store_gb": "Stored responses and conversations of all tenants, GiB; 0 stores none.",
+    "response_store_ttl": "Seconds after its last use for which a response is stored.",
     "root_path": "What a proxy puts before every path: /models/a.",
 }
 """One line per field of `Options`."""
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "server": (
+        "host",
+        "port",
+        "uds",
+        "api_processes",
+        "served_model_name",
+        "allowed_hosts",
+        "allowed_origins",
+        "root_path",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "strict_requests",
+        "closed_schemas",
+        "vllm_metric_names",
+    ),
+    "keys": ("api_key", "api_key_file", "limits", "allow_injection"),
+    "connections": (
+        "max_connections",
+        "max_connections_per_address",
+        "max_header_bytes",
+        "header_timeout",
+        "body_timeout",
+        "keep_alive_timeout",
+    ),
+    "model": ("device", "dtype", "max_model_len", "chat_template", "tool_call_parser"),
+    "steps": (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_queue",
+        "max_sessions",
+        "max_tenant_sessions",
+        "encoder_prefetch",
+        "engine_stall_timeout",
+    ),
+    "caches": (
+        "kv_cache_gb",
+        "block_size",
+        "prefix_caching",
+        "kv_tier",
+        "kv_load",
+        "kv_load_failure_policy",
+        "encoder_cache_gb",
+        "encoder_cache_host_gb",
+        "mm_processor_cache_gb",
+        "mm_processor_cache_type",
+        "mm_hash_algorithm",
+    ),
+    "media": (
+        "limit_mm_per_prompt",
+        "allowed_media_domains",
+        "allow_private_media",
+        "allowed_local_media_path",
+        "media_timeout",
+        "max_media_bytes",
+        "max_image_pixels",
+        "max_audio_seconds",
+        "max_decode_seconds",
+    ),
+    "logs": ("log_format", "log_level", "otlp_endpoint", "otlp_sample_ratio"),
+}
+"""Heading of the help → its options; what is in none is under "other"."""
+OTHER = "other"
 
 ENGINE_OPTIONS = (
     "device",

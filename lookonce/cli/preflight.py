@@ -38,12 +38,12 @@ def check_device(device: str) -> None:
     """Whether there is the CUDA device that is asked for."""
     if device == "cpu":
         return
-    if not _torch_has_cuda():
+    if not torch_has_cuda():
         raise ConfigError(
             f"--device {device}: the installed torch is built without CUDA; install one with it, "
             "or use --device cpu"
         )
-    count = _num_cuda_devices()
+    count = num_cuda_devices()
     if count == 0:
         raise ConfigError(
             f"--device {device}: this machine has no CUDA device that the NVIDIA driver shows; "
@@ -54,7 +54,7 @@ def check_device(device: str) -> None:
         raise ConfigError(f"--device {device}: there are cuda:0 to cuda:{count - 1}")
 
 
-def _torch_has_cuda() -> bool:
+def torch_has_cuda() -> bool:
     """Read from torch's source: importing it takes seconds. True where that cannot be told."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
@@ -67,7 +67,7 @@ def _torch_has_cuda() -> bool:
     return found is None or found[1].strip() != "None"
 
 
-def _num_cuda_devices() -> int:
+def num_cuda_devices() -> int:
     """By the driver, of those that `CUDA_VISIBLE_DEVICES` leaves; 0 without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -37,6 +37,7 @@ LATENCIES = {
     "prefill": "request_prefill_seconds",
     "whole request": "e2e_request_latency_seconds",
 }
+RESPONSES = "http_responses_total"
 MAX_TENANTS = 20
 
 
@@ -67,12 +68,16 @@ class Snapshot:
         return any(known == name for known, _ in self.samples)
 
 
-def take_snapshot(client: httpx.Client) -> Snapshot:
-    """Raises `UnavailableError` where no LookOnce server answers."""
+def take_snapshot(client: httpx.Client, *, with_state: bool = True) -> Snapshot:
+    """Raises `UnavailableError` where no LookOnce server answers.
+
+    Each `/debug/state` that is refused is a line of the server's audit: `with_state` says whether
+    it is asked for.
+    """
     try:
         ready = client.get("/ready")
         shown = client.get("/metrics")
-        state = client.get("/debug/state")
+        state = client.get("/debug/state") if with_state else None
         status = ready.json()["status"]
         families = list(text_string_to_metric_families(shown.raise_for_status().text))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
@@ -85,7 +90,7 @@ def take_snapshot(client: httpx.Client) -> Snapshot:
         for family in families
         for sample in family.samples
     }
-    known = state.json() if state.status_code == 200 else None
+    known = state.json() if state is not None and state.status_code == 200 else None
     return Snapshot(time.monotonic(), status, samples, known)
 
 
@@ -110,7 +115,15 @@ class View:
 
     def rate(self, name: str) -> str:
         """A second; the total where there is no earlier snapshot."""
-        changed = self.change(name)
+        return self._rate(self.change(name))
+
+    def failed(self) -> str:
+        """As `rate`, of responses for whose failure the server is to blame."""
+        statuses = self.now.by_label(RESPONSES)
+        blamed = [status for status in statuses if status.startswith("5") or status == "broken"]
+        return self._rate(sum(self.change(RESPONSES, (("status", s),)) for s in blamed))
+
+    def _rate(self, changed: float) -> str:
         return f"{changed:,.0f}" if self.before is None else f"{changed / self.seconds:,.1f}/s"
 
     def quantile(self, name: str, share: float) -> float | None:
@@ -152,6 +165,8 @@ def _head(view: View) -> Text:
         f"requests  running {now.total('num_requests_running'):.0f}  "
         f"waiting {now.total('num_requests_waiting'):.0f}  "
         f"finished {view.rate('request_success_total')}  "
+        f"failed {view.failed()}  "
+        f"limited {view.rate('rate_limited_total')}  "
         f"refused {view.rate('http_refused_total')}  "
         f"connections {now.total('http_connections'):.0f}",
         f"tokens    prompt {view.rate('prompt_tokens_total')}  "
@@ -236,11 +251,13 @@ def _share(part: float, whole: float) -> str:
 
 
 def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+    if count < 1024:
+        return f"{count:,.0f} B"
+    for unit in ("KiB", "MiB"):
         count /= 1024
-    raise AssertionError("unreachable")
+        if count < 1024:
+            return f"{count:,.1f} {unit}"
+    return f"{count / 1024:,.1f} GiB"
 
 
 def run_top(
@@ -257,6 +274,7 @@ def run_top(
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(base_url=url, headers=headers, timeout=10) as client:
         now = take_snapshot(client)
+        with_state = now.state is not None
         if once or not console.is_terminal:
             console.print(render(View(now, url=url)))
             return
@@ -264,7 +282,7 @@ def run_top(
             while True:
                 sleep(interval)
                 try:
-                    before, now = now, take_snapshot(client)
+                    before, now = now, take_snapshot(client, with_state=with_state)
                     live.update(render(View(now, before, url)), refresh=True)
                 except LookOnceError as error:
                     live.update(Text(error.message), refresh=True)

@@ -281,7 +281,24 @@ class MultiModalFeatures:
         return self._as_tuple
 
 
-class EncoderInputs(MultiModalFeatures):
+class UnplacedFeatures(MultiModalFeatures):
+    """Features whose rows no position takes as its embedding, at offset 0, whole."""
+
+    __slots__ = ()
+
+    def extend(self, features: tuple[MediaFeature, ...]) -> None:
+        for feature in features:
+            self.append(feature)
+
+    def embed_slices(self, start: int, end: int) -> tuple[EmbedSlice, ...]:
+        """None."""
+        return ()
+
+    def covered(self, length: int) -> NDArray[np.bool_]:
+        return np.zeros(length, dtype=np.bool_)
+
+
+class EncoderInputs(UnplacedFeatures):
     """Inputs of an encoder-decoder request: all are at offset 0, none takes a decoder position.
 
     Cross-attention reads all rows at each position, so every chunk and every decode needs each
@@ -304,10 +321,6 @@ class EncoderInputs(MultiModalFeatures):
             )
         self._store(feature)
 
-    def extend(self, features: tuple[MediaFeature, ...]) -> None:
-        for feature in features:
-            self.append(feature)
-
     @property
     def end(self) -> int:
         """0: they take no positions."""
@@ -325,25 +338,19 @@ class EncoderInputs(MultiModalFeatures):
         """0: an input is needed until the sequence ends."""
         return 0
 
-    def embed_slices(self, start: int, end: int) -> tuple[EmbedSlice, ...]:
-        """None: no position takes a row as its embedding."""
-        return ()
 
-    def covered(self, length: int) -> NDArray[np.bool_]:
-        return np.zeros(length, dtype=np.bool_)
-
-
-class FrameInputs(MultiModalFeatures):
+class FrameInputs(UnplacedFeatures):
     """The one clip of a request whose model adds a row of sound to each token.
 
     It begins at position 0 and goes on beyond the prompt: its rows are for the tokens that are
     generated, too. So its output is held from the first chunk until the sequence has come to its
-    end. The runner adds the rows; no position takes one as its embedding.
+    end. The runner adds the rows.
     """
 
     __slots__ = ()
 
     def append(self, feature: MediaFeature) -> None:
+        """Add the clip, if there is none."""
         index = len(self)
         _check_shape(feature, index)
         if index or feature.offset != 0 or feature.is_embed is not None:
@@ -354,17 +361,6 @@ class FrameInputs(MultiModalFeatures):
                 param="features",
             )
         self._store(feature)
-
-    def extend(self, features: tuple[MediaFeature, ...]) -> None:
-        for feature in features:
-            self.append(feature)
-
-    def embed_slices(self, start: int, end: int) -> tuple[EmbedSlice, ...]:
-        """None: see above."""
-        return ()
-
-    def covered(self, length: int) -> NDArray[np.bool_]:
-        return np.zeros(length, dtype=np.bool_)
 
 
 def feature_slices(feature: MediaFeature, start: int, end: int) -> list[EmbedSlice]:

@@ -113,12 +113,10 @@ class RequestValidator:
         return SessionInput(tokens, checked, brought, interrupt, answer, max_tokens, joins)
 
     def token_limit(self, request: Request) -> int:
-        """Prompt plus generated tokens at which a sequence of the request ends or pauses."""
+        """Prompt plus generated tokens at which a sequence of the request ends."""
         limit = self.longest_sequence
         if request.sampling.max_tokens is not None:
             limit = min(limit, request.num_prompt_tokens + request.sampling.max_tokens)
-        if request.frames is not None:
-            return min(self.longest_sequence, request.frames.total + 1)
         if isinstance(request.features, FrameInputs) and request.features.end:
             limit = min(limit, request.features.end)  # the sound's end
         return limit

@@ -142,7 +142,8 @@ class Scheduler:
             self._sessions.open(built, options or SessionOptions())
         elif built.frames is not None:
             raise BadRequestError("only a live session has frames of sound", param="frames")
-        token_limit = self.validator.token_limit(built)
+        session = built.session
+        token_limit = self.validator.token_limit(built) if session is None else session.token_limit
         for index in range(built.sampling.n):
             built.sequences.append(
                 Sequence(self._next_seq_id, built, index, token_limit, self._state.block_hash_cache)
@@ -493,7 +494,7 @@ class UpdateFromOutput:
         goes_on = ended is None or request.frames is not None
         delta.session = session.update(ended=None if goes_on else ended)
         session.answering = goes_on
-        if ended is not None and session.computing:  # in a decode `_advance` may be left out
+        if ended is not None and session.computing:  # decodes may leave out `advance`
             num_computed = request.sequences[0].num_computed
             delta.session.credits = session.take_credits(num_computed)
 
@@ -512,8 +513,10 @@ def check_queue(num_waiting: int, num_of_tenant: int, max_queue: int) -> None:
     """Raises `QueueFullError` where one more request of a tenant may not wait: `max_queue` may of
     one tenant, and `MAX_SHARES` times as many of all, so that one that floods the queue does not
     close it to the others."""
-    if num_of_tenant >= max_queue or num_waiting >= MAX_SHARES * max_queue:
+    if num_of_tenant >= max_queue:
         raise QueueFullError(f"{num_of_tenant} of your requests are waiting, the most that may")
+    if num_waiting >= MAX_SHARES * max_queue:
+        raise QueueFullError(f"{num_waiting} requests are waiting, the most that may")
 
 
 def finish_reason(sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:

@@ -373,8 +373,7 @@ class PromptTurns:
         firsts: dict[str, Sequence] = {}
         for sequence in sequences:
             firsts.setdefault(sequence.request.tenant, sequence)
-        order = self._turns.in_order(dict.fromkeys(firsts, QUANTUM))
-        return firsts[order[0]]
+        return firsts[self._turns.peek(dict.fromkeys(firsts, QUANTUM))]
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """`num_tokens` are computed for this request."""

@@ -241,10 +241,7 @@ class Sessions:
         sequence.token_limit = session.token_limit
         if sequence.state is not SequenceState.PREFILLING:
             self._state.resume_prefill(sequence)
-        num_missing = self._state.block_pool.blocks_for(len(sequence.tokens))
-        num_missing -= len(sequence.block_ids)
-        if num_missing > 0:
-            self._preemption.grow(sequence, num_missing)
+        self._grow(sequence)
 
     def _append_frames(self, frames: FrameDigests, session: Session, sequence: Sequence) -> None:
         """The session computes on to the position of its last frame."""
@@ -263,9 +260,13 @@ class Sessions:
         sequence.token_limit = session.token_limit
         if sequence.state is SequenceState.IDLE:
             self._state.resume_prefill(sequence)
-            blocks = self._state.block_pool.blocks_for(len(sequence.tokens))
-            if blocks > len(sequence.block_ids):
-                self._preemption.grow(sequence, blocks - len(sequence.block_ids))
+            self._grow(sequence)
+
+    def _grow(self, sequence: Sequence) -> None:
+        """Give the sequence the blocks that its tokens need."""
+        num_blocks = self._state.block_pool.blocks_for(len(sequence.tokens))
+        if num_blocks > len(sequence.block_ids):
+            self._preemption.grow(sequence, num_blocks - len(sequence.block_ids))
 
     def _make_room(
         self, request: Request, session: Session, sequence: Sequence, num_tokens: int

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lookonce.errors import BadRequestError
+
 Json = dict[str, Any]
 
 OPENED_BY = ("additionalProperties", "unevaluatedProperties", "patternProperties")
@@ -17,6 +19,14 @@ OPENED_BY = ("additionalProperties", "unevaluatedProperties", "patternProperties
 BRANCHES = ("allOf", "anyOf", "oneOf")
 DEFINITIONS = ("$defs", "definitions")
 REFERENCES = ("#/$defs/", "#/definitions/")
+
+
+def closed_schema(schema: Json, param: str) -> Json:
+    """`closed`, with a `BadRequestError` naming `param` where it raises `RecursionError`."""
+    try:
+        return closed(schema)
+    except RecursionError:
+        raise BadRequestError(f"{param}: nested too deeply", param=param) from None
 
 
 def closed(schema: Json) -> Json:

@@ -20,6 +20,7 @@ from lookonce.frontend.sampling_params import SamplingDefaults, read_defaults
 from lookonce.frontend.tools.formats import ToolDialect, choose_dialect
 from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT, ServerShare, share_of_workers
 from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE
+from lookonce.render.prompt.encoder import PromptEncoder
 from lookonce.render.renderer import Renderer, open_renderer
 from lookonce.types.counts import Counts
 from lookonce.types.fair_queue import TenantWeights
@@ -58,11 +59,12 @@ async def open_frontend(
     wait_for_worker: bool = True,
     weights: TenantWeights | None = None,
     fork_server: Path | None = None,
+    encoder: PromptEncoder | None = None,
 ) -> AsyncIterator[Frontend]:
     """A frontend of an entered client, whose engine may still be loading.
 
-    `counts` gets what is counted for metrics; media workers come from `fork_server`, if given.
-    Raises `ModelLoadError`.
+    `counts` gets what is counted for metrics; media workers come from `fork_server`, if given;
+    `encoder` is the model's, if it is loaded already. Raises `ModelLoadError`.
     """
     share = ServerShare(
         num_workers=share_of_workers(config.server.api_processes),
@@ -82,6 +84,7 @@ async def open_frontend(
             uuids=client.sender.uuids,
             chat_template=config.server.chat_template,
             share=share,
+            encoder=encoder,
         ) as renderer,
         limits_learned(client, renderer),
     ):

@@ -194,17 +194,15 @@ class PromptGeneration:
         if delta.alignment is not None:
             self.alignment = delta.alignment
         if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = _per_token(self.rendered, delta.prompt_logprobs)
+            self.prompt_logprobs = self._per_token(delta.prompt_logprobs)
 
-
-def _per_token(rendered: RenderedPrompt, scored: list[PromptLogprob]) -> list[PromptLogprob | None]:
-    """One entry per prompt token: None for the first token and for tokens of media."""
-    entries: list[PromptLogprob | None] = [None, *scored]
-    for feature in rendered.features:
-        if feature.offset == 0 and feature.end > len(entries):
-            continue  # an encoder-decoder's input has no place in the prompt
-        entries[feature.offset : feature.end] = [None] * feature.length
-    return entries
+    def _per_token(self, scored: list[PromptLogprob]) -> list[PromptLogprob | None]:
+        """One entry per prompt token: None for the first token and for tokens of media."""
+        entries: list[PromptLogprob | None] = [None, *scored]
+        if self._frontend.engine.model.items_in_prompt:
+            for feature in self.rendered.features:
+                entries[feature.offset : feature.end] = [None] * feature.length
+        return entries
 
 
 def prepare(

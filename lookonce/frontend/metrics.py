@@ -278,6 +278,11 @@ COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
     "http_refused_total": MetricInfo(
         "Connections and requests refused before they reached a route", label="reason"
     ),
+    "http_responses_total": MetricInfo(
+        "Responses by status, of probes and /metrics none; `broken`: those that failed after they "
+        "had begun, also counted as 200",
+        label="status",
+    ),
     "realtime_sessions": MetricInfo("Realtime sessions that are open"),
     "realtime_sessions_total": MetricInfo("Realtime sessions that were opened"),
     "rate_limited_total": MetricInfo(

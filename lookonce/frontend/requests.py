@@ -37,11 +37,17 @@ USUAL_VALUES = {
 }
 """Values of such fields that ask for what happens anyway."""
 HARMLESS_VALUES = (b"", b"null", b"false", b"[]", b"{}", b'""')
-"""JSON of fields that ask for nothing."""
+"""JSON of fields that ask for nothing (see `asks_nothing`)."""
 Raw = msgspec.Raw | msgspec.UnsetType
 NOTHING = msgspec.UNSET
 Schema = dict[str, Any] | bool
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+def asks_nothing(value: object) -> bool:
+    """Whether the value of a field is null, false or empty. A number never is: 0 asks for
+    something."""
+    return value is None or value is False or value in ("", [], {})
 
 
 def raw_bytes(raw: Raw) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 
 from lookonce.errors import BadRequestError, ModelLoadError
-from lookonce.frontend.closed_schemas import closed
+from lookonce.frontend.closed_schemas import closed_schema
 from lookonce.frontend.requests import (
     ChatOrCompletionFields,
     ChatRequest,
@@ -283,16 +283,8 @@ def _json_grammar(schema: str | Schema, param: str, close: bool) -> Grammar:
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     read = cast("dict[str, Any]", schema)
-    read = _closed_schema(read, param) if close else read
+    read = closed_schema(read, param) if close else read
     return Grammar(kind="json_schema", source=_json_text(read, param), param=param)
-
-
-def _closed_schema(schema: dict[str, Any], param: str) -> dict[str, Any]:
-    """`closed_schemas.closed`. Raises `BadRequestError` for a schema that is nested too deeply."""
-    try:
-        return closed(schema)
-    except RecursionError:
-        raise BadRequestError(f"{param}: nested too deeply", param=param) from None
 
 
 def _json_text(value: object, param: str) -> str:

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lookonce.engine.client.engine_client import EngineClient
-from lookonce.engine.client.session import EngineSession
+from lookonce.engine.client.session import ClosedAtEnd, EngineSession
 from lookonce.errors import BadRequestError, NotReadyError
 from lookonce.frontend.frontend import Frontend
 from lookonce.render.prompt.detokenizer import CONTEXT_TOKENS, Detokenizer
@@ -59,7 +58,7 @@ class SessionPiece:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class Session:
+class Session(ClosedAtEnd):
     """A live session of one model; iterate for its pieces. Use as an async context manager.
 
     Iterating and appending raise what ended the session: `SessionFullError` at the end of the
@@ -243,6 +242,11 @@ class Session:
         return number
 
     @property
+    def credits(self) -> int:
+        """Tokens that may be sent before `append` waits."""
+        return self._engine_session.credits
+
+    @property
     def is_slowed(self) -> bool:
         """The next `append` waits: more was sent than is computed, or answers are not read."""
         return self._engine_session.is_slowed
@@ -270,17 +274,6 @@ class Session:
                 break
         return "".join(texts)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _piece(self, delta: TokenDelta) -> SessionPiece:
         said = delta.session
         extension, ended = (0, None) if said is None else (said.extension, said.ended)
@@ -307,12 +300,13 @@ class Session:
         )
 
 
-class SoundSession:
+class SoundSession(ClosedAtEnd):
     """A live sound, transcribed as it comes, by a model that adds sound to its tokens frame by
     frame. Samples go in, pieces of text come out.
 
     Iteration ends once the sound is finished and its last word is there. `append` waits where more
-    was sent than is computed. Both raise what ended the session.
+    was sent than is computed. Both raise what ended the session. A sound that has no end has pauses
+    (`pause`), after which what was said before is written.
     """
 
     def __init__(self, session: Session, live: LiveSoundPrompt) -> None:
@@ -345,6 +339,31 @@ class SoundSession:
         return self._live.sampling_rate
 
     @property
+    def frame_seconds(self) -> float:
+        """Of sound, in one frame."""
+        return self._live.frame_seconds
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that came until now."""
+        return self._num_tokens
+
+    @property
+    def num_expected(self) -> int:
+        """Tokens that will have come once all frames that were sent are computed."""
+        return self._num_frames - self._live.opening.num_tokens + 1
+
+    @property
+    def num_waiting(self) -> int:
+        """Frames that were sent and are not answered."""
+        return max(0, self.num_expected - self._num_tokens)
+
+    @property
+    def credits(self) -> int:
+        """Frames that may be sent before `append` waits."""
+        return self._session.credits
+
+    @property
     def is_slowed(self) -> bool:
         """The next `append` waits: more was sent than is computed, or text is not read."""
         return self._session.is_slowed
@@ -369,6 +388,15 @@ class SoundSession:
             self._is_finished = True
             await self._append(self._live.finish())
 
+    async def pause(self, on_length: Callable[[int], None]) -> None:
+        """Append a silence in which what was said last is written; more sound may follow.
+
+        Before it is sent `on_length` gets `num_tokens` as it will be once that is written.
+        """
+        rendered = self._live.finish()
+        on_length(self.num_expected + (0 if rendered is None else _num_frames(rendered)))
+        await self._append(rendered)
+
     async def _append(self, rendered: RenderedPrompt | None) -> None:
         if rendered is not None:
             self._num_frames += _num_frames(rendered)
@@ -378,8 +406,7 @@ class SoundSession:
         return self
 
     async def __anext__(self) -> SessionPiece:
-        expected = self._num_frames - self._live.opening.num_tokens + 1
-        if self._is_finished and self._num_tokens >= expected:
+        if self._is_finished and self._num_tokens >= self.num_expected:
             raise StopAsyncIteration
         piece = await anext(self._session)
         self._num_tokens += len(piece.token_ids)
@@ -388,17 +415,6 @@ class SoundSession:
     def close(self) -> None:
         """End the session; whoever iterates or appends is woken."""
         self._session.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _num_frames(rendered: RenderedPrompt) -> int:

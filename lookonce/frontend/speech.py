@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ import msgspec
 
 from lookonce.errors import BadRequestError, ModelLoadError
 from lookonce.frontend.frontend import Frontend
-from lookonce.frontend.generation import PromptGeneration, Sample, prepare
+from lookonce.frontend.generation import Piece, PromptGeneration, Sample, prepare
 from lookonce.frontend.receipt import reuse_receipt, usage
 from lookonce.frontend.transcript import (
     EncodedAudio,
@@ -40,7 +41,7 @@ from lookonce.frontend.transcript import (
 from lookonce.frontend.words import words_of
 from lookonce.render.families.speech import SpeechProcessing
 from lookonce.render.media.sound_files import SoundFile
-from lookonce.types.request import TokenLogprob
+from lookonce.types.request import RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import Alignment, SamplingParams, TokenRules
 
 TIME_PRECISION = 0.02
@@ -149,24 +150,56 @@ class _Result:
     """Those whose text was taken, for the usage."""
 
 
-class SpeechTranscription:
-    """One file, transcribed by an encoder-decoder."""
+class OneTranscription(ABC):
+    """One clip being transcribed: whose it is, and its requests to the engine."""
 
     def __init__(
         self,
         frontend: Frontend,
         audio: EncodedAudio,
         options: TranscriptionOptions,
+        *,
         tenant: str,
         cache_salt: str | None,
         on_tokens: Callable[[int], None],
+        on_generation: Callable[[PromptGeneration], None],
     ) -> None:
         self._frontend = frontend
-        self._on_tokens = on_tokens
         self._audio = audio
         self._options = options
         self._tenant = tenant
         self._cache_salt = cache_salt
+        self._on_tokens = on_tokens
+        self._on_generation = on_generation
+
+    @abstractmethod
+    def events(self) -> AsyncGenerator[TranscriptEvent, None]:
+        """Deltas, and at last the whole."""
+
+    def _begin(
+        self, rendered: RenderedPrompt, sampling: SamplingParams, *, limit_asked: bool = True
+    ) -> PromptGeneration:
+        generation = prepare(self._frontend, rendered, sampling, limit_asked=limit_asked)
+        self._on_generation(generation)
+        return generation
+
+    async def _pieces(self, generation: PromptGeneration) -> AsyncGenerator[Piece, None]:
+        """Raises `BadRequestError` where the generation was aborted by its request's id."""
+        try:
+            async with aclosing(generation.pieces()) as pieces:
+                async for piece in pieces:
+                    yield piece
+        finally:
+            self._on_tokens(generation.rendered.num_tokens + generation.completion_tokens)
+        if generation.aborted:
+            raise BadRequestError("the transcription was aborted by its request_id", code="aborted")
+
+
+class SpeechTranscription(OneTranscription):
+    """One file, transcribed by an encoder-decoder."""
+
+    def __init__(self, frontend: Frontend, *given: Any, **named: Any) -> None:
+        super().__init__(frontend, *given, **named)
         self._settings = read_settings(frontend.config.model.folder)
         family = frontend.renderer.speech
         assert family is not None, "the model is an encoder-decoder"
@@ -409,15 +442,12 @@ class SpeechTranscription:
             prompt, item, tenant=self._tenant, cache_salt=self._cache_salt
         )
         try:
-            generation = prepare(frontend, rendered, sampling)
+            generation = self._begin(rendered, sampling)
             self._result.generations.append(generation)
             sample = Sample()
-            try:
-                async with aclosing(generation.pieces()) as pieces:
-                    async for piece in pieces:
-                        sample.take(piece)
-            finally:
-                self._on_tokens(rendered.num_tokens + generation.completion_tokens)
+            async with aclosing(self._pieces(generation)) as pieces:
+                async for piece in pieces:
+                    sample.take(piece)
         finally:
             frontend.renderer.release(rendered)
         return sample, generation

@@ -14,8 +14,6 @@ EFFORT = "reasoning_effort"
 VERBOSITY = "verbosity"
 SWITCHES = ("enable_thinking", "thinking")
 """Variables that turn thinking on or off: Qwen3 and its kin; DeepSeek V3.1, Granite."""
-NAMES = frozenset({EFFORT, VERBOSITY, *SWITCHES})
-"""Every variable of templates that a field may become."""
 USUAL = {VERBOSITY: "medium"}
 """Values that ask for what happens anyway."""
 WORD = re.compile("[a-z]{1,16}")

@@ -52,7 +52,8 @@ class TranscriptionOptions:
     timestamps: frozenset[Granularity] = frozenset()
     logprobs: bool = False
     max_tokens: int | None = None
-    """Most tokens that a chat model writes; an encoder-decoder's windows limit themselves."""
+    """Most tokens that a chat model writes, a longer transcript fails; an encoder-decoder's windows
+    limit themselves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from lookonce.frontend.logprobs import TokenBytes
 from lookonce.frontend.responses import ReuseReceipt
 from lookonce.frontend.transcript import (
     TranscriptDelta,
     TranscriptDone,
     TranscriptSegment,
-    TranscriptWord,
 )
 from lookonce.types.request import TokenLogprob
 
 ResponseFormat = Literal["json", "text", "srt", "vtt", "verbose_json"]
-TokenBytes = Callable[[int], bytes]
 
 
 class LogprobEntry(msgspec.Struct):
@@ -209,15 +208,3 @@ def _segment(segment: TranscriptSegment) -> Segment:
         compression_ratio=segment.compression_ratio,
         no_speech_prob=segment.no_speech_prob,
     )
-
-
-__all__ = [
-    "ResponseFormat",
-    "TranscriptWord",
-    "delta_event",
-    "done_event",
-    "srt",
-    "transcription",
-    "verbose_transcription",
-    "vtt",
-]

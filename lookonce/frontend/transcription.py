@@ -16,10 +16,10 @@ import msgspec
 
 from lookonce.errors import BadRequestError, RequestError
 from lookonce.frontend.frontend import Frontend
-from lookonce.frontend.generation import PromptGeneration, Sample, prepare
+from lookonce.frontend.generation import PromptGeneration, Sample
 from lookonce.frontend.receipt import reuse_receipt, usage
 from lookonce.frontend.sampling_params import default_sampling
-from lookonce.frontend.speech import SpeechTranscription
+from lookonce.frontend.speech import OneTranscription, SpeechTranscription
 from lookonce.frontend.transcript import (
     EncodedAudio,
     Fallback,
@@ -62,11 +62,17 @@ class Transcriber:
     """Transcribes with the served model; one per process."""
 
     def __init__(
-        self, frontend: Frontend, on_tokens: Callable[[int], None] = lambda count: None
+        self,
+        frontend: Frontend,
+        on_tokens: Callable[[int], None] = lambda count: None,
+        on_generation: Callable[[PromptGeneration], None] = lambda generation: None,
     ) -> None:
-        """`on_tokens` is told the tokens of each prompt and answer, also of those cut short."""
+        """`on_tokens` is told the tokens of each prompt and answer, also of those cut short;
+        `on_generation` gets each request to the engine before it begins. Aborting one ends the
+        transcription with a `BadRequestError`."""
         self._frontend = frontend
         self._on_tokens = on_tokens
+        self._on_generation = on_generation
 
     async def transcribe(
         self,
@@ -83,8 +89,16 @@ class Transcriber:
         clip = audio if isinstance(audio, EncodedAudio) else EncodedAudio(audio)
         check_hears(self._frontend, options)
         hears_windows = self._frontend.renderer.speech is not None
-        kind = SpeechTranscription if hears_windows else _ChatTranscription
-        events = kind(self._frontend, clip, options, tenant, cache_salt, self._on_tokens).events()
+        kind: type[OneTranscription] = SpeechTranscription if hears_windows else _ChatTranscription
+        events = kind(
+            self._frontend,
+            clip,
+            options,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            on_tokens=self._on_tokens,
+            on_generation=self._on_generation,
+        ).events()
         async with aclosing(events):
             async for event in events:
                 yield event
@@ -103,24 +117,8 @@ def check_hears(frontend: Frontend, options: TranscriptionOptions) -> None:
 # --- audio chat models ------------------------------------------------------------------------
 
 
-class _ChatTranscription:
+class _ChatTranscription(OneTranscription):
     """One clip, as a chat with the model."""
-
-    def __init__(
-        self,
-        frontend: Frontend,
-        audio: EncodedAudio,
-        options: TranscriptionOptions,
-        tenant: str,
-        cache_salt: str | None,
-        on_tokens: Callable[[int], None],
-    ) -> None:
-        self._frontend = frontend
-        self._on_tokens = on_tokens
-        self._audio = audio
-        self._options = options
-        self._tenant = tenant
-        self._cache_salt = cache_salt
 
     async def events(self) -> AsyncGenerator[TranscriptEvent, None]:
         options = self._options
@@ -132,21 +130,31 @@ class _ChatTranscription:
             )
         rendered = await self._render()
         try:
-            generation = prepare(self._frontend, rendered, self._sampling(), limit_asked=False)
+            generation = self._begin(rendered, self._sampling(), limit_asked=False)
             sample, words = Sample(), _AnswerFilter(self._marker())
             text = TrimmedText()
-            try:
-                async with aclosing(generation.pieces()) as pieces:
-                    async for piece in pieces:
-                        sample.take(piece)
-                        added = text.push(words.push(piece.text))
-                        if added or piece.logprobs:
-                            yield TranscriptDelta(added, piece.token_ids, piece.logprobs)
-            finally:
-                self._on_tokens(rendered.num_tokens + generation.completion_tokens)
+            async with aclosing(self._pieces(generation)) as pieces:
+                async for piece in pieces:
+                    sample.take(piece)
+                    added = text.push(words.push(piece.text))
+                    if added or piece.logprobs:
+                        yield TranscriptDelta(added, piece.token_ids, piece.logprobs)
+            self._check_whole(generation, sample)
             yield self._done(generation, sample, text.whole)
         finally:
             self._frontend.renderer.release(rendered)
+
+    def _check_whole(self, generation: PromptGeneration, sample: Sample) -> None:
+        """Raises `BadRequestError` for a transcript that its limit has cut off: no field of the
+        answer could say so."""
+        most = self._options.max_tokens
+        if most == generation.completion_tokens and sample.finish_reason == "length":
+            raise BadRequestError(
+                f"the transcript is longer than the {most} tokens that are allowed with this key; "
+                "send shorter files",
+                param=self._audio.param,
+                code="transcript_too_long",
+            )
 
     def _done(self, generation: PromptGeneration, sample: Sample, text: str) -> TranscriptDone:
         longest = self._frontend.config.media.max_audio_seconds
@@ -218,7 +226,7 @@ def transcription_prompt(model_type: str, options: TranscriptionOptions) -> _Pro
         language = f"lang:{options.language}" if options.language else ""
         return _Prompt(answer_begins=f"{language}[TRANSCRIBE]")
     if model_type == "voxtral_realtime":
-        _refuse_instructions(options)
+        refuse_instructions(options)
         return _Prompt()
     if options.task == "transcribe" and model_type == "qwen3_asr":
         return _Prompt(system=options.prompt or None)
@@ -234,7 +242,7 @@ def transcription_prompt(model_type: str, options: TranscriptionOptions) -> _Pro
     return _Prompt(told)
 
 
-def _refuse_instructions(options: TranscriptionOptions) -> None:
+def refuse_instructions(options: TranscriptionOptions) -> None:
     """For a model that takes sound alone. It finds out the language itself: one that is named is
     what the answer says."""
     if options.task == "translate":

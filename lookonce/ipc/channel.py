@@ -86,6 +86,10 @@ class ClientLink(Protocol):
     def send(self, frames: Sequence[Buffer]) -> None:
         """Enqueue; returns at once. The frames' memory must not be written afterwards."""
 
+    def send_soon(self, frames: Sequence[Buffer]) -> None:
+        """As `send`, in its order, but at the end of this turn of the event loop: what many tasks
+        send in one turn is written at once."""
+
     def expect_fds(self, expected: bool) -> None:
         """Whether messages with descriptors may come from now on; at first none may.
 
@@ -174,7 +178,10 @@ class ClientChannel:
             nbytes = frames_nbytes(frames)
             self._in_flight.append((message.seq, nbytes))
             self._flow.take(nbytes)
-        self._link.send(frames)
+        if isinstance(message, ExtendSession):
+            self._link.send_soon(frames)
+        else:
+            self._link.send(frames)
 
     def link_up(self) -> None:
         self._up = True

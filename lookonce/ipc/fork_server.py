@@ -31,6 +31,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -100,6 +101,7 @@ def start_forked(
         answer, received, _, _ = socket.recv_fds(link, 32, 1)
         if len(received) != 1:
             raise ConnectionError
+        link.setblocking(False)
         return ForkedProcess(msgspec.msgpack.decode(answer, type=int), received[0], link)
     except (OSError, ProtocolError):
         link.close()
@@ -110,7 +112,10 @@ def start_forked(
 
 
 class ForkedProcess:
-    """A process of the fork server; the methods are those of `subprocess.Popen`."""
+    """A process of the fork server; the methods are those of `subprocess.Popen`.
+
+    Its end is seen at its pidfd; with what status, its parent, the fork server, tells soon after.
+    """
 
     def __init__(self, pid: int, pidfd: int, link: socket.socket) -> None:
         self.pid = pid
@@ -118,13 +123,17 @@ class ForkedProcess:
         self._lock = threading.Lock()
         self._pidfd = pidfd
         self._link = link
+        self._close = weakref.finalize(self, _close, pidfd, link)
+        """Called also where nobody has waited for the process."""
+        self._end_seen: float | None = None
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when the process ends; until its end is noticed."""
+        """A descriptor that becomes readable when the process ends; until its status is known."""
         return self._pidfd
 
     def poll(self) -> int | None:
-        """Its exit status once it has ended; negative: the signal that ended it."""
+        """Its exit status once it has ended and the status has been told; negative: the signal that
+        ended it. Never waits."""
         return self._ended(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
@@ -147,25 +156,45 @@ class ForkedProcess:
                     signal.pidfd_send_signal(self._pidfd, number)
 
     def _ended(self, timeout: float | None) -> int | None:
-        if self.returncode is None:
-            poll = select.poll()
-            poll.register(self._pidfd, select.POLLIN)
-            if poll.poll(None if timeout is None else timeout * 1e3):
-                with self._lock:
-                    self._take_status()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if self.returncode is None and _readable(self._pidfd, deadline):
+            if self._end_seen is None:
+                self._end_seen = time.monotonic()
+            last = self._end_seen + STATUS_SECONDS
+            _readable(self._link.fileno(), last if deadline is None else min(last, deadline))
+            with self._lock:
+                self._take_status(late=time.monotonic() >= last)
         return self.returncode
 
-    def _take_status(self) -> None:
+    def _take_status(self, *, late: bool) -> None:
+        """Take what the fork server has told, if it has; where it is `late`, nobody knows."""
         if self.returncode is not None:
             return
+        status = -signal.SIGKILL
         try:
-            self._link.settimeout(STATUS_SECONDS)
-            status = self._link.recv(32)
-            self.returncode = msgspec.msgpack.decode(status, type=int)
+            status = msgspec.msgpack.decode(self._link.recv(32), type=int)
+        except BlockingIOError:
+            if not late:
+                return
         except (OSError, msgspec.MsgspecError):
-            self.returncode = -signal.SIGKILL  # the fork server has ended too: nobody knows
-        self._link.close()
-        os.close(self._pidfd)
+            pass  # the fork server has ended too: nobody knows
+        self.returncode = status
+        self._close()
+
+
+def _close(pidfd: int, link: socket.socket) -> None:
+    link.close()
+    os.close(pidfd)
+
+
+def _readable(fd: int, deadline: float | None) -> bool:
+    """Whether a descriptor is readable, or closed by another thread, before `deadline`."""
+    if fd < 0:
+        return True
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+    return bool(poll.poll(None if left is None else left * 1e3))
 
 
 # --- the fork server --------------------------------------------------------------------------

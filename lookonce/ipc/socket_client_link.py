@@ -59,6 +59,10 @@ class SocketClientLink:
         if self._connection is not None:
             self._connection.send(message_pieces(frames))
 
+    def send_soon(self, frames: Sequence[Buffer]) -> None:
+        if self._connection is not None:
+            self._connection.send_soon(message_pieces(frames))
+
     def expect_fds(self, expected: bool) -> None:
         self._fds_expected = expected
         if self._connection is not None:
@@ -134,6 +138,8 @@ class _Connection:
         self._link = link
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader()
+        self._soon: list[Buffer] = []
+        """Pieces that are sent at the end of this turn of the loop."""
         self._unsent = SendQueue()
         self._writing = False
         """The loop calls `_write` when there is room."""
@@ -148,6 +154,23 @@ class _Connection:
 
     def send(self, pieces: Sequence[Buffer]) -> None:
         """Write what the socket takes now; the loop writes the rest."""
+        if self._soon:
+            self._send_collected()
+        self._send(pieces)
+
+    def send_soon(self, pieces: Sequence[Buffer]) -> None:
+        """As `send`, together with what else is sent in this turn of the loop."""
+        if not self._soon:
+            self._loop.call_soon(self._send_collected)
+        self._soon += pieces
+
+    def _send_collected(self) -> None:
+        pieces, self._soon = self._soon, []
+        if pieces and not self._closed:
+            is_short = sum(map(len, pieces)) <= SLICE_BYTES
+            self._send([b"".join(pieces)] if is_short else pieces)
+
+    def _send(self, pieces: Sequence[Buffer]) -> None:
         if not self._writing and len(pieces) == 1 and len(pieces[0]) <= SLICE_BYTES:
             try:
                 sent = self._link.send(pieces[0], DONTWAIT)

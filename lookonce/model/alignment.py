@@ -27,8 +27,8 @@ STD_FLOOR = 1e-12
 class _Wanted:
     alignment: Alignment
     num_prompt_tokens: int
-    weights: list[Tensor] = field(default_factory=list)
-    """[heads, tokens, positions] of each chunk so far."""
+    weights: dict[int, Tensor] = field(default_factory=dict)
+    """[heads, tokens, positions] of each chunk so far, by where it starts."""
 
 
 class Aligner:
@@ -72,13 +72,13 @@ class Aligner:
             if recording is None:
                 continue
             wanted = self._wanted[chunk.seq_id]
-            if chunk.start == 0:
-                wanted.weights.clear()  # computed again after a preemption
-            wanted.weights.append(recording.weights)
+            # A chunk may be computed again: after a preemption, or alone where its batch failed.
+            kept = {start: each for start, each in wanted.weights.items() if start < chunk.start}
+            wanted.weights = {**kept, chunk.start: recording.weights}
             if chunk.start + chunk.num_tokens >= wanted.num_prompt_tokens:
-                weights = torch.cat(wanted.weights, dim=1)[:, wanted.alignment.start :]
+                weights = torch.cat(list(wanted.weights.values()), dim=1)
+                weights = weights[:, wanted.alignment.start :]
                 aligned[chunk.seq_id] = aligned_positions(weights, wanted.alignment)
-                del self._wanted[chunk.seq_id]
         return aligned
 
 

@@ -14,12 +14,13 @@ import logging
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.model.encoder_runner import COMPUTE_ERRORS, EncoderRunner, to_tensor
-from lookonce.model.streaming_encoder import MAX_FRAMES, Stream, StreamingEncoder
+from lookonce.model.streaming_encoder import Stream, StreamingEncoder, runs_of
 from lookonce.types.media import Array
 from lookonce.types.step import DropTokens, NewSequence, ScheduledSequence
 
@@ -132,10 +133,10 @@ class FrameRows:
 
     def prepare(
         self, chunks: Sequence[ScheduledSequence], failed_items: Container[bytes]
-    ) -> dict[int, LookOnceError | None]:
+    ) -> dict[int, str | None]:
         """Encode what the chunks need, sessions in one run. Returns the sequences that cannot be
         computed, and why; None for those of an item that has failed."""
-        failed: dict[int, LookOnceError | None] = {}
+        failed: dict[int, str | None] = {}
         wanted: dict[int, int] = {}
         for chunk in chunks:
             end = chunk.start + chunk.num_tokens
@@ -145,7 +146,7 @@ class FrameRows:
                 if end > live.end:
                     wanted[chunk.seq_id] = end - live.end
             elif clip is not None and clip not in self._outputs:
-                missing = RequestFailedError("an encoder output is missing")
+                missing = "an encoder output is missing"
                 failed[chunk.seq_id] = None if clip in failed_items else missing
         if wanted:
             self._encode(wanted, failed)
@@ -154,29 +155,21 @@ class FrameRows:
                     self._live[chunk.seq_id].drop_before(chunk.start)
         return failed
 
-    def _encode(self, wanted: dict[int, int], failed: dict[int, LookOnceError | None]) -> None:
+    def _encode(self, wanted: dict[int, int], failed: dict[int, str | None]) -> None:
         """`wanted`: frames that each session must have encoded."""
-        left = {}
+        counts = {}
         for seq_id, count in wanted.items():
             waiting = self._live[seq_id].num_waiting
             if count > waiting:
-                failed[seq_id] = RequestFailedError("a frame of sound is missing")
+                failed[seq_id] = "a frame of sound is missing"
             else:
-                left[seq_id] = min(max(count, ENCODED_AHEAD), waiting)
-        while left:
-            room, run = MAX_FRAMES, {}
-            for seq_id, count in left.items():
-                if room <= 0:
-                    break
-                run[seq_id] = min(count, room)
-                room -= run[seq_id]
-            self._run(run, failed)
-            for seq_id, count in run.items():
-                left[seq_id] -= count
-                if not left[seq_id] or seq_id in failed:
-                    del left[seq_id]
+                counts[seq_id] = min(max(count, ENCODED_AHEAD), waiting)
+        for run in runs_of(counts):
+            going_on = {seq_id: count for seq_id, count in run.items() if seq_id not in failed}
+            if going_on:
+                self._run(going_on, failed)
 
-    def _run(self, counts: dict[int, int], failed: dict[int, LookOnceError | None]) -> None:
+    def _run(self, counts: dict[int, int], failed: dict[int, str | None]) -> None:
         """One run of the encoder; if it fails, each session alone, so that only faulty ones end."""
         try:
             work = [
@@ -184,6 +177,7 @@ class FrameRows:
                 for seq_id, count in counts.items()
             ]
             outputs = self._encoder.encode(work)
+            all_finite = bool(outputs.isfinite().all())
         except torch.AcceleratorError:
             raise  # the device is lost, not the session
         except COMPUTE_ERRORS as error:
@@ -193,16 +187,13 @@ class FrameRows:
                     self._run({seq_id: count}, failed)
             else:
                 reason = f"the audio could not be encoded ({type(error).__name__})"
-                failed[next(iter(counts))] = RequestFailedError(reason)
+                failed[next(iter(counts))] = reason
             return
-        finite = torch.stack([rows.isfinite().all() for rows in outputs]).tolist()
-        for seq_id, rows, is_finite in zip(counts, outputs, finite, strict=True):
-            if is_finite:
+        for seq_id, rows in zip(counts, torch.split(outputs, list(counts.values())), strict=True):
+            if all_finite or bool(rows.isfinite().all()):
                 self._live[seq_id].store(rows.clone())  # not a view of the whole run
             else:
-                failed[seq_id] = RequestFailedError(
-                    "the audio could not be encoded: the output is not finite"
-                )
+                failed[seq_id] = "the audio could not be encoded: the output is not finite"
 
     def _frames_of(self, seq_id: int, count: int) -> Tensor:
         return self._live[seq_id].peek(count).to(self._encoder.device, self._dtype)
@@ -210,7 +201,7 @@ class FrameRows:
     def rows(self, chunks: Sequence[ScheduledSequence]) -> tuple[Tensor, Tensor] | None:
         """Rows [N, H] and the indices [N] of their tokens among those of all chunks."""
         parts: list[Tensor] = []
-        spans: list[tuple[int, int]] = []
+        spans: list[NDArray[np.int64]] = []
         first = 0
         for chunk in chunks:
             start, end = chunk.start, chunk.start + chunk.num_tokens
@@ -220,9 +211,9 @@ class FrameRows:
             elif clip is not None:
                 parts.append(self._outputs.output(clip)[start:end])
             if live is not None or clip is not None:
-                spans.append((first, first + chunk.num_tokens))
+                spans.append(np.arange(first, first + chunk.num_tokens))
             first += chunk.num_tokens
         if not parts:
             return None
-        at = torch.cat([torch.arange(*span) for span in spans])
+        at = torch.from_numpy(np.concatenate(spans))
         return torch.cat(parts), at.to(self._encoder.device)

@@ -39,7 +39,7 @@ class InputBatch:
         """[row]; from this index on, a token's position is its index plus `tail_deltas[row]`."""
         self.tail_deltas = np.zeros(max_num_seqs, np.int64)
         """Without mrope it is above 0 only in live sessions that have dropped tokens."""
-        self.num_dropped = np.zeros(max_num_seqs, np.int64)
+        self.num_dropped = [0] * max_num_seqs
         """[row]; tokens that the sequence has lost."""
         self._block_size = block_size
         self._num_blocks = [0] * max_num_seqs

@@ -100,8 +100,8 @@ def prove_media(
 ) -> float:
     """Compare prompts with media, after `prove`; sets what of `family` depends on them.
 
-    Each item is encoded alone. Prompts are cut inside their items and not; if both differ from
-    transformers, items are taken to attend to themselves in both directions, and are not cut.
+    Each item is encoded alone. Prompts are cut inside their items, and not; if either way differs
+    from transformers, items are taken to attend to themselves in both directions, and are not cut.
     Raises `ModelLoadError` as `prove` does.
     """
     if not examples:
@@ -140,9 +140,10 @@ def _prompt(family: GeneralTextFamily, length: int, seed: int) -> ProofPrompt:
     """Random tokens without those of media."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, family.vocab_size, (length,), generator=generator)
-    reserved = torch.tensor(sorted(family.reserved_tokens), dtype=ids.dtype)
+    reserved = family.reserved_tokens
     free = next(token for token in range(family.vocab_size) if token not in reserved)
-    return ProofPrompt(torch.where(torch.isin(ids, reserved), free, ids))
+    is_reserved = torch.isin(ids, torch.tensor(sorted(reserved), dtype=ids.dtype))
+    return ProofPrompt(torch.where(is_reserved, free, ids))
 
 
 def _media_prompt(
@@ -274,6 +275,8 @@ def _our_logits(
 
 
 class Chunk(NamedTuple):
+    """The part of a prompt that one step computes."""
+
     number: int
     """The prompt's number."""
     prompt: ProofPrompt

@@ -148,7 +148,7 @@ class Runner:
             return
         row = self._batch.row_of(extension.seq_id)
         self._batch.extend(extension)
-        start = extension.start + int(self._batch.num_dropped[row])
+        start = extension.start + self._batch.num_dropped[row]
         self._sampler.extend(extension.seq_id, start, extension.token_ids)
 
     def _drop(self, change: DropTokens) -> None:
@@ -189,9 +189,9 @@ class Runner:
     ) -> list[ScheduledSequence]:
         """The sequences for which every row of sound is at hand; the others fail."""
         failed = frame_rows.prepare(scheduled, failed_items)
-        for seq_id, error in failed.items():
-            if error is not None:
-                output.fail(seq_id, error.message)
+        for seq_id, reason in failed.items():
+            if reason is not None:
+                output.fail(seq_id, reason)
         return [chunk for chunk in scheduled if chunk.seq_id not in failed]
 
     def _keys_read(self, chunk: ScheduledSequence) -> list[bytes]:
@@ -236,9 +236,9 @@ class Runner:
         if not sampled:
             return
         positions = [chunk.start + chunk.num_tokens for chunk in sampled]
+        num_dropped, row_of = self._batch.num_dropped, self._batch.row_of
         drawn_at = [
-            at + int(self._batch.num_dropped[self._batch.row_of(seq_id)])
-            for seq_id, at in zip(seq_ids, positions, strict=True)
+            at + num_dropped[row_of(seq_id)] for seq_id, at in zip(seq_ids, positions, strict=True)
         ]
         sampled_tokens = self._sampler.sample(logits, seq_ids, drawn_at)
         self._batch.write_tokens(seq_ids, positions, sampled_tokens.token_ids)

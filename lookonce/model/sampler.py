@@ -3,8 +3,8 @@
 Plain greedy rows cost one `max` and one read-back; every other feature touches only the rows that
 use it. A random draw is an inverse-CDF lookup with one uniform number per row. That number depends
 on (seed, position) alone, so a seeded request gets the same tokens in any batch and after a
-preemption. The order of operations is vLLM's: allowed tokens, minimum tokens, logit
-bias, penalties, grammar, temperature, min-p, top-k, top-p.
+preemption. The order of operations is vLLM's: allowed tokens, minimum tokens, logit bias,
+penalties, grammar, temperature, min-p, top-k, top-p. A speech model's rules come after the grammar.
 """
 
 from __future__ import annotations

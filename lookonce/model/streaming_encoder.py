@@ -2,7 +2,8 @@
 
 What the encoder must remember of a sound is a `Stream`:
 
-    convolutions   the last inputs of each convolution
+    convolutions   the last inputs of each convolution, in a row (`slot`) of tensors that all
+                   streams share
     attention      keys and values of the positions that are still within the sliding window, in
                    pages of a pool that all streams share
 
@@ -18,12 +19,13 @@ frames of any number of streams, one after the other without padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import gt
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lookonce.model.attention.backend import (
@@ -81,32 +83,42 @@ class FrameEncoder(Protocol):
         ...
 
 
+def runs_of(counts: Mapping[int, int]) -> Iterator[dict[int, int]]:
+    """Sound → its frames, cut into runs of at most `MAX_FRAMES` frames in all."""
+    left = {sound: count for sound, count in counts.items() if count}
+    while left:
+        room, run = MAX_FRAMES, {}
+        for sound, count in left.items():
+            if room:
+                run[sound] = min(count, room)
+                room -= run[sound]
+        yield run
+        left = {
+            sound: count - run.get(sound, 0)
+            for sound, count in left.items()
+            if count > run.get(sound, 0)
+        }
+
+
 class Stream:
     """What the encoder remembers of one sound; made by `StreamingEncoder.open`."""
 
-    __slots__ = ("blocks", "conv_state", "origin", "position")
+    __slots__ = ("blocks", "origin", "position", "slot")
 
-    def __init__(self, conv_state: ConvState) -> None:
-        self.conv_state = conv_state
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
         self.blocks: list[int] = []
         self.origin = 0
         self.position = 0
 
 
 class StreamingEncoder:
-    """Encodes frames of many streams in one run. `window` is another than the encoder's in tests
-    of what depends on it."""
+    """Encodes frames of many streams in one run."""
 
-    def __init__(
-        self,
-        family: FrameEncoder,
-        dtype: torch.dtype,
-        device: torch.device,
-        window: int | None = None,
-    ) -> None:
+    def __init__(self, family: FrameEncoder, dtype: torch.dtype, device: torch.device) -> None:
         self._family, self.device = family, device
         self.shape = shape = family.encoder_shape
-        self.window = shape.window if window is None else window
+        self.window = shape.window
         features = AttentionFeatures(dtype, shape.head_dim, sliding_window=True)
         self._backend: AttentionBackend = select_backend(device, features)
         self._block_size = self._backend.default_block_size
@@ -116,6 +128,7 @@ class StreamingEncoder:
         self._pages = KVPages(self._layout, self._pages_of(MAX_FRAMES), device)
         self._free = list(range(self._pages.num_blocks))
         self._metadata = _MetadataBuffers(self._block_size, device)
+        self._conv_states = _ConvStates(family.initial_conv_state())
 
     def _pages_of(self, num_frames: int) -> int:
         """Pages of a stream that takes so many frames at once."""
@@ -128,37 +141,36 @@ class StreamingEncoder:
         return self._pages.num_blocks - len(self._free)
 
     def open(self) -> Stream:
-        return Stream(self._family.initial_conv_state())
+        return Stream(self._conv_states.take())
 
     def close(self, stream: Stream) -> None:
-        """Give back the pages of a stream that hears no more."""
+        """Give back what a stream that hears no more holds."""
+        self._conv_states.give(stream.slot)
         self._free += stream.blocks
         stream.blocks = []
 
-    def encode(self, work: Sequence[tuple[Stream, Tensor]]) -> list[Tensor]:
-        """Rows [n, H] for the next frames [n, *frame shape] of each stream, n >= 1.
+    def encode(self, work: Sequence[tuple[Stream, Tensor]]) -> Tensor:
+        """Rows [N, H] for the next frames [n, *frame shape] of each stream, n >= 1, in their order.
 
         At most `MAX_FRAMES` frames in all. A stream is changed only once all are encoded, so after
         an error the same frames can be encoded again.
         """
         hidden, conv_states = self._convolve(work)
-        counts = [len(frames) for _, frames in work]
-        steps = [count * self.shape.positions_per_frame for count in counts]
         streams = [stream for stream, _ in work]
+        steps = [len(frames) * self.shape.positions_per_frame for _, frames in work]
         for stream, step in zip(streams, steps, strict=True):
             self._grow(stream, step)
-        positions = torch.cat(
-            [torch.arange(s.position, s.position + n) for s, n in zip(streams, steps, strict=True)]
-        )
+        positions = torch.from_numpy(_positions([s.position for s in streams], steps))
         metadata = self._metadata.build(streams, steps)
         context = ForwardContext(metadata, self._backend, self._pages)
-        rows = self._family.attend(torch.cat(hidden), positions.to(self.device), context)
+        rows = self._family.attend(hidden, positions.to(self.device), context)
         self._metadata.mark()
-        for stream, step, state in zip(streams, steps, conv_states, strict=True):
+        for slots, state in conv_states:
+            self._conv_states.write(slots, state)
+        for stream, step in zip(streams, steps, strict=True):
             stream.position += step
-            stream.conv_state = state
             self._drop_behind(stream)
-        return list(torch.split(rows, counts))
+        return rows
 
     def encode_whole(self, sounds: Sequence[Tensor]) -> list[Tensor]:
         """Rows [n, H] of each sound, given from beginning to end, [n, *frame shape]."""
@@ -166,40 +178,42 @@ class StreamingEncoder:
         parts: list[list[Tensor]] = [[] for _ in sounds]
         done = [0] * len(sounds)
         try:
-            while True:
-                picked, work, left = [], [], MAX_FRAMES
-                for index, sound in enumerate(sounds):
-                    count = min(left, len(sound) - done[index])
-                    if count:
-                        picked.append(index)
-                        work.append((streams[index], sound[done[index] : done[index] + count]))
-                        left -= count
-                if not work:
-                    return [torch.cat(rows) for rows in parts]
-                for index, rows in zip(picked, self.encode(work), strict=True):
+            for run in runs_of({index: len(sound) for index, sound in enumerate(sounds)}):
+                work = [
+                    (streams[index], sounds[index][done[index] : done[index] + count])
+                    for index, count in run.items()
+                ]
+                rows_of_each = torch.split(self.encode(work), list(run.values()))
+                for index, rows in zip(run, rows_of_each, strict=True):
                     parts[index].append(rows)
                     done[index] += len(rows)
+            return [torch.cat(rows) for rows in parts]
         finally:
             for stream in streams:
                 self.close(stream)
 
     def _convolve(
         self, work: Sequence[tuple[Stream, Tensor]]
-    ) -> tuple[list[Tensor], list[ConvState]]:
-        """Streams with equally many frames in one call: in most runs all have one."""
-        hidden: list[Tensor | None] = [None] * len(work)
-        states: list[ConvState | None] = [None] * len(work)
+    ) -> tuple[Tensor, list[tuple[Tensor, ConvState]]]:
+        """Inputs of the first layer [P, E] in the order of `work`, and the states after them by
+        slots. Streams with equally many frames are in one call: in most runs all have one."""
         by_length: dict[int, list[int]] = {}
         for index, (_, frames) in enumerate(work):
             by_length.setdefault(len(frames), []).append(index)
+        parts, after = [], []
         for indices in by_length.values():
             given = torch.stack([work[index][1] for index in indices])
-            before = zip(*(work[index][0].conv_state for index in indices), strict=True)
-            out, after = self._family.convolve(given, tuple(torch.stack(part) for part in before))
-            for row, index in enumerate(indices):
-                hidden[index] = out[row]
-                states[index] = tuple(part[row].clone() for part in after)
-        return [each for each in hidden if each is not None], [s for s in states if s is not None]
+            slots = torch.tensor([work[index][0].slot for index in indices], device=self.device)
+            out, states = self._family.convolve(given, self._conv_states.read(slots))
+            parts.append(out)
+            after.append((slots, states))
+        if len(parts) == 1:
+            return parts[0].flatten(0, 1), after
+        hidden: list[Tensor] = [parts[0]] * len(work)
+        for indices, out in zip(by_length.values(), parts, strict=True):
+            for index, each in zip(indices, out.unbind(), strict=True):
+                hidden[index] = each
+        return torch.cat(hidden), after
 
     def _grow(self, stream: Stream, num_positions: int) -> None:
         end = stream.position + num_positions - stream.origin
@@ -227,6 +241,47 @@ class StreamingEncoder:
             self._free += stream.blocks[:passed]
             del stream.blocks[:passed]
             stream.origin += passed * self._block_size
+
+
+def _positions(starts: Sequence[int], steps: Sequence[int]) -> NDArray[np.int64]:
+    """[P] `start`, `start + 1`, … of each stream, `steps` of them."""
+    counts = np.asarray(steps, np.int64)
+    before = np.cumsum(counts) - counts
+    found: NDArray[np.int64] = np.repeat(np.asarray(starts, np.int64) - before, counts)
+    return found + np.arange(len(found))
+
+
+class _ConvStates:
+    """The convolutions' last inputs of all streams: for each convolution [slots, channels, inputs],
+    with twice as many slots when all are taken."""
+
+    def __init__(self, initial: ConvState) -> None:
+        self._initial = initial
+        self._states = tuple(each[None].clone() for each in initial)
+        self._free = [0]
+
+    @torch.inference_mode()
+    def take(self) -> int:
+        """A slot with the state of a sound that has not begun."""
+        if not self._free:
+            count = len(self._states[0])
+            self._states = tuple(torch.cat((each, each)) for each in self._states)
+            self._free += range(count, 2 * count)
+        slot = self._free.pop()
+        for states, initial in zip(self._states, self._initial, strict=True):
+            states[slot] = initial
+        return slot
+
+    def give(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def read(self, slots: Tensor) -> ConvState:
+        return tuple(states[slots] for states in self._states)
+
+    @torch.inference_mode()
+    def write(self, slots: Tensor, after: ConvState) -> None:
+        for states, new in zip(self._states, after, strict=True):
+            states[slots] = new
 
 
 class _MetadataBuffers:

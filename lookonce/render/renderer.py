@@ -66,7 +66,7 @@ from lookonce.render.prompt.messages import (
 )
 from lookonce.render.prompt.placeholders import match_placeholders, place_media, place_sound
 from lookonce.render.prompt.token_cache import TokenCache
-from lookonce.types.media import Array, Modality, ProcessedItem, feature_at
+from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
 from lookonce.types.request_validation import check_prompt_length, check_token_ids
 from lookonce.types.sampling import SamplingParams
@@ -290,9 +290,9 @@ class Renderer:
         cache_salt: str | None = None,
     ) -> RenderedPrompt:
         """A decoder's prompt, with the one input that it cross-attends to."""
-        feature = feature_at(item.key, item.modality, item.expansion, 0)
-        scope = scope_digest(tenant, cache_salt)
-        return RenderedPrompt(token_ids, (feature,), [item], scope, tenant=tenant)
+        rendered = place_sound(token_ids, item)
+        rendered.scope, rendered.tenant = scope_digest(tenant, cache_salt), tenant
+        return rendered
 
     def injected(
         self,
@@ -433,6 +433,7 @@ class LiveSoundPrompt:
         self._scope, self._tenant = scope, tenant
         self.sampling_rate = family.sampling_rate
         """Hz of the samples that `push` takes."""
+        self.frame_seconds = family.frame_samples / family.sampling_rate
         opening = self._sound.push(np.zeros(0, np.float32))
         self.opening = RenderedPrompt(
             family.whole_prompt, scope=scope, tenant=tenant, frames=opening
@@ -444,13 +445,27 @@ class LiveSoundPrompt:
         return self._rendered(self._sound.push(samples))
 
     def finish(self) -> RenderedPrompt | None:
-        """The silence after the sound, in which its last words are written."""
+        """The silence after the sound, in which its last words are written; more may follow."""
         return self._rendered(self._sound.finish())
 
     def _rendered(self, frames: Array | None) -> RenderedPrompt | None:
         if frames is None:
             return None
         return RenderedPrompt([], scope=self._scope, tenant=self._tenant, frames=frames)
+
+
+def preloaded_encoder(model: ModelConfig) -> PromptEncoder:
+    """The encoder for `open_renderer`, made before processes are forked that share its memory.
+
+    Raises `ModelLoadError`.
+    """
+    family = load_family(Path(model.folder), model.dtype)
+    return load_encoder(model.folder, None, _in_prompt(family))
+
+
+def _in_prompt(family: ProcessorFamily | None) -> ProcessorFamily | None:
+    """None where items have no tokens in the prompt."""
+    return None if family is None or family.encoder_decoder else family
 
 
 @asynccontextmanager
@@ -463,17 +478,20 @@ async def open_renderer(
     chat_template: str | None = None,
     max_model_len: int | None = None,
     share: ServerShare | None = None,
+    encoder: PromptEncoder | None = None,
 ) -> AsyncIterator[Renderer]:
     """Load the tokenizer and, for a model with media, start the worker pool.
 
-    `chat_template` is a file's path. Raises `ModelLoadError` or `ConfigError`.
+    `chat_template` is a file's path; `encoder` is `preloaded_encoder`'s for this model, if that was
+    called. Raises `ModelLoadError` or `ConfigError`.
     """
     share = ServerShare() if share is None else share
     family = load_family(Path(model.folder), model.dtype)
-    in_prompt = None if family is None or family.encoder_decoder else family
-    encoder = await asyncio.to_thread(
-        load_encoder, model.folder, chat_template, in_prompt, share.weights
-    )
+    if encoder is None or chat_template is not None:
+        encoder = await asyncio.to_thread(
+            load_encoder, model.folder, chat_template, _in_prompt(family)
+        )
+    encoder = encoder.with_weights(share.weights)
     async with AsyncExitStack() as stack:
         resolver = None
         if family is not None:

@@ -27,10 +27,8 @@ def audit(event: str, scope: Scope, **fields: Any) -> None:
     """Write one line; `event` is a word. What is None or empty is left out."""
     principal: Principal | None = scope["state"].get("principal")
     client = scope.get("client")
-    # `stacklevel`: each caller has its own budget of lines.
     logger.info(
         event,
-        stacklevel=2,
         extra={
             "event": event,
             "tenant": None if principal is None else principal.tenant,

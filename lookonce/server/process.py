@@ -22,6 +22,7 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,9 @@ from lookonce.engine.process_io import ProgressPipe, Serving, StartFailed
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.engine.supervisor.socket_folder import joined_socket_folder
 from lookonce.errors import ConfigError, DrainingError, ModelLoadError, error_to_wire
-from lookonce.render.families.registry import load_family
-from lookonce.render.prompt.encoder import load_encoder
+from lookonce.render.media.fetch import fetch_ssl_context
+from lookonce.render.prompt.encoder import PromptEncoder
+from lookonce.render.renderer import preloaded_encoder
 from lookonce.server.http.app import WEBSOCKETS, build_app
 from lookonce.server.http.connections import (
     Acceptor,
@@ -71,6 +73,8 @@ TICKS_PER_SWEEP = 10
 TRIM_BYTES = 64 << 20
 """After so many bytes were received freed memory is given back to the system: bodies, abandoned
 ones too, would leave it in pieces that stay with this process."""
+REST_BYTES, REST_CONNECTIONS = 1 << 20, 128
+"""So many bytes received or connections ended are enough where nothing comes any more."""
 CUT_OFF_SECONDS = 2.0
 """For requests that are cut off to tell their clients."""
 ENGINE_SECONDS = 10.0
@@ -112,6 +116,10 @@ class ApiServer(uvicorn.Server):
         self._connections = connections or Connections(ConnectionConfig())
         self._tls = tls
         self._on_serving = on_serving
+        self._traffic_before = self._rested = self._connections.traffic
+        """At the last sweep, and when memory was given back at rest."""
+        self._trimmed = 0
+        """Bytes that had been received when memory was given back."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -146,10 +154,21 @@ class ApiServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS_PER_SWEEP == 0:
             self._connections.sweep(asyncio.get_running_loop().time())
-            if self._connections.num_received >= TRIM_BYTES:
-                self._connections.num_received = 0
-                await asyncio.to_thread(give_memory_back)
+            await self._give_memory_back()
         return await super().on_tick(counter)
+
+    async def _give_memory_back(self) -> None:
+        """Where enough was received since the last time, and where less was and no more comes."""
+        seen = self._connections.traffic
+        rests, self._traffic_before = seen == self._traffic_before, seen
+        received, ended = seen[0] - self._rested[0], seen[1] - self._rested[1]
+        if rests and (received >= REST_BYTES or ended >= REST_CONNECTIONS):
+            gc.collect()  # requests that were cut off are cycles
+            self._rested = seen
+        elif seen[0] - self._trimmed < TRIM_BYTES:
+            return
+        self._trimmed = seen[0]
+        await asyncio.to_thread(give_memory_back)
 
 
 def api_server(
@@ -157,15 +176,17 @@ def api_server(
 ) -> ApiServer:
     """The server of `app` as its configuration says. Raises `ConfigError`."""
     config = services.config.server
-    connections = Connections(config.connections, counts=services.metrics.counts)
+    connections = Connections(config.connections, services.metrics.counts, config.root_path)
     tls = None
     if config.ssl_certfile is not None:
         tls = tls_context(config.ssl_certfile, config.ssl_keyfile)
     return ApiServer(app, connections, tls, on_serving)
 
 
-async def serve(start: ApiStart, progress: ProgressPipe) -> None:
-    """Serve until SIGTERM, then drain."""
+async def serve(
+    start: ApiStart, progress: ProgressPipe, encoder: PromptEncoder | None = None
+) -> None:
+    """Serve until SIGTERM, then drain. `encoder` is what this process was forked with."""
     began = time.monotonic()
     with joined_socket_folder(start.config.channel.address):
         async with open_services(
@@ -173,6 +194,7 @@ async def serve(start: ApiStart, progress: ProgressPipe) -> None:
             index=start.index,
             restarted=start.restarted,
             fork_server=Path(start.fork_server) if start.fork_server else None,
+            encoder=encoder,
         ) as services:
             logger.info("the renderer is ready")
             app = build_app(services, websockets=WEBSOCKETS)
@@ -306,14 +328,14 @@ class DrainOnSignal:
 
 
 def preloaded(settings: Mapping[str, Any]) -> Callable[[], None]:
-    """`main` for processes that are forked from this one, with `model` of a configuration: what the
-    tokenizer and the template need is imported here. Raises `ModelLoadError`."""
-    model = msgspec.convert(settings["model"], ModelConfig)
-    load_encoder(model.folder, None, load_family(Path(model.folder), model.dtype))
-    return main
+    """`main` for processes that are forked from this one, with `model` of a configuration: the
+    tokenizer, the template and the certificates for fetching media are loaded here, once for all.
+    Raises `ModelLoadError`."""
+    fetch_ssl_context()
+    return partial(main, preloaded_encoder(msgspec.convert(settings["model"], ModelConfig)))
 
 
-def main() -> None:
+def main(encoder: PromptEncoder | None = None) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):  # the parent gets them too, and decides
         signal.signal(number, signal.SIG_IGN)
     start = msgspec.json.decode(_first_line(), type=ApiStart)
@@ -323,7 +345,7 @@ def main() -> None:
     logger.info("opening %s", start.config.model.folder)
     progress = ProgressPipe(sys.stdout.fileno())
     try:
-        uvloop.run(serve(start, progress))
+        uvloop.run(serve(start, progress, encoder))
     except (ConfigError, ModelLoadError) as error:
         progress.tell(StartFailed(error_to_wire(error)))
         sys.exit(EXIT_REFUSED)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lookonce.config import SessionConfig
-from lookonce.errors import QueueFullError
+from lookonce.errors import QueueFullError, TooLargeError
 from lookonce.render.media.vad import VoiceDetectors
 from lookonce.types.counts import Counts
 
@@ -34,6 +34,24 @@ class ByteBudget:
         if self.parent is not None:
             self.parent.give(nbytes)
 
+    @contextmanager
+    def taken(self, nbytes: int) -> Iterator[None]:
+        """Around what holds so many bytes. Raises `TooLargeError`."""
+        if not self.take(nbytes):
+            raise full_error("copying the sound for the model")
+        try:
+            yield
+        finally:
+            self.give(nbytes)
+
+
+def full_error(what: str) -> TooLargeError:
+    return TooLargeError(
+        f"{what} would make this session, or all of them, hold more than they may: delete items, "
+        "or clear the sound",
+        code="session_full",
+    )
+
 
 class RealtimeSessions:
     """Lets tenants open sessions, up to a limit for each and one for all."""
@@ -52,6 +70,10 @@ class RealtimeSessions:
         self._held: dict[str, int] = {}
         self._open = counts.count("realtime_sessions", gauge=True)
         self._opened = counts.count("realtime_sessions_total")
+
+    def copies(self) -> ByteBudget:
+        """For the copies of one session's sound that the model is given."""
+        return ByteBudget(self.config.max_bytes, self.budget)
 
     @property
     def num_open(self) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -21,18 +22,21 @@ from lookonce.errors import (
     DrainingError,
     EngineDeadError,
     ForbiddenError,
+    LookOnceError,
     ModelNotFoundError,
     NotReadyError,
     UnauthorizedError,
 )
 from lookonce.frontend.frontend import Frontend, engine_client, limits_learned, open_frontend
 from lookonce.render.media.vad import VoiceDetectors
+from lookonce.render.prompt.encoder import PromptEncoder
 from lookonce.render.readonly import ReadOnlyRenderer, open_readonly
 from lookonce.server.api_process_peers import AbortPeers, ProcessState
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.unknown_fields import UnknownFields
 from lookonce.server.rate_limits import NO_LIMITS, RateLimits, RequestUsage
 from lookonce.server.realtime_sessions import RealtimeSessions
+from lookonce.server.response_store import ResponseStore, open_response_store
 from lookonce.server.shared_counts import SharedCounts
 from lookonce.types.counts import Counts, Values
 from lookonce.types.fair_queue import TenantWeights
@@ -43,6 +47,8 @@ if TYPE_CHECKING:
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 """Before the API key that the client of a WebSocket offers as a subprotocol."""
 
+MAX_WAIT_SECONDS = 3600.0
+"""After which it is looked again whether a key has expired: the clock may have been set."""
 Abort = Callable[[], Awaitable[None]]
 """Ends one request of this process."""
 
@@ -75,6 +81,8 @@ class KeyRing:
         """`now` is the Unix time, for keys that expire."""
         self._anyone = Principal(inject=allow_injection, admin=True)
         self._now = now
+        self._changed = asyncio.Event()
+        """Set when other keys are accepted; each set of keys has an event of its own."""
         self.replace(keys)
 
     @classmethod
@@ -82,8 +90,27 @@ class KeyRing:
         return cls(config.api_keys, allow_injection=config.allow_injection)
 
     def replace(self, keys: tuple[ApiKey, ...]) -> None:
-        """Accept these keys from now on. Requests that are running are not disturbed."""
+        """Accept these keys from now on. Requests that are running are not disturbed; sessions of
+        other keys end."""
         self._keys = [(bytes.fromhex(key.digest), key, _principal(key)) for key in keys]
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def wait_refused(self, principal: Principal) -> None:
+        """Returns once the key that a principal came with is not accepted any more."""
+        while (left := self._seconds_accepted(principal)) > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left, MAX_WAIT_SECONDS)):
+                    await self._changed.wait()
+
+    def _seconds_accepted(self, principal: Principal) -> float:
+        """How long the key that a principal came with is still accepted; 0: no more."""
+        if not self._keys:
+            return math.inf  # everybody is served
+        known = next((key for _, key, _ in self._keys if key.digest == principal.key), None)
+        if known is None:
+            return 0.0
+        return math.inf if known.expires is None else known.expires - self._now()
 
     def principal(self, scope: Scope) -> Principal:
         """Of the request's key. Raises `UnauthorizedError`."""
@@ -213,6 +240,8 @@ class Services(Frontend):
     running: RunningRequests = field(default_factory=RunningRequests)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     realtime: RealtimeSessions = field(default_factory=RealtimeSessions)
+    responses: ResponseStore | None = None
+    """Stored responses and conversations; None: nothing is stored."""
     rates: RateLimits | None = None
     """Limits of tenants and keys; None: there are none."""
     shared_counts: SharedCounts | None = None
@@ -236,6 +265,13 @@ class Services(Frontend):
         if self.shared_counts is None:
             return self.metrics.counts.read()
         return await asyncio.to_thread(self.shared_counts.sums)
+
+    async def engine_stats(self) -> dict[str, float]:
+        """What the engine counts; nothing where it is dead."""
+        try:
+            return await self.engine.stats()
+        except LookOnceError:
+            return {}
 
     async def abort(self, tenant: str, request_ids: list[str]) -> list[str]:
         """Abort a tenant's requests in whatever API process they run; the ids that were running."""
@@ -315,12 +351,18 @@ def open_rates(
 
 @asynccontextmanager
 async def open_services(
-    config: Config, *, index: int = 0, restarted: bool = False, fork_server: Path | None = None
+    config: Config,
+    *,
+    index: int = 0,
+    restarted: bool = False,
+    fork_server: Path | None = None,
+    encoder: PromptEncoder | None = None,
 ) -> AsyncIterator[Services]:
     """Connected to the engine, which may still be loading. Raises `ModelLoadError`.
 
     `index` is this process's number among the server's API processes. One that is `restarted` does
-    not wait for its first media worker, which takes as long as all else together.
+    not wait for its first media worker, which takes as long as all else together. `encoder` is the
+    model's, if it is loaded already.
     """
     folder = Path(config.channel.address).parent
     running = RunningRequests()
@@ -339,6 +381,7 @@ async def open_services(
                 counts,
                 wait_for_worker=not restarted,
                 fork_server=fork_server,
+                encoder=encoder,
                 weights=weights,
             ) as frontend,
             open_readonly(
@@ -352,6 +395,7 @@ async def open_services(
             open_readonly(frontend.renderer, config.media) as warmup_renderer,
             AbortPeers(folder, index, config.server.api_processes, running.abort) as abort_peers,
             VoiceDetectors() as detectors,
+            open_response_store(config.server.responses, folder) as responses,
         ):
             services = Services(
                 config=config,
@@ -368,6 +412,7 @@ async def open_services(
                 running=running,
                 unknown_fields=UnknownFields(strict=config.server.strict_requests),
                 realtime=RealtimeSessions(config.server.sessions, counts, detectors),
+                responses=responses,
                 rates=rates,
                 shared_counts=shared,
                 abort_peers=abort_peers,

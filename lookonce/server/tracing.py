@@ -5,9 +5,8 @@
                                    Tracer.end ─▶ FinishedTrace ─▶ `otlp.OtlpExporter`'s thread
 
 The engine's times come with the first delta of each prompt (`PrefillTimes`, the same clock), so the
-engine knows nothing of traces. A span is a tuple until the exporter's thread makes it: a request
-costs its own process some 20 µs. Media hosts are strangers: what is fetched from them gets no
-`traceparent`.
+engine knows nothing of traces. Spans are put together when a request has ended, and encoded in the
+exporter's thread. Media hosts are strangers: what is fetched from them gets no `traceparent`.
 
 Context as W3C Trace Context says (Recommendation of 2021-11-23): `traceparent` and `tracestate` in,
 `traceresponse` (level 2, draft) out.
@@ -34,7 +33,9 @@ if TYPE_CHECKING:
     from lookonce.server.routes.serving_base import ServingContext
 
 TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+TRACESTATE_MEMBER = re.compile(r"[a-z0-9][a-z0-9_*/@-]{0,255}=[ -+\--<>-~]{0,255}[!-+\--<>-~]")
 MAX_TRACESTATE = 512
+MAX_MEMBERS = 32
 MAX_MEDIA_SPANS = 32
 """Media items of a request that get spans of their own."""
 PROVIDER = "lookonce"
@@ -109,14 +110,13 @@ class Tracer:
         found = TRACEPARENT.fullmatch(header(scope, b"traceparent"))
         span_id = self._random.getrandbits(64) or 1
         if found is not None and _is_valid(found):
-            state = header(scope, b"tracestate")
             sampled = bool(int(found[4], 16) & 1)
             return RequestTrace(
                 trace_id=int(found[2], 16),
                 span_id=span_id,
                 parent_id=int(found[3], 16),
                 sampled=sampled,
-                tracestate=state if len(state) <= MAX_TRACESTATE else "",
+                tracestate=_tracestate(header(scope, b"tracestate")),
                 begun=now,
             )
         trace_id = self._random.getrandbits(128) or 1
@@ -132,6 +132,15 @@ class Tracer:
         if trace.sampled and "principal" in scope["state"]:  # strangers send no spans anywhere
             spans = spans_of(trace, scope, operation, status, ended, error)
             self._submit(FinishedTrace(trace, spans, failed=error is not None))
+
+
+def _tracestate(given: str) -> str:
+    """The header as it goes on; empty where it is not well-formed, as the Recommendation says."""
+    members = [member for each in given.split(",") if (member := each.strip(" \t"))]
+    valid = len(given) <= MAX_TRACESTATE and len(members) <= MAX_MEMBERS
+    if not valid or not all(map(TRACESTATE_MEMBER.fullmatch, members)):
+        return ""
+    return ",".join(members)
 
 
 def _is_valid(found: re.Match[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,21 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     return frozenset(line.partition(":")[2].split())
 
 
+_V2 = frozenset(("cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"))
+_AVX2 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+_AVX512 = _AVX2 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+X86_64 = {
+    "avx512-bf16": _AVX512 | {"avx512_bf16"},
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "x86-64-v2": _V2,
+}
+"""Builds of the CPU kernels, the fastest first, and what each needs: flags as Linux names them."""
+AARCH64: dict[str, frozenset[str]] = {"aarch64": frozenset()}
+KERNEL_VARIANTS = {"x86_64": X86_64, "amd64": X86_64, "aarch64": AARCH64, "arm64": AARCH64}.get(
+    platform.machine().lower(), {}
+)
+"""Those for this kind of machine."""
 BF16_FLAGS = frozenset(("amx_bf16", "avx512_bf16", "bf16"))
 """Of CPUs that multiply bf16, on x86-64 and on ARM, as Linux names them."""
 

@@ -83,9 +83,9 @@ class DeficitRoundRobin:
             self._pass_rounds(rounds, place, heads if waiting is None else waiting)
         return chosen
 
-    def in_order(self, heads: Mapping[str, float]) -> list[str]:
-        """All tenants of `heads` in the order of their turns; the first is `choose`'s."""
-        return [tenant for _, _, tenant in self._turns(heads)]
+    def peek(self, heads: Mapping[str, float]) -> str:
+        """The tenant that `choose` would choose; no round passes."""
+        return self._turns(heads)[0][2]
 
     def charge(self, tenant: str, cost: float) -> None:
         """Take `cost` from what the tenant may use; a negative cost is given back."""

@@ -1,15 +1,15 @@
-"""What tenants and keys may use, as a file of `--limits` says.
+"""What tenants and keys may use, as a file of `--limits` says, in YAML or in TOML.
 
-[default]                     # of every tenant, where its own section says nothing else
-requests_per_second = 20
-tokens_per_minute = 200_000
-
-[tenants.team-a]
-weight = 4
-tokens_per_minute = inf       # no limit
-
-[keys.3f0a9c51d2e4]           # the first digits of a key's SHA-256, beside its tenant's limits
-concurrent_requests = 2
+default:                      # of every tenant, where its own section says nothing else
+  requests_per_second: 20
+  tokens_per_minute: 200_000
+tenants:
+  team-a:
+    weight: 4
+    tokens_per_minute: .inf   # no limit
+keys:
+  "3f0a9c51d2e4":             # the first digits of a key's SHA-256, beside its tenant's limits
+    concurrent_requests: 2
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
+from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -64,12 +65,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return next((own for start, own in self.keys.items() if digest.startswith(start)), None)
 
 
-def parse_limits(data: bytes) -> Limits:
-    """Raises `ConfigError` naming the entry at fault: `tenants.team-a.weight`."""
-    try:
-        given = tomllib.loads(data.decode())
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError
-        raise ConfigError(f"not valid TOML: {str(error)[:200]}") from None
+def parse_limits(data: bytes, suffix: str) -> Limits:
+    """The limits of a file whose name ends in `suffix`: .yaml, .yml or .toml.
+
+    Raises `ConfigError` naming the entry at fault: `tenants.team-a.weight`.
+    """
+    if suffix not in READERS:
+        raise ConfigError(f"its name must end in one of {', '.join(READERS)}")
+    given = READERS[suffix](data)
     unknown = given.keys() - set(Limits.__struct_fields__)
     if unknown:
         raise ConfigError(f"{min(unknown)}: a section is default, tenants.NAME or keys.DIGEST")
@@ -87,6 +90,51 @@ def parse_limits(data: bytes) -> Limits:
             for name, value in _table(given, "keys").items()
         },
     )
+
+
+def _read_toml(data: bytes) -> dict[str, Any]:
+    try:
+        return tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError
+        raise ConfigError(f"not valid TOML: {str(error)[:200]}") from None
+
+
+def _read_yaml(data: bytes) -> dict[str, Any]:
+    """Names that YAML takes for numbers or truth values, and names given twice, are refused."""
+    import yaml  # type: ignore[import-untyped]  # takes as long as all else that a start imports
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
+            names = [name for name, _ in node.value if not name.tag.endswith(":merge")]
+            for name in names:
+                if not name.tag.endswith(":str"):
+                    raise ConfigError(f"{name.value[:60]}: YAML takes this for no text: quote it")
+            once = {name.value for name in names}
+            if len(once) < len(names):
+                twice = next(each for each in once if sum(n.value == each for n in names) > 1)
+                raise ConfigError(f"{twice[:60]}: is there twice")
+            mapping: dict[str, Any] = super().construct_mapping(node, deep)
+            return mapping
+
+    try:
+        given = yaml.load(data.decode(), Loader)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError
+        raise ConfigError(f"not valid YAML: {str(error)[:200]}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"not valid YAML{where}") from None
+    if given is not None and not isinstance(given, dict):
+        raise ConfigError("not a list of default, tenants and keys")
+    return given or {}
+
+
+READERS: dict[str, Callable[[bytes], dict[str, Any]]] = {
+    ".yaml": _read_yaml,
+    ".yml": _read_yaml,
+    ".toml": _read_toml,
+}
+"""By the end of the file's name."""
 
 
 def _completed(own: TenantLimits, default: TenantLimits) -> TenantLimits:

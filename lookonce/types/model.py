@@ -50,6 +50,11 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     relative_positions: bool = False
     """Keys can be rotated to other positions: attention depends on distances alone."""
 
+    @property
+    def items_in_prompt(self) -> bool:
+        """Whether items take positions of the prompt."""
+        return not (self.encoder_decoder or self.frame_shape)
+
 
 SUPPORTED: dict[str, tuple[Modality, ...]] = {
     "gemma2": (),

@@ -12,19 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.support.attacked_server import SLOWEST, check_memory, memory_of
 from tests.support.live_server import LiveServer, until
 from tests.support.raw_sockets import HEAD, VERSION, connect, held, read_answer
 
 pytestmark = pytest.mark.attack
 
 SECONDS = float(os.environ.get("ATTACK_SECONDS", "20"))
-SLOWEST = 2.0
-"""Seconds an honest answer may take."""
 MEGABYTE = b"a" * 1_000_000
 ATTACKERS = [f"127.0.0.{number}" for number in range(2, 18)]
 TEXT = b"POST /v1/completions" + HEAD
@@ -74,14 +72,6 @@ def target() -> Iterator[LiveServer]:
         yield live
 
 
-def resident(live: LiveServer) -> dict[int, int]:
-    size = os.sysconf("SC_PAGE_SIZE")
-    return {
-        pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * size
-        for pid in live.pids(b"lookonce")
-    }
-
-
 def attacked(live: LiveServer, attack: Callable[[str], None], threads: int = 8) -> None:
     """`attack(source address)` again and again, from several threads, beside an honest client."""
     over = threading.Event()
@@ -93,7 +83,7 @@ def attacked(live: LiveServer, attack: Callable[[str], None], threads: int = 8) 
 
     for _ in range(50):  # a server that has served has its usual size
         httpx.post(live.url + "/tokenize", json={"prompt": "a red circle"}, timeout=30)
-    before, written = resident(live), len(live.output)
+    before, written = memory_of(live), len(live.output)
     attackers = [threading.Thread(target=run, args=(number,)) for number in range(threads)]
     with Honest(live.url) as honest:
         for thread in attackers:
@@ -106,10 +96,8 @@ def attacked(live: LiveServer, attack: Callable[[str], None], threads: int = 8) 
     assert len(honest.seconds) > SECONDS
     assert max(honest.seconds) < SLOWEST, sorted(honest.seconds)[-5:]
     until(lambda: live.metrics()["http_connections"] <= 2, 20, live.log)
-    after = resident(live)
-    assert after.keys() == before.keys()
-    for pid, size in before.items():
-        assert after[pid] < 1.1 * size, (pid, size, after[pid])
+    assert memory_of(live).keys() == before.keys()
+    check_memory(live, before)
     assert len(live.output) - written < 100 + 5 * SECONDS
 
 

@@ -15,8 +15,9 @@ from importlib import import_module
 import pytest
 
 from lookonce.cli import config_file, preflight
+from lookonce.cli.help import COMMANDS
 from lookonce.cli.main import BENCHMARKS, app, main, run_benchmark
-from lookonce.cli.options import HELP, options_from
+from lookonce.cli.options import GROUPS, HELP, options_from
 from lookonce.config import OPTION_RANGES, Options, resolve
 from lookonce.errors import ConfigError
 from lookonce.types.kv import parse_tier_spec
@@ -56,7 +57,47 @@ def test_serve_documents_every_option():
     assert "--no-prefix-caching" in text
 
 
+def test_every_option_of_serve_is_in_one_group():
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(
+        f.name for f in dataclasses.fields(Options) if f.name != "model"
+    )
+
+
+def test_help_of_a_group_shows_it_alone(capsys):
+    app(["serve", "--help=logs"], standalone_mode=False)
+    text = capsys.readouterr().out
+    assert text.startswith("Logs options:")
+    assert all(f"--{name.replace('_', '-')}" in text for name in GROUPS["logs"])
+    assert "--port" not in text
+
+
+def test_every_command_has_a_heading(capsys):
+    app(["--help"], standalone_mode=False)
+    text = capsys.readouterr().out
+    assert "Other:" not in text
+    assert all(f"{heading}:" in text for heading in COMMANDS)
+
+
+def test_commands_and_benchmarks_are_completed():
+    def completed(words: str, at: int) -> list[str]:
+        code = "import sys; sys.argv = ['lookonce']; from lookonce.cli.main import main; main()"
+        asked = {"_LOOKONCE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(at)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **asked},
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        return done.stdout.split()
+
+    assert completed("lookonce ser", 1) == ["serve"]
+    assert completed("lookonce bench war", 2) == ["warmup"]
+
+
 MISTAKES = [
+    (["serve", "--help=nothing"], "server, keys"),
+    (["chat", "hi", "--url", "nowhere"], "--url"),
+    (["chat", "hi", "--url", "http://127.0.0.1:1", "--device", "cuda"], "--device is an option of"),
+    (["chat", "hi", "--audio", "/nowhere.wav"], "nowhere.wav"),
     (["serve", "--prot", "1"], "--prot"),
     (["serve", "--port", "http"], "--port"),
     (["serve", "--api-processes", "0"], "--api-processes"),
@@ -72,6 +113,10 @@ MISTAKES = [
     (["serve", "--config", "/nowhere.yaml"], "/nowhere.yaml"),
     (["serve", "--kv-cache-gb", "1000000"], "--kv-cache-gb"),
     (["serve", "--max-model-len", "1000000"], "--max-model-len is at most 4096"),
+    *(
+        (["serve", "--kv-tier", spec], "--kv-tier")
+        for spec in ("host", "host:4", "disk:relative:1GB", "lmcache://", "valkey://")
+    ),
     (["serve", "--kv-tier", "valkey://127.0.0.1:1"], "valkey://127.0.0.1:1 does not answer"),
     (["serve", "--kv-tier", "valkey:///nowhere.sock"], "valkey:///nowhere.sock does not answer"),
     (["serve", "--kv-tier", "disk:/proc/none:1GB"], "/proc/none cannot be made"),
@@ -83,19 +128,6 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "named"), MISTAKES)
-def test_a_mistake_is_one_line_and_status_2(arguments, named):
-    done = lookonce(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert named in line
-
-
-NUMBERS = [f.name for f in dataclasses.fields(Options) if f.type in ("int", "int | None", "float")]
-SLIPS = ["nan", "inf", "-inf", "-1", "1e300", str(10**30)]
-
-
 def refused(monkeypatch, capsys, *arguments: str) -> str:
     """The one line that `lookonce` ends with, status 2, in this process."""
     monkeypatch.setattr("sys.argv", ["lookonce", *arguments])
@@ -105,6 +137,23 @@ def refused(monkeypatch, capsys, *arguments: str) -> str:
     assert (ended.value.code, told.out) == (2, "")
     (line,) = told.err.splitlines()
     return line
+
+
+@pytest.mark.parametrize(("arguments", "named"), MISTAKES)
+def test_a_mistake_is_one_line_and_status_2(monkeypatch, capsys, arguments, named):
+    assert named in refused(monkeypatch, capsys, *arguments)
+
+
+def test_a_mistake_is_told_without_a_traceback_or_a_warning():
+    """In a process of its own, whose whole output is seen."""
+    done = lookonce("serve", "--kv-tier", "host:4")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert "--kv-tier" in line
+
+
+NUMBERS = [f.name for f in dataclasses.fields(Options) if f.type in ("int", "int | None", "float")]
+SLIPS = ["nan", "inf", "-inf", "-1", "1e300", str(10**30)]
 
 
 def test_every_option_that_is_a_number_has_a_range():
@@ -157,11 +206,12 @@ def test_a_model_that_is_not_there_is_said_so(tmp_path):
 
 
 @pytest.mark.parametrize("command", [["serve"], ["render"], ["chat"]])
-def test_a_type_that_is_not_served_is_refused_with_the_reason(tmp_path, command):
+def test_a_type_that_is_not_served_is_refused_with_the_reason(
+    monkeypatch, capsys, tmp_path, command
+):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    done = lookonce(*command, str(tmp_path), *(["Hello"] if command == ["chat"] else []))
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
+    words = ["Hello"] if command == ["chat"] else []
+    line = refused(monkeypatch, capsys, *command, str(tmp_path), *words)
     assert line.startswith("lookonce: MODEL: models of type 'bert' are not supported")
     assert "lookonce models" in line
 
@@ -309,15 +359,15 @@ def test_the_version_is_told_and_h_is_help():
     ],
 )
 def test_a_device_that_is_not_there_is_said_so(monkeypatch, has_cuda, devices, device, said):
-    monkeypatch.setattr(preflight, "_torch_has_cuda", lambda: has_cuda)
-    monkeypatch.setattr(preflight, "_num_cuda_devices", lambda: devices)
+    monkeypatch.setattr(preflight, "torch_has_cuda", lambda: has_cuda)
+    monkeypatch.setattr(preflight, "num_cuda_devices", lambda: devices)
     with pytest.raises(ConfigError, match=f"--device {device}: .*{said}"):
         preflight.check_device(device)
 
 
 def test_a_device_that_is_there_is_taken(monkeypatch):
-    monkeypatch.setattr(preflight, "_torch_has_cuda", lambda: True)
-    monkeypatch.setattr(preflight, "_num_cuda_devices", lambda: 2)
+    monkeypatch.setattr(preflight, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(preflight, "num_cuda_devices", lambda: 2)
     for device in ("cpu", "cuda", "cuda:1"):
         preflight.check_device(device)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
+from functools import partial
 
 import httpx
 import pytest
@@ -16,6 +18,11 @@ METRICS = """\
 lookonce_num_requests_running 3
 # TYPE lookonce_num_requests_waiting gauge
 lookonce_num_requests_waiting 7
+# TYPE lookonce_http_responses_total counter
+lookonce_http_responses_total{status="200"} 90
+lookonce_http_responses_total{status="400"} 6
+lookonce_http_responses_total{status="503"} 2
+lookonce_http_responses_total{status="broken"} 1
 # TYPE lookonce_prefix_cache_queries_total counter
 lookonce_prefix_cache_queries_total 200
 # TYPE lookonce_prefix_cache_hits_total counter
@@ -80,6 +87,7 @@ def test_it_shows_requests_tenants_reuse_and_tiers():
     text = shown(View(taken(), url="http://server"))
     assert "a model, LookOnce 1.2.3 at http://server: ready" in text
     assert "running 3  waiting 7" in text
+    assert "failed 3" in text
     lines = {line.split("  ")[0].strip(): line for line in text.splitlines()}
     assert "75%" in lines["prefix cache"]
     assert lines["red"].split() == ["red", "5"]
@@ -121,3 +129,26 @@ def test_another_server_is_told_apart():
         pytest.raises(UnavailableError, match="no LookOnce server"),
     ):
         take_snapshot(client)
+
+
+@pytest.mark.parametrize("admin", [True, False])
+def test_a_state_that_is_refused_is_asked_for_once(monkeypatch, admin):
+    asked: Counter[str] = Counter()
+    answering, looks = server(admin), iter(range(3))
+
+    def count(request: httpx.Request) -> httpx.Response:
+        asked[request.url.path] += 1
+        return answering.handle_request(request)
+
+    def sleep(_: float) -> None:
+        if next(looks, None) is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        httpx, "Client", partial(httpx.Client, transport=httpx.MockTransport(count))
+    )
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with pytest.raises(KeyboardInterrupt):
+        run_top("http://server", None, interval=1.0, once=False, console=console, sleep=sleep)
+    assert asked["/metrics"] == 4
+    assert asked["/debug/state"] == (4 if admin else 1)

@@ -43,7 +43,10 @@ def differs_from(base: list[bytes], other: list[bytes]) -> list[bool]:
 
 
 def test_digests_are_whole() -> None:
-    assert {len(block_hash) for block_hash in chain_of(text(9))} == {32}
+    digests = [root_hash(b"t" * 32), *chain_of(text(9))]
+    assert {len(digest) for digest in digests} == {32}
+    parts = [digest[at : at + 8] for digest in digests for at in range(0, 32, 8)]
+    assert len(set(parts)) == len(parts)  # none is cut and filled up, or repeated
 
 
 def test_only_full_blocks_have_a_hash() -> None:

@@ -23,10 +23,9 @@ BYPASS_GB = "0.0001"
 """107 kB: a sound fits, a picture of 170 kB does not."""
 
 
-@pytest.fixture(scope="module", params=["shm", "lru"])
-def on(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
-    with LiveServer("--vllm-metric-names", "--mm-processor-cache-type", request.param) as server:
-        yield server
+@pytest.fixture
+def on(cache_server: LiveServer) -> LiveServer:
+    return cache_server
 
 
 def ask(server: LiveServer, *media: Medium, question: str = "", status: int = 200, **fields):

@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count as count_from
 from itertools import islice
-from pathlib import Path
 
 import httpx
 import pytest
@@ -57,17 +56,7 @@ def said(response: httpx.Response) -> str:
 
 def workers(server: LiveServer) -> list[int]:
     """The decoding workers of the server's API process."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                command = (folder / "cmdline").read_bytes()
-                session = (folder / "stat").read_text().rpartition(")")[2].split()[3]
-            except OSError:
-                continue
-            if b"lookonce.render.media.worker" in command and int(session) == server.process.pid:
-                found.append(int(folder.name))
-    return found
+    return server.pids(b"lookonce.render.media.worker")
 
 
 @contextmanager
@@ -100,7 +89,7 @@ def test_a_worker_killed_before_it_begins_a_job_takes_nothing_along(server):
     with ThreadPoolExecutor(1) as pool, standing_still(server) as stopped:
         before = server.metrics()["media_queued_total:image"]
         answer = pool.submit(ask, server, struck)
-        until(lambda: server.metrics()["media_queued_total:image"] > before, 20, server.log)
+        until(lambda: server.metrics()["media_queued_total:image"] > before, 60, server.log)
         for pid in stopped:
             os.kill(pid, signal.SIGKILL)
         assert said(answer.result(60)) == struck.answer  # it had not begun: another worker made it

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,12 +39,19 @@ def test_every_failure_has_its_fault(valkey: ValkeyServer, tmp_path: Path) -> No
         "--limit-mm-per-prompt", "image=4,audio=4", "--kv-load", "always",
         "--kv-tier", "host:16MB", "--kv-tier", f"disk:{tmp_path}:64MB",
         "--kv-tier", f"valkey://{valkey.socket}",
+        "--log-format", "json", "--log-level", "debug",  # tells which process served a request
     )  # fmt: skip
     with LiveServer(*options) as live:
         until(lambda: len(of_kind(live, WORKER)) >= 2, 60, live.log)
         media = working_set(num_pictures=30, num_sounds=10)
-        faults = Faults(live, plans(media, 2000, seed=7), NUM_REQUESTS, valkey)
+        faults = Faults(
+            server=live,
+            plans=plans(media, 2000, seed=7),
+            num_requests=NUM_REQUESTS,
+            valkey=valkey,
+        )
         faults.run(PATIENCE)
+        sys.stdout.write(f"{faults.summary()}\n")
         told = [
             f"{seen.status} from {seen.began:.2f} to {seen.ended:.2f}: {seen.body[:300]!r}"
             for seen in faults.unexplained()
@@ -55,6 +63,9 @@ def test_every_failure_has_its_fault(valkey: ValkeyServer, tmp_path: Path) -> No
         counts = live.metrics()
         successes = _successes(counts)
         assert faults.num_successes <= successes <= faults.num_successes + faults.num_cut_off
+        for status, seen in faults.statuses.items():
+            counted = counts.get(f"http_responses_total:{status}", 0.0)
+            assert seen <= counted <= seen + faults.num_cut_off, (status, seen, counted)
         assert counts["e2e_request_latency_seconds_count"] == successes
         assert counts["mm_cache_bytes"] == counts["mm_store_listed_bytes"]
         assert len(of_kind(live, ENGINE)) == 1

@@ -142,7 +142,7 @@ def test_garbage_after_a_request_ends_its_answer_and_is_not_written_into_it(serv
         rest, closed = read_all(client, 20)
     assert closed
     assert b"HTTP/1.1" not in rest
-    until(lambda: server.metrics()["num_requests_running"] == 0, 20, server.log)
+    until(lambda: server.metrics()["num_requests_running"] == 0, 60, server.log)
 
 
 def test_abandoned_bodies_and_websocket_attempts_do_not_fill_the_log(server):
@@ -242,7 +242,7 @@ def test_an_idle_connection_is_closed_and_an_answered_one_is_served_again(small)
 def test_hundreds_of_half_open_connections_end_by_themselves(small):
     with held(small.url, STRANGERS[:3], 25, b"GET /half") as clients:
         until(lambda: not any(map(is_open, clients)), DEADLINE + 10, small.log)
-    until(lambda: small.metrics()["http_connections"] <= 2, 10, small.log)
+    until(lambda: small.metrics()["http_connections"] <= 2, 60, small.log)
 
 
 # --- numbers ------------------------------------------------------------------------------------
@@ -372,21 +372,21 @@ LONG = {
 
 def test_sighup_reads_keys_and_certificate_again_and_disturbs_no_stream(guarded):
     keys = guarded.folder / "keys"
-    with (
-        guarded.client("filed-key") as client,
-        client.stream("POST", "/v1/chat/completions", json=LONG) as stream,
-    ):
-        lines = stream.iter_lines()
-        next(lines)
-        keys.write_text("acme:new-key\n")
-        SECOND.write(guarded.folder)
-        guarded.live.process.send_signal(signal.SIGHUP)
-        until(lambda: "from now on" in guarded.live.log(), 10, guarded.live.log)
-        guarded.certificate = SECOND
-        until(lambda: guarded.statuses("new-key") == {200}, 10, guarded.live.log)
-        assert guarded.statuses("filed-key") == {401}
-        assert guarded.statuses("environment-key") == {200}
-        rest = list(lines)
+    with guarded.client("filed-key") as client:
+        with client.stream("POST", "/v1/chat/completions", json=LONG) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            keys.write_text("acme:new-key\n")
+            SECOND.write(guarded.folder)
+            guarded.live.process.send_signal(signal.SIGHUP)
+            until(lambda: "from now on" in guarded.live.log(), 60, guarded.live.log)
+            guarded.certificate = SECOND
+            until(lambda: guarded.statuses("new-key") == {200}, 60, guarded.live.log)
+            assert guarded.statuses("filed-key") == {401}
+            assert guarded.statuses("environment-key") == {200}
+            rest = list(lines)
+        # The connection is the stream's: the certificate that this client trusts is gone.
+        assert client.get("/v1/models").status_code == 401
     assert rest[-2] == "data: [DONE]"
     assert not any('"error"' in line for line in rest)
 
@@ -396,7 +396,7 @@ def test_a_broken_key_file_changes_nothing(guarded):
         (guarded.folder / "keys").write_text(broken)
         seen = guarded.live.log().count("limits stay")
         guarded.live.process.send_signal(signal.SIGHUP)
-        until(lambda: guarded.live.log().count("limits stay") > seen, 10, guarded.live.log)  # noqa: B023
+        until(lambda: guarded.live.log().count("limits stay") > seen, 60, guarded.live.log)  # noqa: B023
         assert guarded.statuses("new-key") == {200}
     assert "new-key" not in guarded.live.log()
 

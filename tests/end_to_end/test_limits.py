@@ -23,8 +23,8 @@ def ask(url: str, key: str) -> httpx.Response:
 
 
 def test_limits_hold_over_api_processes_and_are_read_again(tmp_path):
-    limits = tmp_path / "limits.toml"
-    limits.write_text("[tenants.few]\ntokens_per_minute = 40\n")
+    limits = tmp_path / "limits.yaml"
+    limits.write_text("tenants: {few: {tokens_per_minute: 40}}\n")
     keys = ("--api-key", "few:f", "--api-key", "many:m")
     with LiveServer(*keys, "--limits", str(limits), "--api-processes", "2") as live:
         began = time.monotonic()
@@ -41,10 +41,10 @@ def test_limits_hold_over_api_processes_and_are_read_again(tmp_path):
         assert all(ask(live.url, "m").status_code == 200 for _ in range(3))
         assert live.metrics()["rate_limited_total:tokens"] == statuses[429]
 
-        limits.write_text("[tenants.few]\ntokens_per_minut = 40\n")
+        limits.write_text("tenants: {few: {tokens_per_minut: 40}}\n")
         os.kill(live.process.pid, signal.SIGHUP)
         until(lambda: "tenants.few.tokens_per_minut: no such limit" in live.log(), 20, live.log)
-        limits.write_text("[tenants.few]\n")
+        limits.write_text("tenants: {few: {}}\n")
         os.kill(live.process.pid, signal.SIGHUP)
         until(lambda: ask(live.url, "f").status_code == 200, 20, live.log)
         deadline = time.monotonic() + 20

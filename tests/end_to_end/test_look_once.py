@@ -28,11 +28,9 @@ COUNTED = (
 )
 
 
-@pytest.fixture(scope="module", params=["shm", "lru"])
-def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
-    cache = ("--mm-processor-cache-type", request.param)
-    with LiveServer("--allow-private-media", "--vllm-metric-names", *cache) as live:
-        yield live
+@pytest.fixture
+def server(cache_server: LiveServer) -> LiveServer:
+    return cache_server
 
 
 @pytest.fixture
@@ -44,14 +42,14 @@ def web() -> Iterator[Origin]:
     async def serve() -> None:
         headers = {"Cache-Control": "max-age=60"}
         answers = {f"/{n}.png": Answer(on_the_web(n), headers=headers) for n in range(3)}
-        answers["/tone.wav"] = Answer(wav(tone(400, 1400)), headers=headers)
+        answers["/tone.wav"] = Answer(wav(tone(430, 1430)), headers=headers)
         async with origin(answers) as site:
             started.set_result(site)
             await asyncio.to_thread(done.wait)
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    yield started.result(10)
+    yield started.result(60)
     done.set()
     thread.join()
 

@@ -125,8 +125,10 @@ def test_logprobs_come_where_they_are_included(client):
 
 
 REFUSED = [
-    ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
-    ({"input": "x", "conversation": "conv_1"}, "conversation"),
+    (
+        {"input": "x", "previous_response_id": "resp_1", "conversation": "conv_1"},
+        "previous_response_id",
+    ),
     ({"input": "x", "background": True}, "background"),
     ({"input": "x", "truncation": "auto"}, "truncation"),
     ({"input": "x", "include": ["file_search_call.results"]}, "include[0]"),
@@ -141,7 +143,8 @@ REFUSED = [
     ({"input": []}, "input"),
     ({"input": ""}, None),
     ({"input": 5}, "input"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference", "id": 5}]}, "input[0].id"),
+    ({"input": [{"type": "computer_call"}]}, "input[0].type"),
     ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
@@ -174,3 +177,102 @@ def test_controls_that_the_model_has_no_place_for_are_named_and_ignored(server):
         )
     assert answer.headers["x-lookonce-warning"] == "ignored: reasoning.effort, text.verbosity"
     assert answer.parse().output_text == "apple"
+
+
+NOT_STORED = [
+    ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"input": "x", "conversation": {"id": "conv_1"}}, "conversation"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), NOT_STORED)
+def test_what_is_not_stored_is_a_404_by_name(server, body, param):
+    for path in ("/v1/responses", "/v1/responses/input_tokens"):
+        response = server.post(path, body)
+        assert (response.status_code, response.json()["error"]["param"]) == (404, param)
+
+
+def test_a_stored_response_is_continued_from_the_cache(client):
+    asked = look("What shape is violet?", "violet")
+    first = client.responses.create(model="nano", input=asked)
+    assert first.store
+    follow = {
+        "model": "nano",
+        "input": "What color is it?",
+        "previous_response_id": first.id,
+    }
+    count = client.responses.input_tokens.count(**follow)
+    assert count.object == "response.input_tokens"
+    events = list(
+        client.responses.create(**follow, stream=True, extra_body={"reuse_receipt": True})
+    )
+    second = events[-1].response
+    by_hand = client.responses.create(
+        model="nano",
+        input=[*asked, *first.output, {"role": "user", "content": "What color is it?"}],
+        store=False,
+    )
+    assert second.output_text == by_hand.output_text
+    assert second.usage.input_tokens == by_hand.usage.input_tokens == count.input_tokens
+    assert second.usage.input_tokens_details.cached_tokens > 0
+    receipt = second.model_extra["reuse_receipt"]
+    assert receipt["prefix_cached_tokens"] == second.usage.input_tokens_details.cached_tokens
+    assert [each["encoder"] for each in receipt["items"]] != ["encoded"]
+    assert second.previous_response_id == first.id
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    items = client.responses.input_items.list(second.id, order="asc", limit=2)
+    assert [each.role for each in items] == ["user", "assistant", "user"]
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(**follow)
+    third = client.responses.create(
+        model="nano",
+        input=[{"type": "item_reference", "id": second.output[0].id}, *look(QUESTION)],
+        previous_response_id=second.id,
+    )
+    assert third.output_text
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(by_hand.id)
+
+
+def test_a_conversation_gets_what_is_asked_and_answered(client):
+    hello = {"type": "message", "role": "user", "content": "Say apple."}
+    conversation = client.conversations.create(items=[hello], metadata={"topic": "fruit"})
+    answer = client.responses.create(
+        model="nano", input=look(QUESTION), conversation=conversation.id, store=False
+    )
+    assert answer.conversation.id == conversation.id
+    again = client.responses.create(
+        model="nano", input="What color is it?", conversation={"id": conversation.id}
+    )
+    assert again.usage.input_tokens_details.cached_tokens > 0
+    items = list(client.conversations.items.list(conversation.id, order="asc", limit=2))
+    assert [each.role for each in items] == ["user", "user", "assistant", "user", "assistant"]
+    assert items[0].content[0].text == "Say apple."
+    assert items[2].id == answer.output[0].id
+    assert client.conversations.retrieve(conversation.id).metadata == {"topic": "fruit"}
+    updated = client.conversations.update(conversation.id, metadata={"topic": "shapes"})
+    assert updated.metadata == {"topic": "shapes"}
+    added = client.conversations.items.create(conversation.id, items=[hello])
+    one = client.conversations.items.retrieve(added.data[0].id, conversation_id=conversation.id)
+    assert one.content[0].text == "Say apple."
+    client.conversations.items.delete(one.id, conversation_id=conversation.id)
+    assert len(list(client.conversations.items.list(conversation.id))) == len(items)
+    assert client.conversations.delete(conversation.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.conversations.retrieve(conversation.id)
+
+
+def test_prompt_and_answer_come_as_text_and_tokens_where_asked(client):
+    answer = client.responses.create(
+        model="nano", input="Say apple.", extra_body={"enable_response_messages": True}
+    )
+    (prompt,), (said,) = (
+        answer.model_extra[name] for name in ("input_messages", "output_messages")
+    )
+    assert "Say apple." in prompt["message"]
+    assert len(prompt["tokens"]) == answer.usage.input_tokens
+    assert said["message"] == "apple"

@@ -6,27 +6,11 @@ import os
 import signal
 from pathlib import Path
 
+from tests.support.chaos import of_kind, processes, zombies
 from tests.support.live_server import LiveServer, until
 from tests.support.traffic import drawn
 
 NAME = "memfd:lookonce-slab"
-
-
-def processes(server: LiveServer) -> dict[int, str]:
-    """pid → command line of every process of the server."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        try:
-            session = (folder / "stat").read_text().rpartition(")")[2].split()[3]
-            if int(session) == server.process.pid:
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().decode()
-        except (OSError, IndexError, ValueError):
-            continue
-    return found
-
-
-def of_kind(server: LiveServer, kind: str) -> list[int]:
-    return [pid for pid, command in processes(server).items() if kind in command]
 
 
 def mappings(pid: int) -> int:
@@ -76,9 +60,9 @@ def test_killed_workers_and_engines_leave_no_mapping_and_no_descriptor():
             process."""
             return sum(map(mappings, workers)) <= found["mm_slabs"]
 
-        until(settled, 10, lambda: str([mappings(pid) for pid in workers]))
+        until(settled, 60, lambda: str([mappings(pid) for pid in workers]))
         assert [descriptors(pid) for pid in (engine, *workers)] == [0] * (1 + len(workers))
         others = set(processes(server)) - {engine, *workers}
         assert sum(map(descriptors, others)) <= found["mm_slabs"] - 4, "of spare slabs"
         assert all(mappings(pid) <= found["mm_slabs"] for pid in others)
-    assert processes(server) == {}
+    assert (processes(server), zombies(server)) == ({}, [])

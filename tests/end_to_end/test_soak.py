@@ -14,7 +14,7 @@ import pytest
 from tests.support.live_server import LiveServer, until
 from tests.support.traffic import REFUSED, drive, plans, working_set
 
-NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "500"))
+NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "300"))
 CONCURRENCY = 12
 PICTURE_BYTES, SOUND_BYTES = 170_000, 52_000
 GIB = 2**30

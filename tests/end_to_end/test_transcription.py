@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from tests.support.model_folders.speech import make_whisper
 GREEDY = 1e-7
 """Greedy, and above 0, so that a doubtful text is not tried again at higher temperatures."""
 RATE = 16000
+ABORT = "/inference/v1/abort_requests"
 
 
 def tones(seed: int, seconds: float) -> np.ndarray:
@@ -280,3 +284,29 @@ def test_an_audio_chat_model_transcribes_in_its_way(server) -> None:
     assert done.usage.input_token_details.audio_tokens > 0
     with pytest.raises(openai.BadRequestError, match="no timestamps"):
         transcribe(server, data, model="nano", response_format="srt")
+
+
+def test_a_transcription_is_aborted_by_its_request_id(whisper) -> None:
+    """The engine stands still until the abort is on its way."""
+    asked = {"request_ids": ["heard-by-nobody"]}
+    pid = whisper.engine_pid()
+    with ThreadPoolExecutor(2) as threads:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            answer = threads.submit(
+                transcribe, whisper, wav(LONG), extra_body={"request_id": "heard-by-nobody"}
+            )
+
+            def abort() -> list[str]:
+                while not (ended := whisper.post(ABORT, asked).json()["aborted"]):
+                    assert not answer.done()
+                return list(ended)
+
+            aborting = threads.submit(abort)
+            wait([aborting], timeout=5)  # it may be answered once the engine goes on
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert aborting.result() == asked["request_ids"]
+        with pytest.raises(openai.BadRequestError, match="was aborted"):
+            answer.result()
+    assert transcribe(whisper, wav(LONG)).text

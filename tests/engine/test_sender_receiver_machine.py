@@ -187,7 +187,7 @@ def test_nor_with_other_numbers_of_senders(num_senders):
 # --- mutations: each must be found ------------------------------------------------------------
 
 
-def assert_found(how, max_examples=1000, **world_parts):
+def assert_found(how, max_examples=5000, **world_parts):
     """The machine fails, and with one of the messages that `how` (a pattern) allows."""
     with pytest.raises(AssertionError, match=how):
         run(max_examples, [Phase.generate], **world_parts)

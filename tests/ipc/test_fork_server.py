@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import select
@@ -127,6 +128,44 @@ def test_wait_gives_up(tmp_path):
         with pytest.raises(subprocess.TimeoutExpired):
             it.process.wait(0.01)
         it.end()
+
+    with_fork_server(tmp_path, scenario)
+
+
+def test_nobody_waits_for_a_fork_server_that_is_busy(tmp_path):
+    """The end of a process is seen at once; its status when the fork server tells it."""
+
+    async def scenario(supervisor):
+        it = await asyncio.to_thread(Told, supervisor.path)
+        forks = pid_of(supervisor)
+        os.kill(forks, signal.SIGSTOP)
+        try:
+            os.kill(it.process.pid, signal.SIGTERM)
+            select.select([it.process.fileno()], [], [], PATIENCE)
+            assert it.process.poll() is None
+            with pytest.raises(subprocess.TimeoutExpired):
+                it.process.wait(0.01)
+        finally:
+            os.kill(forks, signal.SIGCONT)
+        await until(lambda: it.process.poll() is not None)
+        assert it.process.wait() == -signal.SIGTERM
+        os.close(it.output)
+
+    with_fork_server(tmp_path, scenario)
+
+
+def test_a_process_that_nobody_waited_for_leaves_no_descriptor(tmp_path):
+    async def scenario(supervisor):
+        (await asyncio.to_thread(Told, supervisor.path)).end()  # the fork server has started
+        before = len(os.listdir("/proc/self/fd"))
+        it = await asyncio.to_thread(Told, supervisor.path, dies_with_link=True)
+        with pytest.raises(subprocess.TimeoutExpired):
+            it.process.wait(0.0)
+        del it.process
+        gc.collect()
+        await until(lambda: not it.is_alive())
+        os.close(it.output)
+        assert len(os.listdir("/proc/self/fd")) == before
 
     with_fork_server(tmp_path, scenario)
 

@@ -112,6 +112,36 @@ def raw_peer(path, *pieces):
         yield peer
 
 
+def test_what_is_sent_soon_keeps_its_order_and_comes_whole(engine, path):
+    """Short messages are joined, long ones are not, and whatever is sent at once comes between."""
+    sent = [(kind, bytes([kind]) * length) for kind in range(3) for length in (1, 5_000, 300_000)]
+
+    async def scenario():
+        async with client(path) as api:
+            for soon, data in sent:
+                (api.link.send_soon if soon else api.link.send)([data])
+            api.link.send_soon([b"last", b"of two frames"])
+            await until(lambda: len(engine.received) == len(sent) + 1)
+
+    run(scenario())
+    expected = [("api", [data]) for _, data in sent]
+    assert engine.received == [*expected, ("api", [b"last", b"of two frames"])]
+
+
+def test_what_is_to_be_sent_soon_is_dropped_with_the_connection(engine, path):
+    async def scenario():
+        async with client(path) as api:
+            api.link.send_soon([b"never"])
+            api.link.close()
+            await asyncio.sleep(0)
+        async with client(path, "other") as api:
+            api.link.send([b"something"])
+            await until(lambda: engine.received)
+
+    run(scenario())
+    assert engine.received == [("other", [b"something"])]
+
+
 def wire(*frames):
     return b"".join(bytes(piece) for piece in message_pieces(frames))
 

@@ -124,13 +124,15 @@ def names(valkey: ValkeyServer) -> list[bytes]:
 
 
 def test_a_slow_link_delays_its_own_request_alone() -> None:
+    arrived = threading.Event()
+
     class Slow(FaultyTier):
         def read(self, keys: Sequence[bytes], into: memoryview) -> ReadOutcome:
-            time.sleep(0.1)
+            arrived.wait(60)
             return super().read(keys, into)
 
     tier = Slow(name="slow")
-    with World(tier) as world:
+    with World(tier, load_seconds=60.0) as world:
         world.serve(request("warm", text(30)))
         world.forget_device()
         world.add(request("far", text(30)))
@@ -138,6 +140,7 @@ def test_a_slow_link_delays_its_own_request_alone() -> None:
         world.add(request("here", text(9, seed=5)))
         world.run_until_ended("here")
         assert ("far", 0) not in world.ended
+        arrived.set()
         world.settle()
         assert world.tokens["far", 0] == reference(request("far", text(30)), 8)
 

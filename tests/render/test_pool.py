@@ -34,6 +34,7 @@ from lookonce.errors import (
 from lookonce.ipc import framing
 from lookonce.render.media import cost
 from lookonce.render.media import pool as pool_module
+from lookonce.render.media.fair_queue import MediaQueue
 from lookonce.render.media.pool import MediaPool, ServerShare, share_of_workers
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
 from tests.support.render.doubles import until
@@ -475,6 +476,24 @@ def test_a_job_whose_worker_died_before_it_began_is_tried_once_more(tmp_path: Pa
             assert pool.killed.total() == 0
 
     asyncio.run(scenario())
+
+
+def test_a_job_that_is_tried_again_is_charged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled: list[tuple[str, float]] = []
+
+    def settle(queue: object, tenant: str, seconds: float) -> None:
+        settled.append((tenant, seconds))
+
+    monkeypatch.setattr(MediaQueue, "settle", settle)
+
+    async def scenario() -> None:
+        async with fake_pool(1) as pool:
+            await pool.run(job(b"die before " + bytes(tmp_path / "died"), "unlucky", 100.0))
+
+    asyncio.run(scenario())
+    assert settled == [("unlucky", -75.0)], "a quarter of the estimate, and what was left of it"
 
 
 def test_a_job_is_not_tried_for_ever(tmp_path: Path) -> None:

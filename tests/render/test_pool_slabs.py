@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from lookonce.cache.slab_pool import Grant, SlabWriter
 from lookonce.cache.slabs import LARGE
 from lookonce.errors import UnprocessableMediaError
 from lookonce.render.media.pool import MediaPool, ServerShare
@@ -61,27 +62,46 @@ def worker_of(processed: Processed) -> int:
     return int.from_bytes(processed.item.arrays["pid"].data, "little")
 
 
-def test_a_real_worker_writes_a_picture_where_it_is_read(nano_folder: Path) -> None:
-    """The same numbers as without slabs, in memory that is used again."""
+def test_a_real_worker_writes_a_picture_where_it_is_read(
+    nano_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same numbers as without slabs, in memory that is used again; the worker asks only for
+    slabs that did not come with the job."""
     plain = Processing(ProcessingSettings(str(nano_folder), "float32", 1_000_000, 20.0))
-    colours = ("red", "green", "blue", "black")
-    files = [encoded(picture((colour, "circle"), side=224)) for colour in colours]
+    colours = ("red", "green", "blue", "black", "red", "green", "blue")
+    sides = (224, 224, 224, 96, 96, 224, 224)
+    files = [
+        encoded(picture((colour, "circle"), side=side))
+        for colour, side in zip(colours, sides, strict=True)
+    ]
+    asked: list[int] = []
+    grant = SlabWriter.grant
+
+    def counted(writer: SlabWriter, nbytes: int) -> Grant | None:
+        asked.append(nbytes)
+        return grant(writer, nbytes)
+
+    monkeypatch.setattr(SlabWriter, "grant", counted)
 
     async def scenario() -> None:
         engine = SlabEngine(CAPACITY)
         command = (sys.executable, "-m", "lookonce.render.media.worker")
+        questions = []
         async with pool_with_slabs(engine, command=command, folder=str(nano_folder)) as pool:
             for data in files:
                 made = await pool.run(MediaJob("image", data, {}))
                 assert made.item == plain.run(MediaJob("image", data, {})).item
                 arrays = made.item.arrays
-                assert (arrays["pixel_values"].place is not None) is (
-                    arrays["pixel_values"].nbytes >= LARGE
-                )
+                assert arrays["pixel_values"].nbytes >= LARGE
+                assert arrays["pixel_values"].place is not None
                 assert arrays["image_grid_thw"].place is None
+                questions.append(len(asked))
                 del made, arrays
             assert engine.pool.num_fallbacks == 0
-            assert engine.pool.num_reuses >= 1
+            assert engine.pool.num_grants == len(files)
+            assert engine.pool.num_reuses == len(files) - 2
+        # With the first job one slab is mapped. A job of another size asks, and the next does not.
+        assert questions == [1, 1, 1, 2, 2, 3, 3]
 
     asyncio.run(scenario())
 

@@ -16,6 +16,7 @@ from lookonce.cache.identity import UuidBindings, scope_digest
 from lookonce.config import NANO_FOLDER, MediaConfig, ModelConfig
 from lookonce.errors import BadRequestError, ModelLoadError, UnprocessableMediaError
 from lookonce.render.families.registry import load_family
+from lookonce.render.media.pool import ServerShare
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
 from lookonce.render.media.resolver import MediaResolver
 from lookonce.render.prompt import encoder as encoding
@@ -23,7 +24,7 @@ from lookonce.render.prompt.encoder import ChatOptions, PromptEncoder, template_
 from lookonce.render.prompt.messages import FEW_VALUES
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.readonly import open_readonly
-from lookonce.render.renderer import Renderer, open_renderer
+from lookonce.render.renderer import Renderer, open_renderer, preloaded_encoder
 from lookonce.types.sampling import SamplingParams
 from tests.support.render.counted import counts_of
 from tests.support.render.doubles import FakeLoader, FakePool
@@ -420,6 +421,34 @@ def test_a_renderer_opens_with_real_workers_and_closes():
             assert prompt.items[0].decode_ms > 0
 
     asyncio.run(scenario())
+
+
+def test_a_tokenizer_that_was_loaded_before_a_fork_is_not_loaded_again(monkeypatch, tmp_path):
+    model = ModelConfig(folder=str(NANO_FOLDER), served_name="nano")
+    expected = RenderingSetup().chat(user(text("What?"))).token_ids
+    encoder = preloaded_encoder(model)
+    loaded = []
+    load = Tokenizer.load
+    monkeypatch.setattr(Tokenizer, "load", lambda folder: loaded.append(folder) or load(folder))
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}")
+
+    async def rendered(chat_template):
+        async with open_renderer(
+            model,
+            MediaConfig(),
+            directory=Directory(1 << 20),
+            uuids=UuidBindings(),
+            chat_template=chat_template,
+            share=ServerShare(wait_for_worker=False),
+            encoder=encoder,
+        ) as renderer:
+            return (await renderer.render_chat([user(text("What?"))])).token_ids
+
+    assert asyncio.run(rendered(None)) == expected
+    assert not loaded
+    assert asyncio.run(rendered(str(template))) != expected
+    assert loaded == [str(NANO_FOLDER)]
 
 
 def test_a_folder_that_is_none_is_a_load_error(tmp_path):

@@ -76,6 +76,32 @@ def test_a_process_that_was_killed_is_started_again():
     on_detectors(scenario)
 
 
+def test_a_process_that_hangs_is_ended_and_those_who_wait_for_it_are_answered():
+    async def scenario(detectors):
+        stuck, others = detectors.open(), [detectors.open() for _ in range(3)]
+        sound = frames(speech(1, RATE))
+        before = await stuck.detect(sound)
+        hung = detectors.pid
+        os.kill(hung, signal.SIGSTOP)
+        found = await asyncio.gather(*(each.detect(sound) for each in (stuck, *others)))
+        assert found == [before] * 4
+        assert detectors.pid != hung
+
+    on_detectors(scenario, patience=2.0)
+
+
+def test_a_process_that_never_answers_is_an_error_of_the_request():
+    hangs = (sys.executable, "-c", "import time; time.sleep(1000)")
+
+    async def scenario(detectors):
+        detector = detectors.open()
+        with pytest.raises(RequestFailedError, match="cannot be detected"):
+            await detector.detect(frames(speech(0.2, RATE)))
+        detector.close()
+
+    on_detectors(scenario, command=hangs, patience=0.05)
+
+
 def test_a_process_that_does_not_start_is_an_error_of_the_request():
     async def scenario(detectors):
         detector = detectors.open()

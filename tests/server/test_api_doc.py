@@ -118,3 +118,4 @@ def test_every_metric_listed_means_what_is_said():
     assert {name: told[name] for name in listed} == listed
     assert len(listed) >= 58
     assert {name for name in rows if name.endswith("_total")} <= listed.keys()
+    assert told.keys() <= rows.keys()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import hmac
+from contextlib import suppress
+from types import SimpleNamespace
+
 import pytest
 
 from lookonce.config import ApiKey, Options, key_digest, reloaded_api_keys, resolve
@@ -94,6 +99,22 @@ def test_the_file_is_read_again_and_the_others_stay(file):
     assert digests == [key_digest("fixed"), key_digest("two")]
 
 
+def test_every_key_is_compared_in_constant_time_wherever_the_right_one_is(monkeypatch):
+    ring, compared = KeyRing(keys_of("a:one", "b:two", "c:three")), []
+
+    def compare(asked, digest):
+        compared.append(digest)
+        return hmac.compare_digest(asked, digest)
+
+    monkeypatch.setattr("lookonce.server.services.hmac", SimpleNamespace(compare_digest=compare))
+    digests = [bytes.fromhex(key_digest(key)) for key in ("one", "two", "three")]
+    for key in ("one", "three", "none of them"):
+        compared.clear()
+        with suppress(UnauthorizedError):
+            ring.principal(scope(key))
+        assert compared == digests
+
+
 def test_a_key_is_known_until_it_expires():
     now = NEW_YEAR_2027 - 1
     ring = KeyRing(keys_of("t:k:expires=2027-01-01"), now=lambda: now)
@@ -115,3 +136,28 @@ def test_keys_are_replaced_at_once_and_no_key_means_no_guest():
     assert ring.principal(scope("two")) == Principal()
     with pytest.raises(UnauthorizedError):
         ring.principal(scope("one"))
+
+
+def test_who_waits_learns_that_a_key_is_taken_away_or_has_expired():
+    now = NEW_YEAR_2027 - 0.05
+    ring = KeyRing(keys_of("a:first", "b:second:expires=2027-01-01"), now=lambda: now)
+    first, second = (ring.principal(scope(key)) for key in ("first", "second"))
+
+    async def scenario():
+        nonlocal now
+        waiting = [asyncio.create_task(ring.wait_refused(each)) for each in (first, second)]
+        ring.replace(keys_of("a:first", "b:second:expires=2027-01-01", "c:third"))
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in waiting), "both are accepted still"
+        now = NEW_YEAR_2027
+        await waiting[1]
+        assert not waiting[0].done()
+        ring.replace(keys_of("a:other"))
+        await waiting[0]
+        ring.replace(())
+        anyone = asyncio.create_task(ring.wait_refused(first))
+        await asyncio.sleep(0)
+        assert not anyone.done(), "a server without keys serves everybody"
+        anyone.cancel()
+
+    asyncio.run(scenario())

@@ -8,7 +8,10 @@ import logging
 import openai
 import pytest
 
+from lookonce.errors import BadRequestError
+from lookonce.frontend.tools.calls import Function
 from lookonce.frontend.tools.formats import choose_dialect
+from lookonce.frontend.tools.function_fields import read_functions
 from tests.support.server.site import events
 
 HEADER = "x-lookonce-warning"
@@ -163,6 +166,15 @@ def test_functions_that_cannot_be_are_refused_by_their_own_names(on_site, fields
         assert error["param"] == param, error
 
     on_site(scenario)
+
+
+def test_a_function_called_tools_keeps_its_name_in_errors():
+    tools = Function(name="tools", parameters={"type": "object"})
+    with pytest.raises(BadRequestError, match=r"^functions\[1\]\.name: 'tools' comes twice$"):
+        read_functions([tools, tools], None, close=True)
+    asked = read_functions([tools], None, close=True)
+    assert asked is not None
+    assert asked.params == ("functions[0].parameters",)
 
 
 def test_earlier_calls_reach_the_template_as_tool_calls(on_site):

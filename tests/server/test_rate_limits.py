@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 from collections import Counter
 from contextlib import suppress
@@ -271,6 +272,23 @@ def test_tokens_are_counted_by_what_was_used(on_site, tmp_path, stream):
     limited_site(on_site, tmp_path, scenario, "[default]\ntokens_per_minute = 100")
 
 
+@pytest.mark.parametrize("limit", ["requests_per_second = 0.01", "tokens_per_minute = 100"])
+def test_anthropic_s_clients_are_told_too(on_site, tmp_path, limit):
+    async def scenario(site):
+        def post(text):
+            messages = [{"role": "user", "content": text}]
+            return site.client.post("/v1/messages", json={"messages": messages, "max_tokens": 5})
+
+        assert (await post("x" * 10)).status_code == 200
+        refused = await post("x" * 90)
+        assert refused.status_code == 429
+        assert refused.json()["type"] == "error"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert int(refused.headers["retry-after"]) > 1
+
+    limited_site(on_site, tmp_path, scenario, f"[default]\n{limit}")
+
+
 def test_media_are_limited_before_they_are_loaded(on_site, tmp_path):
     async def scenario(site):
         part = {"type": "image_url", "image_url": {"url": "https://x.example/a.png"}}
@@ -335,10 +353,23 @@ def test_transcriptions_have_the_weight_and_use_the_tokens_of_their_tenant(on_si
     limited_site(on_site, tmp_path, scenario, "[default]\nweight = 3\ntokens_per_minute = 300")
 
 
-def test_a_transcript_is_an_answer_with_its_limit(on_site, tmp_path):
-    async def scenario(site):
-        files = {"file": ("a.wav", Clip(PCM_24K, bytes(4800)).wav())}
-        answer = await site.client.post("/v1/audio/transcriptions", files=files)
-        assert answer.json()["text"] == site.engine.answer[:5]
+@pytest.mark.parametrize(("most", "status"), [(5, 400), (1000, 200)])
+def test_a_transcript_beyond_its_limit_is_refused_and_not_cut_off(on_site, tmp_path, most, status):
+    files = {"file": ("a.wav", Clip(PCM_24K, bytes(4800)).wav())}
 
-    limited_site(on_site, tmp_path, scenario, "[default]\nmax_tokens = 5")
+    async def scenario(site):
+        answer = await site.client.post("/v1/audio/transcriptions", files=files)
+        assert answer.status_code == status
+        if status == 200:
+            assert answer.json()["text"] == site.engine.answer
+            return
+        assert answer.json()["error"]["code"] == "transcript_too_long"
+        assert answer.json()["error"]["param"] == "file"
+        stream = {"stream": "true"}
+        answer = await site.client.post("/v1/audio/transcriptions", files=files, data=stream)
+        *deltas, last = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+        heard = "".join(json.loads(delta[6:])["delta"] for delta in deltas)
+        assert heard == site.engine.answer[:5]
+        assert json.loads(last[6:])["error"]["code"] == "transcript_too_long"
+
+    limited_site(on_site, tmp_path, scenario, f"[default]\nmax_tokens = {most}")

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
+from types import FrameType
 
 import pytest
 
@@ -13,6 +18,7 @@ from lookonce.errors import BadRequestError, RequestFailedError
 from lookonce.server.tracing import FinishedTrace, Span, Tracer, histogram_points
 from lookonce.types.counts import Counts
 
+TRACING = ("lookonce.server.tracing", "lookonce.server.otlp")
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -61,6 +67,30 @@ def test_a_caller_s_trace_goes_on(on_site):
         assert finished.trace.parent_id == 0xB7AD6B7169203331
         assert finished.trace.tracestate == "vendor=1"
         assert answer.headers["traceresponse"].split("-")[1] == PARENT.split("-")[1]
+
+    on_site(scenario)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("vendor=1", "vendor=1"),
+        ("a=1 , tenant@vendor=x y,\t,b=2", "a=1,tenant@vendor=x y,b=2"),
+        ("a=" + "x" * 256, "a=" + "x" * 256),
+        ("a=" + "x" * 257, ""),
+        ("a=1,Upper=2", ""),
+        ("a=1,no member", ""),
+        ("a=é", ""),
+        (",".join(f"a{n}=1" for n in range(33)), ""),
+        (",".join(f"a{n}={'x' * 50}" for n in range(12)), ""),
+    ],
+)
+def test_a_caller_s_state_goes_on_where_it_is_well_formed(on_site, given, kept):
+    async def scenario(site):
+        collected = traced(site)
+        headers = {"traceparent": PARENT, "tracestate": given.encode()}
+        await site.client.post("/v1/completions", json={"prompt": "hello"}, headers=headers)
+        assert collected[0].trace.tracestate == kept
 
     on_site(scenario)
 
@@ -116,10 +146,33 @@ def test_the_caller_decides_about_sampling_and_the_ratio_about_the_rest(on_site)
     on_site(scenario)
 
 
-def test_nothing_is_noted_without_a_tracer(on_site):
+@contextmanager
+def calls_of_tracing() -> Iterator[Counter[str]]:
+    """Counts the functions of traces that are called inside, by name."""
+    calls: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_globals.get("__name__") in TRACING:
+            calls[frame.f_code.co_name] += 1
+
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def test_nothing_of_traces_is_called_without_a_tracer(on_site):
     async def scenario(site):
-        answer = await site.chat()
-        assert "traceresponse" not in answer.headers
+        with calls_of_tracing() as calls:
+            for stream in (False, True):
+                answer = await site.chat(stream=stream)
+                assert "traceresponse" not in answer.headers
+        assert not calls
+        traced(site)
+        with calls_of_tracing() as calls:
+            await site.chat()
+        assert calls["begin"] == calls["end"] == calls["spans_of"] == 1
 
     on_site(scenario)
 

@@ -9,19 +9,23 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LiveServer, until
 
 ATTACKER, OTHER = "mallory", "alice"
 """Tenants; their keys are their names."""
 PROMPTS = ("a red", "The picture shows", "1 2 3 4", "hello")
 MIB = 1 << 20
+SLOWEST = 2.0
+"""Seconds a canary may take on a machine that does nothing else."""
 REQUEST_SECONDS = 120.0
+GROWTH = 1.1
+REST_SECONDS = 20.0
 
 
 def key_options() -> list[str]:
@@ -32,6 +36,28 @@ def resident(pid: int) -> int:
     """Bytes of a process's memory that are in use."""
     fields = Path(f"/proc/{pid}/statm").read_text().split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_of(live: LiveServer) -> dict[int, int]:
+    """The same of every process of a server."""
+    found = {}
+    for pid in live.pids(b"lookonce"):
+        with suppress(OSError):  # it has just ended
+            found[pid] = resident(pid)
+    return found
+
+
+def check_memory(live: LiveServer, before: dict[int, int]) -> None:
+    """Each process has what it had, but for a tenth; those that were replaced are not compared. An
+    API process gives memory back a moment after it has come to rest."""
+
+    def grown() -> list[tuple[int, int, int]]:
+        now = memory_of(live)
+        return [
+            (pid, size, now[pid]) for pid, size in before.items() if now.get(pid, 0) > GROWTH * size
+        ]
+
+    until(lambda: not grown(), REST_SECONDS, lambda: f"(pid, before, after): {grown()}")
 
 
 @dataclass

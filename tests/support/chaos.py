@@ -12,15 +12,18 @@ once, however many other workers were killed beside it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import httpx
 
 from tests.support.live_server import LiveServer
 from tests.support.traffic import PlannedRequest
@@ -33,6 +36,8 @@ OF_A_WORKER = "its decoder crashed"
 """What a request is told whose media worker was killed while it worked."""
 DRAWN = (API, API, API, WORKER, WORKER, WORKER, WORKER, ENGINE, ENGINE, FORK_SERVER)
 """Kinds to draw the next victim's from."""
+PAUSE_SECONDS = 0.05
+"""Of a client whose request has failed: eight that ask on and on would slow an engine's restart."""
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -71,6 +76,12 @@ def num_mappings(pid: int) -> int:
     """Mappings of shared memory without a name, and of files in the server's socket folder."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return sum("memfd:" in line or "/lookonce-" in line for line in lines)
+
+
+def mapped_slabs(pid: int) -> list[str]:
+    """The inode of each mapping of a slab: one that is mapped twice is there twice."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return [line.split()[4] for line in lines if SLAB in line]
 
 
 def shared_memory() -> int:
@@ -132,9 +143,11 @@ class Seen:
     """What one client saw."""
 
     plan: PlannedRequest
-    port: int
     began: float
+    port: int = 0
     ended: float = 0.0
+    request_id: str = ""
+    """As the server's log names it."""
     status: int = 0
     """0: the connection ended before a whole answer had come."""
     body: str = ""
@@ -160,12 +173,14 @@ def said(body: str) -> str:
 
 async def ask(host: str, port: int, plan: PlannedRequest) -> Seen:
     """One request on a connection of its own."""
+    seen = Seen(plan, time.monotonic(), request_id=os.urandom(8).hex())
     reader, writer = await asyncio.open_connection(host, port)
-    seen = Seen(plan, writer.get_extra_info("sockname")[1], time.monotonic())
+    seen.port = writer.get_extra_info("sockname")[1]
     body = json.dumps(plan.body).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        f"X-Request-Id: {seen.request_id}\r\n\r\n"
     )
     try:
         writer.write(head.encode() + body)
@@ -201,18 +216,76 @@ def _parse(answer: bytes) -> tuple[int, str]:
     return 0, whole.decode(errors="replace")
 
 
-# --- kills ----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Chaos:
-    """Load by `concurrency` clients on a server, and what was killed under it."""
+@dataclass(kw_only=True)
+class Load:
+    """Requests to a server by `concurrency` clients, without end, while something is done to it."""
 
     server: LiveServer
     plans: Sequence[PlannedRequest]
     concurrency: int = 8
     seed: int = 0
     seen: list[Seen] = field(default_factory=list)
+
+    async def during(
+        self,
+        disturb: Callable[[random.Random], Awaitable[None]],
+        patience: float,
+        *,
+        rest_seconds: float,
+    ) -> None:
+        """Load the server until `disturb` has ended, and `rest_seconds` longer; let every request
+        end. `patience`: seconds that the last requests may take."""
+        rng, stopped = random.Random(self.seed), asyncio.Event()
+        plans = itertools.cycle(self.plans)
+        clients = [
+            asyncio.create_task(self._client(plans, stopped)) for _ in range(self.concurrency)
+        ]
+        try:
+            await disturb(rng)
+            await asyncio.sleep(rest_seconds)
+        finally:
+            stopped.set()
+            async with asyncio.timeout(patience):
+                await asyncio.gather(*clients)
+
+    async def _client(self, plans: Iterator[PlannedRequest], stopped: asyncio.Event) -> None:
+        host, _, port = self.server.url.removeprefix("http://").partition(":")
+        while not stopped.is_set():
+            await self._take(await ask(host, int(port), next(plans)))
+
+    async def _take(self, seen: Seen) -> None:
+        self.seen.append(seen)
+
+    async def until_ready(self) -> None:
+        """Until many connections in a row, to whatever processes, are told so."""
+        await asyncio.sleep(0.5)
+        in_a_row = 0
+        while in_a_row < 12:
+            is_ready = False
+            with suppress(httpx.HTTPError):  # of a process that was killed just now
+                answer = await asyncio.to_thread(self.server.get, "/ready")
+                is_ready = answer.status_code == 200
+            in_a_row = in_a_row + 1 if is_ready else 0
+            if not in_a_row:
+                await asyncio.sleep(0.1)
+
+    @property
+    def num_successes(self) -> int:
+        return sum(seen.succeeded for seen in self.seen)
+
+    @property
+    def num_cut_off(self) -> int:
+        """Requests that the server may have answered completely although nobody saw it."""
+        return sum(seen.status == 0 for seen in self.seen)
+
+
+# --- kills ----------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Chaos(Load):
+    """What was killed under a load."""
+
     kills: list[str] = field(default_factory=list)
     _lost_ports: dict[int, list[float]] = field(default_factory=dict)
     """Port → when the API process that held its connection was killed."""
@@ -223,30 +296,20 @@ class Chaos:
 
     def run(self, num_kills: int, patience: float) -> None:
         """Load the server, kill `num_kills` times, and let every request end."""
-        asyncio.run(self._run(num_kills, patience))
 
-    async def _run(self, num_kills: int, patience: float) -> None:
-        rng, stopped = random.Random(self.seed), asyncio.Event()
-        plans = iter_for_ever(self.plans)
-        clients = [
-            asyncio.create_task(self._client(plans, stopped)) for _ in range(self.concurrency)
-        ]
-        try:
+        async def kill(rng: random.Random) -> None:
             for number in range(num_kills):
                 await asyncio.sleep(rng.uniform(0.2, 1.5))
                 kind = KINDS[number] if number < len(KINDS) else rng.choice(DRAWN)
                 async with asyncio.timeout(patience):
                     await self._kill(kind, rng)
-            await asyncio.sleep(1.0)
-        finally:
-            stopped.set()
-            async with asyncio.timeout(patience):
-                await asyncio.gather(*clients)
 
-    async def _client(self, plans: Iterator[PlannedRequest], stopped: asyncio.Event) -> None:
-        host, _, port = self.server.url.removeprefix("http://").partition(":")
-        while not stopped.is_set():
-            self.seen.append(await ask(host, int(port), next(plans)))
+        asyncio.run(self.during(kill, patience, rest_seconds=1.0))
+
+    async def _take(self, seen: Seen) -> None:
+        await super()._take(seen)
+        if not seen.as_planned:
+            await asyncio.sleep(PAUSE_SECONDS)
 
     async def _kill(self, kind: str, rng: random.Random) -> None:
         while not (candidates := of_kind(self.server, kind)):  # noqa: ASYNC110
@@ -254,6 +317,8 @@ class Chaos:
         pid = rng.choice(candidates)
         try:
             os.kill(pid, signal.SIGSTOP)  # so that it takes no connection while we look
+            while _stat(pid)[0] not in "TZ":  # noqa: ASYNC110  it may be about to take one
+                await asyncio.sleep(0.001)
             _, _, group, _ = _stat(pid)  # of a worker: that of its API process
             now = time.monotonic()
             if kind == API:
@@ -262,22 +327,14 @@ class Chaos:
             elif kind == WORKER:
                 self._killed_workers.append((client_ports(group), now))
             os.kill(pid, signal.SIGKILL)
-        except OSError:
-            return  # it has ended by itself: a worker of a process killed before
+        except OSError:  # it ends by itself: a worker of a process killed before
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)  # it may have been stopped
+            return
         self.kills.append(kind)
         if kind == ENGINE:
-            await self._until_ready()
+            await self.until_ready()
             self._outages.append((now, time.monotonic()))
-
-    async def _until_ready(self) -> None:
-        """Until many connections in a row, to whatever processes, are told so."""
-        await asyncio.sleep(0.5)
-        in_a_row = 0
-        while in_a_row < 12:
-            response = await asyncio.to_thread(self.server.get, "/ready")
-            in_a_row = in_a_row + 1 if response.status_code == 200 else 0
-            if not in_a_row:
-                await asyncio.sleep(0.1)
 
     # --- judging ------------------------------------------------------------------------------
 
@@ -308,17 +365,3 @@ class Chaos:
         )
         out = any(seen.began < end and begin < seen.ended for begin, end in self._outages)
         return lost or out
-
-    @property
-    def num_successes(self) -> int:
-        return sum(seen.succeeded for seen in self.seen)
-
-    @property
-    def num_cut_off(self) -> int:
-        """Requests that the server may have answered completely although nobody saw it."""
-        return sum(seen.status == 0 for seen in self.seen)
-
-
-def iter_for_ever(plans: Sequence[PlannedRequest]) -> Iterator[PlannedRequest]:
-    while True:
-        yield from plans

@@ -83,6 +83,9 @@ class InProcessClientLink:
     def send(self, frames: Sequence[Buffer]) -> None:
         self._hub.to_engine(self.sender, _frozen(frames))
 
+    def send_soon(self, frames: Sequence[Buffer]) -> None:
+        self.send(frames)
+
     def expect_fds(self, expected: bool) -> None:
         self._fds_expected = expected
 

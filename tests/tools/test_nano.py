@@ -24,7 +24,8 @@ from tools.nano.world.sounds import make_sound
 from tools.nano.world.talk import training_lines
 
 MUTE = Materials(fonts=(), speaker=None, lines=training_lines())
-PLAN = TrainingPlan(tower_steps=2, answer_steps=8, batch=3, collages=1, workers=0)
+PLAN = TrainingPlan(tower_steps=1, answer_steps=2, batch=3, collages=1, workers=0)
+"""Each step is many seconds of bfloat16 products where the processor has no instructions for it."""
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +169,7 @@ def test_the_tokenizer_knows_spoken_words_and_spells_digits():
 def test_a_model_made_from_nothing_learns_and_answers(tmp_path):
     said: list[str] = []
     steps = train(tmp_path, MUTE, PLAN, texts=60, tell=said.append)
-    assert [step.stage for step in steps] == ["towers"] * 2 + ["answers"] * 8
+    assert [step.stage for step in steps] == ["towers"] + ["answers"] * 2
     answers = [step for step in steps if step.stage == "answers"]
     assert answers[-1].loss < answers[0].loss * 0.9
     assert all(np.isfinite(step.loss) for step in steps)

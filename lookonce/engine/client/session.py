@@ -13,6 +13,7 @@ answers: with `MAX_UNREAD` deltas unread, `extend` waits although the engine wou
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -133,7 +134,25 @@ class SessionLink(Protocol):
     ) -> int: ...
 
 
-class EngineSession:
+class ClosedAtEnd(ABC):
+    """An async context manager that is closed at the end of its block."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class EngineSession(ClosedAtEnd):
     """One live session. Iterate for its deltas; `extend` from the same or another task.
 
     Both raise what ended the session: `EngineDeadError` when the engine has gone,
@@ -224,17 +243,6 @@ class EngineSession:
         if not self._left:
             self._left = True
             self._leave(self._session)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         """The last reference may be dropped in any thread: the session is left on its loop."""

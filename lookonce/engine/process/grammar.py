@@ -309,7 +309,7 @@ class GrammarWorker:
                 raise ProtocolError("the worker answers something else")
         except (OSError, ProtocolError, msgspec.MsgspecError):
             self.ended = True
-            ended = self._ended_how()
+            ended = how_it_ended(self._exit_status())
             logger.warning("a grammar worker did not start: it %s", ended)
             raise UnavailableError(
                 f"grammars cannot be compiled now: the process for it {ended} while it started"
@@ -355,9 +355,7 @@ class GrammarWorker:
             raise self._why_it_ended(grammar) from None
 
     def _why_it_ended(self, grammar: Grammar) -> LookOnceError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)
-        match self._process.returncode:
+        match self._exit_status():
             case code if code == -signal.SIGPROF:
                 seconds = self._limits.cpu_seconds
                 why = f"too complex: it takes more than {seconds:g} s of CPU time to compile"
@@ -373,10 +371,11 @@ class GrammarWorker:
         logger.warning("a grammar worker ended (%s): %s", self._process.returncode, why)
         return refusal(grammar, why)
 
-    def _ended_how(self) -> str:
+    def _exit_status(self) -> int | None:
+        """Of the process, which is expected to end; None where it goes on."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
-        return how_it_ended(self._process.returncode)
+        return self._process.returncode
 
     def kill(self) -> None:
         """End the process, from any thread; the thread that waits for it sees the link close."""

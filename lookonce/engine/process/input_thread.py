@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -217,18 +216,11 @@ class InputThread:
             case GetStats(nonce):
                 self._step_channel.command(StatsCommand(sender, nonce))
             case TakeProfile(seconds, path):
-                self._take_profile(seconds, path)
+                self._step_channel.command(ProfileCommand(seconds, path))
             case Hello():
                 self._hello(sender, message)
             case Unreadable(request_id):
                 self._unreadable(sender, request_id)
-
-    def _take_profile(self, seconds: float, path: str) -> None:
-        self._step_channel.command(ProfileCommand(path))
-        stop = ProfileCommand(None)
-        timer = threading.Timer(seconds, self._step_channel.command, [stop])
-        timer.daemon = True
-        timer.start()
 
     # --- senders ------------------------------------------------------------------------------
 
@@ -337,21 +329,13 @@ class InputThread:
     # --- requests -----------------------------------------------------------------------------
 
     def _submit(self, sender: str, message: Submit) -> None:
-        request_id = message.request.request_id
-        try:
-            held = self._hold_items(sender, message)
-        except LookOnceError as error:
-            self._reject(sender, request_id, error)
+        built = self._build(sender, message)
+        if built is None:
             return
-        try:
-            request = self._preprocess(message.request, held.items)
-        except LookOnceError as error:
-            self._receiver_cache.release(request_id)
-            self._reject(sender, request_id, error)
-            return
+        request, held = built
         request.recoverable = message.recoverable
-        self._owners[request_id] = sender
-        self._unaccepted.add(request_id)
+        self._owners[request.request_id] = sender
+        self._unaccepted.add(request.request_id)
         grammar = request.sampling.grammar
         if grammar is None or self._preprocessor is None:
             self._add(request, complete=not held.missing)
@@ -360,24 +344,32 @@ class InputThread:
             complete, tenant = not held.missing, message.request.tenant
             self._grammar_pool.begin(request, grammar, compile_grammar, complete, tenant)
 
-    def _open_session(self, sender: str, message: OpenSession) -> None:
-        request_id, tenant = message.request.request_id, message.request.tenant
+    def _build(self, sender: str, message: Submit | OpenSession) -> tuple[Request, Held] | None:
+        """The scheduler's request, and what it holds; None where it was rejected."""
+        request_id = message.request.request_id
         try:
             held = self._hold_items(sender, message)
         except LookOnceError as error:
             self._reject(sender, request_id, error)
-            return
+            return None
         try:
-            self._sessions.check_room(tenant)
-            if held.missing:
-                raise MediaNotCachedError("media of a session is not held any more; send it again")
-            request = self._preprocess(message.request, held.items)
+            if isinstance(message, OpenSession):
+                self._sessions.check_room(message.request.tenant)
+                _require_all_items(held)
+            return self._preprocess(message.request, held.items), held
         except LookOnceError as error:
             self._receiver_cache.release(request_id)
             self._reject(sender, request_id, error)
+            return None
+
+    def _open_session(self, sender: str, message: OpenSession) -> None:
+        built = self._build(sender, message)
+        if built is None:
             return
+        request, _ = built
+        request_id = request.request_id
         self._owners[request_id] = sender
-        self._sessions.open(request_id, tenant)
+        self._sessions.open(request_id, request.tenant)
         self._send(sender, Accepted(request_id))
         if sender not in self._senders:  # sending `Accepted` has found the sender unreachable
             self._release(request_id)
@@ -399,8 +391,7 @@ class InputThread:
             if held is None:
                 raise _lost_touch()
             self._sessions.count_extension(request_id, message.number)
-            if held.missing:
-                raise MediaNotCachedError("media of a session is not held any more; send it again")
+            _require_all_items(held)
             token_ids = _token_array(message.token_ids)
         except LookOnceError as error:
             self._reject(sender, request_id, error)
@@ -666,6 +657,12 @@ class OpenSessions:
             "sessions_open": float(len(self._tenants)),
             "sessions_opened_total": float(self._num_opened),
         }
+
+
+def _require_all_items(held: Held) -> None:
+    """Raises `MediaNotCachedError` unless a session's items are all there: none is asked for."""
+    if held.missing:
+        raise MediaNotCachedError("media of a session is not held any more; send it again")
 
 
 def _token_array(token_ids: Array) -> NDArray[np.int32]:

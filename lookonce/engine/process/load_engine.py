@@ -74,7 +74,7 @@ def load_engine(
         warm_up_engine,
         items.take(info),
         encoder_decoder=info.encoder_decoder,
-        frame_per_token=bool(info.frame_shape),
+        in_prompt=info.items_in_prompt,
     )
     gc.collect()
     gc.freeze()  # the model's objects stay: later collections need not walk them

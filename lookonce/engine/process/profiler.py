@@ -6,6 +6,7 @@ The step thread starts and stops it between steps; another thread writes it, as 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ class StepProfiler:
         """Profile from now on; `path` is where the Chrome trace goes, by renaming, when it ends."""
         if self._profile is not None:
             return
+        # torch's library writes lines of its own to stderr; it reads this when it first starts.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         import torch
 
         kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -39,7 +42,11 @@ class StepProfiler:
             return
         profile.stop()
         arguments = (profile, self._path)
-        threading.Thread(target=_write, args=arguments, name="profile", daemon=True).start()
+        writer = threading.Thread(target=_write, args=arguments, name="profile", daemon=True)
+        try:
+            writer.start()
+        except RuntimeError:  # the step thread must not end with it
+            logger.warning("no thread for writing a profile can be started")
 
 
 def _write(profile: Any, path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -95,8 +96,15 @@ class StatsCommand:
 
 @dataclass(frozen=True, slots=True)
 class ProfileCommand:
-    path: str | None
-    """Begin a profile that will be written there; None: end the one that was begun."""
+    """Begin a profile of so many seconds, which is written to `path`."""
+
+    seconds: float
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndProfileCommand:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +126,7 @@ Command: TypeAlias = (
     | ResetCommand
     | StatsCommand
     | ProfileCommand
+    | EndProfileCommand
     | StopCommand
 )
 """What the input thread tells the step loop."""
@@ -274,12 +283,23 @@ class StepLoop:
                 self._core.reset_encoder_cache()
             case StatsCommand(sender, nonce):
                 self._channel.report(StatsAnswer(sender, nonce, self._core.stats()))
-            case ProfileCommand(None):
+            case ProfileCommand(seconds, path):
+                self._profile(seconds, path)
+            case EndProfileCommand():
                 self._profiler.stop()
-            case ProfileCommand(str(path)):
-                self._profiler.start(path)
             case StopCommand():
                 self._stopped = True
+
+    def _profile(self, seconds: float, path: str) -> None:
+        """The time runs from when the profiler has started: the first start may take seconds."""
+        self._profiler.start(path)
+        timer = threading.Timer(seconds, self._channel.command, [EndProfileCommand()])
+        timer.daemon = True
+        try:
+            timer.start()
+        except RuntimeError:  # this thread must not end with it
+            logger.warning("no thread for ending a profile can be started")
+            self._profiler.stop()
 
     def _add(self, command: AddCommand) -> None:
         """A request that the scheduler refuses ends like any other that failed."""

@@ -82,19 +82,17 @@ def warm_up(
     items: Sequence[ProcessedItem],
     *,
     encoder_decoder: bool = False,
-    frame_per_token: bool = False,
+    in_prompt: bool = True,
 ) -> None:
     """Answer a text, and a prompt with each item. A failure is a warning.
 
-    An encoder-decoder hears each item, and answers no text alone. `frame_per_token`: rows of the
-    item are added to the tokens, as `ModelInfo.frame_shape` says.
+    An encoder-decoder answers no text alone. `in_prompt` is `ModelInfo.items_in_prompt`.
 
     The caller drops `core` afterwards; its runner has freed everything by then.
     """
     if not encoder_decoder:
         _warm_up_with("text", core, _request("text", None), {})
     for item in items:
-        in_prompt = not (encoder_decoder or frame_per_token)
         request = _request(item.modality, item, in_prompt=in_prompt)
         _warm_up_with(item.modality, core, request, {_key(item): item})
     core.reset_encoder_cache()
@@ -135,9 +133,8 @@ def _request(name: str, item: ProcessedItem | None, *, in_prompt: bool = True) -
     ids = np.array([*text, *placeholder, *text], dtype=np.int32)
     features: tuple[MediaFeature, ...] = ()
     if item is not None:
-        features = (
-            feature_at(_key(item), item.modality, item.expansion, len(placeholder) and len(text)),
-        )
+        offset = len(text) if in_prompt else 0
+        features = (feature_at(_key(item), item.modality, item.expansion, offset),)
     return GenerateRequest(
         request_id=f"warm-up {name}",
         scope=SCOPE,

@@ -35,6 +35,7 @@ MAX_DELAY = 30.0
 twice as long, `MAX_DELAY` at most."""
 STEADY_SECONDS = 60.0
 """A process that has served for so long is restarted without delay again."""
+STATUS_POLL_SECONDS = 0.02
 EXIT_REFUSED = 2
 """The exit status of a child that refuses its settings: starting it again would not help."""
 
@@ -123,9 +124,14 @@ class _Forked:
         return await asyncio.shield(self._ended)
 
     def _end(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._process.fileno())
-        if not self._ended.done():
-            self._ended.set_result(self._process.wait())
+        """It has ended; its status is told by the fork server, which may be busy."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._process.fileno())
+        status = self._process.poll()
+        if status is None:
+            loop.call_later(STATUS_POLL_SECONDS, self._end)
+        elif not self._ended.done():
+            self._ended.set_result(status)
 
 
 class ChildProcess:

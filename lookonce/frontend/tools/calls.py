@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from lookonce.errors import BadRequestError
-from lookonce.frontend.closed_schemas import closed
+from lookonce.frontend.closed_schemas import closed_schema
 from lookonce.frontend.responses import FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
 from lookonce.frontend.tools import harmony
 from lookonce.frontend.tools.formats import NO_PLACE, ToolDialect
@@ -110,12 +110,29 @@ NO_REQUESTED_TOOLS = RequestedTools((), (), (), forced=False, parallel=True)
 """For formats that answers are written in with or without tools."""
 
 
+@dataclass(frozen=True, slots=True)
+class ToolFields:
+    """What a request calls its tools, for errors that name them."""
+
+    tools: str = "tools"
+    choice: str = "tool_choice"
+    function: str = ".function"
+    """A tool's part with name and parameters."""
+
+    def function_of(self, number: int) -> str:
+        return f"{self.tools}[{number}]{self.function}"
+
+
+TOOL_FIELDS = ToolFields()
+
+
 def read_tools(
     tools: Sequence[Tool] | None,
     choice: ToolChoice,
     parallel: bool | None,
     *,
     close: bool = True,
+    fields: ToolFields = TOOL_FIELDS,
 ) -> RequestedTools | None:
     """None where no tool may be used. Raises `BadRequestError` naming the part at fault.
 
@@ -123,19 +140,19 @@ def read_tools(
     """
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise BadRequestError("tool_choice needs tools", param="tool_choice")
+            raise BadRequestError(f"{fields.choice} needs {fields.tools}", param=fields.choice)
         return None
-    declared = _functions(tools)
+    declared = _functions(tools, fields)
     if choice == "none":
         return None
     if choice not in (None, "auto", "required") and isinstance(choice, str):
         raise BadRequestError(
-            f"tool_choice: {choice[:50]!r} is none of none, auto, required or a function",
-            param="tool_choice",
+            f"{fields.choice}: {choice[:50]!r} is none of none, auto, required or a function",
+            param=fields.choice,
         )
-    functions = _named(declared, choice) if isinstance(choice, NamedChoice) else declared
+    functions = _named(declared, choice, fields) if isinstance(choice, NamedChoice) else declared
     numbers = {function.name: number for number, function in enumerate(declared)}
-    params = tuple(f"tools[{numbers[f.name]}].function.parameters" for f in functions)
+    params = tuple(f"{fields.function_of(numbers[f.name])}.parameters" for f in functions)
     return RequestedTools(
         functions=tuple(map(_closed, functions, params)) if close else functions,
         params=params,
@@ -148,52 +165,53 @@ def read_tools(
 def _closed(function: Function, param: str) -> Function:
     if function.parameters is None:
         return function
-    try:
-        return replace(function, parameters=closed(function.parameters))
-    except RecursionError:
-        raise BadRequestError(f"{param}: nested too deeply", param=param) from None
+    return replace(function, parameters=closed_schema(function.parameters, param))
 
 
-def _functions(tools: Sequence[Tool]) -> tuple[Function, ...]:
+def _functions(tools: Sequence[Tool], fields: ToolFields) -> tuple[Function, ...]:
     if len(tools) > MAX_TOOLS:
-        raise BadRequestError(f"{len(tools)} tools; {MAX_TOOLS} are allowed", param="tools")
-    functions = [_function(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+        raise BadRequestError(
+            f"{len(tools)} {fields.tools}; {MAX_TOOLS} are allowed", param=fields.tools
+        )
+    functions = [_function(tool, number, fields) for number, tool in enumerate(tools)]
     names: set[str] = set()
     for number, function in enumerate(functions):
         if function.name in names:
-            param = f"tools[{number}].function.name"
+            param = f"{fields.function_of(number)}.name"
             raise BadRequestError(f"{param}: {function.name[:50]!r} comes twice", param=param)
         names.add(function.name)
     return tuple(functions)
 
 
-def _function(tool: Tool, param: str) -> Function:
+def _function(tool: Tool, number: int, fields: ToolFields) -> Function:
     if tool.type != "function":
+        param = f"{fields.tools}[{number}].type"
         raise BadRequestError(
-            f"{param}.type: only functions are served",
-            param=f"{param}.type",
-            code="unsupported_parameter",
+            f"{param}: only functions are served", param=param, code="unsupported_parameter"
         )
+    param = fields.function_of(number)
     if tool.function is None:
-        raise BadRequestError(f"{param}.function is missing", param=f"{param}.function")
+        raise BadRequestError(f"{param} is missing", param=param)
     if not 0 < len(tool.function.name) <= LONGEST_NAME:
-        param = f"{param}.function.name"
+        param = f"{param}.name"
         raise BadRequestError(f"{param}: must have 1 to {LONGEST_NAME} characters", param=param)
     return tool.function
 
 
-def _named(functions: tuple[Function, ...], choice: NamedChoice) -> tuple[Function, ...]:
+def _named(
+    functions: tuple[Function, ...], choice: NamedChoice, fields: ToolFields
+) -> tuple[Function, ...]:
     if choice.type != "function" or choice.function is None:
         raise BadRequestError(
-            "tool_choice: only a function can be named",
-            param="tool_choice",
+            f"{fields.choice}: only a function can be named",
+            param=fields.choice,
             code="unsupported_parameter",
         )
     name = choice.function.name
     found = tuple(function for function in functions if function.name == name)
     if not found:
         raise BadRequestError(
-            f"tool_choice: {name[:50]!r} is not among the tools", param="tool_choice"
+            f"{fields.choice}: {name[:50]!r} is not among the {fields.tools}", param=fields.choice
         )
     return found
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lookonce.errors import BadRequestError
 from lookonce.frontend.tools.calls import (
     Function,
     NamedChoice,
@@ -16,11 +15,13 @@ from lookonce.frontend.tools.calls import (
     RequestedTools,
     Tool,
     ToolChoice,
+    ToolFields,
     read_tools,
 )
 
 Json = dict[str, Any]
 FunctionChoice = str | NamedFunction | None
+FUNCTION_FIELDS = ToolFields("functions", "function_call", "")
 
 
 def read_functions(
@@ -33,17 +34,7 @@ def read_functions(
         tool_choice = NamedChoice(type="function", function=choice)
     else:
         tool_choice = choice
-    try:
-        return read_tools(tools, tool_choice, False, close=close)
-    except BadRequestError as error:
-        raise BadRequestError(
-            _renamed(error.message), param=_renamed(error.param or ""), code=error.code
-        ) from None
-
-
-def _renamed(text: str) -> str:
-    text = text.replace(".function", "").replace("tool_choice", "function_call")
-    return text.replace("tools", "functions")
+    return read_tools(tools, tool_choice, False, close=close, fields=FUNCTION_FIELDS)
 
 
 def with_tool_calls(messages: Sequence[Json]) -> list[Json]:

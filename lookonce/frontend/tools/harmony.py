@@ -131,12 +131,12 @@ class HarmonyParser:
             self._bare = self._bare and text.isspace()
             self._deltas.append(CallArguments(self._num_calls - 1, text))
             return
-        if self._where in self._fresh:
-            self._fresh.discard(self._where)
-            text = "\n" + text
+        added = "\n" if self._where in self._fresh else ""
+        self._fresh.discard(self._where)
         self._begun.add(self._where)
+        text = added + text
         self._deltas.append(
-            ReasoningText(text) if self._where == "reasoning" else ContentText(text)
+            ReasoningText(text) if self._where == "reasoning" else ContentText(text, len(added))
         )
 
     def _leave(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
 LONGEST_NAME = 256
@@ -31,6 +31,8 @@ class ContentText:
     """Text of the answer: OpenAI's `content`."""
 
     text: str
+    num_added: int = field(default=0, compare=False)
+    """Characters of `text` that the sample lacks: line breaks between harmony's messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,8 @@ def joined(deltas: Iterable[Delta]) -> list[Delta]:
     for delta in deltas:
         last = result[-1] if result else None
         match last, delta:
-            case ContentText(before), ContentText(text):
-                result[-1] = ContentText(before + text)
+            case ContentText(before, num_before), ContentText(text, num_added):
+                result[-1] = ContentText(before + text, num_before + num_added)
             case ReasoningText(before), ReasoningText(text):
                 result[-1] = ReasoningText(before + text)
             case CallArguments(index, before), CallArguments(same, text) if index == same:

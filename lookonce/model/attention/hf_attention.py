@@ -78,12 +78,12 @@ def paged_attention(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return output, None
-    if not getattr(module, "is_causal", True) and context.cross is not None:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return context.cross.attend(module.layer_idx, query, scale), None
-    if attention_mask is not None or not getattr(module, "is_causal", True):
-        raise ValueError("paged attention is causal self-attention and takes no mask")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    is_causal = getattr(module, "is_causal", True)
+    if not is_causal and context.cross is not None:
+        return context.cross.attend(module.layer_idx, query, scale), None
+    if attention_mask is not None or not is_causal:
+        raise ValueError("paged attention is causal self-attention and takes no mask")
     width = value.shape[-1]
     if width != key.shape[-1]:
         value = pad(value, (0, key.shape[-1] - width))

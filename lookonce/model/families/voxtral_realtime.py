@@ -48,6 +48,8 @@ class VoxtralRealtimeFamily(ModelFamily):
             window=int(audio.sliding_window),
             positions_per_frame=int(self.config.downsample_factor),
         )
+        self._clip_encoder: StreamingEncoder | None = None
+        """Made for the first clip: its attention kernel is tried out, and its pages allocated."""
         fold_delay(model, self.num_delay_tokens)
 
     @property
@@ -73,7 +75,9 @@ class VoxtralRealtimeFamily(ModelFamily):
 
     def encode(self, modality: Modality, items: Sequence[Tensors]) -> list[Tensor]:
         sounds = [item["input_features"] for item in items]
-        return StreamingEncoder(self, sounds[0].dtype, sounds[0].device).encode_whole(sounds)
+        if self._clip_encoder is None:
+            self._clip_encoder = StreamingEncoder(self, sounds[0].dtype, sounds[0].device)
+        return self._clip_encoder.encode_whole(sounds)
 
     def batch_key(self, modality: Modality, item: Tensors) -> str:
         return modality

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import re
 from functools import cache
 from importlib import import_module
@@ -19,26 +18,14 @@ from typing import NamedTuple, Protocol, cast
 from torch import Tensor  # and with torch its OpenMP runtime, which compiled code uses
 
 from lookonce.errors import ConfigError
-from lookonce.types.cpu import cpu_flags
+from lookonce.types.cpu import KERNEL_VARIANTS, cpu_flags
+from lookonce.types.cpu import X86_64 as X86_64
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "LOOKONCE_CPU_KERNELS"
 NONE = "none"
-_V2 = frozenset(("cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"))
-_AVX2 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
-_AVX512 = _AVX2 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
-X86_64 = {
-    "avx512-bf16": _AVX512 | {"avx512_bf16"},
-    "avx512": _AVX512,
-    "avx2": _AVX2,
-    "x86-64-v2": _V2,
-}
-"""Variants, the fastest first, and what each needs: flags as Linux names them."""
-AARCH64: dict[str, frozenset[str]] = {"aarch64": frozenset()}
-VARIANTS = {"x86_64": X86_64, "amd64": X86_64, "aarch64": AARCH64, "arm64": AARCH64}.get(
-    platform.machine().lower(), {}
-)
+VARIANTS = KERNEL_VARIANTS
 
 
 class Kernels(Protocol):

@@ -133,10 +133,10 @@ class GeneralProcessing(ProcessorFamily):
         Raises `ModelLoadError` where an item's tokens in a prompt are not those that it has alone.
         """
         media = {modality: _example_media(modality, self) for modality in self.modalities}
-        if self.max_items is None:
+        several = self.max_items is None
+        if several:
             for modality, (first, second, _) in media.items():
                 self._check_neighbours(modality, [first, second])
-        several = self.max_items is None
         orders: list[list[tuple[Modality, int]]] = []
         for modality in self.modalities:
             orders.append([(modality, 0)])
@@ -230,10 +230,9 @@ class GeneralProcessing(ProcessorFamily):
 def _example_media(modality: Modality, family: ProcessorFamily) -> list[Decoded]:
     random = np.random.default_rng(0)
     if modality == "image":
-        sizes = EXAMPLE_PICTURES
         return [
             Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
-            for width, height in sizes
+            for width, height in EXAMPLE_PICTURES
         ]
     lengths = [int(seconds * family.sampling_rate) for seconds in EXAMPLE_SECONDS]
     return [random.normal(0, 0.1, length).astype(np.float32) for length in lengths]

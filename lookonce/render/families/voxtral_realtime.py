@@ -193,9 +193,13 @@ class LiveSound:
         return self._push(samples)
 
     def finish(self) -> Array | None:
-        """The frames of the silence after the sound, in which its last words are written."""
+        """The frames of the silence after the sound, in which its last words are written.
+
+        Samples may follow, from the beginning of a frame on.
+        """
         family = self._family
         missing = -self._num_samples % family.frame_samples
+        self._num_samples = 0
         silence = missing + family.right_pad * family.frame_samples
         return self._push(np.zeros(silence, np.float32))
 

@@ -71,7 +71,7 @@ class Fetcher:
         self._cache = cache if cache is not None else FetchCache(0)
         self._running: SingleFlight[CacheKey, bytes] = SingleFlight()
         self._pool = httpcore.AsyncConnectionPool(
-            ssl_context=_ssl_context(),
+            ssl_context=fetch_ssl_context(),
             max_connections=MAX_CONNECTIONS,
             max_keepalive_connections=IDLE_CONNECTIONS,
             keepalive_expiry=IDLE_SECONDS,
@@ -199,8 +199,9 @@ class Fetcher:
 
 
 @cache
-def _ssl_context() -> ssl.SSLContext:
-    """One context per process: reading the certificates takes tens of milliseconds."""
+def fetch_ssl_context() -> ssl.SSLContext:
+    """One context per process, or for all that are forked from one: reading the certificates takes
+    tens of milliseconds and a megabyte."""
     return httpcore.default_ssl_context()
 
 

@@ -396,7 +396,16 @@ class MediaPool:
             self._changed.notify()
 
     def _make(self, queued: Queued) -> Processed:
-        """The item. A job that its worker had not begun when it died is given to another one."""
+        """The item; its tenant is charged once, for all attempts together."""
+        used: list[float] = []
+        try:
+            return self._attempt(queued, used)
+        finally:
+            self._settle(queued, sum(used))
+
+    def _attempt(self, queued: Queued, used: list[float]) -> Processed:
+        """A job that its worker had not begun when it died is given to another one. `used` gets the
+        CPU seconds of each attempt."""
         for starts_left in reversed(range(STARTS_PER_JOB)):
             worker = self._ready_worker()
             running = self._begin(queued, worker)
@@ -423,7 +432,7 @@ class MediaPool:
                 self._workers.discard(worker)
                 raise
             finally:
-                self._settle(queued, running)
+                used.append(running.cpu_used)
         raise AssertionError("unreachable")
 
     def _ready_worker(self) -> _WorkerProcess:
@@ -475,12 +484,12 @@ class MediaPool:
             },
         )
 
-    def _settle(self, queued: Queued, running: _Running) -> None:
+    def _settle(self, queued: Queued, used: float) -> None:
         """Charge the tenant what the job really took; a part of its estimate at least, so that
         others have their turn after a known number of jobs."""
-        used = max(running.cpu_used, LEAST_CHARGE * queued.seconds)
+        charged = max(used, LEAST_CHARGE * queued.seconds)
         with self._changed:
-            self._queue.settle(queued.tenant, used - queued.seconds)
+            self._queue.settle(queued.tenant, charged - queued.seconds)
 
     # --- the guard ----------------------------------------------------------------------------
 
@@ -666,9 +675,13 @@ class _WorkerProcess:
     def _work(self, job: MediaJob, granted: dict[int, LeasedSlab]) -> Processed:
         data = Array("uint8", (memoryview(job.data).nbytes,), job.data)
         uses_slabs = self._slab_pool is not None and self._slab_pool.is_open
+        ahead = self._slabs.grant_ahead() if uses_slabs and self._slabs is not None else None
+        if ahead is not None:
+            granted[ahead.number] = ahead
+        number = 0 if ahead is None else ahead.number
         send(
             self._link,
-            JobRequest(job.modality, job.options, data, uses_slabs, job.request_id),
+            JobRequest(job.modality, job.options, data, uses_slabs, job.request_id, number),
         )
         read_slab = partial(_array_in, granted)
         while True:
@@ -676,7 +689,9 @@ class _WorkerProcess:
             match reply:
                 case JobBegun():
                     self.has_begun = True
-                case SlabWanted(num_bytes):
+                case SlabWanted(num_bytes, declined):
+                    if declined:
+                        self._take_back(ahead, granted)
                     self._grant(num_bytes, granted)
                 case JobDone(processed):
                     _check_expansion(processed.item, job)
@@ -686,6 +701,12 @@ class _WorkerProcess:
                     raise error_from_wire(*error)
                 case _:
                     raise LinkClosedError
+
+    def _take_back(self, ahead: LeasedSlab | None, granted: dict[int, LeasedSlab]) -> None:
+        """The worker has no use for the slab that came with the job."""
+        if self._slabs is not None and ahead is not None and ahead.number in granted:
+            del granted[ahead.number]
+            self._slabs.finish([ahead])
 
     def _grant(self, num_bytes: int, granted: dict[int, LeasedSlab]) -> None:
         """Answer a worker that asks for a slab."""
@@ -747,13 +768,16 @@ class _WorkerProcess:
         before = self._process.poll()
         self._process.kill()
         self._link.close()
+        status = None
         try:
-            self._process.wait(STOP_TIMEOUT)
+            status = self._process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
             logger.warning("media worker %d was killed but has not ended", self._process.pid)
         if self._slabs is not None:
             self._slabs.close()
-        return -before if before is not None and before < 0 else None
+        if before is None and status == -signal.SIGKILL:
+            return None  # by the line above
+        return -status if status is not None and status < 0 else None
 
 
 def _started(

@@ -114,10 +114,16 @@ class Processing:
 
 
 def decode_image(data: bytes | memoryview, max_pixels: int) -> Image.Image:
-    """The picture in mode RGB. Raises `UnprocessableMediaError` or `TooLargeError`."""
+    """The picture in mode RGB.
+
+    Raises `UnprocessableMediaError` or `TooLargeError`; and `MemoryError`, which says nothing about
+    the picture.
+    """
     image = _open_image(data, max_pixels)
     try:
         return _to_rgb(ImageOps.exif_transpose(image))
+    except MemoryError:
+        raise
     except Exception:  # noqa: BLE001  decoders raise anything on hostile bytes, with unsafe texts
         raise UnprocessableMediaError(
             f"the image is broken or incomplete ({image.format})"
@@ -132,6 +138,8 @@ def _open_image(data: bytes | memoryview, max_pixels: int) -> Image.Image:
             image = Image.open(BytesIO(data), formats=IMAGE_FORMATS)
     except Image.DecompressionBombError:
         raise _too_many_pixels(max_pixels) from None
+    except MemoryError:
+        raise
     except Exception:  # noqa: BLE001  see decode_image
         raise UnprocessableMediaError(
             "the data is not a readable PNG, JPEG, WebP or GIF image"

@@ -28,7 +28,6 @@ from collections.abc import Callable
 import msgspec
 
 MAX_OPEN_FILES = 64
-"""Names of environment variables that a worker does not get: a library may be taken over."""
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CAPABILITY_VERSION_3 = 0x20080522

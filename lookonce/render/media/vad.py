@@ -35,14 +35,20 @@ FRAME_BYTES = 2 * FRAME_SAMPLES
 HEADER = struct.Struct("<QI")
 """Detector, and bytes that follow; a request without bytes ends the detector."""
 MAX_REQUEST_BYTES = 1 << 20
+PATIENCE = 10.0
+"""Seconds that an answer may take; a second of sound takes a hundredth of one."""
+START_PATIENCE = 3
+"""Times as long that the first answer may take, before which the process imports its model."""
 COMMAND = (sys.executable, "-m", "lookonce.render.media.vad_worker")
 
 
 class VoiceDetectors:
     """The detectors of one process; use it on an event loop."""
 
-    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+    def __init__(self, command: Sequence[str] = COMMAND, *, patience: float = PATIENCE) -> None:
+        """`patience`: seconds that an answer may take, and the process's start three times."""
         self._command = command
+        self._patience = patience
         self._numbers = itertools.count(1)
         self._worker: _Worker | None = None
         self._starting = asyncio.Lock()
@@ -75,15 +81,16 @@ class VoiceDetectors:
         return VoiceDetector(self, next(self._numbers))
 
     async def detect(self, detector: int, frames: bytes) -> list[float]:
-        """One probability per frame; a worker that died is started again, once."""
+        """One probability per frame; a worker that died, or that does not answer in time, is ended
+        and started again, once."""
         for last in (False, True):
             worker = await self._running()
             try:
                 return await worker.detect(detector, frames)
             except ConnectionError:
-                logger.warning("the process that detects voices has ended")
                 if self._worker is worker:
                     self._worker = None
+                    logger.warning("the process that detects voices has ended, or did not answer")
                 await worker.close()
                 if last:
                     break
@@ -97,7 +104,7 @@ class VoiceDetectors:
     async def _running(self) -> _Worker:
         async with self._starting:
             if self._worker is None:
-                self._worker = await _Worker.start(self._command)
+                self._worker = await _Worker.start(self._command, self._patience)
             return self._worker
 
 
@@ -131,8 +138,12 @@ class _Worker:
         process: subprocess.Popen[bytes],
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        patience: float,
     ) -> None:
         self._process = process
+        self._patience = START_PATIENCE * patience
+        """Seconds that the next answer may take."""
+        self._usual_patience = patience
         self._reader = reader
         self._writer = writer
         self._turn = asyncio.Lock()
@@ -142,17 +153,18 @@ class _Worker:
         return self._process.pid
 
     @classmethod
-    async def start(cls, command: Sequence[str]) -> _Worker:
+    async def start(cls, command: Sequence[str], patience: float) -> _Worker:
         try:
             ours, process = start_worker(command)
             ours.setblocking(False)
-            return cls(process, *await asyncio.open_unix_connection(sock=ours))
+            return cls(process, *await asyncio.open_unix_connection(sock=ours), patience)
         except OSError as error:
             raise RequestFailedError("voices cannot be detected now") from error
 
     async def detect(self, detector: int, frames: bytes) -> list[float]:
-        """Raises `ConnectionError` where the process has ended. One request at a time is sent: the
-        others wait here, in the order they came."""
+        """Raises `ConnectionError` where the process has ended or does not answer; it is ended,
+        and what others asked of it fails in the same way. One request at a time is sent: the others
+        wait here, in the order they came."""
         exchange = asyncio.create_task(self._exchange(detector, frames))
         exchange.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(exchange)  # who is cancelled leaves no answer to the next one
@@ -160,11 +172,15 @@ class _Worker:
     async def _exchange(self, detector: int, frames: bytes) -> list[float]:
         async with self._turn:
             try:
-                self._writer.write(HEADER.pack(detector, len(frames)) + frames)
-                await self._writer.drain()
-                answer = await self._reader.readexactly(4 * (len(frames) // FRAME_BYTES))
-            except asyncio.IncompleteReadError as error:
+                async with asyncio.timeout(self._patience):
+                    self._writer.write(HEADER.pack(detector, len(frames)) + frames)
+                    await self._writer.drain()
+                    answer = await self._reader.readexactly(4 * (len(frames) // FRAME_BYTES))
+            except (asyncio.IncompleteReadError, TimeoutError) as error:
+                self._process.kill()
+                self._writer.close()
                 raise ConnectionResetError from error
+        self._patience = self._usual_patience
         found: list[float] = np.frombuffer(answer, "<f4").tolist()
         return found
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -98,9 +99,7 @@ class PromptEncoder:
         tokenizer: Tokenizer,
         template_sources: Mapping[str, str],
         family: ProcessorFamily | None = None,
-        weights: TenantWeights | None = None,
     ) -> None:
-        """`weights`: of tenants whose long texts wait."""
         self.tokenizer = tokenizer
         self.placeholder_ids: dict[Modality, int] = (
             {} if family is None else {m: family.placeholder_token_id(m) for m in family.modalities}
@@ -110,7 +109,7 @@ class PromptEncoder:
         self._tokenizer = escaped_tokenizer(tokenizer, self._escaping, ids)
         self._caching_tokenizer = CachingTokenizer(self._tokenizer)
         self._token_count = TokenCountBound(self._tokenizer)
-        self._long_texts = LongTextThreads(weights=weights)
+        self._long_texts = LongTextThreads()
         self._placeholder_texts = _placeholder_texts(self._tokenizer, family)
         # Hugging Face's processors add the bos token a template left out; its tokenizers do not.
         self._completes_bos = family is not None
@@ -134,9 +133,15 @@ class PromptEncoder:
             }
         )
 
+    def with_weights(self, weights: TenantWeights) -> PromptEncoder:
+        """The same encoder, where tenants whose long texts wait have these weights."""
+        other = copy(self)
+        other._long_texts = LongTextThreads(weights=weights)
+        return other
+
     @property
     def template_variables(self) -> frozenset[str]:
-        """Names that the chat templates read, of `template_controls.NAMES` among others."""
+        """Names that the chat templates read."""
         return self._templates.variables
 
     async def encode_chat(
@@ -491,7 +496,6 @@ def load_encoder(
     folder: str,
     chat_template: str | None,
     family: ProcessorFamily | None,
-    weights: TenantWeights | None = None,
 ) -> PromptEncoder:
     """The encoder of a model folder; `chat_template` is a file's path.
 
@@ -499,4 +503,4 @@ def load_encoder(
     """
     tokenizer = Tokenizer.load(folder)
     sources = template_sources(folder, tokenizer, chat_template)
-    return PromptEncoder(tokenizer, sources, family, weights)
+    return PromptEncoder(tokenizer, sources, family)

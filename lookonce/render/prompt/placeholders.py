@@ -138,10 +138,10 @@ def place_media(
     return RenderedPrompt(whole, tuple(features), [items[index] for _, index in positions])
 
 
-def place_sound(whole_prompt: Sequence[int], item: RenderedItem) -> RenderedPrompt:
-    """The prompt of a model whose sound is added to the tokens, from position 0 on."""
+def place_sound(token_ids: Sequence[int], item: RenderedItem) -> RenderedPrompt:
+    """The prompt of a model whose one sound takes none of its positions."""
     feature = feature_at(item.key, item.modality, item.expansion, 0)
-    return RenderedPrompt(whole_prompt, (feature,), [item])
+    return RenderedPrompt(token_ids, (feature,), [item])
 
 
 def match_placeholders(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.applications import Starlette
@@ -20,7 +20,13 @@ from lookonce.errors import LookOnceError, ModelNotFoundError
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
 from lookonce.server.audit import audit_refusal, route_of
 from lookonce.server.http.request_guard import Headers
-from lookonce.server.http.responses import INTERNAL, ClientLeftError, error_response, json_response
+from lookonce.server.http.responses import (
+    ClientLeftError,
+    DescribeError,
+    error_body,
+    error_response,
+    json_response,
+)
 from lookonce.server.rate_limits import NO_LIMITS
 from lookonce.server.routes import page
 from lookonce.server.routes.admin import (
@@ -37,10 +43,24 @@ from lookonce.server.routes.admin import (
     show_version,
     tokenizer_info,
 )
-from lookonce.server.routes.anthropic_messages import count_tokens, create_message
+from lookonce.server.routes.anthropic_messages import (
+    anthropic_error,
+    count_tokens,
+    create_message,
+)
 from lookonce.server.routes.audio import transcriptions, translations
 from lookonce.server.routes.chat import chat_completions
 from lookonce.server.routes.completions import completions
+from lookonce.server.routes.conversations import (
+    add_conversation_items,
+    create_conversation,
+    delete_conversation,
+    delete_conversation_item,
+    list_conversation_items,
+    show_conversation,
+    show_conversation_item,
+    update_conversation,
+)
 from lookonce.server.routes.debug import show_state, take_profile
 from lookonce.server.routes.generate import generate
 from lookonce.server.routes.invocations import invocations
@@ -48,7 +68,13 @@ from lookonce.server.routes.media_cache import inject_media, show_media_cache
 from lookonce.server.routes.openapi import show_docs, show_openapi
 from lookonce.server.routes.realtime.route import realtime
 from lookonce.server.routes.render import detokenize, render_chat, render_completion, tokenize
-from lookonce.server.routes.responses_api.route import create_response
+from lookonce.server.routes.responses_api.route import count_input_tokens, create_response
+from lookonce.server.routes.responses_api.stored import (
+    delete_response,
+    show_input_items,
+    show_response,
+)
+from lookonce.server.routes.serving_base import REQUEST_ID
 from lookonce.server.services import Drain, Services, header
 from lookonce.types.logs import current_request_id
 
@@ -74,6 +100,8 @@ RENDER_ROUTES = [
 ]
 """The routes that need no engine: those of `lookonce render`."""
 
+CONVERSATION = "/v1/conversations/{conversation_id}"
+
 ROUTES = [
     *RENDER_ROUTES,
     Route("/", page.show_page),
@@ -81,6 +109,18 @@ ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/responses", create_response, methods=["POST"]),
+    Route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"]),
+    Route("/v1/responses/{response_id}", show_response, methods=["GET"]),
+    Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
+    Route("/v1/responses/{response_id}/input_items", show_input_items, methods=["GET"]),
+    Route("/v1/conversations", create_conversation, methods=["POST"]),
+    Route(CONVERSATION, show_conversation, methods=["GET"]),
+    Route(CONVERSATION, update_conversation, methods=["POST"]),
+    Route(CONVERSATION, delete_conversation, methods=["DELETE"]),
+    Route(CONVERSATION + "/items", list_conversation_items, methods=["GET"]),
+    Route(CONVERSATION + "/items", add_conversation_items, methods=["POST"]),
+    Route(CONVERSATION + "/items/{item_id}", show_conversation_item, methods=["GET"]),
+    Route(CONVERSATION + "/items/{item_id}", delete_conversation_item, methods=["DELETE"]),
     Route("/v1/audio/transcriptions", transcriptions, methods=["POST"]),
     Route("/v1/audio/translations", translations, methods=["POST"]),
     Route("/v1/messages", create_message, methods=["POST"]),
@@ -107,7 +147,12 @@ UNLIMITED_PATHS = frozenset(
 )
 """Paths of requests that count for no limit: they free what others hold."""
 
-HEADER_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+ERROR_SHAPES: dict[str, DescribeError] = {
+    "/v1/messages": anthropic_error,
+    "/v1/messages/count_tokens": anthropic_error,
+}
+"""Path → the body of its errors; OpenAI's shape for any other."""
+
 CLIENT_LEFT_STATUS = 499
 INTERNAL_ERROR = 1011
 """Code that a WebSocket is closed with when serving it broke."""
@@ -140,10 +185,16 @@ class Application(Starlette):
         await self._middleware(scope, receive, send)
 
 
-class RequestMiddleware:
-    """Request ids, names and origins, keys, draining, and failures turned into responses.
+CLIENT_LEFT = "client_left"
+BROKEN = "broken"
+"""What answers are counted as that fail after they have begun, beside their status."""
 
-    One layer does all five: a layer each would cost every request, and every token of a stream,
+
+class RequestMiddleware:
+    """Request ids, names and origins, keys, limits, draining, traces, and failures turned into
+    responses.
+
+    One layer does them all: a layer each would cost every request, and every token of a stream,
     another call. A route of a fixed path is found in a dictionary; `router` finds all others, and
     answers requests that match no route.
     """
@@ -156,6 +207,9 @@ class RequestMiddleware:
         websockets: Sequence[WebSocketRoute] = (),
     ) -> None:
         self._services = services
+        self._responses = services.metrics.counts.by_label("http_responses_total")
+        for status in ("200", "500", "503", BROKEN):  # seen by Prometheus before the first one
+            self._responses[status] += 0
         self._guard = services.guard
         self._root_path = services.config.server.root_path
         self._router = router
@@ -167,15 +221,15 @@ class RequestMiddleware:
                     self._endpoints.setdefault((method, route.path), route.endpoint)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. It never raises: a failure before the response has begun becomes
-        OpenAI's error body, a later one is logged."""
+        """Serve one request. It never raises: a failure before the response has begun becomes an
+        error body, a later one is logged."""
         if scope["type"] == "websocket":
             await self._serve_websocket(scope, receive, send)
             return
         if scope["type"] != "http":
             await self._router(scope, receive, send)
             return
-        sender = _ResponseSender(scope, send, self._services.drain)
+        sender = _ResponseSender(scope, send, self._services.drain, self._responses)
         current_request_id.set(scope["state"]["request_id"])
         tracer, failure = self._services.tracer, None
         if tracer is not None and scope["path"] not in OPEN_PATHS:
@@ -183,30 +237,30 @@ class RequestMiddleware:
         try:
             await self._serve(scope, receive, sender)
         except ClientLeftError:
-            failure = "client_left"
+            failure = CLIENT_LEFT
             logger.info("the client left", extra=_what(scope, CLIENT_LEFT_STATUS))
             await sender.send_instead(Response(status_code=CLIENT_LEFT_STATUS), receive)
         except LookOnceError as error:
             failure = type(error).__name__
             audit_refusal(scope, error)
-            await sender.send_instead(error_response(error), receive)
+            await sender.send_instead(error_response(error, _error_shape(scope)), receive)
         except HTTPException as error:
             await sender.send_instead(_no_such_route(scope, error), receive)
-        except Exception:
+        except Exception as error:
             failure = "internal"
             logger.exception("a request failed", extra=_what(scope, 500))
-            await sender.send_instead(json_response(INTERNAL, 500), receive)
+            await sender.send_instead(json_response(_error_shape(scope)(error), 500), receive)
+        failure = failure or scope["state"].get("failure")
+        if failure is not None and failure != CLIENT_LEFT and sender.status == 200:
+            self._responses[BROKEN] += 1
         if tracer is not None and (trace := scope["state"].get("trace")) is not None:
-            failed = failure or scope["state"].get("failure")
-            tracer.end(trace, scope, sender.status or CLIENT_LEFT_STATUS, failed)
+            tracer.end(trace, scope, sender.status or CLIENT_LEFT_STATUS, failure)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("served", extra=_what(scope, sender.status))
 
     async def _serve(self, scope: Scope, receive: Receive, send: _ResponseSender) -> None:
         """Raises what the guard and the route raise, `DrainingError` and `UnauthorizedError`."""
-        path = scope["path"]
-        if self._root_path and path.startswith(self._root_path + "/"):
-            scope["path"] = path = path.removeprefix(self._root_path)
+        path = self._routed_path(scope)
         if cors := self._guard.admit(scope):
             send.headers = cors
             asked = self._guard.preflight(scope)
@@ -230,14 +284,21 @@ class RequestMiddleware:
                 response = await endpoint(Request(scope, receive, send))
                 await response(scope, receive, send)
 
+    def _routed_path(self, scope: Scope) -> str:
+        """The path without what a proxy puts before it, which is also taken out of `scope`."""
+        if self._root_path and scope["path"].startswith(self._root_path + "/"):
+            scope["path"] = scope["path"].removeprefix(self._root_path)
+        path: str = scope["path"]
+        return path
+
     async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one WebSocket, or answer its handshake with an error as any other request's."""
         websocket = WebSocket(scope, receive, send)
         _name_request(scope)
         current_request_id.set(scope["state"]["request_id"])
         try:
+            endpoint = self._websockets.get(self._routed_path(scope))
             self._guard.admit(scope)
-            endpoint = self._websockets.get(scope["path"])
             if endpoint is None:
                 raise ModelNotFoundError(f"{scope['path'][:200]}: no such route", code="not_found")
             with self._services.drain.serving():
@@ -246,9 +307,9 @@ class RequestMiddleware:
         except LookOnceError as error:
             audit_refusal(scope, error)
             await _refuse_websocket(websocket, error_response(error))
-        except Exception:
+        except Exception as error:
             logger.exception("a WebSocket failed", extra=_what(scope, 500))
-            await _refuse_websocket(websocket, json_response(INTERNAL, 500))
+            await _refuse_websocket(websocket, json_response(error_body(error), 500))
 
 
 async def _refuse_websocket(websocket: WebSocket, response: Response) -> None:
@@ -265,8 +326,12 @@ async def _refuse_websocket(websocket: WebSocket, response: Response) -> None:
 def _name_request(scope: Scope) -> None:
     """Its id is the client's `X-Request-Id`, or a random one."""
     asked = header(scope, b"x-request-id")
-    named = asked and HEADER_REQUEST_ID.fullmatch(asked)
+    named = asked and REQUEST_ID.fullmatch(asked)
     scope.setdefault("state", {})["request_id"] = asked if named else os.urandom(16).hex()
+
+
+def _error_shape(scope: Scope) -> DescribeError:
+    return ERROR_SHAPES.get(scope["path"], error_body)
 
 
 def _what(scope: Scope, status: int) -> dict[str, object]:
@@ -284,8 +349,10 @@ class _ResponseSender:
     response: the client then opens one to a process that goes on.
     """
 
-    def __init__(self, scope: Scope, send: Send, drain: Drain) -> None:
+    def __init__(self, scope: Scope, send: Send, drain: Drain, responses: Counter[str]) -> None:
+        """`responses` counts those that begin, by status; probes and `/metrics` are left out."""
         _name_request(scope)
+        self._responses = responses
         self._scope = scope
         self._state = scope["state"]
         self.headers: Headers = []
@@ -300,6 +367,8 @@ class _ResponseSender:
         if message["type"] == "http.response.start":
             self._begun = True
             self.status = message["status"]
+            if self._scope["path"] not in OPEN_PATHS:
+                self._responses[str(self.status)] += 1
             request_id = (b"x-request-id", self._state["request_id"].encode("ascii"))
             message["headers"] = [*message.get("headers", ()), request_id, *self.headers]
             if (usage := self._state.get("usage")) is not None:

@@ -7,9 +7,12 @@ searched for the exact part at fault (`messages[1].content[0]`).
 from __future__ import annotations
 
 import asyncio
+import copy
 import re
 import types
 import typing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
@@ -18,7 +21,14 @@ from starlette.requests import Request
 
 from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, RequestError, TooLargeError
-from lookonce.frontend.requests import HARMLESS_VALUES, NOTHING, Raw, RefusesUnsupported, raw_bytes
+from lookonce.frontend.requests import (
+    HARMLESS_VALUES,
+    NOTHING,
+    Raw,
+    RefusesUnsupported,
+    asks_nothing,
+    raw_bytes,
+)
 from lookonce.server.http.responses import ClientLeftError
 from lookonce.server.http.unknown_fields import (
     ignored_fields,
@@ -30,6 +40,7 @@ from lookonce.server.http.unknown_fields import (
 from lookonce.server.services import Services, header
 
 T = TypeVar("T", bound=msgspec.Struct)
+D = TypeVar("D")
 
 MISSING_FIELD = re.compile("missing required field `(.+)`")
 
@@ -47,10 +58,7 @@ async def receive(request: Request, kind: type[T]) -> T:
     """Read and decode the body; raises `TooLargeError` or `BadRequestError` naming the part."""
     services: Services = request.app.state.services
     body = await read_body(request, body_limit(services.config.media))
-    if _has_many_values(body):
-        decoded, unknown = await asyncio.to_thread(_parse_many, body, kind)
-    else:
-        decoded, unknown = parse_reporting(body, kind)
+    decoded, unknown = await decoded_body(body, lambda: parse_reporting(body, kind))
     if unknown:
         request.state.warning = services.unknown_fields.judge(unknown, kind)
     if ignored := ignored_fields(decoded):
@@ -64,12 +72,18 @@ def body_limit(media: MediaConfig) -> int:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises `ClientLeftError`, and `TooLargeError` as soon as more than `limit`
-    bytes are declared or read."""
+    """The whole body. Raises as `read_chunks` does."""
+    chunks: list[bytes] = []
+    await read_chunks(request, limit, chunks.append)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+async def read_chunks(request: Request, limit: int, take: Callable[[bytes], object]) -> None:
+    """Give `take` the body as it comes. Raises `ClientLeftError`, and `TooLargeError` as soon as
+    more than `limit` bytes are declared or read."""
     declared = header(request.scope, b"content-length")
     if declared.isdigit() and int(declared) > limit:
         raise TooLargeError(f"the body has {declared} bytes, {limit} are allowed")
-    chunks: list[bytes] = []
     size, more = 0, True
     while more:
         message = await request.receive()
@@ -79,8 +93,18 @@ async def read_body(request: Request, limit: int) -> bytes:
         size += len(chunk)
         if size > limit:
             raise TooLargeError(f"the body has more than {limit} bytes, which is the limit")
-        chunks.append(chunk)
-    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        take(chunk)
+
+
+async def decoded_body(body: bytes, decode: Callable[[], D]) -> D:
+    """What `decode` makes of `body`: in a thread if it may take long, and others are served
+    meanwhile, except while msgspec decodes. Raises `TooLargeError` and what `decode` raises."""
+
+    def checked() -> D:
+        _check_count(body)
+        return decode()
+
+    return await asyncio.to_thread(checked) if _has_many_values(body) else decode()
 
 
 def _has_many_values(body: bytes) -> bool:
@@ -96,8 +120,7 @@ def _has_many_values(body: bytes) -> bool:
     return True
 
 
-def _parse_many(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
-    """`parse_reporting` for a thread: others are served meanwhile, except while msgspec decodes."""
+def _check_count(body: bytes) -> None:
     count = 0
     for start in range(0, len(body), SLICE_BYTES):
         count += sum(body.count(mark, start, start + SLICE_BYTES) for mark in (b",", b"[", b"{"))
@@ -106,7 +129,6 @@ def _parse_many(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
                 f"the body has more than {MAX_VALUES} commas and brackets, which is the limit: "
                 "a prompt of so many parts or token ids would fit no model"
             )
-    return parse_reporting(body, kind)
 
 
 def parse_reporting(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
@@ -161,8 +183,23 @@ def _unsupported(name: str) -> BadRequestError:
 
 def renamed_error(error: RequestError, param: str) -> RequestError:
     """`error` about a part that the request calls `param`, in its message too."""
-    message = error.message.replace(error.param or param, param, 1)
-    return type(error)(message, param=param, code=error.code)
+    renamed = copy.copy(error)
+    renamed.message = error.message.replace(error.param or param, param, 1)
+    renamed.args = (renamed.message,)
+    renamed.param = param
+    return renamed
+
+
+@contextmanager
+def renaming_errors(renamed: Callable[[str], str]) -> Iterator[None]:
+    """Errors inside name their part as `renamed` does; those that name none stay as they are."""
+    try:
+        yield
+    except RequestError as error:
+        param = error.param and renamed(error.param)
+        if not param or param == error.param:
+            raise
+        raise renamed_error(error, param) from None
 
 
 @cache
@@ -190,8 +227,7 @@ def _refuse_unsupported_json(value: object, kind: type) -> None:
     """Say that a field is not supported rather than that another one is missing beside it."""
     if isinstance(value, dict) and issubclass(kind, RefusesUnsupported):
         for name in kind.unsupported_fields():
-            asked = value.get(name)
-            if asked is not None and asked is not False and asked not in ("", [], {}):
+            if not asks_nothing(value.get(name)):
                 raise _unsupported(name)
 
 

@@ -55,7 +55,7 @@ LINGER_SECONDS = 2.0
 """How long the rest of a refused request is read: a close before would take the refusal with it."""
 DISCARD_SECONDS = 10.0
 """How long the rest of a body is read that was answered before its end."""
-MAX_PIPELINED = 64
+MAX_PIPELINED = 24
 """Requests of one connection that may wait for the one being served."""
 CHUNK_OVERHEAD = 32
 """Bytes that one chunk of a chunked body may take beside its data."""
@@ -112,6 +112,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._unread_since = math.inf
         """When the client stopped reading its answer."""
         self._handshake: asyncio.Task[Any] | None = None
+        self._aborted = False
 
     # --- the connection ---
 
@@ -129,13 +130,15 @@ class HttpProtocol(HttpToolsProtocol):
         self._table.remove(self)
 
     def evict(self) -> bool:
-        """Close the connection, if no whole request of it is being served."""
-        if self.phase == "serving" or (self.phase == "body" and self.pipeline):
+        """Close the connection, if no whole request of it is being served and it is not closed
+        already: the event loop tells of its end in its next turn."""
+        if self._aborted or self.phase == "serving" or (self.phase == "body" and self.pipeline):
             return False
         self._abort()
         return True
 
     def _abort(self) -> None:
+        self._aborted = True
         self._deadline = self._unread_since = math.inf
         if self.phase != "handshake":
             self.transport.abort()
@@ -212,7 +215,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _check_websocket(self) -> None:
         """Raises `RefusedRequestError` for a WebSocket at another path or with a bad handshake."""
         path = httptools.parse_url(self.url).path
-        if self.ws_protocol_class is None or path not in WEBSOCKET_PATHS:
+        if self.ws_protocol_class is None or path not in self._table.websocket_paths:
             raise RefusedRequestError(
                 400, "websocket_not_supported", "there are WebSockets at /v1/realtime alone"
             )
@@ -406,16 +409,22 @@ class Connection(Protocol):
 class Connections:
     """The open connections, by address, and what was refused."""
 
-    def __init__(self, limits: ConnectionConfig, counts: Counts | None = None) -> None:
-        """`counts` gets what is counted for metrics; call this on the event loop."""
+    def __init__(
+        self, limits: ConnectionConfig, counts: Counts | None = None, root_path: str = ""
+    ) -> None:
+        """`counts` gets what is counted for metrics; `root_path` is what a proxy may put before
+        every path. Call this on the event loop."""
         self.limits = limits
+        beneath = (root_path.encode() + path for path in WEBSOCKET_PATHS)
+        self.websocket_paths = {*WEBSOCKET_PATHS, *beneath}
         self.most = limits.max_connections
         self.now = asyncio.get_running_loop().time() + SWEEP_SECONDS
         """A second or less ahead of the clock: it is set at each sweep, so that no request has to
         ask for the time, and no deadline comes early."""
         self.total = 0
         self.num_received = 0
-        """Bytes since freed memory was last given back to the system (`ApiServer`)."""
+        """Bytes."""
+        self.num_ended = 0
         self.on_room: Callable[[], None] = lambda: None
         """Called when a connection has ended."""
         self._by_address: dict[str | None, dict[Connection, None]] = {}
@@ -423,6 +432,11 @@ class Connections:
         self._refused = counts.by_label("http_refused_total")
         self._evicted = counts.count("http_connections_evicted_total")
         self._open = counts.count("http_connections", gauge=True)
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes received and connections ended so far."""
+        return self.num_received, self.num_ended
 
     def full(self, address: str | None) -> bool:
         """Whether this address has as many as one may have; unix sockets have no address."""
@@ -439,6 +453,7 @@ class Connections:
         if connection in held:
             del held[connection]
             self.total -= 1
+            self.num_ended += 1
             self._open.set(self.total)
             if not held:
                 del self._by_address[connection.address]
@@ -508,7 +523,8 @@ class Acceptor:
     server in `uvicorn.Server.servers`.
 
     Without room it closes a connection that waits for a request, or else leaves new ones in the
-    kernel's queue until one ends.
+    kernel's queue until one ends. Where as many came as were closed, it closes twice as many the
+    next time: one at a time would keep thousands of new ones waiting for seconds.
     """
 
     def __init__(
@@ -527,6 +543,8 @@ class Acceptor:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._accepting = False
         self._closed = False
+        self._evictions = 1
+        """How many connections are closed when there is no room."""
         connections.on_room = self.resume
         listener.setblocking(False)
         _keep_alive(listener)
@@ -557,11 +575,12 @@ class Acceptor:
             if self._connections.total >= self._connections.most:
                 if number == 0:  # the end of a connection resumes, or the next sweep
                     self.pause()
-                    self._connections.evict_one()
+                    self._evict()
                 return
             try:
                 accepted, peer = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                self._evictions = 1
                 return
             except OSError as error:
                 if error.errno not in SHORTAGES:
@@ -572,6 +591,13 @@ class Acceptor:
                 self._connections.evict_one()
                 return
             self._connect(accepted, _client_address(peer))
+
+    def _evict(self) -> None:
+        """Close as many as wait for their clients, up to `_evictions`."""
+        for _ in range(self._evictions):
+            if not self._connections.evict_one():
+                return
+        self._evictions = min(2 * self._evictions, ACCEPTS_PER_TURN)
 
     def _connect(self, accepted: socket.socket, address: str | None) -> None:
         accepted.setblocking(False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from lookonce.errors import BadRequestError, TooLargeError, UnsupportedMediaTypeError
-from lookonce.server.http.responses import ClientLeftError
+from lookonce.server.http.body import read_chunks
 from lookonce.server.services import header
 
 MAX_FIELDS = 100
@@ -38,20 +38,9 @@ async def read_form(request: Request, max_file_bytes: int, file_name: str = "fil
     Raises `UnsupportedMediaTypeError`, `BadRequestError`, `TooLargeError` as soon as a limit is
     passed, and `ClientLeftError`.
     """
-    limit = max_file_bytes + OVERHEAD_BYTES
-    declared = header(request.scope, b"content-length")
-    if declared.isdigit() and int(declared) > limit:
-        raise TooLargeError(f"the body has {declared} bytes, {limit} are allowed")
-    parser = FormParser(
-        _boundary(header(request.scope, b"content-type")), max_file_bytes, file_name
-    )
-    more = True
-    while more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeftError
-        parser.feed(message.get("body", b""))
-        more = message.get("more_body", False)
+    boundary = _boundary(header(request.scope, b"content-type"))
+    parser = FormParser(boundary, max_file_bytes, file_name)
+    await read_chunks(request, max_file_bytes + OVERHEAD_BYTES, parser.feed)
     return parser.finish()
 
 

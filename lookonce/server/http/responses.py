@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import NamedTuple, Protocol, TypeVar
@@ -60,11 +60,16 @@ RETRY_AFTER_SECONDS = "1"
 INTERNAL = ErrorResponse(ErrorBody("the server failed to answer this request", "server_error"))
 
 
+DescribeError = Callable[[Exception], msgspec.Struct]
+"""Error → the body of its answer."""
+
+
 def error_type(status: int) -> str:
     return ERROR_TYPES.get(status, "server_error")
 
 
-def error_response(error: LookOnceError) -> Response:
+def error_response(error: LookOnceError, body: DescribeError | None = None) -> Response:
+    """The status, headers and body for `error`; `body`: the body's shape, if not OpenAI's."""
     status = http_status(error)
     headers = {}
     if isinstance(error, UnavailableError) or status == 429:
@@ -74,7 +79,7 @@ def error_response(error: LookOnceError) -> Response:
         headers["Retry-After-Ms"] = str(math.ceil(error.retry_after * 1000))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return json_response(error_body(error), status, headers)
+    return json_response((body or error_body)(error), status, headers)
 
 
 def error_body(error: Exception) -> ErrorResponse:

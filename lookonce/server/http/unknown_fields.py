@@ -13,7 +13,7 @@ import logging
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -26,6 +26,7 @@ from lookonce.frontend.requests import (
     HARMLESS_VALUES,
     USUAL_VALUES,
     RefusesUnsupported,
+    asks_nothing,
 )
 
 logger = logging.getLogger("lookonce.server")
@@ -104,7 +105,7 @@ def ignored_fields(request: msgspec.Struct) -> list[str]:
     found = []
     for name in _accepted(type(request)):
         value = getattr(request, name)
-        if value not in (None, False, "", [], {}) and value not in USUAL_VALUES.get(name, ()):
+        if not asks_nothing(value) and value not in USUAL_VALUES.get(name, ()):
             found.append(name)
     return found
 
@@ -224,5 +225,10 @@ def _described(name: str, kind: type[msgspec.Struct]) -> str:
     if name.startswith("messages["):
         likely = sorted(frozenset().union(*PART_FIELDS.values(), *MEDIA_FIELDS.values()))
     meant = name.rpartition(".")[2] if "[" in name else name
-    close = difflib.get_close_matches(meant[:MAX_NAME], likely, 1, LIKENESS)
-    return f"{shown} (did you mean {close[0]}?)" if close else shown
+    return shown + suggestion(meant, likely)
+
+
+def suggestion(name: str, known: Collection[str]) -> str:
+    """` (did you mean …?)` where a name that is `known` is like `name`, else nothing."""
+    close = difflib.get_close_matches(name[:MAX_NAME], known, 1, LIKENESS)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from lookonce import __version__
 from lookonce.config import Config
-from lookonce.errors import LookOnceError
 from lookonce.frontend.responses import ModelCard, ModelList
 from lookonce.render.prompt.encoder import template_sources
 from lookonce.server.audit import audit
@@ -71,10 +70,7 @@ def _card(services: Services) -> ModelCard:
 async def metrics(request: Request) -> Response:
     """Metrics of all API processes and of the engine; those of a dead engine are left out."""
     services: Services = request.app.state.services
-    try:
-        engine = await services.engine.stats()
-    except LookOnceError:
-        engine = {}
+    engine = await services.engine_stats()
     local = await services.local_metrics()
     return Response(services.metrics.exposition(local, engine), media_type=METRICS_TYPE)
 
@@ -86,10 +82,7 @@ class Load(msgspec.Struct):
 
 async def load(request: Request) -> Response:
     services: Services = request.app.state.services
-    try:
-        engine = await services.engine.stats()
-    except LookOnceError:
-        engine = {}
+    engine = await services.engine_stats()
     counted = (engine.get(f"num_requests_{state}", 0) for state in ("running", "waiting"))
     return json_response(Load(int(sum(counted))))
 

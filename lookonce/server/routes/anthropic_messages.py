@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -23,7 +23,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lookonce.errors import BadRequestError, LookOnceError, RequestError, http_status
+from lookonce.errors import BadRequestError, LookOnceError, http_status
 from lookonce.frontend.generation import Piece, Sample
 from lookonce.frontend.requests import ChatRequest
 from lookonce.frontend.responses import ToolCallDelta
@@ -36,7 +36,7 @@ from lookonce.frontend.tools.calls import (
     ToolChoice,
 )
 from lookonce.frontend.tools.parser import ContentText, ReasoningText
-from lookonce.server.http.body import receive, renamed_error
+from lookonce.server.http.body import receive, renaming_errors
 from lookonce.server.http.responses import encode, error_body, json_response, while_connected
 from lookonce.server.rate_limits import count_media
 from lookonce.server.routes.chat import ChatResponseBuilder, chat_options, checked_chat
@@ -136,55 +136,45 @@ class TokenCount(msgspec.Struct):
 
 async def create_message(request: Request) -> Response:
     arrival = time.monotonic()
-    try:
-        asked = await receive(request, MessagesRequest)
-        read = read_messages(asked)
-        body = _chat_request(asked, read)
-        body.max_tokens, body.stream = asked.max_tokens, asked.stream
-        body.temperature, body.top_p, body.top_k = asked.temperature, asked.top_p, asked.top_k
-        body.stop = asked.stop_sequences
-        context = open_context(request, body, arrival)
-        context.limit_asked = False
-        with _own_names(read):
-            sampling, tools = checked_chat(body, context.services)
-        builder = MessagesBuilder(context, body, sampling, tools, read)
-        return await respond(request, context, builder, encoder=builder)
-    except LookOnceError as error:
-        return _error_response(error)
+    asked = await receive(request, MessagesRequest)
+    read = read_messages(asked)
+    body = _chat_request(asked, read)
+    body.max_tokens, body.stream = asked.max_tokens, asked.stream
+    body.temperature, body.top_p, body.top_k = asked.temperature, asked.top_p, asked.top_k
+    body.stop = asked.stop_sequences
+    context = open_context(request, body, arrival)
+    context.limit_asked = False
+    with _own_names(read):
+        sampling, tools = checked_chat(body, context.services)
+    builder = MessagesBuilder(context, body, sampling, tools, read)
+    return await respond(request, context, builder, encoder=builder)
 
 
 async def count_tokens(request: Request) -> Response:
     """The tokens that the engine would get, media placeholders included."""
     services: Services = request.app.state.services
     principal: Principal = request.state.principal
-    try:
-        asked = await receive(request, CountTokensRequest)
-        read = read_messages(asked)
-        body = _chat_request(asked, read)
-        services.require_model(body.model)
-        request.state.usage.take_media(count_media(body.messages))
-        with _own_names(read):
-            _, tools = checked_chat(body, services)
-            work = services.readonly.render_chat(
-                body.messages, tenant=principal.tenant, options=chat_options(body, tools)
-            )
-            rendered = await while_connected(request.receive, work)
-        services.readonly.release(rendered)
-    except LookOnceError as error:
-        return _error_response(error)
+    asked = await receive(request, CountTokensRequest)
+    read = read_messages(asked)
+    body = _chat_request(asked, read)
+    services.require_model(body.model)
+    request.state.usage.take_media(count_media(body.messages))
+    with _own_names(read):
+        _, tools = checked_chat(body, services)
+        work = services.readonly.render_chat(
+            body.messages, tenant=principal.tenant, options=chat_options(body, tools)
+        )
+        rendered = await while_connected(request.receive, work)
+    services.readonly.release(rendered)
     return json_response(TokenCount(rendered.num_tokens))
 
 
-def _error_response(error: LookOnceError) -> Response:
-    return Response(
-        msgspec.json.encode(_error(error)), http_status(error), media_type="application/json"
-    )
-
-
-def _error(error: Exception) -> Json:
+def anthropic_error(error: Exception) -> AnthropicEvent:
+    """The body of an answer, and the event of a stream, that tells of `error`."""
     status = http_status(error) if isinstance(error, LookOnceError) else 500
     kind = ERROR_TYPES.get(status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error_body(error).error.message}}
+    told = {"type": kind, "message": error_body(error).error.message}
+    return AnthropicEvent(type="error", error=told)
 
 
 # --- the request ----------------------------------------------------------------------------------
@@ -255,9 +245,13 @@ def read_messages(asked: CountTokensRequest) -> ReadInput:
 def _texts(system: str | list[Json]) -> str:
     if isinstance(system, str):
         return system
-    return "\n".join(
-        str(_part(block, f"system[{number}]")["text"]) for number, block in enumerate(system)
-    )
+    texts = []
+    for number, block in enumerate(system):
+        if block.get("type") != "text" or not isinstance(block.get("text"), str):
+            param = f"system[{number}]"
+            raise BadRequestError(f"{param}: only blocks of text are served", param=param)
+        texts.append(block["text"])
+    return "\n".join(texts)
 
 
 def _blocks(role: str, content: list[Any], param: str, read: ReadInput) -> None:
@@ -318,15 +312,14 @@ def _result(block: Mapping[str, Any], param: str) -> Json:
     return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
 
 
-@contextmanager
-def _own_names(read: ReadInput) -> Iterator[None]:
+def _own_names(read: ReadInput) -> AbstractContextManager[None]:
     """Errors about a chat's messages and tools get the names of this API."""
-    try:
-        yield
-    except RequestError as error:
-        param = read.renamed(error.param or "") if error.param != "messages" else "messages"
-        param = param.replace(".function.parameters", ".input_schema").replace(".function", "")
-        raise renamed_error(error, param) from None
+
+    def renamed(param: str) -> str:
+        param = param if param == "messages" else read.renamed(param)
+        return param.replace(".function.parameters", ".input_schema").replace(".function", "")
+
+    return renaming_errors(renamed)
 
 
 # --- the answer -----------------------------------------------------------------------------------
@@ -360,22 +353,19 @@ class MessagesBuilder(ChatResponseBuilder):
         with _own_names(self._origins):
             await super().render()
 
-    def whole(self, samples: Sequence[Sample]) -> AnthropicMessage:  # type: ignore[override]
+    def whole(self, samples: Sequence[Sample]) -> AnthropicMessage:
         (sample,) = samples
         for _ in self._events_of("".join(sample.text), last=True):
             pass
         message = self._message()
         message.content = self._content
         message.stop_reason, message.stop_sequence = self._stop(sample)
-        message.usage = self._usage()
         return message
 
-    def chunks(self, piece: Piece) -> Iterator[AnthropicEvent]:  # type: ignore[override]
+    def chunks(self, piece: Piece) -> Iterator[AnthropicEvent]:
         if not self._started:
             self._started = True
-            message = self._message()
-            message.usage.output_tokens = 1
-            yield AnthropicEvent(type="message_start", message=message)
+            yield AnthropicEvent(type="message_start", message=self._message())
         yield from self._events_of(piece.text, last=piece.finish_reason is not None)
         if piece.finish_reason is not None:
             reason, sequence = self._stop(piece)
@@ -391,7 +381,7 @@ class MessagesBuilder(ChatResponseBuilder):
         return b"event: " + body.type.encode() + b"\ndata: " + encode(body) + b"\n\n"
 
     def failure(self, error: Exception) -> bytes:
-        return self.event(AnthropicEvent(type="error", error=_error(error)["error"]))
+        return self.event(anthropic_error(error))
 
     def _message(self) -> AnthropicMessage:
         return AnthropicMessage(

@@ -34,13 +34,15 @@ from lookonce.server.http.responses import (
     json_response,
     while_connected,
 )
+from lookonce.server.http.unknown_fields import UnknownFields, note_ignored
 from lookonce.server.rate_limits import RequestUsage
-from lookonce.server.routes.serving_base import request_id_of
+from lookonce.server.routes.serving_base import ServingContext, request_id_of
 from lookonce.server.services import Principal, Services, header
 
 LISTS = ("timestamp_granularities", "include")
 UNSUPPORTED = ("keywords", "known_speaker_names", "known_speaker_references", "languages")
-IGNORED = ("chunking_strategy", "file", "user", "metadata")
+ACCEPTED = ("chunking_strategy", "user", "metadata")
+"""Fields that change nothing; the answer's header names them."""
 TIMED_FORMATS = ("srt", "vtt", "verbose_json")
 
 
@@ -72,27 +74,28 @@ async def _answer(request: Request, task: Task) -> Response:
     services: Services = request.app.state.services
     services.require_ready()
     form = await read_form(request, services.config.media.max_bytes)
-    asked, unknown = _fields(form)
-    if unknown:
-        request.state.warning = services.unknown_fields.judge(unknown, TranscriptionRequest)
-    services.require_model(asked.model)
-    request_id_of(request, asked.request_id)
+    asked = _fields(form)
+    _note_unread(request, form)
+    context = _context(request, asked)
     if not form.file:
         raise BadRequestError("file: the form needs a file that is not empty", param="file")
-    most = request.state.usage.limit_answer(None, asked=False)
-    options = replace(_options(asked, task), max_tokens=most)
-    check_hears(services, options)
     usage: RequestUsage = request.state.usage
+    options = replace(_options(asked, task), max_tokens=usage.limit_answer(None, asked=False))
+    check_hears(services, options)
     usage.take_media(1)
     usage.take_tokens(0, 1)  # how many there will be is not known
     if header(request.scope, b"x-reuse-receipt") == "1":
         asked.reuse_receipt = True
     principal: Principal = request.state.principal
-    events = Transcriber(services, usage.generated).transcribe(
-        EncodedAudio(form.file),
-        options,
-        tenant=principal.tenant,
-        cache_salt=asked.cache_salt,
+    transcriber = Transcriber(services, usage.generated, context.watch)
+    events = _abortable(
+        context,
+        transcriber.transcribe(
+            EncodedAudio(form.file),
+            options,
+            tenant=principal.tenant,
+            cache_salt=asked.cache_salt,
+        ),
     )
     form.file = None  # the transcriber alone holds it
     if asked.stream:
@@ -101,9 +104,45 @@ async def _answer(request: Request, task: Task) -> Response:
     return _response(done, asked, task, services)
 
 
-def _fields(form: Form) -> tuple[TranscriptionRequest, list[str]]:
-    """The request, and the names of fields that nothing reads. Raises `BadRequestError`."""
-    known = {field.name for field in msgspec.structs.fields(TranscriptionRequest)}
+def _note_unread(request: Request, form: Form) -> None:
+    """Have the answer's header name the fields that nothing reads. Raises `BadRequestError` where
+    unknown ones are refused."""
+    fields: UnknownFields = request.app.state.services.unknown_fields
+    unread = [name for name in form.fields if name not in TranscriptionRequest.__struct_fields__]
+    if unknown := [name for name in unread if name not in ACCEPTED]:
+        request.state.warning = fields.judge(unknown, TranscriptionRequest)
+    if ignored := [name for name in unread if name in ACCEPTED and any(form.fields[name])]:
+        note_ignored(request, fields, ignored)
+
+
+def _context(request: Request, asked: TranscriptionRequest) -> ServingContext:
+    """By which the client aborts the request, and a trace knows what the engine did."""
+    services: Services = request.app.state.services
+    context = ServingContext(
+        services=services,
+        principal=request.state.principal,
+        model=services.require_model(asked.model),
+        request_id=request_id_of(request, asked.request_id),
+        stream=asked.stream,
+        wants_receipt=asked.reuse_receipt,  # no limits: the transcriber counts what is used
+    )
+    if (trace := request.scope["state"].get("trace")) is not None:
+        trace.serving = context
+    return context
+
+
+async def _abortable(
+    context: ServingContext, events: AsyncGenerator[TranscriptEvent, None]
+) -> AsyncGenerator[TranscriptEvent, None]:
+    with context:
+        async with aclosing(events):
+            async for event in events:
+                yield event
+
+
+def _fields(form: Form) -> TranscriptionRequest:
+    """The fields that are read. Raises `BadRequestError`."""
+    known = TranscriptionRequest.__struct_fields__
     given: dict[str, str | list[str]] = {}
     for name, values in form.fields.items():
         if name in UNSUPPORTED:
@@ -122,8 +161,7 @@ def _fields(form: Form) -> tuple[TranscriptionRequest, list[str]]:
             reason = str(error).partition(" - at ")[0]
             raise BadRequestError(f"{name}: {reason}", param=name) from None
         asked[name] = getattr(one, name)
-    unknown = [name for name in form.fields if name not in known and name not in IGNORED]
-    return TranscriptionRequest(**asked), unknown
+    return TranscriptionRequest(**asked)
 
 
 def _options(asked: TranscriptionRequest, task: Task) -> TranscriptionOptions:

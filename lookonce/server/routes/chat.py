@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
@@ -125,7 +126,7 @@ class ChatResponseBuilder:
         keep = () if self._tools is None else self._tools.markers
         context.add_prompt(rendered, self._sampling, keep)
 
-    def whole(self, samples: Sequence[Sample]) -> ChatCompletion:
+    def whole(self, samples: Sequence[Sample]) -> msgspec.Struct:
         context = self._context
         return ChatCompletion(
             id=self._id,
@@ -180,7 +181,7 @@ class ChatResponseBuilder:
     def _called(self, index: int) -> bool:
         return index in self._readers and bool(self._readers[index].calls)
 
-    def chunks(self, piece: Piece) -> Iterator[ChatChunk]:
+    def chunks(self, piece: Piece) -> Iterator[msgspec.Struct]:
         """The role first; reasoning, content and calls as they come; at last the finish reason."""
         if piece.index not in self._begun:
             self._begun.add(piece.index)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lookonce.errors import BadRequestError, RequestError
+from lookonce.errors import BadRequestError
 from lookonce.frontend.generation import Piece, Sample
 from lookonce.frontend.logprobs import CompletionLogprobsBuilder, echoed_logprobs, joined_completion
 from lookonce.frontend.requests import CompletionRequest
 from lookonce.frontend.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from lookonce.frontend.sampling_params import asked_limit, completion_sampling
-from lookonce.server.http.body import receive, renamed_error
+from lookonce.server.http.body import receive, renaming_errors
 from lookonce.server.routes.serving_base import ServingContext, open_context, respond
 from lookonce.types.request import RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
@@ -52,16 +52,14 @@ def named_prompts(prompt: str | list[str | int | list[int]]) -> dict[str, str | 
     return {f"prompt[{number}]": part for number, part in enumerate(prompts)}
 
 
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
+def _naming(name: str) -> AbstractContextManager[None]:
     """The renderer's errors say `prompt`; this makes them say which of several prompts."""
-    try:
-        yield
-    except RequestError as error:
-        param = error.param or ""
-        if name == "prompt" or not (param == "prompt" or param.startswith("prompt[")):
-            raise
-        raise renamed_error(error, param.replace("prompt", name, 1)) from None
+
+    def renamed(param: str) -> str:
+        of_prompt = param == "prompt" or param.startswith("prompt[")
+        return param.replace("prompt", name, 1) if of_prompt else param
+
+    return renaming_errors(renamed)
 
 
 class CompletionResponseBuilder:

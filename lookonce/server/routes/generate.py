@@ -6,7 +6,6 @@ requests of this route as in the answers of the render routes.
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, cast
@@ -25,6 +24,7 @@ from lookonce.frontend.requests import (
     StreamOptions,
     StructuredFields,
     TokenId,
+    asks_nothing,
     raw_bytes,
 )
 from lookonce.frontend.responses import (
@@ -39,7 +39,7 @@ from lookonce.frontend.responses import (
 from lookonce.frontend.sampling_params import grammar_of
 from lookonce.render.media.external_items import ExternalItem, encode_kwargs
 from lookonce.server.http.body import parse, receive
-from lookonce.server.http.unknown_fields import LIKENESS
+from lookonce.server.http.unknown_fields import suggestion
 from lookonce.server.routes.serving_base import ServingContext, open_context, respond
 from lookonce.types.media import MODALITIES, MediaFeature, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
@@ -125,9 +125,8 @@ def sampling_of(raw: bytes, *, close: bool = True) -> SamplingParams:
     grammar = grammar_of(parse(raw, StructuredFields), close=close)
     given = {name: value for name, value in fields.items() if value is not None}
     for name, value in given.items():
-        if name not in KNOWN_PARAMS and not _asks_nothing(value):
-            likely = difflib.get_close_matches(name[:60], KNOWN_PARAMS, 1, LIKENESS)
-            meant = f" (did you mean {likely[0]}?)" if likely else ""
+        if name not in KNOWN_PARAMS and not asks_nothing(value):
+            meant = suggestion(name, KNOWN_PARAMS)
             raise BadRequestError(
                 f"sampling_params: {name[:60]!r} is no sampling parameter{meant}",
                 param="sampling_params",
@@ -145,11 +144,6 @@ def sampling_of(raw: bytes, *, close: bool = True) -> SamplingParams:
     except msgspec.ValidationError as error:
         raise BadRequestError(f"sampling_params: {error}", param="sampling_params") from None
     return sampling if grammar is None else msgspec.structs.replace(sampling, grammar=grammar)
-
-
-def _asks_nothing(value: object) -> bool:
-    """Whether a value is `false` or empty. A number never is: 0 asks for something."""
-    return value is False or (isinstance(value, str | list | dict) and not value)
 
 
 class GenerateResponseBuilder:

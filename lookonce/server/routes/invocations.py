@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from lookonce.errors import BadRequestError
-from lookonce.server.http.body import body_limit, read_body
+from lookonce.server.http.body import body_limit, decoded_body, read_body
 from lookonce.server.routes.chat import chat_completions
 from lookonce.server.routes.completions import completions
 from lookonce.server.routes.generate import generate
@@ -32,7 +32,7 @@ async def invocations(request: Request) -> Response:
     services: Services = request.app.state.services
     body = await read_body(request, body_limit(services.config.media))
     try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        fields = await decoded_body(body, lambda: _fields(body))
     except (ValueError, RecursionError) as error:
         raise BadRequestError(
             f"the body is not a JSON object: {error}", code="invalid_json"
@@ -41,6 +41,10 @@ async def invocations(request: Request) -> Response:
         if name in fields:
             return await handler(_with_body(request, body))
     raise BadRequestError(f"the body has none of {', '.join(HANDLERS)}")
+
+
+def _fields(body: bytes) -> dict[str, msgspec.Raw]:
+    return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
 
 
 def _with_body(request: Request, body: bytes) -> Request:
@@ -52,4 +56,4 @@ def _with_body(request: Request, body: bytes) -> Request:
             return {"type": "http.request", "body": pending.pop(), "more_body": False}
         return await request.receive()
 
-    return Request(request.scope, receive, request._send)
+    return Request(request.scope, receive)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -45,6 +46,12 @@ from lookonce.server.routes.anthropic_messages import (
     MessagesRequest,
     TokenCount,
 )
+from lookonce.server.routes.conversations import (
+    ConversationItemsRequest,
+    ConversationObject,
+    ConversationRequest,
+    ConversationUpdate,
+)
 from lookonce.server.routes.debug import ProfileRequest, ServerState
 from lookonce.server.routes.generate import GenerateRequest, GenerateResponse
 from lookonce.server.routes.media_cache import MediaCacheInfo, MediaCacheRequest, MediaCacheResponse
@@ -52,9 +59,12 @@ from lookonce.server.routes.page import HEADERS
 from lookonce.server.routes.render import RenderChatRequest, RenderCompletionRequest, RenderedBody
 from lookonce.server.routes.responses_api.events import ResponseObject
 from lookonce.server.routes.responses_api.input import ResponsesRequest
+from lookonce.server.routes.responses_api.route import InputTokens
+from lookonce.server.routes.responses_api.stored import DeletedObject, ItemList
 from lookonce.server.services import Services
 
 Json = dict[str, Any]
+PATH_PARAMETER = re.compile(r"{(\w+)}")
 Struct = type[msgspec.Struct]
 
 REF = "#/components/schemas/{name}"
@@ -62,11 +72,12 @@ ERRORS = {
     "400": "the request is at fault; `error.param` names the part",
     "401": "the API key is missing or unknown",
     "403": "the key lacks a right, or the media's source is not allowed",
-    "404": "no such model or route",
-    "409": "a media uuid is bound to other bytes",
+    "404": "no such model or route, or nothing of this id is stored",
+    "409": "a media uuid is bound to other bytes, or another profile is being taken",
     "413": "too large",
+    "415": "the body is of a type that the route does not take",
     "422": "media cannot be decoded or is not cached",
-    "429": "too many requests are waiting",
+    "429": "too many requests are waiting, or a limit of the tenant or key is used up",
     "503": "not ready, draining, or the engine is gone",
 }
 
@@ -85,6 +96,7 @@ class Operation:
     """Needs no key."""
 
 
+CONVERSATION = "/v1/conversations/{conversation_id}"
 OPERATIONS = (
     Operation("GET", "/health", "Is the engine alive?", answer=Status, is_open=True),
     Operation("GET", "/ready", "May requests come?", answer=Status, is_open=True),
@@ -110,6 +122,32 @@ OPERATIONS = (
         "POST", "/v1/audio/translations", "Sound to English", answer=Transcription, streams=True
     ),
     Operation("POST", "/v1/responses", "Answer items", ResponsesRequest, ResponseObject, True),
+    Operation(
+        "POST",
+        "/v1/responses/input_tokens",
+        "Count the tokens of a request",
+        ResponsesRequest,
+        InputTokens,
+    ),
+    Operation("GET", "/v1/responses/{response_id}", "A stored response", answer=ResponseObject),
+    Operation("DELETE", "/v1/responses/{response_id}", "Delete it", answer=DeletedObject),
+    Operation("GET", "/v1/responses/{response_id}/input_items", "Its input", answer=ItemList),
+    Operation(
+        "POST",
+        "/v1/conversations",
+        "Store a conversation",
+        ConversationRequest,
+        ConversationObject,
+    ),
+    Operation("GET", CONVERSATION, "A stored conversation", answer=ConversationObject),
+    Operation("POST", CONVERSATION, "Change its metadata", ConversationUpdate, ConversationObject),
+    Operation("DELETE", CONVERSATION, "Delete it", answer=DeletedObject),
+    Operation("GET", CONVERSATION + "/items", "Its items", answer=ItemList),
+    Operation("POST", CONVERSATION + "/items", "Add items", ConversationItemsRequest, ItemList),
+    Operation("GET", CONVERSATION + "/items/{item_id}", "One item"),
+    Operation(
+        "DELETE", CONVERSATION + "/items/{item_id}", "Remove one item", answer=ConversationObject
+    ),
     Operation(
         "POST", "/v1/chat/completions/render", "Render only", RenderChatRequest, RenderedBody
     ),
@@ -161,9 +199,9 @@ def _paths(request: Request) -> frozenset[str]:
 
 @cache
 def _encoded(paths: frozenset[str], root_path: str) -> bytes:
-    described = describe([op for op in OPERATIONS if op.path in paths])
+    described = _described_paths(paths)
     if root_path:
-        described["servers"] = [{"url": root_path}]
+        described = {**described, "servers": [{"url": root_path}]}
     return msgspec.json.encode(described)
 
 
@@ -174,7 +212,7 @@ async def show_docs(request: Request) -> Response:
 
 @cache
 def _docs(paths: frozenset[str]) -> str:
-    described = describe([op for op in OPERATIONS if op.path in paths])
+    described = _described_paths(paths)
     schemas = described["components"]["schemas"]
     sections = [
         _docs_of(method.upper(), path, operation, schemas)
@@ -221,6 +259,11 @@ def _type_of(schema: Json) -> str:
     return str(schema.get("type", "any"))
 
 
+@cache
+def _described_paths(paths: frozenset[str]) -> Json:
+    return describe(op for op in OPERATIONS if op.path in paths)
+
+
 def describe(operations: Iterable[Operation]) -> Json:
     """An OpenAPI 3.1 document."""
     operations = list(operations)
@@ -254,9 +297,10 @@ def _components(structs: list[Struct]) -> Json:
 def _described(operation: Operation) -> Json:
     described: Json = {"summary": operation.summary, "responses": _responses(operation)}
     described["security"] = [] if operation.is_open else [{}, {"key": []}]
-    if "{model}" in operation.path:
+    if names := PATH_PARAMETER.findall(operation.path):
         described["parameters"] = [
-            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
         ]
     if operation.body is not None:
         content = {"application/json": {"schema": _ref(operation.body)}}

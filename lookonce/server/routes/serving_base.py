@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -39,7 +39,7 @@ from lookonce.server.http.responses import (
     while_connected,
 )
 from lookonce.server.http.unknown_fields import note_ignored
-from lookonce.server.rate_limits import RequestUsage
+from lookonce.server.rate_limits import NO_LIMITS, RequestUsage
 from lookonce.server.services import Principal, Services, header
 from lookonce.types.logs import current_request_id
 from lookonce.types.request import RenderedPrompt
@@ -52,6 +52,11 @@ MANY_LOGPROBS = 2_000
 KV_TRANSFER_KEY = "num_lmcache_extra_cached_tokens"
 """With this key in `kv_transfer_params` the answer tells what external KV tiers did."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""Of a body's `request_id` and of the header `X-Request-Id`."""
+
+
+Complete = Callable[[], Awaitable[None]] | None
+"""Called when an answer is whole, before its end is sent."""
 
 
 class GenerationBody(Protocol):
@@ -139,7 +144,7 @@ def request_id_of(request: Request, asked: str | None) -> str:
     return asked
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class ServingContext:
     """One request for generated tokens: its options, its prompts, and the parts of its answer that
     all routes have in common."""
@@ -150,15 +155,15 @@ class ServingContext:
     request_id: str
     """The client's, or a random one. The engine gets ids of its own: clients may repeat theirs."""
     stream: bool
-    include_usage: bool
-    continuous_usage: bool
+    include_usage: bool = False
+    continuous_usage: bool = False
     """Every chunk has the usage so far."""
     wants_receipt: bool
-    wants_kv_transfer: bool
-    limit_asked: bool
+    wants_kv_transfer: bool = False
+    limit_asked: bool = False
     """The client set the most tokens to generate."""
-    arrival: float
-    usage_limits: RequestUsage
+    arrival: float = field(default_factory=time.monotonic)
+    usage_limits: RequestUsage = field(default_factory=lambda: NO_LIMITS)
     """What of its limits the request uses."""
     token_name: TokenName | None = None
     """What log-probabilities are listed by, if not by the text of the token."""
@@ -167,6 +172,8 @@ class ServingContext:
     aborted: bool = False
     num_scored: int = 0
     """Log-probabilities of prompts that the answer will have."""
+    on_exit: list[Callable[[], None]] = field(default_factory=list)
+    """Called when the request ends, however it does."""
     _entries: dict[int, PromptEntries] = field(default_factory=dict)
     _prompts: list[RenderedPrompt] = field(default_factory=list)
 
@@ -180,6 +187,8 @@ class ServingContext:
         self.usage_limits.generated(sum(each.completion_tokens for each in self.generations))
         for rendered in self._prompts:
             self.services.renderer.release(rendered)
+        for end in self.on_exit:
+            end()
 
     def add_prompt(
         self,
@@ -206,10 +215,9 @@ class ServingContext:
             keep=keep,
             limit_asked=self.limit_asked,
         )
-        generation.aborted = self.aborted
         most = generation.sampling.max_tokens or 0
         self.usage_limits.take_tokens(rendered.num_tokens, most * sampling.n)
-        self.generations.append(generation)
+        self.watch(generation)
         self._count_scored(rendered, sampling, scored_by)
 
     def _count_scored(
@@ -235,6 +243,11 @@ class ServingContext:
             return None
         token_bytes = self.services.renderer.token_bytes
         return chat_logprobs(generated.token_ids, generated.logprobs, token_bytes, self.token_name)
+
+    def watch(self, generation: PromptGeneration) -> None:
+        """Take a generation that others run: it is aborted with the request, and traced."""
+        generation.aborted = self.aborted
+        self.generations.append(generation)
 
     async def abort(self) -> None:
         """End every sample, also those that have not begun, with the finish reason "abort"."""
@@ -284,15 +297,19 @@ async def respond(
     context: ServingContext,
     builder: ResponseBuilder,
     encoder: EventEncoder = UNNAMED_EVENTS,
+    complete: Complete = None,
 ) -> Response:
-    """Render, generate, and answer in one body or in a stream of events."""
+    """Render, generate, and answer in one body or in a stream of events. `complete` is called when
+    the answer is whole, before its end is sent."""
     if context.stream:
-        return EventStream(_streamed(context, builder), encoder)
-    body = await while_connected(request.receive, _collected(context, builder))
+        return EventStream(_streamed(context, builder, complete), encoder)
+    body = await while_connected(request.receive, _collected(context, builder, complete))
     return Response(body, media_type="application/json")
 
 
-async def _collected(context: ServingContext, builder: ResponseBuilder) -> bytes:
+async def _collected(
+    context: ServingContext, builder: ResponseBuilder, complete: Complete
+) -> bytes:
     with context:
         await builder.render()
         samples = [Sample() for g in context.generations for _ in range(g.sampling.n)]
@@ -300,18 +317,23 @@ async def _collected(context: ServingContext, builder: ResponseBuilder) -> bytes
             async for piece in pieces:
                 samples[piece.index].take(piece)
 
-    def encoded() -> bytes:
-        return encode(builder.whole(samples))
+        def encoded() -> bytes:
+            return encode(builder.whole(samples))
 
-    many = context.num_scored + _num_logprobs(samples) >= MANY_LOGPROBS
-    return await asyncio.to_thread(encoded) if many else encoded()
+        many = context.num_scored + _num_logprobs(samples) >= MANY_LOGPROBS
+        body = await asyncio.to_thread(encoded) if many else encoded()
+        if complete is not None:
+            await complete()
+    return body
 
 
 def _num_logprobs(samples: Sequence[Sample]) -> int:
     return sum(1 + len(entry.top) for sample in samples for entry in sample.logprobs)
 
 
-async def _streamed(context: ServingContext, builder: ResponseBuilder) -> ChunkGroups:
+async def _streamed(
+    context: ServingContext, builder: ResponseBuilder, complete: Complete
+) -> ChunkGroups:
     with context:
         await builder.render()
         unfinished = sum(generation.sampling.n for generation in context.generations)
@@ -326,5 +348,7 @@ async def _streamed(context: ServingContext, builder: ResponseBuilder) -> ChunkG
                 unfinished -= piece.finish_reason is not None
                 if not unfinished and context.include_usage:
                     chunks.append(builder.usage_chunk())
+                if not unfinished and complete is not None:
+                    await complete()
                 if chunks or not unfinished:
                     yield ChunkGroup(chunks, last=not unfinished)

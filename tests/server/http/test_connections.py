@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+from contextlib import ExitStack
 
 import pytest
 
 from lookonce.config import ConnectionConfig
+from lookonce.server import process
 from lookonce.server.http.connections import (
     Acceptor,
     Connections,
@@ -392,3 +394,70 @@ def test_without_room_new_connections_wait_until_one_ends():
             await acceptor.wait_closed()
 
     on_connections(scenario)
+
+
+def test_one_that_comes_closes_one_and_many_that_come_close_several_at_a_time():
+    class Counting(Acceptor):
+        num_pauses = 0
+
+        def pause(self):
+            self.num_pauses += 1
+            super().pause()
+
+    async def scenario(running):
+        def evicted():
+            counts = running.counts.read()
+            return counts["http_connections_evicted_total"].numbers[0]
+
+        running.table.most = 20
+        with socket.create_server(("127.0.0.1", 0), backlog=128) as listener, ExitStack() as held:
+            acceptor = Counting(listener, running.table, running.protocol, None)
+            acceptor.resume()
+            for _ in range(20):
+                held.enter_context(connection(listener))
+            await until(lambda: running.table.total == 20)
+            for number in range(1, 4):
+                held.enter_context(connection(listener))
+                await until(lambda: running.table.total + evicted() == 20 + number)  # noqa: B023
+                assert evicted() <= number + 3
+            acceptor.num_pauses = 0
+            for _ in range(64):
+                held.enter_context(connection(listener))
+            await until(lambda: running.table.total + evicted() == 20 + 67)
+            assert evicted() <= 67 + 16
+            assert acceptor.num_pauses < 64 / 4
+            acceptor.close()
+            await acceptor.wait_closed()
+
+    on_connections(scenario)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_memory_is_given_back_once_enough_came_or_nothing_more_comes(monkeypatch):
+    times = []
+    monkeypatch.setattr(process, "give_memory_back", lambda: times.append(1))
+
+    async def scenario():
+        connections = Connections(ConnectionConfig())
+        server = process.ApiServer(None, connections)
+
+        async def after(received: int, ended: int = 0) -> int:
+            """How often by the sweep after so much has come."""
+            connections.num_received += received
+            connections.num_ended += ended
+            await server.on_tick(0)
+            return len(times)
+
+        assert await after(process.REST_BYTES) == 0  # more may come
+        assert await after(0) == 1
+        assert await after(0) == 1
+        assert await after(process.TRIM_BYTES) == 2
+        assert await after(0) == 3  # what was not garbage before
+        assert await after(0, ended=process.REST_CONNECTIONS) == 3
+        assert await after(0) == 4
+        assert await after(process.REST_BYTES // 2, ended=1) == 4
+        assert await after(0) == 4
+
+    asyncio.run(scenario())

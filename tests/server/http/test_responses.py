@@ -305,7 +305,7 @@ def body(**fields: Any) -> dict[str, Any]:
 
 async def settled(condition) -> None:
     """Until `condition()` holds; the event loop gets all the turns it needs."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
@@ -398,43 +398,51 @@ def test_draining_refuses_new_requests_and_lets_running_ones_end(on_site):
     on_site(scenario)
 
 
-URL = "data:image/png;base64," + "A" * 1_000_003
+LONG = 1_000_003
+ASKED = [
+    (route, stream)
+    for route in ("/v1/chat/completions", "/v1/responses")
+    for stream in (False, True)
+]
 
 
-def kept_urls() -> int:
-    """Texts of just that length that something still refers to."""
+def with_url(length: int, route: str, stream: bool) -> bytes:
+    """A body with a picture's URL of that length."""
+    url = "data:image/png;base64,".ljust(length, "A")
+    if route == "/v1/responses":
+        part: dict[str, object] = {"type": "input_image", "image_url": url}
+        body: dict[str, object] = {"input": [{"role": "user", "content": [part]}]}
+    else:
+        part = {"type": "image_url", "image_url": {"url": url}}
+        body = {"messages": [{"role": "user", "content": [part]}]}
+    return json.dumps({**body, "stream": stream}).encode()
+
+
+def kept_urls() -> list[tuple[str, bool]]:
+    """Of which of `ASKED` something still refers to the URL: all differ in length."""
     gc.collect()
     containers = gc.get_objects()
     inside = gc.get_referents(*containers)
     inside += gc.get_referents(*(one for one in inside if not gc.is_tracked(one)))
-    return sum(type(one) is str and len(one) == len(URL) for one in inside)
+    found = {len(one) - LONG for one in inside if type(one) is str}
+    return [asked for number, asked in enumerate(ASKED) if number in found]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/responses"])
-def test_the_media_of_a_body_is_not_kept_while_the_answer_is_made(on_site, route, stream):
-    def content() -> bytes:
-        url = f"{URL[:22]}{URL[22:]}"  # one of its own
-        if route == "/v1/responses":
-            part: dict[str, object] = {"type": "input_image", "image_url": url}
-            body: dict[str, object] = {"input": [{"role": "user", "content": [part]}]}
-        else:
-            part = {"type": "image_url", "image_url": {"url": url}}
-            body = {"messages": [{"role": "user", "content": [part]}]}
-        return json.dumps({**body, "stream": stream}).encode()
-
+def test_the_media_of_a_body_is_not_kept_while_the_answer_is_made(on_site):
     async def scenario(site):
-        before = kept_urls()
         site.renderer.gate.clear()
-        asking = asyncio.create_task(site.client.post(route, content=content()))
-        await settled(lambda: site.renderer.rendering)
-        assert kept_urls() > before
+        asking = [
+            asyncio.create_task(site.client.post(asked[0], content=with_url(LONG + number, *asked)))
+            for number, asked in enumerate(ASKED)
+        ]
+        await settled(lambda: site.renderer.rendering == len(ASKED))
+        assert kept_urls() == ASKED
         site.engine.gate.clear()
         site.renderer.gate.set()
-        await settled(lambda: site.engine.running)
-        assert kept_urls() == before
+        await settled(lambda: len(site.engine.running) == len(ASKED))
+        assert kept_urls() == []
         site.engine.gate.set()
-        assert (await asking).status_code == 200
+        assert [(await each).status_code for each in asking] == [200] * len(ASKED)
 
     on_site(scenario)
 
@@ -516,3 +524,25 @@ def test_all_else_is_the_transport_s_own(on_wire):
         assert holder.get_extra_info("peername") == "the peername"
 
     on_wire(scenario)
+
+
+def test_responses_are_counted_by_status_and_broken_ones_besides(on_site):
+    async def scenario(site):
+        await site.chat()
+        await site.client.post("/v1/chat/completions", content=b"{")
+        await site.client.get("/v1/nowhere")
+        await site.client.get("/health")
+        site.engine.failure = RequestFailedError("broken")
+        await site.chat(stream=True)
+        await site.chat()
+        found = site.services.metrics.counts.read()
+        counted = {
+            name.partition(":")[2]: values.numbers[0]
+            for name, values in found.items()
+            if name.startswith("http_responses_total:")
+        }
+        assert counted == {"200": 2, "400": 1, "404": 1, "500": 1, "503": 0, "broken": 1}
+        shown = (await site.client.get("/metrics")).text
+        assert 'lookonce_http_responses_total{status="broken"} 1.0' in shown
+
+    on_site(scenario)

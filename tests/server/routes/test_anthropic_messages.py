@@ -36,6 +36,7 @@ REFUSED = [
     (of({"type": "tool_result"}), "messages[0].content[0].tool_use_id"),
     (of({**USE, "input": 5}, role="assistant"), "messages[0].content[0].input"),
     ({**HELLO, "system": [{"type": "image"}]}, "system[0]"),
+    ({**HELLO, "system": [{"type": "image", "source": {"type": "url"}}]}, "system[0]"),
     ({**HELLO, "tools": [{**TOOL, "type": "bash_20250124"}]}, "tools[0].type"),
     ({**HELLO, "tools": [TOOL, TOOL]}, "tools[1].name"),
     ({**HELLO, "tools": [TOOL], "tool_choice": {"type": "all"}}, "tool_choice.type"),
@@ -127,5 +128,8 @@ def test_its_key_is_taken_where_anthropic_s_clients_have_it(on_site):
         for name, status in (("secret", 200), ("other", 401)):
             answer = await site.client.post("/v1/messages", json=HELLO, headers={"x-api-key": name})
             assert answer.status_code == status
+            if status == 401:
+                assert answer.json()["error"]["type"] == "authentication_error"
+                assert answer.json()["type"] == "error"
 
     on_site(scenario, api_key=("a:secret",))

@@ -126,7 +126,25 @@ def spoken(answer) -> list[tuple[str, list[int]]]:
     return [(token["token"], token["bytes"]) for token in content]
 
 
-@pytest.mark.parametrize("kind", ["nano", *sorted(set(MEDIA_KINDS) - {"voxtral_realtime"})])
+SOUND_ALONE = "voxtral_realtime"
+"""Its prompt is one sound, whose frames go on beyond the prompt's tokens: token ids with
+placeholders cannot say that, so that only a chat has it."""
+
+
+def test_token_ids_for_a_model_whose_prompt_is_one_sound_are_refused_by_name(folder):
+    async def scenario():
+        async with engine_node(folder(SOUND_ALONE)) as engine:
+            chat = {"messages": [{"role": "user", "content": [SOUNDS[0]]}], **SAMPLING}
+            body = await engine.ok("/v1/chat/completions/render", chat)
+            answer = await engine.post("/inference/v1/generate", body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "token_ids")
+            assert "send it in a chat" in answer.json()["error"]["message"]
+            assert spoken(await engine.ok("/v1/chat/completions", chat))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["nano", *sorted(set(MEDIA_KINDS) - {SOUND_ALONE})])
 def test_render_then_generate_equals_chat_token_for_token(folder, kind):
     """No cache helps: every form has a salt, and with it a scope, of its own."""
 

@@ -65,6 +65,14 @@ class Worker:
         self.granted.append(slab)
         return True
 
+    def grant_ahead(self):
+        slab = self.slabs.grant_ahead()
+        if slab is None:
+            return False
+        assert slab.number in self.mappings, "a slab that is not mapped was granted ahead"
+        self.granted.append(slab)
+        return True
+
     def finish(self):
         """The item that was written into all granted slabs."""
         number = float(self.world.next_number())

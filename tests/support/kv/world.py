@@ -106,7 +106,7 @@ class World(Engine):
         super().assert_all_free()
         assert not self.pages.errors, self.pages.errors
 
-    def settle(self, *, seconds: float = 10.0) -> None:
+    def settle(self, *, seconds: float = 60.0) -> None:
         """Step until every request has ended and every transfer is acknowledged."""
         end = time.monotonic() + seconds
         while True:
@@ -123,7 +123,7 @@ class World(Engine):
 
         `or_hang` is let go when nothing can be done any more without it.
         """
-        end = time.monotonic() + 10.0
+        end = time.monotonic() + 60.0
         while (name, 0) not in self.ended:
             if self.step() is None:
                 if or_hang is not None and self.scheduler.num_waiting:
@@ -133,7 +133,7 @@ class World(Engine):
 
     def wait_stored(self) -> None:
         """Until every tier has written what it was offered."""
-        end = time.monotonic() + 10.0
+        end = time.monotonic() + 60.0
         while any(v for k, v in self.connector.stats().items() if "queue_bytes" in k):
             assert time.monotonic() < end, "the stores do not come to an end"
             time.sleep(0.001)
@@ -149,7 +149,7 @@ class World(Engine):
         for one in requests:
             self.add(one)  # type: ignore[arg-type]
         assert self.step() is None, "every request waits for its lookup"
-        end = time.monotonic() + 10.0
+        end = time.monotonic() + 60.0
         while len(self.connector._events) < len(requests):
             assert time.monotonic() < end, "the tiers do not answer"
             time.sleep(0.001)

@@ -92,6 +92,7 @@ class Scale:
 
 SCALES: dict[str, Scale] = {
     "tiny": Scale(),
+    "live": Scale(layers=2, vision_layers=1),
     "8m": Scale(
         vocab=4096,
         hidden=256,

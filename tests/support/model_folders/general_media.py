@@ -53,9 +53,11 @@ def _kind(
     specials: tuple[str, ...] = (),
     roles: Mapping[str, str] | None = None,
     preprocessor: Json,
-    processor: Json | None = None,
+    processor: str,
+    **processor_fields: Any,
 ) -> FolderKind:
-    """A kind whose config is `model_type`'s, made of `parts`."""
+    """A kind whose config is `model_type`'s, made of `parts`. `processor`: its class' name, without
+    `Processor`, with the fields of its file."""
     tokens = tuple(token for token in (image, audio) if token)
     return FolderKind(
         specials=(*CHATML, *tokens, *specials),
@@ -63,14 +65,15 @@ def _kind(
         template=TEMPLATE.replace("IMAGE", image).replace("AUDIO", audio),
         config=lambda scale, ids: _config(model_type, parts(scale, ids)),
         preprocessor=lambda _: preprocessor,
-        processor=processor or {},
+        processor={"processor_class": f"{processor}Processor", **processor_fields},
     )
 
 
 def _config(model_type: str, parts: Json) -> Config:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[model_type](**parts)
+    given = {"tie_word_embeddings": False, **parts}
+    return CONFIG_MAPPING[model_type](**{name: v for name, v in given.items() if v is not None})
 
 
 def _text(model_type: str, scale: Scale, ids: Mapping[str, int], **over: Any) -> Json:
@@ -94,7 +97,6 @@ def _internvl(scale: Scale, ids: Mapping[str, int]) -> Json:
         "text_config": _text("qwen2", scale, ids),
         "image_token_id": ids["<IMG_CONTEXT>"],
         "image_seq_length": 4,
-        "tie_word_embeddings": False,
     }
 
 
@@ -115,7 +117,6 @@ def _llava_next(scale: Scale, ids: Mapping[str, int]) -> Json:
         "text_config": _text("mistral", scale, ids, sliding_window=None),
         "image_token_index": ids["<image>"],
         "image_grid_pinpoints": PINPOINTS,
-        "tie_word_embeddings": False,
     }
 
 
@@ -126,7 +127,6 @@ def _llava_onevision(scale: Scale, ids: Mapping[str, int]) -> Json:
         "image_token_index": ids["<image>"],
         "video_token_index": ids["<video>"],
         "image_grid_pinpoints": PINPOINTS,
-        "tie_word_embeddings": False,
     }
 
 
@@ -144,7 +144,6 @@ def _deepseek_vl(scale: Scale, ids: Mapping[str, int]) -> Json:
         "vision_config": _siglip(scale),
         "text_config": _text("llama", scale, ids),
         "image_token_id": ids["<image_placeholder>"],
-        "tie_word_embeddings": False,
     }
 
 
@@ -173,7 +172,6 @@ def _janus(scale: Scale, ids: Mapping[str, int]) -> Json:
         },
         "text_config": _text("llama", scale, ids),
         "image_token_id": ids["<image_placeholder>"],
-        "tie_word_embeddings": False,
     }
 
 
@@ -184,7 +182,6 @@ def _lighton_ocr(scale: Scale, ids: Mapping[str, int]) -> Json:
         ),
         "text_config": _text("qwen3", scale, ids),
         "image_token_id": ids["<|image_pad|>"],
-        "tie_word_embeddings": False,
     }
 
 
@@ -218,7 +215,6 @@ def _glm(vision: str, text: str) -> Parts:
             "image_end_token_id": ids["<|end_of_image|>"],
             "video_start_token_id": ids["<|begin_of_video|>"],
             "video_end_token_id": ids["<|end_of_video|>"],
-            "tie_word_embeddings": False,
         }
 
     return parts
@@ -237,7 +233,6 @@ def _idefics2(scale: Scale, ids: Mapping[str, int]) -> Json:
         },
         "text_config": _text("mistral", scale, ids, sliding_window=None),
         "image_token_id": ids["<image>"],
-        "tie_word_embeddings": False,
     }
 
 
@@ -248,7 +243,6 @@ def _vipllava(scale: Scale, ids: Mapping[str, int]) -> Json:
         "image_token_index": ids["<image>"],
         "vision_feature_layers": [-1, -2],
         "image_seq_length": 4,
-        "tie_word_embeddings": False,
     }
 
 
@@ -258,7 +252,6 @@ def _video_llama_3(scale: Scale, ids: Mapping[str, int]) -> Json:
         "text_config": _text("qwen2", scale, ids),
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
-        "tie_word_embeddings": False,
     }
 
 
@@ -270,7 +263,6 @@ def _paddleocr_vl(scale: Scale, ids: Mapping[str, int]) -> Json:
         "video_token_id": ids["<|video_pad|>"],
         "vision_start_token_id": ids["<|IMAGE_START|>"],
         "vision_end_token_id": ids["<|IMAGE_END|>"],
-        "tie_word_embeddings": False,
     }
 
 
@@ -288,7 +280,6 @@ def _exaone(scale: Scale, ids: Mapping[str, int]) -> Json:
         "text_config": _text("exaone4", scale, ids, sliding_window=12, layer_types=layers),
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
-        "tie_word_embeddings": False,
     }
 
 
@@ -298,7 +289,6 @@ def _hyperclovax(scale: Scale, ids: Mapping[str, int]) -> Json:
         "text_config": _text("hyperclovax", scale, ids, logits_scaling=0.5),
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
-        "tie_word_embeddings": False,
     }
 
 
@@ -316,38 +306,29 @@ def _qwen3_asr(scale: Scale, ids: Mapping[str, int]) -> Json:
         "text_config": _text("qwen3", scale, ids),
         "audio_token_id": ids["<|audio_pad|>"],
         "timestamp_token_id": ids["<timestamp>"],
-        "tie_word_embeddings": False,
     }
+
+
+def _hearing(**over: Any) -> Json:
+    """A small encoder of sound."""
+    sizes = {"num_mel_bins": 128, "hidden_size": 32, "intermediate_size": 64}
+    return {**sizes, "num_hidden_layers": 2, "num_attention_heads": 2, **over}
 
 
 def _flamingo(scale: Scale, ids: Mapping[str, int]) -> Json:
     return {
-        "audio_config": {
-            "num_mel_bins": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 64,
-            "hidden_size": 32,
-            "model_type": "audioflamingo3_encoder",
-        },
+        "audio_config": _hearing(model_type="audioflamingo3_encoder"),
         "text_config": _text("qwen2", scale, ids),
         "audio_token_id": ids["<sound>"],
+        "tie_word_embeddings": None,  # as the text model has it
     }
 
 
 def _glmasr(scale: Scale, ids: Mapping[str, int]) -> Json:
     return {
-        "audio_config": {
-            "num_mel_bins": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "intermediate_size": 128,
-            "hidden_size": 32,
-        },
+        "audio_config": _hearing(num_key_value_heads=2, intermediate_size=128),
         "text_config": _text("llama", scale, ids),
         "audio_token_id": ids["<|pad|>"],
-        "tie_word_embeddings": False,
     }
 
 
@@ -381,18 +362,11 @@ def _ernie(scale: Scale, ids: Mapping[str, int]) -> Json:
         "video_token_id": ids["<|VIDEO_PLACEHOLDER|>"],
         "video_start_token_id": ids["<|VIDEO_START|>"],
         "video_end_token_id": ids["<|VIDEO_END|>"],
-        "tie_word_embeddings": False,
     }
 
 
 def _qianfan(scale: Scale, ids: Mapping[str, int]) -> Json:
-    return {
-        "vision_config": _vision(scale, image_size=[56, 56], patch_size=[14, 14]),
-        "text_config": _text("qwen3", scale, ids),
-        "image_token_id": ids["<IMG_CONTEXT>"],
-        "image_seq_length": 4,
-        "tie_word_embeddings": False,
-    }
+    return {**_internvl(scale, ids), "text_config": _text("qwen3", scale, ids)}
 
 
 def _llava_next_video(scale: Scale, ids: Mapping[str, int]) -> Json:
@@ -407,7 +381,6 @@ def _video_llava(scale: Scale, ids: Mapping[str, int]) -> Json:
         "image_token_index": ids["<image>"],
         "video_token_index": ids["<video>"],
         "image_seq_length": 4,
-        "tie_word_embeddings": False,
     }
 
 
@@ -422,16 +395,9 @@ def _musicflamingo(scale: Scale, ids: Mapping[str, int]) -> Json:
 
 def _moss(scale: Scale, ids: Mapping[str, int]) -> Json:
     return {
-        "audio_config": {
-            "num_mel_bins": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 64,
-            "hidden_size": 32,
-        },
+        "audio_config": _hearing(),
         "text_config": _text("qwen3", scale, ids),
         "audio_token_id": ids["<|audio_pad|>"],
-        "tie_word_embeddings": False,
     }
 
 
@@ -468,7 +434,6 @@ def _llama4(scale: Scale, ids: Mapping[str, int]) -> Json:
         "image_token_index": ids["<|patch|>"],
         "boi_token_index": ids["<|image_start|>"],
         "eoi_token_index": ids["<|image_end|>"],
-        "tie_word_embeddings": False,
     }
 
 
@@ -487,12 +452,29 @@ def _grid_pixels(kind: str, **over: Any) -> Json:
 
 
 PINPOINTS = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
+TILES = _pixels("GotOcr2", size=_square(56), crop_to_patches=True, min_patches=1, max_patches=4)
+LLAVA_NEXT = _pixels(
+    "LlavaNext", size={"shortest_edge": 28}, crop_size=_square(28),
+    image_grid_pinpoints=PINPOINTS, do_center_crop=True, do_pad=True,
+)  # fmt: skip
 WHISPER: Json = {**SOUND, "feature_size": 128, "chunk_length": 30, "nb_max_frames": 3000}
 QWEN_VISION = ("<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 GLM_VISION = (
     *("<|video|>", "<|begin_of_image|>", "<|end_of_image|>"),
     *("<|begin_of_video|>", "<|end_of_video|>"),
 )
+
+
+def _glm_kind(model_type: str, parts: Parts, name: str) -> FolderKind:
+    """`name`: of its image processor and of its processor."""
+    return _kind(
+        model_type,
+        parts,
+        image="<|image|>",
+        specials=GLM_VISION,
+        preprocessor=_grid_pixels(name),
+        processor=name,
+    )
 
 
 MEDIA_KINDS: dict[str, FolderKind] = {
@@ -507,38 +489,20 @@ MEDIA_KINDS: dict[str, FolderKind] = {
             "context_image_token": "<IMG_CONTEXT>",
             "video_token": "<video>",
         },
-        preprocessor={
-            "image_processor_type": "GotOcr2ImageProcessor",
-            "crop_to_patches": True,
-            "min_patches": 1,
-            "max_patches": 4,
-            "size": {"height": 56, "width": 56},
-            **PIXELS,
-            **HALF_STATS,
-        },
-        processor={"processor_class": "InternVLProcessor", "image_seq_length": 4},
+        preprocessor=TILES,
+        processor="InternVL",
+        image_seq_length=4,
     ),
     "llava_next": _kind(
         "llava_next",
         _llava_next,
         image="<image>",
         roles={"image_token": "<image>"},
-        preprocessor={
-            "image_processor_type": "LlavaNextImageProcessor",
-            "size": {"shortest_edge": 28},
-            "crop_size": {"height": 28, "width": 28},
-            "image_grid_pinpoints": PINPOINTS,
-            "do_center_crop": True,
-            "do_pad": True,
-            **PIXELS,
-            **HALF_STATS,
-        },
-        processor={
-            "processor_class": "LlavaNextProcessor",
-            "patch_size": 14,
-            "num_additional_image_tokens": 1,
-            "vision_feature_select_strategy": "default",
-        },
+        preprocessor=LLAVA_NEXT,
+        processor="LlavaNext",
+        patch_size=14,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
     ),
     "llava_onevision": _kind(
         "llava_onevision",
@@ -548,11 +512,9 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         preprocessor=_pixels(
             "LlavaOnevision", size=_square(28), image_grid_pinpoints=PINPOINTS, do_pad=True
         ),
-        processor={
-            "processor_class": "LlavaOnevisionProcessor",
-            "num_image_tokens": 4,
-            "vision_feature_select_strategy": "full",
-        },
+        processor="LlavaOnevision",
+        num_image_tokens=4,
+        vision_feature_select_strategy="full",
     ),
     "aya_vision": _kind(
         "aya_vision",
@@ -562,16 +524,12 @@ MEDIA_KINDS: dict[str, FolderKind] = {
             *("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>"),
             *("TILE_GLOBAL", "TILE_1", "TILE_2", "TILE_3", "TILE_4"),
         ),
-        preprocessor=_pixels(
-            "GotOcr2", size=_square(56), crop_to_patches=True, min_patches=1, max_patches=4
-        ),
-        processor={
-            "processor_class": "AyaVisionProcessor",
-            "patch_size": 14,
-            "img_size": 56,
-            "downsample_factor": 2,
-            "image_token": "<image>",
-        },
+        preprocessor=TILES,
+        processor="AyaVision",
+        patch_size=14,
+        img_size=56,
+        downsample_factor=2,
+        image_token="<image>",
     ),
     "deepseek_vl": _kind(
         "deepseek_vl",
@@ -579,7 +537,8 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         image="<image_placeholder>",
         roles={"image_token": "<image_placeholder>"},
         preprocessor=_pixels("DeepseekVL", size=_square(28), min_size=14),
-        processor={"processor_class": "DeepseekVLProcessor", "num_image_tokens": 4},
+        processor="DeepseekVL",
+        num_image_tokens=4,
     ),
     "janus": _kind(
         "janus",
@@ -592,7 +551,8 @@ MEDIA_KINDS: dict[str, FolderKind] = {
             "eoi_token": "<end_of_image>",
         },
         preprocessor=_pixels("Janus", size=_square(28), min_size=14),
-        processor={"processor_class": "JanusProcessor", "num_image_tokens": 4},
+        processor="Janus",
+        num_image_tokens=4,
     ),
     "lighton_ocr": _kind(
         "lighton_ocr",
@@ -605,32 +565,12 @@ MEDIA_KINDS: dict[str, FolderKind] = {
             "image_end_token": "<|vision_end|>",
         },
         preprocessor=_pixels("Pixtral", size={"longest_edge": 112}, patch_size=14),
-        processor={"processor_class": "LightOnOcrProcessor", "patch_size": 14},
+        processor="LightOnOcr",
+        patch_size=14,
     ),
-    "glm4v": _kind(
-        "glm4v",
-        _glm("glm4v_vision", "glm4v_text"),
-        image="<|image|>",
-        specials=GLM_VISION,
-        preprocessor=_grid_pixels("Glm4v"),
-        processor={"processor_class": "Glm4vProcessor"},
-    ),
-    "glm46v": _kind(
-        "glm46v",
-        _glm("glm4v_vision", "glm4v_text"),
-        image="<|image|>",
-        specials=GLM_VISION,
-        preprocessor=_grid_pixels("Glm46V"),
-        processor={"processor_class": "Glm46VProcessor"},
-    ),
-    "glm_ocr": _kind(
-        "glm_ocr",
-        _glm("glm_ocr_vision", "glm_ocr_text"),
-        image="<|image|>",
-        specials=GLM_VISION,
-        preprocessor=_grid_pixels("Glm46V"),
-        processor={"processor_class": "Glm46VProcessor"},
-    ),
+    "glm4v": _glm_kind("glm4v", _glm("glm4v_vision", "glm4v_text"), "Glm4v"),
+    "glm46v": _glm_kind("glm46v", _glm("glm4v_vision", "glm4v_text"), "Glm46V"),
+    "glm_ocr": _glm_kind("glm_ocr", _glm("glm_ocr_vision", "glm_ocr_text"), "Glm46V"),
     "idefics2": _kind(
         "idefics2",
         _idefics2,
@@ -640,7 +580,8 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         preprocessor=_pixels(
             "Idefics2", size={"shortest_edge": 28, "longest_edge": 56}, do_image_splitting=False
         ),
-        processor={"processor_class": "Idefics2Processor", "image_seq_len": 4},
+        processor="Idefics2",
+        image_seq_len=4,
     ),
     "vipllava": _kind(
         "vipllava",
@@ -650,12 +591,10 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         preprocessor=_pixels(
             "CLIP", size={"shortest_edge": 28}, crop_size=_square(28), do_center_crop=True
         ),
-        processor={
-            "processor_class": "LlavaProcessor",
-            "patch_size": 14,
-            "num_additional_image_tokens": 1,
-            "vision_feature_select_strategy": "default",
-        },
+        processor="Llava",
+        patch_size=14,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
     ),
     "video_llama_3": _kind(
         "video_llama_3",
@@ -663,7 +602,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         image="<|image_pad|>",
         specials=QWEN_VISION,
         preprocessor=_grid_pixels("VideoLlama3", temporal_patch_size=1),
-        processor={"processor_class": "VideoLlama3Processor"},
+        processor="VideoLlama3",
     ),
     "paddleocr_vl": _kind(
         "paddleocr_vl",
@@ -672,7 +611,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         specials=("<|IMAGE_START|>", "<|IMAGE_END|>", "<|video_pad|>"),
         roles={"image_token": "<|IMAGE_PLACEHOLDER|>"},
         preprocessor=_grid_pixels("PaddleOCRVL", temporal_patch_size=1),
-        processor={"processor_class": "PaddleOCRVLProcessor"},
+        processor="PaddleOCRVL",
     ),
     "exaone4_5": _kind(
         "exaone4_5",
@@ -680,7 +619,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         image="<|image_pad|>",
         specials=QWEN_VISION,
         preprocessor=_grid_pixels("Qwen2VL"),
-        processor={"processor_class": "Exaone4_5_Processor"},
+        processor="Exaone4_5_",
     ),
     "hyperclovax_vision_v2": _kind(
         "hyperclovax_vision_v2",
@@ -688,7 +627,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         image="<|image_pad|>",
         specials=QWEN_VISION,
         preprocessor=_grid_pixels("Qwen2VL"),
-        processor={"processor_class": "HyperCLOVAXVisionV2Processor"},
+        processor="HyperCLOVAXVisionV2",
     ),
     "qwen3_asr": _kind(
         "qwen3_asr",
@@ -701,30 +640,23 @@ MEDIA_KINDS: dict[str, FolderKind] = {
             "audio_eos_token": "<|audio_end|>",
         },
         preprocessor={**WHISPER, "feature_extractor_type": "Qwen3ASRFeatureExtractor"},
-        processor={"processor_class": "Qwen3ASRProcessor"},
+        processor="Qwen3ASR",
     ),
     "audioflamingo3": _kind(
         "audioflamingo3",
         _flamingo,
         audio="<sound>",
         preprocessor=WHISPER,
-        processor={"processor_class": "AudioFlamingo3Processor"},
+        processor="AudioFlamingo3",
     ),
     "glmasr": _kind(
         "glmasr",
         _glmasr,
         audio="<|pad|>",
         preprocessor=WHISPER,
-        processor={"processor_class": "GlmAsrProcessor"},
+        processor="GlmAsr",
     ),
-    "glm4v_moe": _kind(
-        "glm4v_moe",
-        _glm4v_moe,
-        image="<|image|>",
-        specials=GLM_VISION,
-        preprocessor=_grid_pixels("Glm4v"),
-        processor={"processor_class": "Glm4vProcessor"},
-    ),
+    "glm4v_moe": _glm_kind("glm4v_moe", _glm4v_moe, "Glm4v"),
     "ernie4_5_vl_moe": _kind(
         "ernie4_5_vl_moe",
         _ernie,
@@ -742,7 +674,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
             "video_end_token": "<|VIDEO_END|>",
         },
         preprocessor=_grid_pixels("Ernie4_5_VLMoe", temporal_patch_size=1),
-        processor={"processor_class": "Ernie4_5_VLMoeProcessor"},
+        processor="Ernie4_5_VLMoe",
     ),
     "qianfan_ocr": _kind(
         "qianfan_ocr",
@@ -754,10 +686,9 @@ MEDIA_KINDS: dict[str, FolderKind] = {
             "end_image_token": "</img>",
             "context_image_token": "<IMG_CONTEXT>",
         },
-        preprocessor=_pixels(
-            "GotOcr2", size=_square(56), crop_to_patches=True, min_patches=1, max_patches=4
-        ),
-        processor={"processor_class": "QianfanOCRProcessor", "image_seq_length": 4},
+        preprocessor=TILES,
+        processor="QianfanOCR",
+        image_seq_length=4,
     ),
     "llava_next_video": _kind(
         "llava_next_video",
@@ -765,20 +696,11 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         image="<image>",
         specials=("<video>",),
         roles={"image_token": "<image>", "video_token": "<video>"},
-        preprocessor=_pixels(
-            "LlavaNext",
-            size={"shortest_edge": 28},
-            crop_size=_square(28),
-            image_grid_pinpoints=PINPOINTS,
-            do_center_crop=True,
-            do_pad=True,
-        ),
-        processor={
-            "processor_class": "LlavaNextVideoProcessor",
-            "patch_size": 14,
-            "num_additional_image_tokens": 1,
-            "vision_feature_select_strategy": "default",
-        },
+        preprocessor=LLAVA_NEXT,
+        processor="LlavaNextVideo",
+        patch_size=14,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
     ),
     "video_llava": _kind(
         "video_llava",
@@ -789,7 +711,8 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         preprocessor=_pixels(
             "VideoLlava", size={"shortest_edge": 28}, crop_size=_square(28), do_center_crop=True
         ),
-        processor={"processor_class": "VideoLlavaProcessor", "patch_size": 14},
+        processor="VideoLlava",
+        patch_size=14,
     ),
     "musicflamingo": _kind(
         "musicflamingo",
@@ -797,7 +720,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         audio="<sound>",
         specials=("<|sound_bos|>", "<|sound_eos|>"),
         preprocessor=WHISPER,
-        processor={"processor_class": "MusicFlamingoProcessor"},
+        processor="MusicFlamingo",
     ),
     "moss_transcribe_diarize": _kind(
         "moss_transcribe_diarize",
@@ -808,7 +731,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
             **WHISPER,
             "feature_extractor_type": "MossTranscribeDiarizeFeatureExtractor",
         },
-        processor={"processor_class": "MossTranscribeDiarizeProcessor"},
+        processor="MossTranscribeDiarize",
     ),
     "cohere2_vision": _kind(
         "cohere2_vision",
@@ -822,7 +745,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
             "img_line_break_token": "<|IMG_LINE_BREAK|>",
         },
         preprocessor=_pixels("Cohere2Vision", size=_square(56), max_patches=4, patch_size=2),
-        processor={"processor_class": "Cohere2VisionProcessor"},
+        processor="Cohere2Vision",
     ),
     "llama4": _kind(
         "llama4",
@@ -833,12 +756,10 @@ MEDIA_KINDS: dict[str, FolderKind] = {
             *("<|tile_x_separator|>", "<|tile_y_separator|>"),
         ),
         preprocessor=_pixels("Llama4", size=_square(56), max_patches=4),
-        processor={
-            "processor_class": "Llama4Processor",
-            "patch_size": 14,
-            "pixel_shuffle_ratio": 0.5,
-            "image_token": "<|image|>",
-        },
+        processor="Llama4",
+        patch_size=14,
+        pixel_shuffle_ratio=0.5,
+        image_token="<|image|>",
     ),
 }
 """By `model_type`. Every size is tiny, and every picture takes several tiles."""

@@ -71,6 +71,7 @@ class ByteRenderer:
 
     modalities = ("image", "audio")
     speech = None
+    transcribes_live = False
     max_audio_seconds = math.inf
 
     def __init__(self) -> None:

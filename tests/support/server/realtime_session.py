@@ -21,6 +21,9 @@ class Work:
 
     def __init__(self):
         self.answers, self.transcripts = {}, {}
+        self.heard, self.forgotten = {}, []
+        self.untaken = []
+        """Bytes of sound that is with the work."""
 
     def answer(self, response):
         self.answers[response.id] = response
@@ -35,6 +38,17 @@ class Work:
     def stop_transcript(self, item_id):
         self.transcripts.pop(item_id, None)
 
+    def hear(self, item_id, clip):
+        self.heard.setdefault(item_id, []).append(clip)
+        self.untaken.append(len(clip.data))
+
+    def end_sound(self, item_id):
+        self.transcripts[item_id] = self.heard.pop(item_id)
+
+    def forget_sound(self, item_id):
+        self.forgotten.append(item_id)
+        self.heard.pop(item_id)
+
     def forget_voice(self):
         pass
 
@@ -42,13 +56,14 @@ class Work:
 class Played:
     """A session, what it sent, and its work."""
 
-    def __init__(self, kind="realtime", limit=LIMIT):
+    def __init__(self, kind="realtime", limit=LIMIT, *, hears_live=False):
         self.sent, self.work = [], Work()
         self.total = ByteBudget(10 * LIMIT)
         self.session = RealtimeSession(
             kind=kind,
             model="nano",
             hears=True,
+            hears_live=hears_live,
             budget=ByteBudget(limit, self.total),
             max_audio_seconds=MAX_SECONDS,
             send=lambda event: self.sent.append(json.loads(msgspec.json.encode(event))),
@@ -62,6 +77,11 @@ class Played:
         event = {"type": name, "event_id": "mine", **fields}
         self.session.receive(json.dumps(event).encode())
         return self.sent[before:]
+
+    def take_sound(self):
+        """The model has taken all sound that it was given."""
+        while self.work.untaken:
+            self.session.sound_taken(self.work.untaken.pop())
 
     def append(self, nbytes, voices=()):
         """Append sound; its frames are heard with these probabilities, the last for the rest."""

@@ -20,6 +20,7 @@ from lookonce.render.media.vad import FRAME_SAMPLES, VOICE_RATE
 
 Samples: TypeAlias = npt.NDArray[np.int16]
 Encoding = Literal["audio/pcm", "audio/pcmu", "audio/pcma"]
+WAV_HEAD_BYTES = 44
 FEED_FRAMES = 32
 """Frames that are detected at a time: a second, so that sessions take turns."""
 
@@ -81,6 +82,11 @@ class Clip:
     @property
     def milliseconds(self) -> int:
         return self.format.milliseconds(self.format.num_samples(len(self.data)))
+
+    @property
+    def wav_bytes(self) -> int:
+        """Of the file that `wav` makes."""
+        return WAV_HEAD_BYTES + 2 * self.format.num_samples(len(self.data))
 
     def wav(self) -> bytes:
         """A WAV file of 16-bit samples."""

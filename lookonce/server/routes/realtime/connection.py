@@ -1,21 +1,23 @@
 """One WebSocket of `/v1/realtime`: its messages to the session, and the session's events to it.
 
 The client's events are taken one after the other: the next one is read when what the last one
-asked of voice detection is known, when few transcripts wait, and when the client has read most of
-what was sent. So nothing grows for a client that sends or does not read: its own socket fills.
+asked of voice detection is known, when the engine has taken its sound (where the model hears live),
+when few transcripts wait, and when the client has read most of what was sent. So nothing grows for
+a client that sends or does not read: its own socket fills.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeAlias
 
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from lookonce.errors import LookOnceError
+from lookonce.errors import LookOnceError, UnauthorizedError
 from lookonce.render.media.vad import VoiceDetector, VoiceDetectors
 from lookonce.server.http.responses import encode
 from lookonce.server.routes.realtime.events import ErrorDetail, ErrorEvent, ServerEvent
@@ -26,7 +28,7 @@ from lookonce.server.services import Drain
 MAX_UNSENT_BYTES = 1 << 20
 """Of events that wait for the client to read; one event may go beyond."""
 MAX_WAITING_TRANSCRIPTS = 8
-NORMAL, GOING_AWAY = 1000, 1001
+NORMAL, GOING_AWAY, POLICY = 1000, 1001, 1008
 """Codes that a WebSocket is closed with."""
 
 GONE = (WebSocketDisconnect, RuntimeError, OSError)
@@ -92,7 +94,9 @@ class RealtimeConnection:
         detectors: VoiceDetectors,
         drain: Drain,
         idle_timeout: float,
+        wait_refused: Callable[[], Awaitable[None]],
     ) -> None:
+        """`wait_refused` returns once the client's key is not accepted any more."""
         self._websocket = websocket
         self._session = session
         self._work = work
@@ -101,6 +105,7 @@ class RealtimeConnection:
         self._detector: VoiceDetector | None = None
         self._drain = drain
         self._idle_timeout = idle_timeout
+        self._wait_refused = wait_refused
 
     async def run(self) -> None:
         """Never raises for what the client does."""
@@ -108,10 +113,13 @@ class RealtimeConnection:
         writer = asyncio.create_task(self._write())
         reader = asyncio.create_task(self._read())
         drainer = asyncio.create_task(self._drained())
-        tasks = {writer, reader, drainer}
+        refusal = asyncio.create_task(self._refused())
+        tasks = {writer, reader, drainer, refusal}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            close = next((each.result() for each in (reader, drainer) if each in done), None)
+            close = next(
+                (each.result() for each in (refusal, reader, drainer) if each in done), None
+            )
             if close is not None:
                 await self._close(writer, *close)
         finally:
@@ -170,6 +178,7 @@ class RealtimeConnection:
         data = text.encode() if text is not None else message.get("bytes") or b""
         self._session.receive(data)
         await self._listen()
+        await self._work.wait_sound_taken()
 
     async def _listen(self) -> None:
         """Let the session know whether what was appended is speech."""
@@ -182,9 +191,11 @@ class RealtimeConnection:
             try:
                 found = await self._detector.detect(frames)
             except LookOnceError as error:
-                self._session.tell_error(error)
+                self._forget_voice()
+                self._session.voices_lost(error)
                 return
             self._session.heard(found)
+            await self._work.wait_sound_taken()
             await self._outbox.room()
 
     def _forget_voice(self) -> None:
@@ -199,6 +210,12 @@ class RealtimeConnection:
         while self._session.busy:
             await self._work.wait_any_end()
         return GOING_AWAY, "the server shuts down"
+
+    async def _refused(self) -> Close:
+        """How to close, once the key that opened the session has expired or was taken away."""
+        await self._wait_refused()
+        self._session.tell_error(UnauthorizedError("this API key is not accepted any more"))
+        return POLICY, "the API key is not accepted any more"
 
     def _tell(self, code: str, message: str) -> None:
         detail = ErrorDetail(

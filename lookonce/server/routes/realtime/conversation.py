@@ -10,7 +10,7 @@ import msgspec
 import pybase64
 
 from lookonce.errors import BadRequestError, TooLargeError
-from lookonce.server.realtime_sessions import ByteBudget
+from lookonce.server.realtime_sessions import ByteBudget, full_error
 from lookonce.server.routes.realtime.audio import AudioFormat, Clip
 from lookonce.server.routes.realtime.events import ContentPart, ConversationItem, new_id
 
@@ -76,14 +76,14 @@ class Item:
         return shown
 
 
-def spoken_item(item_id: str, clip: Clip) -> Item:
-    """A user's message of committed sound."""
+def spoken_item(item_id: str, clip: Clip | None = None) -> Item:
+    """A user's message of committed sound; None: of sound that is not kept."""
     part = ContentPart(type="input_audio", transcript=None)
     return Item(
         ConversationItem(
             id=item_id, object="realtime.item", status="completed", role="user", content=[part]
         ),
-        {0: clip},
+        {} if clip is None else {0: clip},
     )
 
 
@@ -262,14 +262,6 @@ class Conversation:
         self.keep_newest(0)
 
 
-def full_error(what: str) -> TooLargeError:
-    return TooLargeError(
-        f"{what} would make this session, or all of them, hold more than they may: delete items, "
-        "or clear the sound",
-        code="session_full",
-    )
-
-
 # --- messages -----------------------------------------------------------------------------------
 
 
@@ -287,6 +279,11 @@ class ChatMessages:
         if bracket and number.isdecimal() and int(number) < len(self.origins):
             return self.origins[int(number)] + rest
         return "conversation" if param == "messages" else param
+
+
+def chat_bytes(items: Sequence[Item]) -> int:
+    """Of the WAV files in their `chat_messages`."""
+    return sum(clip.wav_bytes for item in items for clip in item.clips.values())
 
 
 def chat_messages(instructions: str, items: Sequence[Item]) -> ChatMessages:

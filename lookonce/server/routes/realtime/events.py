@@ -41,6 +41,7 @@ class TranscriptionOptions(RefusesUnsupported, kw_only=True):
     language: str | UnsetType | None = UNSET
     prompt: str | UnsetType | None = UNSET
 
+    delay: Raw = NOTHING
     keywords: Raw = NOTHING
     languages: Raw = NOTHING
 
@@ -300,6 +301,21 @@ class SpeechStopped(ServerEvent, kw_only=True):
     item_id: str
 
 
+class RateLimit(msgspec.Struct, kw_only=True):
+    """Frames of a live sound that may be sent before the server reads more slowly."""
+
+    name: str = "tokens"
+    limit: int
+    remaining: int
+    reset_seconds: float
+    """Of sound that waits to be computed."""
+
+
+class RateLimitsUpdated(ServerEvent, kw_only=True):
+    type: str = "rate_limits.updated"
+    rate_limits: list[RateLimit]
+
+
 class TranscriptionTokenDetails(msgspec.Struct, kw_only=True):
     audio_tokens: int
     text_tokens: int
@@ -406,29 +422,26 @@ class TextPart(msgspec.Struct, kw_only=True):
     text: str = ""
 
 
-class PartEvent(ServerEvent, kw_only=True):
-    """`response.content_part.added`, `.done`."""
+class OutputPartEvent(ServerEvent, kw_only=True):
+    """What is about the one part of a response's one item."""
 
     response_id: str
     item_id: str
     output_index: int = 0
     content_index: int = 0
+
+
+class PartEvent(OutputPartEvent, kw_only=True):
+    """`response.content_part.added`, `.done`."""
+
     part: TextPart
 
 
-class TextDelta(ServerEvent, kw_only=True):
+class TextDelta(OutputPartEvent, kw_only=True):
     type: str = "response.output_text.delta"
-    response_id: str
-    item_id: str
-    output_index: int = 0
-    content_index: int = 0
     delta: str
 
 
-class TextDone(ServerEvent, kw_only=True):
+class TextDone(OutputPartEvent, kw_only=True):
     type: str = "response.output_text.done"
-    response_id: str
-    item_id: str
-    output_index: int = 0
-    content_index: int = 0
     text: str

@@ -23,11 +23,17 @@ async def realtime(websocket: WebSocket) -> None:
     services.require_ready()
     outbox = Outbox()
     with services.realtime.opened(principal.tenant) as budget:
-        work = SessionTasks(services, principal, model, outbox.room)
+        copies = services.realtime.copies()
+        work = SessionTasks(services, principal, model, outbox.room, copies)
         session = RealtimeSession(
-            kind=_kind(websocket, speech_only=services.renderer.speech is not None),
+            kind=_kind(
+                websocket,
+                speech_only=services.renderer.speech is not None
+                or services.renderer.transcribes_live,
+            ),
             model=model,
             hears="audio" in services.renderer.modalities,
+            hears_live=services.renderer.transcribes_live,
             budget=budget,
             max_audio_seconds=min(
                 services.config.media.max_audio_seconds, services.renderer.max_audio_seconds
@@ -48,6 +54,7 @@ async def realtime(websocket: WebSocket) -> None:
             detectors=services.realtime.detectors,
             drain=services.drain,
             idle_timeout=services.realtime.config.idle_timeout,
+            wait_refused=lambda: services.keys.wait_refused(principal),
         ).run()
 
 

@@ -7,6 +7,9 @@ back with what came of it; what the client must know goes to `send`, in order.
                              └▶ SessionWork ─▶ answer_text, answer_ended, transcript_…
     frames_to_hear ─▶ voice detection ─▶ heard ─▶ turns ─▶ committed items
 
+A model that hears frame by frame (`hears_live`) gets the sound of a transcription session as it
+comes (`SessionWork.hear`): nothing of it waits in the buffer for its commit.
+
     a response    created ─▶ item added, at its first text ─▶ text deltas ─▶ done
                      └──────────────── cancelled or failed ──────────────────┘
 """
@@ -24,6 +27,7 @@ from lookonce.errors import (
     DrainingError,
     LookOnceError,
     RequestError,
+    RequestFailedError,
     TooLargeError,
     UnavailableError,
 )
@@ -31,13 +35,12 @@ from lookonce.frontend.responses import ReuseReceipt
 from lookonce.render.media.vad import FRAME_MILLISECONDS
 from lookonce.server.http.body import parse
 from lookonce.server.http.responses import error_body
-from lookonce.server.realtime_sessions import ByteBudget
+from lookonce.server.realtime_sessions import ByteBudget, full_error
 from lookonce.server.routes.realtime.audio import AudioBuffer, Clip, VoiceFeed
 from lookonce.server.routes.realtime.conversation import (
     KEPT_TRANSCRIPTS,
     Conversation,
     Item,
-    full_error,
     read_audio,
     read_item,
     spoken_item,
@@ -62,6 +65,8 @@ from lookonce.server.routes.realtime.events import (
     Logprob,
     OutputItemEvent,
     PartEvent,
+    RateLimit,
+    RateLimitsUpdated,
     ResponseCancel,
     ResponseCreate,
     ResponseEvent,
@@ -158,6 +163,16 @@ class SessionWork(Protocol):
     def stop_transcript(self, item_id: str) -> None:
         """Abort it, if it has not ended: nothing of it is called back any more."""
 
+    def hear(self, item_id: str, clip: Clip) -> None:
+        """More sound of an item that is not committed yet: `transcript_text` may follow, and
+        `sound_taken` once the sound is not held any more."""
+
+    def end_sound(self, item_id: str) -> None:
+        """The item that was heard is committed: as after `transcribe`."""
+
+    def forget_sound(self, item_id: str) -> None:
+        """The item that was heard is none: nothing of it is called back any more."""
+
     def forget_voice(self) -> None:
         """The sound that comes next does not continue what was heard."""
 
@@ -176,11 +191,14 @@ class RealtimeSession:
         send: Callable[[ServerEvent], None],
         work: SessionWork,
         options: SessionOptions | None = None,
+        hears_live: bool = False,
     ) -> None:
-        """`hears`: the model takes sound. Raises `BadRequestError` for `options`."""
+        """`hears`: the model takes sound; `hears_live`: frame by frame. Raises `BadRequestError`
+        for `options`."""
         self.id = new_id("sess")
         self._model = model
         self._hears = hears
+        self._hears_live = hears_live
         self._budget = budget
         self._max_audio_seconds = max_audio_seconds
         self._send = send
@@ -195,6 +213,10 @@ class RealtimeSession:
         self._turns: TurnDetector | None = None
         self._turn_item: str | None = None
         """The id that the speech being heard will have as an item."""
+        self._turn_begin = 0
+        """Position in the sound where that begins, of an item that is heard live."""
+        self._num_untaken = 0
+        """Bytes of sound that are with `work`."""
         self._receivers: dict[str, Callable[[Any], None]] = {
             "session.update": self._update,
             "input_audio_buffer.append": self._append,
@@ -227,6 +249,7 @@ class RealtimeSession:
         """Raises `AssertionError` unless what is held is what was taken from the budget, and one
         response at most writes to the conversation."""
         held = sum(item.nbytes for item in self.conversation) + self._buffer.nbytes
+        held += self._num_untaken
         held += sum(response.charged for response in self._responses.values())
         assert self._budget.used == held, (self._budget.used, held)
         assert sum(each.in_conversation for each in self._responses.values()) <= 1
@@ -253,6 +276,8 @@ class RealtimeSession:
         self._responses.clear()
         self._transcribing.clear()
         self._drop_buffer()
+        self._budget.give(self._num_untaken)
+        self._num_untaken = 0
         self.conversation.clear()
 
     def receive(self, message: bytes) -> None:
@@ -289,16 +314,19 @@ class RealtimeSession:
             raise BadRequestError(
                 "session.type cannot change once there are items", param="session.type"
             )
-        if settings.format != self.settings.format and self._buffer.nbytes:
+        if settings.format != self.settings.format and (self._buffer.nbytes or self._heard_item):
             raise BadRequestError(
                 "session.audio.input.format cannot change while the input buffer holds sound: "
                 "commit or clear it first",
                 param="session.audio.input.format",
             )
-        turns_changed = (settings.format, settings.turn_detection) != (
+        deaf = self._turns is None and settings.turn_detection is not None
+        turns_changed = deaf or (settings.format, settings.turn_detection) != (
             self.settings.format,
             self.settings.turn_detection,
         )
+        if settings.kind != self.settings.kind and self._heard_item is not None:
+            self._forget_heard()
         self._options, self.settings = options, settings
         if turns_changed:
             self._start_turns()
@@ -312,11 +340,22 @@ class RealtimeSession:
             self._buffer = AudioBuffer(format, begin)
         detection = self.settings.turn_detection
         self._turns = None if detection is None else TurnDetector(detection)
-        self._turn_item = None
+        if self._heard_item is None:
+            self._turn_item = None
         self._feed = VoiceFeed(format, self._buffer.end)
         self._work.forget_voice()
 
     # --- sound ---
+
+    @property
+    def _is_live(self) -> bool:
+        """The model hears sound as it comes, before it is committed."""
+        return self._hears_live and self.settings.kind == "transcription"
+
+    @property
+    def _heard_item(self) -> str | None:
+        """The id of the item that is being heard and is not committed."""
+        return self._turn_item if self._is_live else None
 
     def _append(self, event: AudioAppend) -> None:
         if not self._hears:
@@ -330,7 +369,7 @@ class RealtimeSession:
             )
         added = self.settings.format.num_samples(len(data))
         held = self._buffer.end - self._buffer.begin
-        if self._turns is None and held + added > self._max_samples:
+        if self._turns is None and not self._is_live and held + added > self._max_samples:
             raise BadRequestError(
                 f"the input buffer holds {self._buffer.milliseconds / 1000:.1f} s of sound and may "
                 f"hold {self._max_audio_seconds:g} s: commit or clear it",
@@ -342,6 +381,56 @@ class RealtimeSession:
         self._buffer.append(data)
         if self._turns is not None:
             self._feed.push(data)
+        elif self._is_live:
+            self._hear_all()
+
+    def _hear_all(self) -> None:
+        """Let the model hear the buffer; an item that is too long is committed."""
+        while self._buffer.nbytes:
+            if self._turn_item is None:
+                self._begin_turn()
+            end = self._turn_begin + int(self._max_samples)
+            self._hear_until(min(end, self._buffer.end))
+            if self._buffer.begin >= end:
+                self._end_heard()
+
+    def _begin_turn(self) -> str:
+        """The id of the item that begins with the buffer."""
+        self._turn_item, self._turn_begin = new_id("item"), self._buffer.begin
+        return self._turn_item
+
+    def _hear_until(self, position: int) -> None:
+        """Let the model hear what lies before."""
+        clip = self._buffer.take_until(position)
+        if clip.data and self._turn_item is not None:
+            self._num_untaken += len(clip.data)
+            self._work.hear(self._turn_item, clip)
+
+    def sound_taken(self, nbytes: int) -> None:
+        """Sound that `work` was given is not held any more."""
+        nbytes = min(nbytes, self._num_untaken)  # none is after the end
+        self._num_untaken -= nbytes
+        self._budget.give(nbytes)
+
+    def sound_paced(self, limit: int, remaining: int, seconds: float) -> None:
+        """So many frames, of at most `limit`, may be sent now; `seconds` of sound wait."""
+        rate = RateLimit(limit=limit, remaining=remaining, reset_seconds=seconds)
+        self._send(RateLimitsUpdated(rate_limits=[rate]))
+
+    def _end_heard(self) -> None:
+        """Commit what was heard; the error event says why where the conversation is full."""
+        item_id, self._turn_item = self._turn_item, None
+        assert item_id is not None, "something was heard"
+        try:
+            self._commit_item(spoken_item(item_id), charged=0)
+        except RequestError as error:
+            self._work.forget_sound(item_id)
+            self.tell_error(error)
+
+    def _forget_heard(self) -> None:
+        item_id, self._turn_item = self._turn_item, None
+        if item_id is not None:
+            self._work.forget_sound(item_id)
 
     @property
     def _max_samples(self) -> float:
@@ -350,6 +439,14 @@ class RealtimeSession:
     def frames_to_hear(self) -> bytes:
         """Frames for voice detection, whose probabilities `heard` takes next; empty: none."""
         return b"" if self._turns is None else self._feed.next_frames()
+
+    def voices_lost(self, error: LookOnceError) -> None:
+        """Voices cannot be detected: the client commits by itself until it updates the session."""
+        self._turns = None
+        self._feed = VoiceFeed(self.settings.format, self._buffer.end)
+        self.tell_error(
+            RequestFailedError(f"{error.message}: commit the sound, or update the session")
+        )
 
     def heard(self, probabilities: Sequence[float]) -> None:
         """One probability of speech for each frame of `frames_to_hear`."""
@@ -369,7 +466,9 @@ class RealtimeSession:
         if turn == "stopped":
             self._speech_stopped(position, respond=detection.create_response)
         elif turns.speaking:
-            length = position - self._buffer.begin
+            length = position - (self._turn_begin if self._is_live else self._buffer.begin)
+            if self._is_live:
+                self._hear_until(position)
             if length + format.samples_of(FRAME_MILLISECONDS) > self._max_samples:
                 turns.reset()
                 self._speech_stopped(position, respond=False)
@@ -383,12 +482,12 @@ class RealtimeSession:
         format = self.settings.format
         frame = format.samples_of(FRAME_MILLISECONDS)
         begin = position - frame - format.samples_of(detection.prefix_padding_ms)
-        self._budget.give(self._buffer.drop_before(begin))
-        self._turn_item = new_id("item")
+        item_id = self._heard_item
+        if item_id is None:  # else it goes on: the client has changed how turns are told
+            self._budget.give(self._buffer.drop_before(begin))
+            item_id = self._begin_turn()
         self._send(
-            SpeechStarted(
-                audio_start_ms=format.milliseconds(self._buffer.begin), item_id=self._turn_item
-            )
+            SpeechStarted(audio_start_ms=format.milliseconds(self._buffer.begin), item_id=item_id)
         )
         if detection.interrupt_response:
             for response in [each for each in self._responses.values() if each.in_conversation]:
@@ -399,6 +498,10 @@ class RealtimeSession:
         end = min(position, self._buffer.end)
         format = self.settings.format
         self._send(SpeechStopped(audio_end_ms=format.milliseconds(end), item_id=item_id))
+        if self._heard_item is not None:
+            self._hear_until(end)
+            self._end_heard()
+            return
         self._turn_item = None
         try:
             self._commit_clip(self._buffer.take_until(end), item_id)
@@ -408,12 +511,21 @@ class RealtimeSession:
             self.tell_error(error)
 
     def _commit(self, _: object) -> None:
-        if self._buffer.milliseconds < MIN_COMMIT_MS:
+        begin = self._buffer.begin if self._heard_item is None else self._turn_begin
+        held = self.settings.format.milliseconds(self._buffer.end - begin)
+        if held < MIN_COMMIT_MS:
             raise BadRequestError(
-                f"the input buffer holds {self._buffer.milliseconds} ms of sound; at least "
+                f"the input buffer holds {held} ms of sound; at least "
                 f"{MIN_COMMIT_MS} ms are committed",
                 code="input_audio_buffer_commit_empty",
             )
+        if self._is_live:
+            self._hear_all()
+            if self._turn_item is not None:
+                self._end_heard()
+            if self._turns is not None:
+                self._start_turns()
+            return
         item_id, self._turn_item = self._turn_item or new_id("item"), None
         clip = self._buffer.take_until(self._buffer.end)
         if self._turns is not None:
@@ -422,21 +534,28 @@ class RealtimeSession:
 
     def _commit_clip(self, clip: Clip, item_id: str) -> None:
         """The clip's bytes are taken from the budget already."""
-        item = spoken_item(item_id, clip)
-        previous = self.conversation.last_id
         try:
-            self.conversation.add(item, charged=len(clip.data))
+            self._commit_item(spoken_item(item_id, clip), charged=len(clip.data))
         except RequestError:
             self._budget.give(len(clip.data))
             raise
-        self._send(BufferCommitted(item_id=item_id, previous_item_id=previous))
+
+    def _commit_item(self, item: Item, *, charged: int) -> None:
+        previous = self.conversation.last_id
+        self.conversation.add(item, charged=charged)
+        self._send(BufferCommitted(item_id=item.id, previous_item_id=previous))
         self._tell_item(item, previous)
         if self.settings.transcription is not None:
-            self._transcribing.add(item_id)
-            self._work.transcribe(item)
+            self._transcribing.add(item.id)
+            if item.clips:
+                self._work.transcribe(item)
+            else:
+                self._work.end_sound(item.id)
 
     def _clear(self, _: object) -> None:
         self._drop_buffer()
+        if self._heard_item is not None:
+            self._forget_heard()
         if self._turns is not None:
             self._start_turns()
         self._send(BufferCleared())

@@ -9,29 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 
 from msgspec import UNSET
 
 from lookonce.errors import LookOnceError, RequestError
 from lookonce.frontend.generation import merged
+from lookonce.frontend.live_transcription import LiveTranscription, Pace
 from lookonce.frontend.logprobs import chat_logprobs
 from lookonce.frontend.responses import Usage
 from lookonce.frontend.sampling_params import response_sampling
 from lookonce.frontend.transcription import (
     EncodedAudio,
     Transcriber,
-    TranscriptDelta,
+    TranscriptDone,
     TranscriptEvent,
     TranscriptionOptions,
 )
 from lookonce.server.http.body import renamed_error
-from lookonce.server.rate_limits import NO_LIMITS, count_media
+from lookonce.server.rate_limits import RequestUsage, count_media
+from lookonce.server.realtime_sessions import ByteBudget
 from lookonce.server.routes.realtime.audio import Clip
-from lookonce.server.routes.realtime.conversation import Item, chat_messages
+from lookonce.server.routes.realtime.conversation import Item, chat_bytes, chat_messages
 from lookonce.server.routes.realtime.events import (
     CachedTokenDetails,
     Logprob,
@@ -56,12 +58,20 @@ class SessionTasks:
 
     session: RealtimeSession
 
-    def __init__(self, services: Services, principal: Principal, model: str, room: Room) -> None:
-        """`room` returns once more may be sent."""
+    def __init__(
+        self,
+        services: Services,
+        principal: Principal,
+        model: str,
+        room: Room,
+        copies: ByteBudget,
+    ) -> None:
+        """`room` returns once more may be sent; `copies` is for sound that the model is given."""
         self._services = services
         self._principal = principal
         self._model = model
         self._room = room
+        self._copies = copies
         self._contexts: dict[str, ServingContext] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """By the id of the response or of the item."""
@@ -70,6 +80,9 @@ class SessionTasks:
         self._on_end = asyncio.Event()
         self.voice_forgotten = False
         """Set when voice detection must begin anew; whoever detects clears it."""
+        self._live = LiveTranscription(services, self, tenant=principal.tenant)
+        self._live_limits: deque[RequestUsage] = deque()
+        """Of the items that are heard live, in their order."""
 
     async def close(self) -> None:
         """Wait for what was stopped."""
@@ -77,6 +90,11 @@ class SessionTasks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._live.close()
+
+    async def wait_sound_taken(self) -> None:
+        """Returns once the engine has taken the sound that it hears live."""
+        await self._live.wait_taken()
 
     async def wait_any_end(self) -> None:
         """Returns when a response or transcript has ended after this call."""
@@ -118,13 +136,8 @@ class SessionTasks:
             model=self._model,
             request_id=response.id,
             stream=True,
-            include_usage=True,
-            continuous_usage=False,
             wants_receipt=settings.reuse_receipt,
-            wants_kv_transfer=False,
             limit_asked=settings.max_output_tokens is not None,
-            arrival=time.monotonic(),
-            usage_limits=NO_LIMITS,
         )
         self._contexts[response.id] = context
         self._start(response.id, self._answer(response, context))
@@ -159,33 +172,37 @@ class SessionTasks:
         fields = settings.sampling_fields()
         fields.max_tokens = settings.max_output_tokens
         sampling = response_sampling(fields, None, services.defaults)
-        chat = chat_messages(settings.instructions, response.items)
-        context.usage_limits.take_media(count_media(chat.messages))
-        try:
-            with services.metrics.render.time():
-                rendered = await services.renderer.render_chat(
-                    chat.messages,
-                    tenant=self._principal.tenant,
-                    cache_salt=settings.cache_salt,
-                    options={},
-                )
-            context.add_prompt(rendered, sampling)
-        except RequestError as error:
-            named = chat.renamed(error.param or "")
-            raise (error if named == error.param else renamed_error(error, named)) from None
+        with self._copies.taken(chat_bytes(response.items)):
+            chat = chat_messages(settings.instructions, response.items)
+            context.usage_limits.take_media(count_media(chat.messages))
+            try:
+                with services.metrics.render.time():
+                    rendered = await services.renderer.render_chat(
+                        chat.messages,
+                        tenant=self._principal.tenant,
+                        cache_salt=settings.cache_salt,
+                        options={},
+                    )
+                context.add_prompt(rendered, sampling)
+            except RequestError as error:
+                named = chat.renamed(error.param or "")
+                raise (error if named == error.param else renamed_error(error, named)) from None
 
     # --- transcripts ---
 
     def transcribe(self, item: Item) -> None:
-        asked = self.session.settings.transcription
-        assert asked is not None, "it was asked for"
-        options = TranscriptionOptions(
-            language=asked.language, prompt=asked.prompt, logprobs=self.session.settings.logprobs
-        )
-        self._start(item.id, self._transcribe(item.id, item.clips[0], options))
+        self._start(item.id, self._transcribe(item.id, item.clips[0], self._options()))
 
     def stop_transcript(self, item_id: str) -> None:
         self._stop(item_id)
+        self._live.drop(item_id)
+
+    def _options(self) -> TranscriptionOptions:
+        asked = self.session.settings.transcription
+        assert asked is not None, "it was asked for"
+        return TranscriptionOptions(
+            language=asked.language, prompt=asked.prompt, logprobs=self.session.settings.logprobs
+        )
 
     async def _transcribe(self, item_id: str, clip: Clip, options: TranscriptionOptions) -> None:
         """One at a time and in their order: a session's turns follow each other."""
@@ -193,8 +210,11 @@ class SessionTasks:
         try:
             async with self._one_transcript:
                 self._services.require_ready()
-                audio = EncodedAudio(clip.wav(), param=item_id)
-                with self._services.admit(self._principal) as limits:
+                with (
+                    self._copies.taken(clip.wav_bytes),
+                    self._services.admit(self._principal) as limits,
+                ):
+                    audio = EncodedAudio(clip.wav(), param=item_id)
                     limits.take_media(1)
                     limits.take_tokens(0, 1)  # how many there will be is not known
                     asked = replace(options, max_tokens=limits.limit_answer(None, asked=False))
@@ -211,15 +231,59 @@ class SessionTasks:
     ) -> None:
         async with aclosing(events):
             async for event in events:
-                await self._room()
-                logprobs = self._logprobs(event.token_ids, event.logprobs)
-                if isinstance(event, TranscriptDelta):
-                    if event.text:
-                        self.session.transcript_text(item_id, event.text, logprobs)
-                    continue
-                self.session.transcript_done(
-                    item_id, event.text, _usage(event.usage), event.receipt, logprobs
-                )
+                await self.transcript_event(item_id, event)
+
+    async def transcript_event(self, name: str, event: TranscriptEvent) -> None:
+        await self._room()
+        logprobs = self._logprobs(event.token_ids, event.logprobs)
+        if isinstance(event, TranscriptDone):
+            self.session.transcript_done(
+                name, event.text, _usage(event.usage), event.receipt, logprobs
+            )
+            self._on_end.set()
+        elif event.text:
+            self.session.transcript_text(name, event.text, logprobs)
+
+    # --- what the model hears as it comes ---
+
+    def hear(self, item_id: str, clip: Clip) -> None:
+        samples = clip.format.decode(clip.data)
+
+        def taken() -> None:
+            self.session.sound_taken(len(clip.data))
+
+        self._live.hear(item_id, samples, clip.format.rate, self._options(), taken)
+
+    def end_sound(self, item_id: str) -> None:
+        self._live.end(item_id)
+
+    def forget_sound(self, item_id: str) -> None:
+        self._live.drop(item_id)
+
+    def transcript_failed(self, name: str, error: Exception) -> None:
+        self.session.transcript_failed(name, error)
+        self._on_end.set()
+
+    def sound_lost(self, error: Exception) -> None:
+        if isinstance(error, LookOnceError):
+            self.session.tell_error(error)
+
+    def begin_transcript(self) -> None:
+        self._services.require_ready()
+        limits = self._services.admit(self._principal)
+        with ExitStack() as stack:
+            stack.enter_context(limits)
+            limits.take_media(1)
+            limits.take_tokens(0, 1)
+            stack.pop_all()
+        self._live_limits.append(limits)
+
+    def end_transcript(self, num_tokens: int) -> None:
+        with self._live_limits.popleft() as limits:
+            limits.generated(num_tokens)
+
+    def pace_changed(self, pace: Pace) -> None:
+        self.session.sound_paced(pace.limit, pace.remaining, pace.seconds)
 
     def _logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None

@@ -75,6 +75,18 @@ class ResponseTextConfig(msgspec.Struct):
     format: TextFormat
 
 
+class ConversationId(msgspec.Struct):
+    id: str
+
+
+class RawMessage(msgspec.Struct, kw_only=True):
+    """A text as the model reads or writes it, and its token ids."""
+
+    type: Literal["raw_message_tokens"] = "raw_message_tokens"
+    message: str
+    tokens: list[int]
+
+
 class ResponseObject(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"] = "response"
@@ -89,9 +101,10 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     model: str
     output: list[Item] = []
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None = None
+    conversation: ConversationId | None = None
     store: bool = False
-    """No response is stored."""
+    """The response can be read and continued later."""
     temperature: float
     text: ResponseTextConfig
     tool_choice: str | ResponseToolChoice
@@ -104,6 +117,8 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     request_id: str
     reuse_receipt: ReuseReceipt | UnsetType = UNSET
     kv_transfer_params: KVTransferParams | UnsetType = UNSET
+    input_messages: list[RawMessage] | UnsetType = UNSET
+    output_messages: list[RawMessage] | UnsetType = UNSET
 
 
 # --- events -----------------------------------------------------------------------------------

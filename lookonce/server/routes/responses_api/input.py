@@ -5,12 +5,13 @@ message                  a message of the same role; its parts get a chat's name
 function_call            a tool call of the assistant message before it, else of a new one
 function_call_output     a tool message
 reasoning                nothing: another model wrote it
+item_reference           the stored item of this id
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,7 @@ from lookonce.frontend.tools.calls import (
     Tool,
     read_tools,
 )
-from lookonce.server.http.body import renamed_error
+from lookonce.server.http.body import renaming_errors
 from lookonce.types.sampling import Grammar
 
 LOGPROBS = "message.output_text.logprobs"
@@ -70,9 +71,21 @@ class ResponseToolChoice(msgspec.Struct, kw_only=True):
     name: str = ""
 
 
+class ConversationReference(msgspec.Struct):
+    id: str
+
+
 class ResponsesRequest(GenerationFields, kw_only=True):
-    input: str | list[dict[str, Any]]
+    input: str | list[dict[str, Any]] | None = None
     """A text, or items: messages, function calls and their outputs."""
+    previous_response_id: str | None = None
+    """A stored response, whose input and output come before `input`."""
+    conversation: str | ConversationReference | None = None
+    """A stored conversation, whose items come before `input`."""
+    store: bool | None = None
+    """None: as true."""
+    enable_response_messages: bool | None = None
+    """vLLM's: the response has the prompt and the answer as text and token ids."""
     instructions: str | None = None
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
@@ -98,8 +111,6 @@ class ResponsesRequest(GenerationFields, kw_only=True):
     function_call: Raw = NOTHING
     modalities: Raw = NOTHING
     echo: Raw = NOTHING
-    previous_response_id: Raw = NOTHING
-    conversation: Raw = NOTHING
     image: Raw = NOTHING
     prompt: Raw = NOTHING
     background: Raw = NOTHING
@@ -169,15 +180,16 @@ def response_tools(body: ResponsesRequest, *, close: bool) -> RequestedTools | N
         choice = NamedChoice(type=body.tool_choice.type, function=function)
     else:
         choice = body.tool_choice
-    try:
+    with renaming_errors(_flat_name):
         tools = [_chat_tool(tool) for tool in body.tools or ()]
         asked = read_tools(tools, choice, body.parallel_tool_calls, close=close)
-    except BadRequestError as error:
-        raise renamed_error(error, (error.param or "").replace(".function", "")) from None
     if asked is None:
         return None
-    params = tuple(param.replace(".function", "") for param in asked.params)
-    return dataclasses.replace(asked, params=params)
+    return dataclasses.replace(asked, params=tuple(map(_flat_name, asked.params)))
+
+
+def _flat_name(param: str) -> str:
+    return param.replace(".function", "")
 
 
 def _chat_tool(tool: ResponseTool) -> Tool:
@@ -218,12 +230,20 @@ class ReadInput:
         return "input" if param == "messages" else param
 
 
-def read_input(given: str | list[Json], instructions: str | None) -> ReadInput:
-    """The messages of a chat. Raises `BadRequestError` naming the item at fault; parts are checked
+def read_input(
+    given: str | list[Json],
+    instructions: str | None,
+    before: Sequence[Json] = (),
+    before_name: str = "",
+) -> ReadInput:
+    """The messages of a chat: `instructions`, the stored items `before`, which errors call by
+    `before_name`, and `given`. Raises `BadRequestError` naming the item at fault; parts are checked
     by the renderer."""
     read = ReadInput()
     if instructions:
         read.add({"role": "system", "content": instructions}, "instructions")
+    for number, item in enumerate(before):
+        _item(item, f"{before_name}.items[{number}]", read)
     if isinstance(given, str):
         read.add({"role": "user", "content": given}, "input")
         return read
@@ -244,7 +264,7 @@ def _item(item: Json, param: str, read: ReadInput) -> None:
     if reader is None:
         raise BadRequestError(
             f"{param}.type: {str(kind)[:50]!r} is none of message, function_call, "
-            "function_call_output",
+            "function_call_output, item_reference",
             param=f"{param}.type",
         )
     reader(item, param, read)
@@ -269,10 +289,10 @@ def _part(part: object, param: str) -> object:
     if not isinstance(part, Mapping):
         return part
     match part.get("type"):
-        case "input_text" | "output_text" as kind:
+        case "input_text" | "output_text":
             if not isinstance(part.get("text"), str):
                 raise BadRequestError(f"{param}.text: must be a text", param=f"{param}.text")
-            return {"type": "text", "text": part["text"]} if kind else None
+            return {"type": "text", "text": part["text"]}
         case "input_image":
             return _image(part, param)
         case "input_file":

@@ -1,21 +1,21 @@
-"""`POST /v1/responses`: answers input items with output items. No response is stored."""
+"""`POST /v1/responses`, which answers input items with output items, and `/input_tokens`."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lookonce.errors import BadRequestError, RequestError
+from lookonce.errors import BadRequestError
 from lookonce.frontend.generation import Piece, Sample
 from lookonce.frontend.logprobs import TextCursor, chat_logprobs
 from lookonce.frontend.responses import TokenEntry, ToolCallDelta
@@ -29,13 +29,15 @@ from lookonce.frontend.tools.calls import (
     tool_calling,
 )
 from lookonce.frontend.tools.parser import ContentText
-from lookonce.server.http.body import receive, renamed_error
-from lookonce.server.http.responses import encode, error_body
+from lookonce.server.http.body import receive, renaming_errors
+from lookonce.server.http.responses import encode, error_body, json_response, while_connected
 from lookonce.server.rate_limits import count_media
 from lookonce.server.routes.responses_api.events import (
+    ConversationId,
     ErrorEvent,
     InputTokensDetails,
     OutputTokensDetails,
+    RawMessage,
     ResponseObject,
     ResponseStreamEvent,
     ResponseTextConfig,
@@ -44,6 +46,7 @@ from lookonce.server.routes.responses_api.events import (
 )
 from lookonce.server.routes.responses_api.input import (
     LOGPROBS,
+    Json,
     ReadInput,
     ResponsesRequest,
     TextFormat,
@@ -52,12 +55,19 @@ from lookonce.server.routes.responses_api.input import (
     response_tools,
     text_grammar,
 )
+from lookonce.server.routes.responses_api.stored import (
+    StoredTurn,
+    new_id,
+    turn_of,
+    with_references,
+)
 from lookonce.server.routes.serving_base import (
     ServingContext,
     apply_controls,
     open_context,
     respond,
 )
+from lookonce.server.services import Principal, Services
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -71,6 +81,7 @@ async def create_response(request: Request) -> Response:
     context = open_context(request, body, arrival)
     context.include_usage = context.continuous_usage = False  # the last event always has it
     check_response(body)
+    turn = turn_of(context.services, context.principal, body)
     apply_controls(request, body)
     defaults = context.services.defaults
     asked = response_tools(body, close=defaults.closed_schemas)
@@ -78,8 +89,53 @@ async def create_response(request: Request) -> Response:
     sampling = _sampling(body, defaults)
     if tools is not None:
         sampling = tools.constrain(sampling)
-    builder = ResponsesApiBuilder(context, body, sampling, tools)
-    return await respond(request, context, builder, encoder=builder)
+    builder = ResponsesApiBuilder(context, body, sampling, tools, turn)
+    context.on_exit.append(turn.end)
+    return await respond(request, context, builder, encoder=builder, complete=builder.store)
+
+
+class InputTokens(msgspec.Struct):
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
+async def count_input_tokens(request: Request) -> Response:
+    """The tokens that the engine would get, media placeholders included."""
+    services: Services = request.app.state.services
+    principal: Principal = request.state.principal
+    body = await receive(request, ResponsesRequest)
+    services.require_model(body.model)
+    check_response(body)
+    turn = turn_of(services, principal, body)
+    apply_controls(request, body)
+    asked = response_tools(body, close=services.defaults.closed_schemas)
+    tools = tool_calling(asked, services.tool_dialect)
+    asked_input = [] if body.input is None else body.input
+    given = await with_references(services.responses, principal.tenant, asked_input)
+    read = _read(body, given, await turn.context(), turn)
+    request.state.usage.take_media(count_media(read.messages))
+    with _naming_items(read):
+        work = services.readonly.render_chat(
+            read.messages, tenant=principal.tenant, options=_chat_options(body, tools)
+        )
+        rendered = await while_connected(request.receive, work)
+    services.readonly.release(rendered)
+    return json_response(InputTokens(rendered.num_tokens))
+
+
+def _read(
+    body: ResponsesRequest, given: str | list[Json], before: list[Json], turn: StoredTurn
+) -> ReadInput:
+    name = "" if turn.origin is None else turn.origin.param
+    return read_input(given, body.instructions, before, name)
+
+
+def _chat_options(body: ResponsesRequest, tools: ToolCalling | None) -> dict[str, object]:
+    return {
+        "chat_template_kwargs": body.chat_template_kwargs,
+        "mm_processor_kwargs": body.mm_processor_kwargs,
+        "tools": None if tools is None else tools.asked.for_template(),
+    }
 
 
 def _sampling(body: ResponsesRequest, defaults: SamplingDefaults) -> SamplingParams:
@@ -106,7 +162,11 @@ class ResponsesApiBuilder:
         body: ResponsesRequest,
         sampling: SamplingParams,
         tools: ToolCalling | None,
+        turn: StoredTurn,
     ) -> None:
+        self._turn = turn
+        self._raw = RawMessage(message="", tokens=[])
+        """The answer so far, where the response shall have it."""
         self._context = context
         self._body = body
         self._sampling = sampling
@@ -122,13 +182,12 @@ class ResponsesApiBuilder:
 
     async def render(self) -> None:
         context, body, tools = self._context, self._body, self._tools
-        given, body.input = body.input, ""  # media are not kept while tokens are generated
-        read = read_input(given, body.instructions)
-        options = {
-            "chat_template_kwargs": body.chat_template_kwargs,
-            "mm_processor_kwargs": body.mm_processor_kwargs,
-            "tools": None if tools is None else tools.asked.for_template(),
-        }
+        given = [] if body.input is None else body.input
+        body.input = ""  # media are not kept while tokens are generated
+        given = await with_references(context.services.responses, context.principal.tenant, given)
+        before = await self._turn.begin(self._writer.response.id, given)
+        self._writer.response.store = self._turn.keep
+        read = _read(body, given, before, self._turn)
         context.usage_limits.take_media(count_media(read.messages))
         with _naming_items(read):
             with context.services.metrics.render.time():
@@ -136,9 +195,13 @@ class ResponsesApiBuilder:
                     read.messages,
                     tenant=context.principal.tenant,
                     cache_salt=body.cache_salt,
-                    options=options,
+                    options=_chat_options(body, tools),
                 )
             context.add_prompt(rendered, self._sampling, self._keep)
+
+    async def store(self) -> None:
+        """Store the finished response, where it shall be."""
+        await self._turn.finish(self._writer.response)
 
     def whole(self, samples: Sequence[Sample]) -> ResponseObject:
         (sample,) = samples
@@ -177,6 +240,9 @@ class ResponsesApiBuilder:
         self, text: str, new: Sample | Piece, finish_reason: str | None
     ) -> Iterator[ResponseStreamEvent]:
         writer = self._writer
+        if self._body.enable_response_messages:
+            self._raw.message += text
+            self._raw.tokens += new.token_ids
         self._reader.note(new.token_ids, self._logprobs(new))
         for delta, logprobs in self._reader.push(text, last=finish_reason is not None):
             match delta:
@@ -204,12 +270,26 @@ class ResponsesApiBuilder:
         )
         response.reuse_receipt = context.receipt()
         response.kv_transfer_params = context.kv_transfer()
+        if self._body.enable_response_messages:
+            (generation,) = context.generations
+            ids = generation.rendered.ids.tolist()
+            text = generation.rendered.text
+            if text is None:
+                text = context.services.renderer.decode(ids)
+            response.input_messages = [RawMessage(message=text, tokens=ids)]
+            response.output_messages = [self._raw]
         return response
 
     def _response(self) -> ResponseObject:
         context, body, sampling = self._context, self._body, self._sampling
+        turn = self._turn
+        # Clients repeat request ids; the id of a stored response is its only name.
+        stored = turn.keep or turn.adds_to_conversation
         return ResponseObject(
-            id=f"resp_{context.request_id}",
+            id=new_id("resp") if stored else f"resp_{context.request_id}",
+            previous_response_id=body.previous_response_id,
+            conversation=None if turn.conversation is None else ConversationId(turn.conversation),
+            store=turn.keep,
             created_at=context.created,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
@@ -274,7 +354,8 @@ class LogprobsReader:
     def _decided(self, text: str, *, last: bool) -> Iterator[ScoredDelta]:
         deltas = self._reader.push(text, last=last)
         self._num_read += len(text)
-        num_content = sum(len(each.text) for each in deltas if isinstance(each, ContentText))
+        contents = [each for each in deltas if isinstance(each, ContentText)]
+        num_content = sum(len(each.text) - each.num_added for each in contents)
         num_held = 0 if last else self._reader.num_held
         entries = self._decide(self._num_read - num_held, num_content)
         for each in deltas:
@@ -351,14 +432,8 @@ def _joined_calls(scored: list[ScoredDelta]) -> list[ScoredDelta]:
     return result
 
 
-@contextmanager
-def _naming_items(read: ReadInput) -> Iterator[None]:
+def _naming_items(read: ReadInput) -> AbstractContextManager[None]:
     """The renderer's errors name messages; this makes them name the items of the request."""
-    try:
-        yield
-    except RequestError as error:
-        param = error.param or ""
-        named = "max_output_tokens" if param == "max_tokens" else read.renamed(param)
-        if named == param:
-            raise
-        raise renamed_error(error, named) from None
+    return renaming_errors(
+        lambda param: "max_output_tokens" if param == "max_tokens" else read.renamed(param)
+    )

@@ -10,7 +10,7 @@ import websockets
 from openai.types.realtime import RealtimeErrorEvent
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from lookonce.config import SessionConfig
+from lookonce.config import Options, SessionConfig, resolve
 from lookonce.errors import EngineDeadError
 from lookonce.server.rate_limits import RateLimits
 from lookonce.types.request import client_request_id
@@ -407,6 +407,31 @@ def test_keys_come_in_the_header_or_as_a_subprotocol():
             assert json.loads(await connection.recv())["type"] == "session.created"
         async with here.client("sesame").realtime.connect() as connection:
             assert (await connection.recv()).type == "session.created"
+
+    on_realtime_site(scenario, api_key=("sesame",))
+
+
+def test_sessions_are_found_beneath_the_root_path_and_without_it():
+    async def scenario(here):
+        for prefix in ("", "/models/a"):
+            url = f"{here.url.replace('http', 'ws', 1)}{prefix}/v1/realtime"
+            async with websockets.connect(url) as connection:
+                assert json.loads(await connection.recv())["type"] == "session.created"
+        assert await refused(here, "/models/b/v1/realtime") == (400, "websocket_not_supported")
+
+    on_realtime_site(scenario, root_path="/models/a")
+
+
+def test_a_session_ends_when_its_key_is_taken_away():
+    async def scenario(here):
+        async with here.client("sesame").realtime.connect() as connection:
+            await until(connection, "conversation.created")
+            here.site.services.keys.replace(resolve(Options(api_key=("other",))).server.api_keys)
+            error = (await until(connection, "error"))[-1].error
+            assert error.code == "invalid_api_key"
+            with pytest.raises(ConnectionClosed) as closed:
+                await connection.recv()
+            assert closed.value.rcvd.code == 1008
 
     on_realtime_site(scenario, api_key=("sesame",))
 

@@ -192,9 +192,9 @@ def test_items_are_put_where_they_are_asked_for():
 class AnySession(RuleBasedStateMachine):
     """Checks the events of any sequence against a small model of the session."""
 
-    @initialize(kind=st.sampled_from(["realtime", "transcription"]))
-    def start(self, kind):
-        self.played = Played(kind)
+    @initialize(kind=st.sampled_from(["realtime", "transcription"]), live=st.booleans())
+    def start(self, kind, live):
+        self.played = Played(kind, hears_live=live)
         self.kind = kind
         self.items, self.done = set(), set()
         self.read = 0
@@ -234,6 +234,10 @@ class AnySession(RuleBasedStateMachine):
     )
     def append(self, nbytes, voices):
         self.played.append(nbytes, voices)
+
+    @rule()
+    def take_sound(self):
+        self.played.take_sound()
 
     @rule()
     def commit(self):
@@ -344,3 +348,96 @@ class AnySession(RuleBasedStateMachine):
 
 AnySession.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
 TestAnySession = AnySession.TestCase
+
+
+# --- models that hear live ----------------------------------------------------------------------
+
+
+def live(**how):
+    return Played("transcription", hears_live=True, **how).manual()
+
+
+def test_sound_is_heard_as_it_comes_and_the_commit_names_what_was_heard():
+    played = live()
+    assert played.append(4_800) == []
+    assert played.append(4_800) == []
+    ((item_id, clips),) = played.work.heard.items()
+    assert [len(clip.data) for clip in clips] == [4_800, 4_800]
+    assert played.session.nbytes == 9_600
+    played.take_sound()
+    played.session.check_integrity()
+    assert played.session.nbytes == 0
+    told = played.send("input_audio_buffer.commit")
+    assert told[0]["type"] == "input_audio_buffer.committed"
+    assert told[0]["item_id"] == item_id
+    assert list(played.work.transcripts) == [item_id]
+    played.append(4_800)
+    assert item_id not in played.work.heard, "the next sound is another item"
+
+
+def test_too_little_live_sound_is_not_committed_and_stays():
+    played = live()
+    played.append(2_400)
+    (error,) = played.send("input_audio_buffer.commit")
+    assert error["error"]["code"] == "input_audio_buffer_commit_empty"
+    assert "50 ms" in error["error"]["message"]
+    played.append(2_400)
+    assert len(played.work.heard) == 1
+    assert names(played.send("input_audio_buffer.commit"))[0] == "input_audio_buffer.committed"
+
+
+def test_what_is_cleared_is_forgotten_by_the_model():
+    played = live()
+    played.append(4_800)
+    (item_id,) = played.work.heard
+    played.take_sound()
+    played.session.check_integrity()
+    assert names(played.send("input_audio_buffer.clear")) == ["input_audio_buffer.cleared"]
+    assert played.work.forgotten == [item_id]
+    played.send("input_audio_buffer.clear")
+    assert played.work.forgotten == [item_id]
+
+
+def test_live_sound_without_a_commit_is_committed_when_it_is_long():
+    played = live()
+    bytes_of_limit = int(MAX_SECONDS * 48_000)
+    before = len(played.sent)
+    played.append(bytes_of_limit - 4_800)
+    played.append(9_600)
+    committed = [
+        event["item_id"]
+        for event in played.sent[before:]
+        if event["type"] == "input_audio_buffer.committed"
+    ]
+    (first,) = committed
+    assert list(played.work.transcripts) == [first]
+    ((second, clips),) = played.work.heard.items()
+    assert second != first
+    assert [len(clip.data) for clip in clips] == [4_800]
+
+
+def test_a_turn_is_heard_from_its_padding_on():
+    played = Played("transcription", hears_live=True)
+    played.append(48_000, [0.0])
+    assert played.work.heard == {}
+    played.append(24_000, [0.9])
+    (item_id,) = played.work.heard
+    assert played.sent[-1]["type"] == "input_audio_buffer.speech_started"
+    assert played.sent[-1]["item_id"] == item_id
+    heard = sum(len(clip.data) for clip in played.work.heard[item_id])
+    assert 24_000 < heard < 24_000 + 48 * 400, "the padding and the speech"
+    played.append(48_000, [0.0])
+    assert list(played.work.transcripts) == [item_id]
+    assert "input_audio_buffer.speech_stopped" in names(played.sent)
+
+
+def test_a_session_goes_on_without_voice_detection_until_it_is_updated():
+    played = Played("transcription")
+    played.session.voices_lost(RequestFailedError("voices cannot be detected now"))
+    assert "commit the sound" in played.sent[-1]["error"]["message"]
+    assert played.append(9_600, [0.9]) == []
+    assert names(played.send("input_audio_buffer.commit"))[0] == "input_audio_buffer.committed"
+    played.send("session.update", session={"audio": {"input": {}}})
+    before = len(played.sent)
+    played.append(24_000, [0.9])
+    assert names(played.sent[before:]) == ["input_audio_buffer.speech_started"]

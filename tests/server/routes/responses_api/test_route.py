@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lookonce.errors import RequestFailedError
@@ -235,6 +235,7 @@ def test_it_never_matters_how_tokens_and_text_come(kind, fragments, data):
 
 @settings(max_examples=200, deadline=None)
 @given(kind=KINDS, fragments=st.lists(FRAGMENTS, max_size=8))
+@example(kind="harmony", fragments=[CALL, "<|end|>", " to", "<|end|>"])
 def test_the_tokens_of_words_are_their_characters(kind, fragments):
     text = "".join(fragments)
     words, tokens = read(kind, [c.encode() for c in text], [(len(text), text)])
