@@ -1,47 +1,41 @@
-"""A real Chromium, driven by Playwright; its microphone hears a file over and over.
+"""A real Chromium, driven by Playwright; its microphone plays a file over and over.
 
 Where either is absent, these tests are skipped.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.drawing import wav
+from tests.support.page.chromium import launched
 from tests.support.server.realtime import spoken_turn
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    from playwright.sync_api import Browser, Page, Playwright
 
 PageOpener = Callable[..., "Page"]
 
 
 @pytest.fixture(scope="package")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """Chromium, closed before other tests begin: its driver uses this thread's event loop."""
+def driver() -> Iterator[Playwright]:
+    """Stopped before other tests begin: it uses this thread's event loop."""
     # Imported here, since pytest reads this file even where the tests beside it are skipped.
     from playwright.sync_api import sync_playwright
 
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.skip("no Chromium: `apt-get install chromium`")
     with sync_playwright() as driver:
-        said = tmp_path_factory.mktemp("microphone") / "said.wav"
-        said.write_bytes(wav(spoken_turn() / 32_768))
-        microphone = (
-            "--use-fake-device-for-media-stream",
-            "--use-fake-ui-for-media-stream",
-            f"--use-file-for-fake-audio-capture={said}",
-        )
-        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox", *microphone])
+        yield driver
+
+
+@pytest.fixture(scope="package")
+def browser(driver: Playwright, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    said = tmp_path_factory.mktemp("microphone") / "said.wav"
+    said.write_bytes(wav(spoken_turn() / 32_768))
+    with launched(driver, said) as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from tests.support.drawing import beeps, wav
+import numpy as np
+
+from lookonce.config import NANO_EAR
+from tests.support.drawing import SAMPLE_RATE, beeps, wav
+from tests.support.live_server import LiveServer
 from tests.support.page.actions import ask, drop_file, expect
+from tests.support.page.chromium import launched
 from tests.support.page.pausable_server import PausableServer
+from tests.support.speech_clips import speech_clips
 
 
 def captions(page):
@@ -60,3 +66,17 @@ def test_a_sound_is_transcribed_where_it_stands(open_page):
         ask(page, "What?")
         page.get_by_role("button", name="Transcript").click()
         expect(page.get_by_label("Transcript", exact=True)).to_have_text("a red circle")
+
+
+def test_the_embedded_ear_captions_what_it_hears_while_it_is_said(driver, tmp_path):
+    clip = max(speech_clips(), key=lambda clip: len(clip.words))
+    said = tmp_path / "said.wav"
+    said.write_bytes(wav(np.pad(clip.wave(SAMPLE_RATE), (SAMPLE_RATE, 2 * SAMPLE_RATE))))
+    with LiveServer(NANO_EAR) as server, launched(driver, said) as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        page.goto(server.url)
+        listen(page)
+        first = captions(page).first
+        expect(first).to_have_text(clip.words[0], timeout=60_000)
+        expect(first).to_have_text(" ".join(clip.words), timeout=60_000)
+        page.screenshot(path=tmp_path / "captions.png")
