@@ -73,7 +73,8 @@ class TranscriptListener(Protocol):
         """An utterance begins. Raises `LookOnceError` for one that is not to be heard."""
 
     def end_transcript(self, num_tokens: int) -> None:
-        """One that `begin_transcript` let begin is over: written, failed or left."""
+        """One that `begin_transcript` let begin is over: written, failed or left. It took so many
+        tokens, in and out."""
 
     def pace_changed(self, pace: Pace) -> None:
         """The sound is slowed, or is not any more."""
@@ -232,10 +233,9 @@ class LiveTranscription:
         refuse_instructions(utterance.options)
         self._listener.begin_transcript()
         utterance.begun = True
-        if self._must_renew or self._sound_logprobs != utterance.options.logprobs:
+        ended = self._sound is not None and self._sound.closed  # its reader tells what it heard
+        if ended or self._must_renew or self._sound_logprobs != utterance.options.logprobs:
             await self._sound_empty.wait()
-            self._leave_sound()
-        if self._sound is not None and self._sound.closed:  # evicted while nobody spoke
             self._leave_sound()
         if self._sound is None:
             self._sound_logprobs = utterance.options.logprobs
@@ -291,6 +291,8 @@ class LiveTranscription:
             async for piece in sound:
                 if self._in_sound and piece.token_ids:
                     await self._take(self._in_sound[0], piece)
+                    if self._sound is not sound:  # it was left while the listener waited
+                        return
                     await self._complete(sound)
         except Exception as error:  # noqa: BLE001 - the listener is told
             self._break(sound, error)
@@ -324,19 +326,13 @@ class LiveTranscription:
             await self._listener.transcript_event(utterance.name, self._done(utterance))
 
     def _done(self, utterance: _Utterance) -> TranscriptDone:
-        num_frames = utterance.num_tokens
         return TranscriptDone(
             text=utterance.text.whole,
             language=language_name(language_code(utterance.options.language) or ""),
             duration_seconds=utterance.num_samples / utterance.rate,
             segments=[],
             words=[],
-            usage=Usage(
-                prompt_tokens=num_frames,
-                completion_tokens=utterance.num_tokens,
-                total_tokens=num_frames + utterance.num_tokens,
-                prompt_tokens_details=PromptTokensDetails(audio_tokens=num_frames),
-            ),
+            usage=_usage(utterance),
             receipt=reuse_receipt([]),
             token_ids=utterance.token_ids,
             logprobs=utterance.logprobs if utterance.options.logprobs else None,
@@ -346,7 +342,7 @@ class LiveTranscription:
 
     def _leave_sound(self) -> None:
         sound, self._sound = self._sound, None
-        self._must_renew = self._slowed = False
+        self._must_renew = False
         if sound is not None:
             sound.close()
 
@@ -382,4 +378,15 @@ class LiveTranscription:
     def _leave(self, utterance: _Utterance) -> None:
         if utterance.begun:
             utterance.begun = False
-            self._listener.end_transcript(utterance.num_tokens)
+            self._listener.end_transcript(_usage(utterance).total_tokens)
+
+
+def _usage(utterance: _Utterance) -> Usage:
+    """One token in and one out for each frame."""
+    num_frames = utterance.num_tokens
+    return Usage(
+        prompt_tokens=num_frames,
+        completion_tokens=num_frames,
+        total_tokens=2 * num_frames,
+        prompt_tokens_details=PromptTokensDetails(audio_tokens=num_frames),
+    )

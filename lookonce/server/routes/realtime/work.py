@@ -247,10 +247,10 @@ class SessionTasks:
     # --- what the model hears as it comes ---
 
     def hear(self, item_id: str, clip: Clip) -> None:
-        samples = clip.format.decode(clip.data)
+        samples, nbytes = clip.format.decode(clip.data), len(clip.data)
 
         def taken() -> None:
-            self.session.sound_taken(len(clip.data))
+            self.session.sound_taken(nbytes)
 
         self._live.hear(item_id, samples, clip.format.rate, self._options(), taken)
 
