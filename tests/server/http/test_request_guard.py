@@ -168,7 +168,9 @@ def test_forms_are_no_requests():
         with pytest.raises(UnsupportedMediaTypeError, match="application/json"):
             guard(api_key=("k",)).admit(scope("POST", host="localhost", content_type=kind))
     plain = "application/x-www-form-urlencoded"
-    with pytest.raises(UnsupportedMediaTypeError, match=r"with a file: .* multipart/form-data, not"):
+    with pytest.raises(
+        UnsupportedMediaTypeError, match=r"with a file: .* multipart/form-data, not"
+    ):
         guard().admit(
             scope("POST", "/v1/audio/transcriptions", host="localhost", content_type=plain)
         )
