@@ -47,6 +47,11 @@ def test_a_conversation_is_answered_truthfully(llm):
     assert output.usage.prompt_tokens_details.image_tokens == 9
 
 
+def test_an_empty_file_is_said_to_be_empty(llm):
+    with pytest.raises(BadRequestError, match="file: the file is empty"):
+        llm.transcribe(b"")
+
+
 def test_many_conversations_are_answered_side_by_side_in_order(llm):
     colours = ["green", "purple", "red"]
     question = "What color is the circle?"

@@ -87,6 +87,8 @@ class Transcriber:
         Raises a `RequestError` that names the part at fault.
         """
         clip = audio if isinstance(audio, EncodedAudio) else EncodedAudio(audio)
+        if not clip.data:
+            raise BadRequestError(f"{clip.param}: the file is empty", param=clip.param)
         check_hears(self._frontend, options)
         hears_windows = self._frontend.renderer.speech is not None
         kind: type[OneTranscription] = SpeechTranscription if hears_windows else _ChatTranscription

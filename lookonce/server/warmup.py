@@ -82,7 +82,9 @@ async def _send_warmup_requests(
         for each, _ in media:
             await renderer.open_sound(each.encoded())
         return
-    content = [*(_part(each, data) for each, data in media), {"type": "text", "text": TEXT}]
+    content = [_part(each, data) for each, data in media]
+    if not renderer.transcribes_live:
+        content.append({"type": "text", "text": TEXT})
     messages = {"messages": [{"role": "user", "content": content}]}
     chat = {**messages, "max_tokens": 1}
     names = ", ".join(each.modality for each, _ in media) or "text"

@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 
-from lookonce.config import NANO_FOLDER
+from lookonce.config import NANO_EAR_FOLDER, NANO_FOLDER
 from lookonce.engine.process.grammar import GrammarCompiler
 from lookonce.errors import BadRequestError, RequestFailedError
 from lookonce.render.prompt.tokenizer import Tokenizer
@@ -28,6 +28,15 @@ def compiler():
 @pytest.fixture(scope="module")
 def tokenizer():
     return Tokenizer.load(NANO_FOLDER)
+
+
+def test_a_tokenizer_that_is_not_read_is_one_line_of_the_log(caplog):
+    """nano-ear's: its words are no bytes that follow each other."""
+    deaf = GrammarCompiler(str(NANO_EAR_FOLDER), VOCAB, [EOS])
+    with pytest.raises(RequestFailedError, match="this model's tokenizer"):
+        deaf._tokenizer()
+    (line,) = [each for each in caplog.records if "llguidance" in each.getMessage()]
+    assert (line.levelname, line.exc_info) == ("WARNING", None)
 
 
 PERSON = {

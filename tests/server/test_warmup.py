@@ -59,6 +59,19 @@ def test_every_route_is_warmed_up_with_every_modality_and_the_log_says_so(folder
         assert line.startswith(f"warmed up {route} with image, audio in ")
 
 
+def test_a_model_that_takes_sound_alone_is_warmed_up_with_sound_alone(folder, log):
+    made = folder("voxtral_realtime")
+
+    async def scenario():
+        async with engine_node(made, max_audio_seconds=60) as node, stage(node) as (_, app):
+            await warm_up(node.services, app)
+
+    run(scenario())
+    warmed = [record.getMessage().split(" in ")[0] for record in log.records]
+    routes = ("/v1/chat/completions/render", "/tokenize", "/v1/chat/completions")
+    assert warmed == [f"warmed up {route} with audio" for route in routes]
+
+
 def test_a_render_server_warms_what_it_serves(folder, log):
     async def scenario():
         async with render_node(folder("llava")) as node, stage(node) as (_, _app):

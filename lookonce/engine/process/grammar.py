@@ -260,6 +260,11 @@ class GrammarCompiler:
             return _LoadedTokenizer(text, self._vocab_size, self._eos_token_ids)
         except LookOnceError as error:
             return error
+        except ValueError as error:  # a tokenizer of a kind that it does not know
+            logger.warning(
+                "grammars cannot be used: llguidance does not read the tokenizer: %s", error
+            )
+            return RequestFailedError("grammars cannot be used with this model's tokenizer")
         except Exception:
             logger.exception("grammars cannot be used: llguidance does not read the tokenizer")
             return RequestFailedError("grammars cannot be used with this model's tokenizer")

@@ -200,6 +200,11 @@ def _check_type(content_type: bytes, path: str) -> None:
     kind = content_type.split(b";", 1)[0].strip().lower().decode("latin-1")
     if kind == "multipart/form-data" and path in FILE_PATHS:
         return
+    if path in FILE_PATHS and kind in FORM_TYPES:
+        raise UnsupportedMediaTypeError(
+            "the body is a form with a file: send it as Content-Type: multipart/form-data, not "
+            f"{kind}",
+        )
     if kind in FORM_TYPES:
         raise UnsupportedMediaTypeError(
             f"the body is JSON: send it as Content-Type: application/json, not {kind}",

@@ -153,6 +153,13 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     # --- what is written ---
 
+    async def send(self, message: Any) -> None:
+        """As uvicorn's, which takes a handshake that was answered with a response for one that was
+        not answered, and logs an error for each."""
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
+            self.handshake_complete = True
+
     def pause_writing(self) -> None:
         self._unread_since = self._table.now
         super().pause_writing()

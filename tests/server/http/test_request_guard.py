@@ -167,6 +167,13 @@ def test_forms_are_no_requests():
                  "application/x-www-form-urlencoded"):  # fmt: skip
         with pytest.raises(UnsupportedMediaTypeError, match="application/json"):
             guard(api_key=("k",)).admit(scope("POST", host="localhost", content_type=kind))
+    plain = "application/x-www-form-urlencoded"
+    with pytest.raises(
+        UnsupportedMediaTypeError, match=r"with a file: .* multipart/form-data, not"
+    ):
+        guard().admit(
+            scope("POST", "/v1/audio/transcriptions", host="localhost", content_type=plain)
+        )
     for kind in ("application/json", "application/json; charset=utf-8", "application/x-ndjson"):
         guard().admit(scope("POST", host="localhost", content_type=kind))
     guard().admit(scope("GET", host="localhost", content_type="text/plain"))

@@ -310,6 +310,12 @@ class RealtimeSession:
         check_supported(event.session)
         options = merged(self._options, event.session)
         settings = read_session(options, self.settings.kind, self._model)
+        if self._hears_live and settings.transcription and settings.transcription.prompt:
+            raise BadRequestError(
+                "session.audio.input.transcription.prompt: this model takes no prompt beside the "
+                "sound",
+                param="session.audio.input.transcription.prompt",
+            )
         if settings.kind != self.settings.kind and (len(self.conversation) or self.busy):
             raise BadRequestError(
                 "session.type cannot change once there are items", param="session.type"

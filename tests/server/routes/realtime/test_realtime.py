@@ -436,7 +436,7 @@ def test_a_session_ends_when_its_key_is_taken_away():
     on_realtime_site(scenario, api_key=("sesame",))
 
 
-def test_a_handshake_is_refused_like_any_request():
+def test_a_handshake_is_refused_like_any_request(caplog):
     async def scenario(here):
         assert await refused(here, "/v1/realtime?model=gpt") == (404, "model_not_found")
         assert await refused(here, "/v1/realtime?intent=x") == (400, "bad_request")
@@ -447,6 +447,7 @@ def test_a_handshake_is_refused_like_any_request():
         assert await refused(here) == (503, "draining")
 
     on_realtime_site(scenario)
+    assert [line.getMessage() for line in caplog.records if line.levelname == "ERROR"] == []
 
 
 def test_a_refused_handshake_is_in_the_audit(caplog):

@@ -357,6 +357,16 @@ def live(**how):
     return Played("transcription", hears_live=True, **how).manual()
 
 
+def test_a_prompt_is_refused_where_the_model_takes_sound_alone():
+    played = live()
+    where = "session.audio.input.transcription.prompt"
+    change = {"audio": {"input": {"transcription": {"prompt": "names"}}}}
+    (told,) = played.send("session.update", session=change)
+    assert (told["type"], told["error"]["param"]) == ("error", where)
+    assert played.session.settings.transcription.prompt == ""
+    assert played.append(4_800) == []
+
+
 def test_sound_is_heard_as_it_comes_and_the_commit_names_what_was_heard():
     played = live()
     assert played.append(4_800) == []
