@@ -126,3 +126,37 @@ def test_who_is_cancelled_leaves_no_answer_to_the_next():
             fresh.close()
 
     on_detectors(scenario)
+
+
+COUNTS_DETECTORS = """
+import numpy as np
+from lookonce.render.media import vad_worker
+
+class Counting(vad_worker.Detectors):
+    def detect(self, number, frames):
+        super().detect(number, frames)
+        return np.asarray([len(self._detectors)], "<f4").tobytes()
+
+vad_worker.Detectors = Counting
+vad_worker.main()
+"""
+
+
+def test_who_is_gone_before_the_answer_leaves_no_detector():
+    """Neither while its sound is heard nor while it waits for its turn."""
+
+    async def scenario(detectors):
+        stays = detectors.open()
+        assert await stays.detect(bytes(FRAME_BYTES)) == [1.0]
+        for wait in (0.0, 0.001, 0.003):
+            gone = [detectors.open() for _ in range(4)]
+            tasks = [asyncio.create_task(each.detect(bytes(FRAME_BYTES))) for each in gone]
+            await asyncio.sleep(wait)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for detector in gone:
+                detector.close()
+        assert await stays.detect(bytes(FRAME_BYTES)) == [1.0]
+
+    on_detectors(scenario, command=(sys.executable, "-c", COUNTS_DETECTORS))

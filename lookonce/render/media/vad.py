@@ -165,21 +165,28 @@ class _Worker:
         """Raises `ConnectionError` where the process has ended or does not answer; it is ended,
         and what others asked of it fails in the same way. One request at a time is sent: the others
         wait here, in the order they came."""
-        exchange = asyncio.create_task(self._exchange(detector, frames))
+        await self._turn.acquire()  # who is cancelled here has asked nothing, and `forget` is last
+        try:
+            self._writer.write(HEADER.pack(detector, len(frames)) + frames)
+            exchange = asyncio.create_task(self._answer(len(frames) // FRAME_BYTES))
+        except BaseException:
+            self._turn.release()
+            raise
         exchange.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(exchange)  # who is cancelled leaves no answer to the next one
 
-    async def _exchange(self, detector: int, frames: bytes) -> list[float]:
-        async with self._turn:
-            try:
-                async with asyncio.timeout(self._patience):
-                    self._writer.write(HEADER.pack(detector, len(frames)) + frames)
-                    await self._writer.drain()
-                    answer = await self._reader.readexactly(4 * (len(frames) // FRAME_BYTES))
-            except (asyncio.IncompleteReadError, TimeoutError) as error:
-                self._process.kill()
-                self._writer.close()
-                raise ConnectionResetError from error
+    async def _answer(self, num_frames: int) -> list[float]:
+        """To what was asked last; ends the turn."""
+        try:
+            async with asyncio.timeout(self._patience):
+                await self._writer.drain()
+                answer = await self._reader.readexactly(4 * num_frames)
+        except (asyncio.IncompleteReadError, TimeoutError) as error:
+            self._process.kill()
+            self._writer.close()
+            raise ConnectionResetError from error
+        finally:
+            self._turn.release()
         self._patience = self._usual_patience
         found: list[float] = np.frombuffer(answer, "<f4").tolist()
         return found
