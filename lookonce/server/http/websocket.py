@@ -86,12 +86,6 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         else:
             self._fail(CloseCode.POLICY_VIOLATION, "the message came too slowly", "body_timeout")
 
-    async def send(self, message: Any) -> None:
-        """uvicorn logs an error for each handshake that was answered by an HTTP response."""
-        await super().send(message)
-        if self.initial_response is not None and self.close_sent:
-            self.handshake_complete = True
-
     # --- what comes ---
 
     def data_received(self, data: bytes) -> None:
