@@ -111,6 +111,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "vllm_metric_names",
     ),
     "keys": ("api_key", "api_key_file", "limits", "allow_injection"),
+    "responses": ("response_store", "response_store_gb", "response_store_ttl"),
     "connections": (
         "max_connections",
         "max_connections_per_address",

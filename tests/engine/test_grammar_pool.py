@@ -28,6 +28,7 @@ from lookonce.errors import BadRequestError, QueueFullError, UnavailableError
 from lookonce.types.sampling import Grammar
 from tests.support.engine.grammars import EOS, VOCAB
 from tests.support.engine.living import PATIENCE
+from tests.support.live_server import until
 
 
 def asking(name: str) -> SimpleNamespace:
@@ -114,6 +115,7 @@ def test_no_tenant_has_all_workers():
         request = begin(pool, compiler, "quick", "[a-z]{3}", tenant="other")
         assert finished(pool, "quick") == {"quick": None}
         assert request.grammar is compiler
+        until(lambda: len(set(compiler.begun) & set(slow)) == 2, 60, lambda: str(compiler.begun))
         assert len(set(compiler.begun) & set(slow)) == 2
 
 
