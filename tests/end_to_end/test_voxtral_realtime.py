@@ -89,7 +89,8 @@ def test_a_file_is_transcribed_as_by_transformers_and_encoded_once(server, subje
     assert second["choices"][0]["message"] == choice["message"]
     (cold,), (warm,) = (each["reuse_receipt"]["items"] for each in (first, second))
     assert (cold["processor"], cold["encoder"]) == ("miss", "miss")
-    assert warm["processor"] in ("hit", "not_needed")
+    # "shared" where another of the server's API processes was asked the second time.
+    assert warm["processor"] in ("hit", "shared", "not_needed")
     assert warm["encoder"] == "hit"
 
 
@@ -240,19 +241,15 @@ def test_turns_are_heard_while_they_are_spoken(server):
     asyncio.run(scenario())
 
 
-def test_a_prompt_fails_its_item_alone(server, subject):
+def test_a_prompt_is_refused_and_the_session_goes_on(server, subject):
     told = {"input": {**MANUAL["audio"]["input"], "transcription": {"prompt": "Names: Ada"}}}
 
     async def scenario():
         async with contextlib.AsyncExitStack() as stack:
-            connection = await live_session(server, stack, audio=told)
-            await say(connection, sound(1, 1.5))
+            connection = await live_session(server, stack)
+            await connection.session.update(session={**MANUAL, "audio": told})
             error = (await until(connection, "error"))[-1].error
             assert "takes no prompt" in error.message
-            await connection.input_audio_buffer.commit()
-            assert "takes no prompt" in (await until(connection, FAILED))[-1].error.message
-            told["input"]["transcription"] = {"prompt": ""}
-            await connection.session.update(session={**MANUAL, "audio": told})
             await say(connection, sound(1, 1.5))
             await connection.input_audio_buffer.commit()
             events = await until(connection, COMPLETED)
