@@ -106,8 +106,8 @@ class Mouth:
             set_parameter(parameter, value, 0)
         text = " ".join(words).encode() + b"\0"
         self._library.espeak_Synth(text, len(text), 0, 1, 0, CHARS_UTF8, None, None)
-        wave = np.concatenate(self._samples).astype(np.float32) / 32768
-        wave = np.asarray(soxr.resample(wave, self._rate, SAMPLE_RATE), np.float32)
+        spoken = np.concatenate(self._samples).astype(np.float32) / np.float32(32768)
+        wave = np.asarray(soxr.resample(spoken, self._rate, SAMPLE_RATE), np.float32)
         loud = np.flatnonzero(np.abs(wave) > 0.01)
         last = (int(loud[-1]) + 1) / SAMPLE_RATE if len(loud) else len(wave) / SAMPLE_RATE
         ends = _ends(words, self._starts, last)
@@ -161,10 +161,9 @@ def heard(rng: random.Random, spoken: Spoken, *, before: float, after: float) ->
     wave = np.concatenate((np.zeros(front), wave, np.zeros(back))).astype(np.float32)
     wave *= rng.uniform(0.15, 0.9) / max(1e-3, float(np.abs(wave).max()))
     if rng.random() < 0.6:
-        wave = wave + _noise(noise, len(wave), rng.random()) * loudness(wave) * 10 ** (
-            -rng.uniform(8, 40) / 20
-        )
-    return Spoken(spoken.words, wave.astype(np.float32), tuple(e + before for e in spoken.ends))
+        behind = loudness(wave) * 10 ** (-rng.uniform(8, 40) / 20)
+        wave = wave + (_noise(noise, len(wave), rng.random()) * behind).astype(np.float32)
+    return Spoken(spoken.words, wave, tuple(e + before for e in spoken.ends))
 
 
 def loudness(wave: NDArray[np.float32]) -> float:
