@@ -34,6 +34,7 @@ from lookonce.types.kv import (
 from lookonce.types.limits import Limits, parse_limits
 from lookonce.types.logs import LogConfig, LogFormat, LogLevel
 from lookonce.types.media import MODALITIES
+from lookonce.types.pooling import POOLING_KINDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ ProcessorCacheType = Literal["shm", "lru"]
 DEFAULT_CACHE_TYPE: ProcessorCacheType = "shm" if sys.platform == "linux" else "lru"
 LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
+POOLING_OPTIONS = ("none", *POOLING_KINDS)
 DTYPES = ("float32", "bfloat16", "float16")
 OTEL_MISSING = (
     "--otlp-endpoint needs OpenTelemetry: pip install 'lookonce[otel]' "
@@ -120,6 +122,8 @@ class ModelConfig:
     dtype: str = "float32"
     max_model_len: int | None = None
     """None: what the model's config says."""
+    pooling: str | None = None
+    """A kind of `types.pooling`, or "none"; None: what the folder's files say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +353,7 @@ class Options:
     device: str = "cpu"
     dtype: str | None = None
     max_model_len: int | None = None
+    pooling: str | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_queue: int = 1024
@@ -401,6 +406,7 @@ def resolve(options: Options) -> Config:
             device=device,
             dtype=_dtype(options.dtype, device),
             max_model_len=options.max_model_len,
+            pooling=_pooling(options.pooling),
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
@@ -537,6 +543,12 @@ def _device(device: str) -> str:
     if device != "cpu" and device.split(":")[0] != "cuda":
         raise ConfigError(f"--device is cpu, cuda or cuda:N, got {device}")
     return device
+
+
+def _pooling(pooling: str | None) -> str | None:
+    if pooling is None:
+        return None
+    return _one_of("--pooling", pooling, POOLING_OPTIONS)
 
 
 def _dtype(dtype: str | None, device: str) -> str:

@@ -50,7 +50,11 @@ class Planner:
         self._preemption = preemption
         self._fairness = Fairness(state)
         self._admission = Admission(state, kv_connector)
-        self._chunker = Chunker(EncoderScheduler(state, model.unsplittable), model.unsplittable)
+        self._chunker = Chunker(
+            EncoderScheduler(state, model.unsplittable),
+            model.unsplittable,
+            whole_prompts=model.encoder_only,
+        )
         self._prefetcher = (
             EncoderPrefetcher(state, ahead_of_admission=kv_connector is None)
             if config.encoder_prefetch
@@ -368,6 +372,8 @@ class Admission:
         sequence at once. A `non_preemptible` request gets the blocks of its whole answer; where
         there are not so many, its items are asked for again.
         """
+        if self._state.try_finish_known(sequence):
+            return True
         headroom = self._state.queues.num_active
         if not self._worth_trying(sequence, headroom):
             return False
@@ -460,6 +466,8 @@ class Admission:
         """External tiers are asked before a request's first admission only, which is the one that
         its statistics report; and not for a prompt whose log-probabilities are computed."""
         asked = not request.reuse_stats.admitted and request.prompt_logprobs is None
+        if request.needs_every_position:
+            return None
         if request.frames is not None:
             return None  # a prompt's last tokens may still wait for their frames
         return self._kv_connector if asked else None
@@ -472,14 +480,11 @@ class Admission:
         external: ExternalCacheStats | None,
     ) -> None:
         """Counts a request once, at its first admission, so that totals equal its statistics."""
-        request, counters = sequence.request, self._state.counters
+        request = sequence.request
         first = not request.reuse_stats.admitted
         self._state.admit(sequence, blocks, num_cached, external)
         if first:
-            counters.prompt_tokens += request.num_prompt_tokens
-            if self._state.prefix_caching and request.prompt_logprobs is None:
-                counters.prefix_cache_queries += request.num_prompt_tokens
-                counters.prefix_cache_hits += request.reuse_stats.prefix_cached_tokens or 0
+            self._state.count_admission(request, request.reuse_stats.prefix_cached_tokens or 0)
 
 
 class Chunker:
@@ -495,10 +500,16 @@ class Chunker:
     """
 
     def __init__(
-        self, encoder_scheduler: EncoderScheduler, unsplittable: Collection[Modality]
+        self,
+        encoder_scheduler: EncoderScheduler,
+        unsplittable: Collection[Modality],
+        *,
+        whole_prompts: bool = False,
     ) -> None:
+        """`whole_prompts`: no prompt is cut at all."""
         self._encoder_scheduler = encoder_scheduler
         self._unsplittable = frozenset(unsplittable)
+        self._whole_prompts = whole_prompts
 
     def plan(self, sequence: Sequence, step: StepPass) -> Shortage | None:
         """Schedule as much of the sequence as the step affords. Returns what is short if nothing.
@@ -507,6 +518,8 @@ class Chunker:
         """
         start = sequence.num_computed
         end = min(len(sequence.tokens), start + step.tokens)
+        if self._whole_prompts and end < len(sequence.tokens):
+            return Shortage.TOKENS
         if sequence.request.frames is not None:
             end = min(end, sequence.request.frames.total)
         end = self._keep_whole(sequence.request.features, start, end)
@@ -557,6 +570,8 @@ class Chunker:
 
 def _samples(sequence: Sequence) -> bool:
     """Whether a token is generated once all known ones are computed."""
+    if sequence.request.pooling is not None:
+        return False
     session = sequence.request.session
     return session is None or session.answering
 

@@ -44,6 +44,7 @@ from lookonce.core.frame_digests import FrameDigests
 from lookonce.core.mm_features import MultiModalFeatures
 from lookonce.types.kv import ExternalCacheStats
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
+from lookonce.types.pooling import PoolingInfo
 from lookonce.types.request import (
     MAX_LISTED_ITEMS,
     EncoderOutcome,
@@ -80,6 +81,8 @@ class Request:
         "missing",
         "num_active",
         "num_prompt_tokens",
+        "output_key",
+        "pooling",
         "prefilled",
         "prompt",
         "prompt_logprobs",
@@ -142,6 +145,10 @@ class Request:
         """Set before the scheduler takes the request in, once it is compiled."""
         self.session: Session | None = None
         """Set in live sessions only."""
+        self.pooling: PoolingInfo | None = None
+        """Set where the model pools: the request ends with its prompt, and generates nothing."""
+        self.output_key: bytes | None = None
+        """Digest of scope, tokens and items, by which a pooled output is found again."""
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
         self.sequences: list[Sequence] = []
         self.num_active = 0
@@ -182,6 +189,11 @@ class Request:
         """Remove and return the log-probabilities; called once the whole prompt is computed."""
         taken, self.prompt_logprobs = self.prompt_logprobs, None
         return taken
+
+    @property
+    def needs_every_position(self) -> bool:
+        """The result is made of the hidden states of the whole prompt: cached K/V do not help."""
+        return self.pooling is not None and not self.pooling.from_last_token
 
     @property
     def non_preemptible(self) -> bool:

@@ -16,6 +16,7 @@ from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest
+from lookonce.types.sampling import SamplingParams
 from lookonce.types.request_validation import check_prompt_capacity, check_token_array
 
 
@@ -43,7 +44,11 @@ class RequestValidator:
                 param="alignment",
             )
         features = self._collect(request.features)
-        check_prompt_capacity(len(prompt), self._model.max_model_len, self._kv_tokens)
+        pools = self._model.pooling is not None
+        if pools:
+            _check_pooled(request.sampling)
+        # A token that is generated needs room; a pooled prompt generates none.
+        check_prompt_capacity(len(prompt), self._model.max_model_len + pools, self._kv_tokens)
         _check_end(features, len(prompt))
         self._check_items(features)
         check_token_array(prompt, self._model.vocab_size, features.covered)
@@ -52,6 +57,7 @@ class RequestValidator:
             self.check_frames(request.frames)
         eos_token_ids = self._model.eos_token_ids
         built = Request(request, prompt, features, items, eos_token_ids, in_order)
+        built.pooling = self._model.pooling
         if request.frames is not None:
             built.frames = FrameDigests()
             built.frames.extend(request.frames)
@@ -156,6 +162,21 @@ class RequestValidator:
                 f"item {index} has {feature.length} tokens that must be computed in one "
                 f"step; the limit is {limit}",
                 param="features",
+            )
+
+
+def _check_pooled(sampling: SamplingParams) -> None:
+    """Refuse what only generated tokens could have."""
+    asked = {
+        "n": sampling.n > 1,
+        "logprobs": sampling.logprobs is not None,
+        "prompt_logprobs": sampling.prompt_logprobs is not None,
+        "grammar": sampling.grammar is not None,
+    }
+    for name, value in asked.items():
+        if value:
+            raise BadRequestError(
+                f"{name}: this model gives embeddings or scores and generates nothing", param=name
             )
 
 

@@ -153,7 +153,8 @@ class Scheduler:
         queues.add(built)
         if self._kv_connector is not None:
             self._kv_connector.add(built)
-        self._state.accept_once_covered(built.sequences[0])
+        if not self._state.try_finish_known(built.sequences[0]):
+            self._state.accept_once_covered(built.sequences[0])
 
     def extend(
         self,
@@ -235,8 +236,9 @@ class Scheduler:
             self._state.end(request, "error", error)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix; running requests keep their blocks."""
+        """Forget every cached prefix and pooled output; running requests keep their blocks."""
         self._state.block_pool.reset()
+        self._state.pooled_outputs.clear()
 
     def reset_encoder_cache(self) -> None:
         """Drop every encoder output; those in use leave when no sequence holds them any more."""
@@ -307,6 +309,8 @@ class Scheduler:
             "session_reanchors_total": counters.session_reanchors,
             "prompt_tokens_total": counters.prompt_tokens,
             "generation_tokens_total": counters.generation_tokens,
+            "pooled_cache_queries_total": counters.pooled_cache_queries,
+            "pooled_cache_hits_total": counters.pooled_cache_hits,
         }
 
     def check_integrity(self) -> None:
@@ -363,6 +367,8 @@ class UpdateFromOutput:
                 if entry.sample:
                     logprob = None if logprobs is None else logprobs[sampled]
                     self._append_token(sequence, token_ids[sampled], logprob)
+                elif sequence.request.pooling is not None:
+                    self._finish_pooled(sequence, result.pooled.get(entry.seq_id))
                 elif sequence.request.frames is not None:
                     self._pause_without_frames(sequence, sequence.request.frames)
                 elif sequence.num_computed == len(sequence.tokens):
@@ -372,6 +378,14 @@ class UpdateFromOutput:
             sampled += entry.sample
         if self._kv_connector is not None:
             self._kv_connector.store_registered()
+
+    def _finish_pooled(self, sequence: Sequence, output: bytes | None) -> None:
+        """With its last chunk; one that was computed before a reset is not kept."""
+        if output is None:
+            return
+        if sequence.cache_generation == self._state.block_pool.generation:
+            self._state.pooled_outputs.put(sequence.request, output)
+        self._state.finish_pooled(sequence, output)
 
     def _update_encodings(
         self,

@@ -18,6 +18,7 @@ import msgspec
 
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
+from lookonce.core.pooled_outputs import PooledOutputs
 from lookonce.core.request import BlockHashCache, Request, Sequence, SequenceState
 from lookonce.errors import LookOnceError, error_to_wire
 from lookonce.types.fair_queue import DeficitRoundRobin
@@ -42,6 +43,7 @@ class SchedulerState:
         self.block_hash_cache = BlockHashCache(block_pool.num_blocks)
         self.encoder_cache = encoder_cache
         self.prefix_caching = prefix_caching
+        self.pooled_outputs = PooledOutputs() if prefix_caching else PooledOutputs(0)
         self.clock = clock
         self.queues = RequestQueues()
         self.counters = Counters()
@@ -154,6 +156,39 @@ class SchedulerState:
         elif not request.prefilled:
             self._promote_sibling(request)
 
+    def finish_pooled(self, sequence: Sequence, output: bytes) -> None:
+        """Any state → FINISHED with the result of its prompt."""
+        request = sequence.request
+        delta = TokenDelta(request.request_id, sequence.index, [], finish_reason="stop")
+        delta.pooled = output
+        delta.reuse_stats = request.reuse_stats.freeze(self.clock())
+        self.output.deltas.append(delta)
+        self.finish(sequence)
+
+    def try_finish_known(self, sequence: Sequence) -> bool:
+        """Finish a waiting sequence whose pooled output is held; counts it as a cached prefix."""
+        request = sequence.request
+        if request.pooling is None:
+            return False
+        output = self.pooled_outputs.get(request)
+        if output is None:
+            return False
+        if not request.reuse_stats.admitted:
+            request.reuse_stats.admitted_at = self.clock()
+            self.count_admission(request, request.num_prompt_tokens)
+        request.reuse_stats.note_admission(request.num_prompt_tokens)
+        self.counters.pooled_cache_hits += 1
+        self.finish_pooled(sequence, output)
+        return True
+
+    def count_admission(self, request: Request, num_cached: int) -> None:
+        """Count a request at its first admission, so that totals equal its statistics."""
+        self.counters.prompt_tokens += request.num_prompt_tokens
+        self.counters.pooled_cache_queries += request.pooling is not None
+        if self.prefix_caching and request.prompt_logprobs is None:
+            self.counters.prefix_cache_queries += request.num_prompt_tokens
+            self.counters.prefix_cache_hits += num_cached
+
     def end(
         self, request: Request, reason: FinishReason, error: LookOnceError | None = None
     ) -> None:
@@ -230,6 +265,8 @@ class SchedulerState:
         num_tokens = len(sequence.tokens)
         if sequence.request.frames is not None:
             num_tokens = min(num_tokens, sequence.request.frames.total)
+        if sequence.request.needs_every_position:
+            return 0
         limit = self.max_cached_blocks(num_tokens)
         scored = sequence.request.prompt_logprobs
         if scored is None or sequence.index:
@@ -525,3 +562,7 @@ class Counters:
     """Times that a session's positions began again."""
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    pooled_cache_queries: int = 0
+    """Requests of a model that pools."""
+    pooled_cache_hits: int = 0
+    """Of `pooled_cache_queries`, those whose whole result was held."""

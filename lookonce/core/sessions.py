@@ -69,6 +69,8 @@ class Sessions:
 
     def open(self, request: Request, options: SessionOptions) -> None:
         """Make a request live before it is queued. Raises `BadRequestError` where it cannot be."""
+        if request.pooling is not None:
+            raise BadRequestError("this model generates nothing", param="live")
         if request.sampling.n != 1:
             raise BadRequestError("a live session has one sample", param="n")
         if request.prompt_logprobs is not None:

@@ -30,9 +30,11 @@ from lookonce.model.families.registry import family_for
 from lookonce.model.fused_modules import fuse_norms, patch_vision_modules
 from lookonce.model.key_rotation import key_rotation
 from lookonce.model.kv_pages import KVPages
+from lookonce.model.pooling import Head, make_head, pooling_info
 from lookonce.model.proof import prove, prove_media
 from lookonce.types.media import MediaExample
 from lookonce.types.model import SUPPORTED, ModelInfo
+from lookonce.types.pooling import PoolingFiles, read_pooling
 
 Progress = Callable[[int, int], None]
 """Called with (weights loaded, weights in all), from (0, all) to (all, all)."""
@@ -47,6 +49,8 @@ class LoadedModel:
     info: ModelInfo
     dtype: torch.dtype
     device: torch.device
+    head: Head | None = None
+    """What a model that pools has after its hidden states."""
 
     def kv_pages(self, num_blocks: int, block_size: int) -> KVPages:
         """Zeroed pages for the keys and values of `num_blocks` blocks, on the model's device."""
@@ -66,9 +70,11 @@ def load_model(
     `max_model_len`.
     """
     raw_config = _read_config(config)
+    pooling = read_pooling(config.folder, raw_config, config.pooling)
     family_class = family_for(raw_config)
     dtype, device = DTYPES[config.dtype], torch.device(config.device)
-    model = _read_weights(config, family_class, dtype, _quantization_options(raw_config), progress)
+    options = _quantization_options(raw_config)
+    model = _read_weights(config, family_class, dtype, options, progress, pooling)
     _refuse_changing_rope(model.config.get_text_config(decoder=True))
     digest = _weights_digest(model, raw_config)
     family = family_class(model.to(device))
@@ -76,7 +82,19 @@ def load_model(
         prove(family, dtype, device)
     if isinstance(family, GeneralMediaFamily):
         prove_media(family, examples() if examples else (), dtype, device)
-    return LoadedModel(model, family, _model_info(config, family, digest), dtype, device)
+    info = _model_info(config, family, digest)
+    if pooling is None:
+        if info.encoder_only:
+            raise ModelLoadError("this model generates nothing: leave out --pooling none")
+        return LoadedModel(model, family, info, dtype, device)
+    with torch.inference_mode():
+        family.check_kind(pooling.kind)
+        like = torch.zeros(1, family.hidden_size, dtype=dtype, device=device)
+        head = make_head(
+            Path(config.folder), pooling, family.pooling_head(), getattr(family, "lm_head", None), like
+        )
+        info = msgspec.structs.replace(info, pooling=pooling_info(pooling, head, like))
+    return LoadedModel(model, family, info, dtype, device, head)
 
 
 def _read_config(config: ModelConfig) -> Json:
@@ -132,6 +150,7 @@ def _read_weights(
     dtype: torch.dtype,
     options: Json,
     progress: Progress | None,
+    pooling: PoolingFiles | None = None,
 ) -> Model:
     """The model on the CPU in `dtype`: paged attention in the text model, SDPA elsewhere."""
     try:
@@ -146,13 +165,31 @@ def _read_weights(
             )
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"the weights of {config.folder} do not load: {error}") from error
+    if pooling is not None:
+        _settle_heads(model, pooling, loading)
     _check_names(config.folder, family, loading)
-    set_text_attention(model, ATTENTION_NAME)
+    generating = family.generating_part(model)
+    if generating is not None:
+        set_text_attention(generating, ATTENTION_NAME)
     model.eval().requires_grad_(False)
     fuse_norms(model)
     patch_vision_modules(model)
     widen_products(model)
     return model
+
+
+def _settle_heads(model: Model, pooling: PoolingFiles, loading: Json) -> None:
+    """A model that pools may lack the output head, which then is its embeddings', and may have a
+    head of its own (`model.pooling`)."""
+    output = model.get_output_embeddings()
+    absent = {name for name in loading["missing_keys"] if name.endswith("lm_head.weight")}
+    if absent and output is not None and pooling.head != "logit_score":
+        output.weight = model.get_input_embeddings().weight
+        loading["missing_keys"] = set(loading["missing_keys"]) - absent
+    if pooling.head == "classifier":
+        loading["unexpected_keys"] = {
+            name for name in loading["unexpected_keys"] if not name.startswith("score.")
+        }
 
 
 def _check_names(folder: str, family: type[ModelFamily], loading: Json) -> None:
@@ -238,6 +275,7 @@ def _model_info(config: ModelConfig, family: ModelFamily, digest: str) -> ModelI
         max_positions=_max_positions(family),
         relative_positions=key_rotation(family) is not None,
         encoder_decoder=family.encoder_decoder,
+        encoder_only=family.encoder_only,
     )
 
 
@@ -288,7 +326,7 @@ def _eos_token_ids(config: ModelConfig, family: ModelFamily) -> tuple[int, ...]:
     the tokenizer's end of sequence: fine-tunes that end their turns with another token often name
     it in `tokenizer_config.json` alone. Raises `ModelLoadError` for a broken tokenizer file.
     """
-    configs = [family.model.generation_config, family.config, family.text_config]
+    configs = [getattr(family.model, "generation_config", None), family.config, family.text_config]
     found = next((ids for ids in map(_named_by, configs) if ids), [])
     text = _eos_text(config.folder)
     if text is not None and (token := _token_id(config.folder, text)) is not None:

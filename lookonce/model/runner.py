@@ -24,6 +24,7 @@ from lookonce.model.key_rotation import key_rotation
 from lookonce.model.kv_pages import KVPages, PageCopier
 from lookonce.model.loader import LoadedModel
 from lookonce.model.logits_processors import FAILED
+from lookonce.model.pooling import Pooler
 from lookonce.model.sampler import PromptLogprobScorer, Sampler, SamplerOutput
 from lookonce.model.step_inputs import StepInputBuilder, StepInputs
 from lookonce.model.streaming_encoder import StreamingEncoder
@@ -78,6 +79,8 @@ class Runner:
             block_size=kv_pages.block_size,
         )
         self._aligner = Aligner()
+        pooling = loaded.info.pooling
+        self._pooler = None if pooling is None else Pooler(pooling.kind, loaded.head)
         self._prompt_logprobs = PromptLogprobScorer(self._batch, loaded.info.vocab_size)
         self._inputs = StepInputBuilder(
             self._batch,
@@ -123,6 +126,8 @@ class Runner:
         self._batch.remove(seq_ids)
         self._prompt_logprobs.remove(seq_ids)
         self._aligner.remove(seq_ids)
+        if self._pooler is not None:
+            self._pooler.remove(seq_ids)
         for seq_id in seq_ids:
             self._sampler.remove(seq_id)
         if self.frame_rows is not None:
@@ -136,6 +141,8 @@ class Runner:
         )
         self._prompt_logprobs.add(new)
         self._aligner.add(new)
+        if self._pooler is not None:
+            self._pooler.add(new)
         prompt = new.token_ids[: new.num_prompt_tokens]
         output = new.token_ids[new.num_prompt_tokens :]
         self._sampler.add(new.seq_id, new.sampling, new.sample_index, prompt, output, new.grammar)
@@ -220,6 +227,9 @@ class Runner:
 
     def _compute_batch(self, chunks: Sequence[ScheduledSequence], output: _StepOutput) -> None:
         inputs = self._build_inputs(chunks)
+        if self._pooler is not None:
+            output.add_pooled(self._pooler.pool(self._hidden_states(inputs), chunks))
+            return
         sampled = [chunk for chunk in chunks if chunk.sample]
         seq_ids = [chunk.seq_id for chunk in sampled]
         hidden, parts = None, self._prompt_logprobs.parts(chunks)
@@ -243,6 +253,17 @@ class Runner:
         sampled_tokens = self._sampler.sample(logits, seq_ids, drawn_at)
         self._batch.write_tokens(seq_ids, positions, sampled_tokens.token_ids)
         output.add(seq_ids, sampled_tokens)
+
+    def _hidden_states(self, inputs: StepInputs) -> Tensor:
+        """Last hidden states [T, H] of all tokens."""
+        rows = self._encoder_rows(inputs)
+        if not self._family.encoder_only:
+            return self.text_model.hidden_states(inputs, rows)
+        lengths = inputs.metadata.query_lens
+        hidden = self._family.encode_prompts(inputs.token_ids, lengths)
+        if rows is not None and inputs.embed_at is not None:
+            hidden.index_copy_(0, inputs.embed_at, rows)
+        return hidden
 
     def _build_inputs(self, chunks: Sequence[ScheduledSequence]) -> StepInputs:
         inputs = self._inputs.build(chunks)
@@ -299,12 +320,20 @@ class _StepOutput:
         self._failed: dict[int, LookOnceError] = {}
         self.alignments: dict[int, list[int]] = {}
         self._prompt_logprobs: dict[int, list[PromptLogprob]] = {}
+        self._pooled: dict[int, bytes] = {}
 
     def fail(self, seq_id: int, reason: str) -> None:
         self._failed[seq_id] = RequestFailedError(reason)
 
     def add_prompt_logprobs(self, prompt_logprobs: dict[int, list[PromptLogprob]]) -> None:
         self._prompt_logprobs |= prompt_logprobs
+
+    def add_pooled(self, pooled: Mapping[int, Tensor]) -> None:
+        for seq_id, result in pooled.items():
+            if bool(torch.isfinite(result).all()):
+                self._pooled[seq_id] = result.contiguous().numpy().astype("<f4").tobytes()
+            else:
+                self.fail(seq_id, "the model's output was not a number")
 
     def add(self, seq_ids: Sequence[int], sampled: SamplerOutput) -> None:
         self._tokens.update(zip(seq_ids, sampled.token_ids, strict=True))
@@ -328,6 +357,7 @@ class _StepOutput:
             logprobs=logprobs,
             prompt_logprobs=self._prompt_logprobs,
             alignments=self.alignments,
+            pooled=self._pooled,
             failed_items=report.failed,
             failed_sequences=self._failed,
             lost_copies=tuple(report.lost_copies),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
 from lookonce.errors import ModelLoadError
 from lookonce.types.media import Modality
+from lookonce.types.pooling import PoolingInfo
 
 
 class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -49,6 +50,10 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     """Positions that the model was made for are below; 0: as `max_model_len`."""
     relative_positions: bool = False
     """Keys can be rotated to other positions: attention depends on distances alone."""
+    pooling: PoolingInfo | None = None
+    """The model gives embeddings or scores and generates nothing; None: it generates."""
+    encoder_only: bool = False
+    """A prompt is computed in one step, and no keys and values of it are kept."""
 
     @property
     def items_in_prompt(self) -> bool:
@@ -83,6 +88,17 @@ SUPPORTED: dict[str, tuple[Modality, ...]] = {
     "voxtral_realtime": ("audio",),
     "whisper": ("audio",),
 }
+
+EMBEDDERS: dict[str, tuple[Modality, ...]] = {
+    "bert": (),
+    "clip": ("image",),
+    "colqwen2": ("image",),
+    "roberta": (),
+    "siglip": ("image",),
+    "xlm-roberta": (),
+}
+"""Types that give embeddings or scores and never generate. Types that generate give embeddings too,
+where their folder's files or `--pooling` say so (`types.pooling`)."""
 
 ENCODER_DECODER: tuple[str, ...] = ("moonshine", "moonshine_streaming", "whisper")
 """Types whose decoder cross-attends to the one sound of a request. They transcribe; they do not
@@ -212,7 +228,6 @@ than each alone: they are served with one."""
 UNSERVABLE: dict[str, tuple[str, ...]] = {
     "its decoder cannot be run": (
         "axk2",
-        "bert",
         "bert-generation",
         "bigbird_pegasus",
         "camembert",
@@ -227,10 +242,8 @@ UNSERVABLE: dict[str, tuple[str, ...]] = {
         "hy_v4",
         "mimo_v2_flash",
         "modernbert-decoder",
-        "roberta",
         "roberta-prelayernorm",
         "roc_bert",
-        "xlm-roberta",
         "xlm-roberta-xl",
         "xmod",
     ),
@@ -331,7 +344,8 @@ def check_served(config: Mapping[str, object]) -> None:
     Types that are not listed pass: what they are is found out on loading.
     """
     model_type = str(config.get("model_type", ""))
-    if model_type in SUPPORTED or model_type in GENERAL_TEXT or model_type in GENERAL_MEDIA:
+    tables: tuple[Collection[str], ...] = (SUPPORTED, GENERAL_TEXT, GENERAL_MEDIA, EMBEDDERS)
+    if any(model_type in table for table in tables):
         return
     for reason, types in UNSERVABLE.items():
         if model_type in types:
@@ -344,7 +358,7 @@ def check_served(config: Mapping[str, object]) -> None:
 
 def unsupported(model_type: str, reason: str = "") -> ModelLoadError:
     """What to raise for a type that is not served: why, and the types that have a similar name."""
-    known = sorted({*SUPPORTED, *GENERAL_TEXT, *GENERAL_MEDIA})
+    known = sorted({*SUPPORTED, *GENERAL_TEXT, *GENERAL_MEDIA, *EMBEDDERS})
     near = difflib.get_close_matches(model_type, known, n=3)
     nearest = f" (did you mean {' or '.join(near)}?)" if near else ""
     because = f": {reason}" if reason else ""

@@ -163,6 +163,9 @@ class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """`errors.error_to_wire` of what broke this request, with finish_reason "error"."""
     session: SessionUpdate | None = None
     """In live sessions only."""
+    pooled: bytes | None = None
+    """The result of a model that pools, before it is normalized: little-endian float32, one vector
+    of `PoolingInfo.width` numbers, or one of each token. With the only delta of the request."""
 
 
 @dataclass(slots=True, weakref_slot=True)

@@ -28,6 +28,9 @@ def check_fits(num_prompt_tokens: int, sampling: SamplingParams, model: ModelInf
     limit = model.max_model_len
     if num_prompt_tokens == 0:
         raise BadRequestError("the prompt is empty", param="prompt")
+    if model.pooling is not None:
+        check_input_length(num_prompt_tokens, limit, "prompt")
+        return
     if num_prompt_tokens + (sampling.max_tokens or 1) > limit:
         param = "max_tokens" if num_prompt_tokens < limit else "prompt"
         raise _no_room(num_prompt_tokens, sampling.max_tokens, limit, param)
@@ -184,6 +187,19 @@ def _check_named_tokens(name: str, token_ids: Collection[int], vocab_size: int) 
             raise BadRequestError(
                 f"{name}: token ids are 0 to {vocab_size - 1}, got {token!r:.20}", param=name
             )
+
+
+def check_input_length(num_tokens: int, max_model_len: int, param: str) -> None:
+    """Refuse an input that a model which generates nothing cannot take."""
+    if num_tokens == 0:
+        raise BadRequestError("the input is empty", param=param)
+    if num_tokens > max_model_len:
+        raise BadRequestError(
+            f"{param}: the input has {num_tokens} tokens; this model takes at most "
+            f"{max_model_len}",
+            param=param,
+            code=CONTEXT_EXCEEDED,
+        )
 
 
 def _no_room(num_tokens: int, wanted: int | None, limit: int, param: str) -> BadRequestError:

@@ -146,6 +146,8 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     """By sequence that asked: of the prompt's tokens that follow the positions computed."""
     alignments: dict[int, list[int]] = {}
     """By sequence that asked, once its prompt is computed: an input position per token."""
+    pooled: dict[int, bytes] = {}
+    """By sequence whose prompt is computed, of a model that pools (`TokenDelta.pooled`)."""
     failed_items: dict[bytes, LookOnceError] = {}
     """Encoder outputs that could not be computed; their sequences were not computed this step."""
     failed_sequences: dict[int, LookOnceError] = {}

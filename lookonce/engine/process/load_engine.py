@@ -37,6 +37,8 @@ CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 """Linux's files of a container's memory limit: cgroup v2 and v1."""
+ENCODER_ONLY_TOKENS = 1 << 19
+"""KV slots of a model that keeps no keys and values: tokens of prompts under way."""
 Progress = Callable[[int, int], None]
 """Called with (number of weights loaded, number of weights in all)."""
 
@@ -55,7 +57,11 @@ def load_engine(
     loaded = load_model(model, progress, examples)
     backend, block_size = attention_of(loaded, settings.kv)
     num_blocks = _num_blocks(loaded, settings.kv, block_size)
-    loaded = _fitted(loaded, num_blocks * block_size)
+    num_tokens = num_blocks * block_size
+    loaded = _fitted(loaded, num_tokens, "the KV cache holds %d tokens")
+    if loaded.info.encoder_only:
+        step = settings.scheduler.max_num_batched_tokens
+        loaded = _fitted(loaded, step, "a step computes %d tokens (--max-num-batched-tokens)")
     scratch = BlockPool(num_blocks, block_size)
     runner = make_runner(loaded, settings, backend, scratch, threads)
     logger.info(
@@ -114,6 +120,8 @@ def make_runner(
 
 def _num_blocks(loaded: LoadedModel, kv: KVConfig, block_size: int) -> int:
     nbytes = loaded.family.kv_layout(block_size, loaded.dtype).block_bytes
+    if loaded.info.encoder_only:  # blocks only count tokens
+        return max(1, -(-ENCODER_ONLY_TOKENS // block_size))
     there = _memory_bytes(loaded.device)
     if kv.cache_bytes > there:
         raise ConfigError(
@@ -139,15 +147,16 @@ def _memory_bytes(device: torch.device) -> int:
     return min(limits)
 
 
-def _fitted(loaded: LoadedModel, kv_tokens: int) -> LoadedModel:
-    """Limit `max_model_len` to the KV cache: a longer sequence could not go on even alone in it."""
+def _fitted(loaded: LoadedModel, num_tokens: int, reason: str) -> LoadedModel:
+    """Limit `max_model_len` to what there is room for: a longer sequence could not go on even alone
+    in the KV cache, and a model that computes prompts whole takes none that no step can hold."""
     info = loaded.info
-    if info.max_model_len <= kv_tokens:
+    if info.max_model_len <= num_tokens:
         return loaded
     logger.warning(
-        "the KV cache holds %d tokens: sequences are limited to that, not to the model's %d",
-        kv_tokens,
+        reason + ": sequences are limited to that, not to the model's %d",
+        num_tokens,
         info.max_model_len,
     )
-    fitted = msgspec.structs.replace(info, max_model_len=kv_tokens)
+    fitted = msgspec.structs.replace(info, max_model_len=num_tokens)
     return dataclasses.replace(loaded, info=fitted)

@@ -41,6 +41,8 @@ class ModelFamily:
     position_axes: PositionAxes = 1
     encoder_decoder: ClassVar[bool] = False
     """Items are no part of the prompt: every position cross-attends to them."""
+    encoder_only: ClassVar[bool] = False
+    """A prompt is computed whole, by `encode_prompts`; no keys and values are kept."""
     dropped_weights: ClassVar[tuple[str, ...]] = (
         r"(^|\.)rotary_emb\.",
         r"(^|\.)(inv_freq|position_ids)$",
@@ -67,6 +69,22 @@ class ModelFamily:
         """The class in transformers whose `from_pretrained` reads the weights."""
         name = "AutoModelForMultimodalLM" if cls.modalities else "AutoModelForCausalLM"
         return getattr(import_module("transformers"), name)
+
+    @classmethod
+    def generating_part(cls, model: Model) -> Model | None:
+        """The part of transformers' model whose text model attends over KV pages; None: none."""
+        return model
+
+    def pooling_head(self) -> Any:
+        """What a model that pools has after its hidden states: [n, H] → [n, W]; None: nothing."""
+        return None
+
+    def check_kind(self, kind: str) -> None:
+        """Raises `ModelLoadError` for a kind of pooling that the model cannot have."""
+
+    def encode_prompts(self, token_ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Token ids [T] of whole prompts, one after the other → hidden states [T, H]."""
+        raise ValueError("this model computes its prompts over KV pages")
 
     @classmethod
     def misses(cls, name: str) -> bool:

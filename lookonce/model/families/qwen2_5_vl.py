@@ -33,4 +33,9 @@ class Qwen2_5VLFamily(ModelFamily):  # noqa: N801
         if grids.prod(1).tolist() != [len(patch) for patch in patches]:
             raise ValueError("image_grid_thw does not match the number of patches")
         joined = patches[0] if len(patches) == 1 else torch.cat(patches)
-        return self.model.model.get_image_features(joined, grids)
+        return self.media_model.get_image_features(joined, grids)
+
+    @property
+    def media_model(self) -> Any:
+        """The part of transformers' model that encodes pictures."""
+        return self.model.model

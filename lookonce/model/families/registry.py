@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lookonce.model.families.base import ModelFamily, TextFamily
+from lookonce.model.families.colqwen2 import ColQwen2Family
 from lookonce.model.families.encoder_decoder import (
     MoonshineFamily,
     MoonshineStreamingFamily,
     WhisperFamily,
 )
+from lookonce.model.families.encoder_only import BertFamily, TwoTowerFamily
 from lookonce.model.families.gemma3 import Gemma3Family
 from lookonce.model.families.general import GeneralMediaFamily, GeneralTextFamily
 from lookonce.model.families.idefics3 import Idefics3Family
@@ -40,6 +42,9 @@ FAMILIES: dict[str, type[ModelFamily]] = {
         WhisperFamily,
         MoonshineFamily,
         MoonshineStreamingFamily,
+        ColQwen2Family,
+        BertFamily,
+        TwoTowerFamily,
     )
     for model_type in family.model_types
 }

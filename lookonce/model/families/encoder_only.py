@@ -1,0 +1,225 @@
+"""Models that compute a whole input at once and keep nothing of it: BERT and its kin, and pairs of
+towers (CLIP, SigLIP) that give a text and a picture vectors of one space."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+from lookonce.errors import ModelLoadError
+from lookonce.model.attention.backend import AttentionFeatures
+from lookonce.model.families.base import Model, ModelFamily, Tensors
+from lookonce.types.media import Modality
+from lookonce.types.pooling import has_classifier
+
+PADDED_TOKENS = 16_384
+"""Most tokens of one call, padding included."""
+
+
+class EncoderOnlyFamily(ModelFamily):
+    """A subclass gives hidden states of padded inputs. KV blocks are as small as blocks can be:
+    nothing is read from them."""
+
+    encoder_only = True
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.config = model.config
+        self.text_config = self._text_config()
+        self.decoder = model
+        self.embed_tokens: nn.Module = self._embeddings()
+        pad = getattr(self.text_config, "pad_token_id", None)
+        self._pad = pad if isinstance(pad, int) and 0 <= pad < self.vocab_size else 0
+
+    @classmethod
+    def generating_part(cls, model: Model) -> Model | None:
+        return None
+
+    @property
+    def vocab_size(self) -> int:
+        weight = self.embed_tokens.weight
+        assert isinstance(weight, Tensor)
+        return int(weight.shape[0])
+
+    @property
+    def head_dim(self) -> int:
+        return 8
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 1
+
+    @property
+    def num_layers(self) -> int:
+        return 1
+
+    def attention_features(self, dtype: torch.dtype) -> AttentionFeatures:
+        return AttentionFeatures(dtype=dtype, head_dim=self.head_dim)
+
+    def encode_prompts(self, token_ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Token ids [T] of whole prompts, one after the other → hidden states [T, H]."""
+        prompts = torch.split(token_ids, list(lengths))
+        hidden: list[Tensor | None] = [None] * len(prompts)
+        for group in _groups(lengths):
+            longest = self._padded_length(max(lengths[index] for index in group))
+            ids = token_ids.new_full((len(group), longest), self._pad)
+            mask = torch.zeros_like(ids)
+            for row, index in enumerate(group):
+                ids[row, : lengths[index]] = prompts[index]
+                mask[row, : lengths[index]] = 1
+            for row, index in enumerate(group):
+                if row == 0:
+                    states = self._hidden_states(ids.long(), mask)
+                hidden[index] = states[row, : lengths[index]]
+        return torch.cat([states for states in hidden if states is not None])
+
+    def _padded_length(self, longest: int) -> int:
+        return longest
+
+    def _text_config(self) -> Any:
+        return self.config
+
+    def _embeddings(self) -> nn.Module:
+        embeddings: nn.Module = self.model.get_input_embeddings()
+        return embeddings
+
+    def _hidden_states(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Padded ids and mask [B, L] → [B, L, H]."""
+        raise NotImplementedError
+
+
+def _groups(lengths: Sequence[int]) -> list[list[int]]:
+    """Prompts of similar lengths, so that few tokens are padding."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        group = groups[-1] if groups else []
+        fits = (len(group) + 1) * lengths[index] <= PADDED_TOKENS
+        if group and fits and lengths[index] <= 2 * lengths[group[0]]:
+            group.append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+class AnyBert:
+    """Reads a model of BERT's kin with its classification head, where the config names one."""
+
+    @staticmethod
+    def from_pretrained(folder: str, **options: Any) -> Any:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if has_classifier(config.to_dict()):
+            return AutoModelForSequenceClassification.from_pretrained(folder, **options)
+        return AutoModel.from_pretrained(folder, add_pooling_layer=False, **options)
+
+
+class BertFamily(EncoderOnlyFamily):
+    """BERT, RoBERTa and XLM-RoBERTa, with or without a classification head."""
+
+    model_types = ("bert", "roberta", "xlm-roberta")
+    dropped_weights = (
+        *ModelFamily.dropped_weights,
+        r"(^|\.)pooler\.",
+        r"^(cls|lm_head)\.",
+        r"\.position_ids$",
+    )
+
+    @classmethod
+    def transformers_class(cls) -> Any:
+        return AnyBert
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """RoBERTa's positions begin behind the padding token's id."""
+        positions = int(self.config.max_position_embeddings)
+        return positions if self.config.model_type == "bert" else positions - self._pad - 1
+
+    def _hidden_states(self, ids: Tensor, mask: Tensor) -> Tensor:
+        hidden: Tensor = self.model.base_model(
+            input_ids=ids, attention_mask=mask, token_type_ids=self._token_types(ids)
+        ).last_hidden_state
+        return hidden
+
+    def _token_types(self, ids: Tensor) -> Tensor | None:
+        """0 up to the first separator, 1 behind it: the second text of a pair."""
+        separator = getattr(self, "separator_id", None)
+        if self.config.type_vocab_size < 2 or separator is None:
+            return None
+        behind = (ids == separator).cumsum(-1) - (ids == separator).long()
+        types: Tensor = (behind > 0).long()
+        return types
+
+    separator_id: int | None = None
+    """Set for models that compare two texts."""
+
+    def pooling_head(self) -> Any:
+        """Of a model that classifies: applied to the first token's hidden state [n, H]."""
+        classifier = getattr(self.model, "classifier", None)
+        if classifier is None:
+            return None
+        pooler = getattr(self.model.base_model, "pooler", None)
+
+        def head(hidden: Tensor) -> Tensor:
+            states = hidden.unsqueeze(1)
+            logits: Tensor = classifier(states if pooler is None else pooler(states))
+            return logits
+
+        return head
+
+
+class TwoTowerFamily(EncoderOnlyFamily):
+    """CLIP and SigLIP: an input is one text or one picture.
+
+    A picture's encoder row is its vector, and its prompt is one placeholder. A text's vector stands
+    in the row of its last token.
+    """
+
+    model_types = ("clip", "siglip")
+    modalities = ("image",)
+    dropped_weights = (r"(^|\.)position_ids$",)
+
+    @classmethod
+    def transformers_class(cls) -> Any:
+        return AutoModel
+
+    def _text_config(self) -> Any:
+        return self.config.text_config
+
+    def _embeddings(self) -> nn.Module:
+        embeddings: nn.Module = self.model.text_model.get_input_embeddings()
+        return embeddings
+
+    @property
+    def hidden_size(self) -> int:
+        """Of the vectors."""
+        if self.config.model_type == "clip":
+            return int(self.config.projection_dim)
+        return int(self.config.vision_config.hidden_size)
+
+    def batch_key(self, modality: Modality, item: Tensors) -> Hashable:
+        return item["pixel_values"].shape
+
+    def encode(self, modality: Modality, items: Sequence[Tensors]) -> list[Tensor]:
+        pixels = torch.stack([item["pixel_values"].squeeze(0) for item in items])
+        rows: Tensor = self.model.get_image_features(pixels).pooler_output
+        return list(rows.unsqueeze(1))
+
+    def _padded_length(self, longest: int) -> int:
+        """SigLIP was trained on texts of one length, padding included."""
+        if self.config.model_type == "siglip":
+            return int(self.text_config.max_position_embeddings)
+        return longest
+
+    def _hidden_states(self, ids: Tensor, mask: Tensor) -> Tensor:
+        given = None if self.config.model_type == "siglip" else mask
+        vectors = self.model.get_text_features(ids, attention_mask=given).pooler_output
+        hidden: Tensor = vectors.new_zeros(*ids.shape, vectors.shape[-1])
+        hidden[torch.arange(len(ids)), mask.sum(-1) - 1] = vectors
+        return hidden
+
+    def check_kind(self, kind: str) -> None:
+        if kind != "last":
+            raise ModelLoadError(f"{self.config.model_type} pools by itself: leave out --pooling")

@@ -1,0 +1,196 @@
+"""Makes the result of a model that pools: hidden states of a prompt → vectors or scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from lookonce.errors import ModelLoadError
+from lookonce.types.pooling import PoolingFiles, PoolingInfo, PoolingKind
+from lookonce.types.step import NewSequence, ScheduledSequence
+
+Head = Callable[[Tensor], Tensor]
+"""[n, H] → [n, W] of pooled hidden states; of every token's where all are kept."""
+ACTIVATIONS: Mapping[str, type[nn.Module]] = {
+    "torch.nn.modules.linear.Identity": nn.Identity,
+    "torch.nn.modules.activation.Tanh": nn.Tanh,
+    "torch.nn.modules.activation.ReLU": nn.ReLU,
+    "torch.nn.modules.activation.GELU": nn.GELU,
+    "torch.nn.modules.activation.SiLU": nn.SiLU,
+}
+"""What Sentence Transformers' dense layers name."""
+
+
+class Pooler:
+    """Collects what each sequence's result is made of, chunk by chunk.
+
+    A chunk that is computed twice replaces what it gave before.
+    """
+
+    def __init__(self, kind: PoolingKind, head: Head | None = None) -> None:
+        """`head` None: hidden states are the result."""
+        self._kind = kind
+        self._head = head
+        self._lengths: dict[int, int] = {}
+        """Sequence → tokens of its prompt."""
+        self._parts: dict[int, dict[int, Tensor]] = {}
+        """Sequence → start of a chunk → what it adds."""
+
+    def add(self, new: NewSequence) -> None:
+        self._lengths[new.seq_id] = len(new.token_ids)
+        self._parts[new.seq_id] = {}
+
+    def remove(self, seq_ids: Sequence[int]) -> None:
+        for seq_id in seq_ids:
+            self._lengths.pop(seq_id, None)
+            self._parts.pop(seq_id, None)
+
+    def pool(self, hidden: Tensor, chunks: Sequence[ScheduledSequence]) -> dict[int, Tensor]:
+        """Hidden states [T, H] of a step → the results of sequences whose prompt ends in it, each
+        [W], or [tokens, W] where all are kept; float32 on the CPU."""
+        ended, row = [], 0
+        for chunk in chunks:
+            end = chunk.start + chunk.num_tokens
+            rows = hidden[row : row + chunk.num_tokens]
+            row += chunk.num_tokens
+            is_end = end == self._lengths[chunk.seq_id]
+            part = self._part(rows, is_start=chunk.start == 0, is_end=is_end)
+            if part is not None:
+                self._parts[chunk.seq_id][chunk.start] = part
+            if is_end:
+                ended.append(chunk.seq_id)
+        if not ended:
+            return {}
+        if self._kind == "all":
+            return {seq_id: self._joined(seq_id) for seq_id in ended}
+        pooled = torch.stack([self._vector(seq_id) for seq_id in ended])
+        if self._head is not None:
+            pooled = self._head(pooled.to(hidden.dtype))
+        return dict(zip(ended, pooled.float().cpu(), strict=True))
+
+    def _part(self, rows: Tensor, *, is_start: bool, is_end: bool) -> Tensor | None:
+        """What a chunk's hidden states [t, H] add to the result."""
+        match self._kind:
+            case "mean":
+                return rows.float().sum(0)
+            case "all":
+                return (rows if self._head is None else self._head(rows)).float().cpu()
+            case "cls":
+                return rows[0].clone() if is_start else None
+            case "last":
+                return rows[-1].clone() if is_end else None
+
+    def _vector(self, seq_id: int) -> Tensor:
+        parts = self._parts[seq_id]
+        if self._kind == "mean":
+            total = torch.stack([parts[start] for start in sorted(parts)]).sum(0)
+            return total / self._lengths[seq_id]
+        (part,) = parts.values()
+        return part
+
+    def _joined(self, seq_id: int) -> Tensor:
+        parts = self._parts[seq_id]
+        return torch.cat([parts[start] for start in sorted(parts)])
+
+
+class DenseHead(nn.Module):
+    """A linear layer and its activation."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: nn.Module) -> None:
+        """`weight` [out, in]."""
+        super().__init__()
+        self.linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
+        self.linear.weight = nn.Parameter(weight)
+        if bias is not None:
+            self.linear.bias = nn.Parameter(bias)
+        self.activation = activation
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = self.activation(self.linear(hidden))
+        return result
+
+
+def make_head(
+    folder: Path, files: PoolingFiles, family_head: Head | None, lm_head: Any, like: Tensor
+) -> Head | None:
+    """The layers between pooled hidden states and the result, with weights as `like`'s.
+
+    `family_head` is the family's own. Raises `ModelLoadError` for weights that are not there.
+    """
+    if files.head == "logit_score":
+        return _logit_score(files, lm_head)
+    if files.head == "classifier" and family_head is None:
+        return _classifier(folder, like)
+    layers = [_dense(folder / path, like) for path in files.dense]
+    if not layers:
+        return family_head
+    if family_head is not None:
+        raise ModelLoadError("dense layers behind a model's own head are not supported")
+    return nn.Sequential(*layers)
+
+
+def pooling_info(files: PoolingFiles, head: Head | None, like: Tensor) -> PoolingInfo:
+    """What other processes know. `like` [1, H] has the model's dtype."""
+    width = like.shape[-1] if head is None else head(like).shape[-1]
+    return PoolingInfo(files.kind, int(width), files.normalize, scores=bool(files.head))
+
+
+def _logit_score(files: PoolingFiles, lm_head: Any) -> Head:
+    """The logit of one token, minus that of the other."""
+    vocab_size = lm_head.weight.shape[0]
+    for token in (files.true_token_id, files.false_token_id or 0):
+        if not 0 <= token < vocab_size:
+            raise ModelLoadError(f"the module LogitScore names token {token} of {vocab_size}")
+    weight = lm_head.weight[files.true_token_id]
+    if files.false_token_id is not None:
+        weight = weight - lm_head.weight[files.false_token_id]
+    return DenseHead(weight[None].clone(), None, nn.Identity())
+
+
+def _classifier(folder: Path, like: Tensor) -> Head:
+    """The linear layer `score` of transformers' decoders for classification."""
+    found = read_tensors(folder, ("score.weight", "score.bias"))
+    if "score.weight" not in found:
+        raise ModelLoadError("the model has no weights of a classification head (score.weight)")
+    found = {name: tensor.to(like) for name, tensor in found.items()}
+    return DenseHead(found["score.weight"], found.get("score.bias"), nn.Identity())
+
+
+def _dense(folder: Path, like: Tensor) -> DenseHead:
+    """A dense layer of Sentence Transformers."""
+    found = read_tensors(folder, ("linear.weight", "linear.bias"))
+    if "linear.weight" not in found:
+        raise ModelLoadError(f"{folder.name} has no weights of a dense layer (linear.weight)")
+    options = _options(folder / "config.json")
+    name = options.get("activation_function", "torch.nn.modules.activation.Tanh")
+    if name not in ACTIVATIONS:
+        raise ModelLoadError(f"{folder.name}: the activation {name!r:.60} is not supported")
+    found = {name: tensor.to(like) for name, tensor in found.items()}
+    return DenseHead(found["linear.weight"], found.get("linear.bias"), ACTIVATIONS[name]())
+
+
+def _options(path: Path) -> dict[str, Any]:
+    try:
+        options = msgspec.json.decode(path.read_bytes(), type=dict)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelLoadError(f"{path.name} cannot be read: {error}") from None
+    return options
+
+
+def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
+    """Those of `names` that the folder's safetensors have. Raises `ModelLoadError`."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                held = set(file.keys())
+                found |= {name: file.get_tensor(name) for name in names if name in held}
+        except (OSError, SafetensorError) as error:
+            raise ModelLoadError(f"{path.name} cannot be read: {error}") from None
+    return found

@@ -1,0 +1,172 @@
+"""How a model's hidden states become embeddings or scores, and what of its folder says so.
+
+Sentence Transformers' files are read where a folder has them: `modules.json`, the `config.json` of
+its pooling module, and the modules that follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from lookonce.errors import ModelLoadError
+
+PoolingKind = Literal["last", "mean", "cls", "all"]
+"""Whose hidden states make the result: the last token's, the mean of all, the first token's, or
+those of every token, each a vector of its own."""
+POOLING_KINDS: tuple[PoolingKind, ...] = get_args(PoolingKind)
+ST_KINDS: dict[str, PoolingKind] = {
+    "cls": "cls",
+    "cls_token": "cls",
+    "mean": "mean",
+    "mean_tokens": "mean",
+    "lasttoken": "last",
+}
+"""Sentence Transformers' names: `pooling_mode` of newer files, `pooling_mode_...` of older ones."""
+EMBEDDING_TYPES: dict[str, PoolingKind] = {
+    "bert": "cls",
+    "clip": "last",
+    "colqwen2": "all",
+    "roberta": "cls",
+    "siglip": "last",
+    "xlm-roberta": "cls",
+}
+"""Types of model that do not generate → how they pool where no file says otherwise."""
+ENCODER_ONLY: tuple[str, ...] = ("bert", "clip", "roberta", "siglip", "xlm-roberta")
+"""Of these, types that compute a whole input at once and keep no keys and values."""
+CLASSIFIER = "ForSequenceClassification"
+"""End of the names of architectures with a classification head."""
+Head = Literal["", "classifier", "logit_score"]
+
+
+class PoolingInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What every process knows about a model that pools instead of generating."""
+
+    kind: PoolingKind
+    width: int
+    """Numbers of a vector, or labels of a classification."""
+    normalize: bool = True
+    """Vectors are made as long as 1 unless a request says otherwise."""
+    scores: bool = False
+    """The numbers are logits of a classification: the model compares two texts, or names labels."""
+
+    @property
+    def from_last_token(self) -> bool:
+        """Whether a cached prefix saves computing: other kinds need every hidden state."""
+        return self.kind == "last"
+
+
+class PoolingFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """What a folder says of pooling."""
+
+    kind: PoolingKind
+    normalize: bool = True
+    dense: tuple[str, ...] = ()
+    """Folders of Sentence Transformers' dense layers, in their order."""
+    head: Head = ""
+    """"classifier": the weights of the architecture; "logit_score": the difference of the logits
+    of the two tokens below, as rerankers made of decoders are read."""
+    true_token_id: int = 0
+    false_token_id: int | None = None
+
+
+def read_pooling(
+    folder: str | Path, config: Mapping[str, object], asked: str | None = None
+) -> PoolingFiles | None:
+    """How the model of a local folder pools; None for one that generates.
+
+    `asked` is `--pooling`: a kind, "none", or None where the folder's files decide. Raises
+    `ModelLoadError` for files that ask for what is not supported.
+    """
+    if asked == "none":
+        return None
+    found = _from_files(Path(folder), config)
+    if asked is None:
+        return found
+    kind = next(kind for kind in POOLING_KINDS if kind == asked)
+    return PoolingFiles(kind=kind) if found is None else msgspec.structs.replace(found, kind=kind)
+
+
+def _from_files(folder: Path, config: Mapping[str, object]) -> PoolingFiles | None:
+    modules = _read(folder / "modules.json")
+    if isinstance(modules, list) and modules:
+        return _from_modules(folder, modules)
+    model_type = str(config.get("model_type", ""))
+    if has_classifier(config):
+        kind: PoolingKind = "cls" if model_type in ENCODER_ONLY else "last"
+        return PoolingFiles(kind=kind, normalize=False, head="classifier")
+    if model_type in EMBEDDING_TYPES:
+        return PoolingFiles(kind=EMBEDDING_TYPES[model_type])
+    return None
+
+
+def has_classifier(config: Mapping[str, object]) -> bool:
+    """Whether a model's architecture has a classification head."""
+    architectures = config.get("architectures")
+    return isinstance(architectures, list) and any(
+        str(name).endswith(CLASSIFIER) for name in architectures
+    )
+
+
+def _from_modules(folder: Path, modules: list[Any]) -> PoolingFiles | None:
+    kind: PoolingKind | None = None
+    dense: list[str] = []
+    found: dict[str, Any] = {"normalize": False}
+    for module in modules:
+        if not isinstance(module, dict):
+            raise ModelLoadError("modules.json: every module is an object")
+        name, path = str(module.get("type", "")).rpartition(".")[2], str(module.get("path", ""))
+        options = _read(folder / path / "config.json")
+        options = options if isinstance(options, dict) else {}
+        match name:
+            case "Transformer":
+                continue
+            case "Pooling":
+                kind = _kind(options)
+            case "Normalize":
+                found["normalize"] = True
+            case "Dense":
+                dense.append(path)
+            case "LogitScore":
+                kind, found["head"] = "last", "logit_score"
+                found |= _token_ids(options)
+            case _:
+                raise ModelLoadError(f"modules.json: modules of type {name!r:.40} are not supported")
+    return None if kind is None else PoolingFiles(kind=kind, dense=tuple(dense), **found)
+
+
+def _kind(options: Mapping[str, Any]) -> PoolingKind:
+    """Of the configuration of a pooling module."""
+    stated = options.get("pooling_mode")
+    names = [stated] if isinstance(stated, str) else list(stated or ())
+    names += [
+        name.removeprefix("pooling_mode_")
+        for name, value in options.items()
+        if name.startswith("pooling_mode_") and value is True
+    ]
+    if len(names) == 1 and names[0] in ST_KINDS:
+        return ST_KINDS[names[0]]
+    raise ModelLoadError(
+        f"pooling by {', '.join(map(str, names)) or 'nothing'} is not supported; --pooling takes "
+        f"{', '.join(POOLING_KINDS)}"
+    )
+
+
+def _token_ids(options: Mapping[str, Any]) -> dict[str, Any]:
+    true_id, false_id = options.get("true_token_id"), options.get("false_token_id")
+    if type(true_id) is not int or not (false_id is None or type(false_id) is int):
+        raise ModelLoadError("the module LogitScore needs true_token_id and may have false_token_id")
+    return {"true_token_id": true_id, "false_token_id": false_id}
+
+
+def _read(path: Path) -> Any:
+    """A JSON file's content; None where there is no such file. Raises `ModelLoadError`."""
+    try:
+        return msgspec.json.decode(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelLoadError(f"{path.name} cannot be read: {error}") from None
