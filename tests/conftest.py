@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from lookonce.config import NANO_FOLDER
+from tests.support.model_folders.embedders import SOURCES, make_embedder
 from tests.support.model_folders.make import FolderMaker, make_folder
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -84,6 +85,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> FolderMaker:
         target = root / f"{kind}-{scale}-{seed}"
         if not target.exists():
             make_folder(kind, target, seed=seed, scale=scale)
+        return target
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def embedder(folder: FolderMaker, tmp_path_factory: pytest.TempPathFactory) -> FolderMaker:
+    """`embedder(kind)`: a random folder of a model that gives embeddings or scores."""
+    root = tmp_path_factory.mktemp("embedders")
+
+    def get(kind: str, *, seed: int = 0, scale: str = "tiny") -> Path:
+        target = root / kind
+        if not target.exists():
+            make_embedder(kind, folder(SOURCES[kind], seed=seed, scale=scale), target)
         return target
 
     return get

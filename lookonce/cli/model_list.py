@@ -11,7 +11,7 @@ import msgspec
 from lookonce.config import NANO, NANO_FOLDER, Options, resolve
 from lookonce.errors import ModelLoadError
 from lookonce.frontend.model_download import WEIGHTS, with_local_model
-from lookonce.types.model import GENERAL_MEDIA, SUPPORTED, check_served
+from lookonce.types.model import EMBEDDERS, GENERAL_MEDIA, SUPPORTED, check_served
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def held_model(name: str, folder: Path) -> HeldModel:
     except (OSError, msgspec.DecodeError):
         return HeldModel(name, "?", (), nbytes, "has no readable config.json", str(folder))
     model_type = str(config.get("model_type", "?"))
-    media = SUPPORTED.get(model_type) or GENERAL_MEDIA.get(model_type, ())
+    media = (SUPPORTED | EMBEDDERS | GENERAL_MEDIA).get(model_type, ())
     return HeldModel(name, model_type, media, nbytes, _state(folder, config), str(folder))
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-from lookonce.types.model import GENERAL_MEDIA, GENERAL_TEXT, SUPPORTED, UNSERVABLE
+from lookonce.types.model import EMBEDDERS, GENERAL_MEDIA, GENERAL_TEXT, SUPPORTED, UNSERVABLE
 
 OWN = "greedy answers, chunks, preemption, negative controls"
 OWN_MEDIA = "greedy answers, media, chunks, preemption, negative controls"
+VECTORS = "vectors, batches, caches, negative controls"
 GENERAL = "greedy answers, chunks, preemption; compared again on loading"
 MEDIA = "greedy answers, media, chunks, preemption; compared again on loading"
 
@@ -22,12 +23,16 @@ class ServedType(NamedTuple):
     """"own": a family written for the type; "general": one family for all others."""
     proven: str
     """What is compared with transformers, token for token, on random weights."""
+    gives: str = "answers, or embeddings (--pooling)"
 
 
 def served_types() -> list[ServedType]:
     own = [
         ServedType(name, media, "own", OWN_MEDIA if media else OWN)
         for name, media in SUPPORTED.items()
+    ]
+    own += [
+        ServedType(name, media, "own", VECTORS, "embeddings") for name, media in EMBEDDERS.items()
     ]
     general = [ServedType(name, (), "general", GENERAL) for name in GENERAL_TEXT]
     general += [ServedType(name, media, "general", MEDIA) for name, media in GENERAL_MEDIA.items()]
@@ -42,7 +47,8 @@ def print_models(*, as_json: bool) -> None:
     width = max(len(row.model_type) for row in rows)
     for row in rows:
         media = ", ".join(("text", *row.media))
-        print(f"{row.model_type:{width}}  {media:18}  {row.served_by:7}  {row.proven}")
+        only = "embeddings only: " if row.gives == "embeddings" else ""
+        print(f"{row.model_type:{width}}  {media:18}  {row.served_by:7}  {only}{row.proven}")
     print()
     for reason, types in UNSERVABLE.items():
         print(f"not served, {reason}: {', '.join(types)}")

@@ -49,6 +49,8 @@ HELP: dict[str, str] = {
     "dtype": "float32, bfloat16, float16, or auto: bfloat16 where the hardware multiplies it, else "
     "float32. By default float32 on CPU and bfloat16 on CUDA.",
     "max_model_len": "Prompt plus generated tokens of one sequence; the model's own by default.",
+    "pooling": "Give embeddings instead of answers: last, mean, cls or all of a prompt's hidden "
+    "states; none: answers, whatever the model's files say. By default the files decide.",
     "max_num_seqs": "Sequences computed side by side.",
     "max_num_batched_tokens": "Tokens computed in one step, prompts and answers together.",
     "max_queue": "Waiting requests of one tenant beyond which new ones are refused with 429.",
@@ -120,7 +122,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "body_timeout",
         "keep_alive_timeout",
     ),
-    "model": ("device", "dtype", "max_model_len", "chat_template", "tool_call_parser"),
+    "model": ("device", "dtype", "max_model_len", "pooling", "chat_template", "tool_call_parser"),
     "steps": (
         "max_num_seqs",
         "max_num_batched_tokens",

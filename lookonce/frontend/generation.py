@@ -33,6 +33,8 @@ from lookonce.types.request import (
 from lookonce.types.request_validation import check_fits, shorten_max_tokens
 from lookonce.types.sampling import SamplingParams
 
+MAX_SIDE_BY_SIDE = 256
+"""Prompts of one response that the engine has at a time: more would fill its queue."""
 _numbers = itertools.count()
 
 
@@ -81,6 +83,8 @@ class PromptGeneration:
         """One per token of the prompt, where they were asked for; set with the first delta."""
         self.alignment: list[int] | None = None
         """An input position per aligned token, where they were asked for."""
+        self.pooled: bytes | None = None
+        """What a model that pools gave (`TokenDelta.pooled`)."""
         self.completion_tokens = 0
         self.aborted = False
         """Set before the request is submitted: it is not submitted then."""
@@ -191,6 +195,8 @@ class PromptGeneration:
         self._last_delta[delta.index] = now
         if delta.reuse_stats is not None:
             self.reuse_stats = delta.reuse_stats
+        if delta.pooled is not None:
+            self.pooled = delta.pooled
         if delta.alignment is not None:
             self.alignment = delta.alignment
         if delta.prompt_logprobs is not None:
@@ -214,13 +220,21 @@ def prepare(
     index_base: int = 0,
     keep: Collection[str] = (),
     limit_asked: bool = True,
+    pools: bool = False,
 ) -> PromptGeneration:
     """A generation ready to start; the caller still has to release the prompt.
 
-    `limit_asked`: the client set `max_tokens`. Raises `BadRequestError` where the model cannot take
-    the prompt.
+    `limit_asked`: the client set `max_tokens`; `pools`: the prompt is to be pooled, not answered.
+    Raises `BadRequestError` where the model cannot take the prompt.
     """
     model = frontend.engine.model
+    if (model.pooling is not None) != pools:
+        raise BadRequestError(
+            "this model gives embeddings or scores and generates nothing"
+            if model.pooling is not None
+            else "this model generates and gives no embeddings or scores",
+            param="model",
+        )
     if model.encoder_decoder and not rendered.features:
         raise BadRequestError(
             "this model answers no text alone: it transcribes sound (/v1/audio/transcriptions)",
@@ -267,7 +281,8 @@ def merged(generations: list[PromptGeneration]) -> AsyncGenerator[Piece, None]:
 
 async def _side_by_side(generations: list[PromptGeneration]) -> AsyncGenerator[Piece, None]:
     queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_forward(g.pieces(), queue)) for g in generations]
+    turns = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
+    tasks = [asyncio.create_task(_forward(g.pieces(), queue, turns)) for g in generations]
     try:
         remaining = len(tasks)
         while remaining:
@@ -285,10 +300,12 @@ async def _side_by_side(generations: list[PromptGeneration]) -> AsyncGenerator[P
 
 
 async def _forward(
-    pieces: AsyncGenerator[Piece, None], queue: asyncio.Queue[Piece | BaseException | None]
+    pieces: AsyncGenerator[Piece, None],
+    queue: asyncio.Queue[Piece | BaseException | None],
+    turns: asyncio.Semaphore,
 ) -> None:
     try:
-        async with aclosing(pieces):
+        async with turns, aclosing(pieces):
             async for piece in pieces:
                 queue.put_nowait(piece)
     except Exception as error:  # noqa: BLE001 - handed to the reader, who raises it

@@ -7,6 +7,7 @@ a 400 unless their value asks for nothing.
 
     RefusesUnsupported
     ├── TokenizeRequest
+    ├── PoolingFields: EmbeddingsRequest (PoolingRequest), ScoreRequest, RerankRequest
     └── UnsupportedParameters ── StructuredFields ── SamplingFields ── GenerationFields
                                                                        └── ChatOrCompletionFields
                                                                            ├── ChatRequest
@@ -189,6 +190,83 @@ class ChatOrCompletionFields(GenerationFields, kw_only=True):
 
     max_output_tokens: Raw = NOTHING
     suffix: Raw = NOTHING
+
+
+class PoolingFields(RefusesUnsupported, kw_only=True):
+    """Fields that all requests for embeddings and scores have."""
+
+    model: str | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    reuse_receipt: bool = False
+    mm_processor_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    stream: Literal[False] | None = None
+    stream_options: StreamOptions | None = None
+    use_activation: bool | None = None
+    """vLLM's: scores are probabilities (the default), or logits."""
+
+    priority: Raw = NOTHING
+    truncate_prompt_tokens: Raw = NOTHING
+    chat_template: Raw = NOTHING
+    media_io_kwargs: Raw = NOTHING
+
+
+class EmbeddingsRequest(PoolingFields, kw_only=True):
+    """`POST /v1/embeddings`: `input` as OpenAI's, or `messages` as vLLM's."""
+
+    input: str | list[str | int | list[int]] | None = None
+    """A text, token ids, or a list of either."""
+    messages: list[dict[str, Any]] | None = None
+    """One input, in which media may be."""
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    """Leading numbers of each vector to keep."""
+    normalize: bool | None = None
+    """Whether vectors are made as long as 1; None: as the model says."""
+    add_special_tokens: bool | None = None
+    """None: yes for texts, no for messages, whose template writes special tokens itself."""
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+
+    embed_dtype: Raw = NOTHING
+    endianness: Raw = NOTHING
+
+
+class PoolingRequest(EmbeddingsRequest, kw_only=True):
+    """`POST /pooling`: as for embeddings; every vector of an input is answered."""
+
+    task: str | None = None
+    """vLLM's: what is wanted; the model has one answer."""
+
+
+Compared = str | dict[str, Any]
+"""A text, or an object with `content`: a text or a list of content parts."""
+
+
+class ScoreRequest(PoolingFields, kw_only=True):
+    """`POST /v1/score`: two texts, one and several, or as many of each."""
+
+    queries: Compared | list[Compared] | None = None
+    documents: Compared | list[Compared] | None = None
+    text_1: Compared | list[Compared] | None = None
+    text_2: Compared | list[Compared] | None = None
+    data_1: Compared | list[Compared] | None = None
+    data_2: Compared | list[Compared] | None = None
+
+
+class RerankRequest(PoolingFields, kw_only=True):
+    """`POST /v1/rerank`: Jina's and Cohere's."""
+
+    query: Compared
+    documents: list[Compared]
+    top_n: int | None = None
+    return_documents: bool = True
+
+    rank_fields: Raw = NOTHING
+    max_chunks_per_doc: Raw = NOTHING
+    max_tokens_per_doc: Raw = NOTHING
 
 
 class TakesControls(Protocol):

@@ -5,7 +5,7 @@ Fields of type `... | UnsetType` are left out unless set; None is written as nul
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -47,6 +47,77 @@ class ReuseReceipt(msgspec.Struct, kw_only=True):
     prefix_cached_tokens: int
     external_cached_tokens: int
     items: list[ReceiptItem]
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    object: str = "embedding"
+    index: int
+    embedding: list[float] | str
+    """Numbers, or base64 of little-endian float32."""
+
+
+class EmbeddingList(msgspec.Struct, kw_only=True):
+    """`/v1/embeddings`."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: Usage
+    reuse_receipt: ReuseReceipt | UnsetType = UNSET
+
+
+class PooledOutput(msgspec.Struct, kw_only=True):
+    object: str = "pooling"
+    index: int
+    data: list[float] | list[list[float]] | str
+
+
+class PoolingList(msgspec.Struct, kw_only=True):
+    """`/pooling`."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[PooledOutput]
+    usage: Usage
+    reuse_receipt: ReuseReceipt | UnsetType = UNSET
+
+
+class Score(msgspec.Struct, kw_only=True):
+    object: str = "score"
+    index: int
+    score: float
+
+
+class ScoreList(msgspec.Struct, kw_only=True):
+    """`/v1/score`."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
+    reuse_receipt: ReuseReceipt | UnsetType = UNSET
+
+
+class RankedDocument(msgspec.Struct, kw_only=True):
+    index: int
+    relevance_score: float
+    document: dict[str, Any] | UnsetType = UNSET
+
+
+class RerankResult(msgspec.Struct, kw_only=True):
+    """`/v1/rerank`."""
+
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: Usage
+    reuse_receipt: ReuseReceipt | UnsetType = UNSET
 
 
 class ExternalCache(msgspec.Struct, kw_only=True):

@@ -9,7 +9,7 @@ remembered here. A render-only server has no main directory, and uses this memor
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from lookonce.render.families.base import LargestItem, largest_media
 from lookonce.render.media.loader import MediaLoader
 from lookonce.render.media.resolver import MediaResolver, RenderStats
 from lookonce.render.prompt.encoder import ChatOptions, Follows
+from lookonce.render.prompt.messages import ROLES
 from lookonce.render.prompt.token_cache import TokenCache
 from lookonce.render.renderer import Renderer
 from lookonce.types.counts import Counts
@@ -134,9 +135,15 @@ class ReadOnlyRenderer(Renderer):
         cache_salt: str | None = None,
         options: ChatOptions | Mapping[str, Any] | None = None,
         follows: Follows | None = None,
+        roles: Collection[str] = ROLES,
     ) -> RenderedPrompt:
         prompt = await super().render_chat(
-            messages, tenant=tenant, cache_salt=cache_salt, options=options, follows=follows
+            messages,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            options=options,
+            follows=follows,
+            roles=roles,
         )
         self._memory.remember(prompt.items)
         return prompt

@@ -58,11 +58,14 @@ from lookonce.render.prompt.encoder import (
     load_encoder,
 )
 from lookonce.render.prompt.messages import (
+    PAIR_ROLES,
+    ROLES,
     ParsedMessages,
     check_sound_alone,
     has_many_values,
     in_thread_if,
     read_messages,
+    texts_of,
 )
 from lookonce.render.prompt.placeholders import match_placeholders, place_media, place_sound
 from lookonce.render.prompt.token_cache import TokenCache
@@ -129,6 +132,7 @@ class Renderer:
         cache_salt: str | None = None,
         options: ChatOptions | Mapping[str, Any] | None = None,
         follows: Follows | None = None,
+        roles: Collection[str] = ROLES,
     ) -> RenderedPrompt:
         """Render OpenAI messages. The caller sends the prompt on with its pins, or calls `release`.
         With `follows` they go on after an answer or a message of a live session.
@@ -139,14 +143,26 @@ class Renderer:
         chosen = chat_options(options)
         kwargs = self._processor_kwargs(chosen.mm_processor_kwargs)
         placeholder_ids = self._encoder.placeholder_ids
+        alone = self._family is not None and self._family.item_alone
+        if self._family is not None and alone:
+            named = self._family.modalities
+            placeholder_ids = {each: self._family.placeholder_token_id(each) for each in named}
         large = has_many_values(messages, chosen.tools, chosen.chat_template_kwargs)
         chat = await in_thread_if(
-            large, read_messages, messages, placeholder_ids, self._limits, self.max_model_len
+            large,
+            read_messages,
+            messages,
+            placeholder_ids,
+            self._limits,
+            self.max_model_len,
+            roles,
         )
         scope = scope_digest(tenant, cache_salt)
         if self._family is not None and self._family.whole_prompt is not None:
             check_sound_alone(chat)
             return await self._render_sound(self._family.whole_prompt, chat, scope, kwargs, tenant)
+        if alone:
+            return await self._render_alone(chat, placeholder_ids, scope, kwargs, tenant)
         encoded = await self._encoder.encode_chat(
             chat.conversation,
             chosen,
@@ -171,6 +187,77 @@ class Renderer:
             raise
         rendered.scope, rendered.text = scope, encoded.text
         return rendered
+
+    async def _render_alone(
+        self,
+        chat: ParsedMessages,
+        placeholder_ids: Mapping[Modality, int],
+        scope: bytes,
+        kwargs: Mapping[str, Any],
+        tenant: str,
+    ) -> RenderedPrompt:
+        """One text, or one item and no text: what a model with two towers takes."""
+        text = "\n".join(text for text in texts_of(chat) if text.strip())
+        if len(chat.sources) + bool(text) != 1:
+            raise BadRequestError(
+                "messages: this model takes one text, or one picture without text",
+                param="messages",
+            )
+        if text:
+            encoded = await self._encoder.encode_text(
+                text,
+                add_special_tokens=True,
+                max_tokens=self.max_model_len,
+                cache=self.token_cache,
+                scope=scope,
+                tenant=tenant,
+            )
+            check_prompt_length(len(encoded.ids), self.max_model_len, "messages")
+            return RenderedPrompt(encoded.ids, scope=scope, text=encoded.text)
+        assert self._resolver is not None
+        items = await self._resolver.resolve(chat.sources, scope, kwargs, tenant=tenant)
+        placeholder = placeholder_ids[items[0].modality]
+        rendered = place_media([placeholder], items, [(0, 0)])
+        rendered.scope = scope
+        return rendered
+
+    async def render_pair(
+        self,
+        query: str | list[Any],
+        document: str | list[Any],
+        *,
+        tenant: str = "",
+        cache_salt: str | None = None,
+        options: ChatOptions | Mapping[str, Any] | None = None,
+    ) -> RenderedPrompt:
+        """A query and a document, texts or parts of messages, as one prompt of a model that compares
+        them: by its chat template where that takes them, else as its tokenizer joins two texts.
+
+        Raises a `RequestError` that names `messages[0].content` or `messages[1].content`.
+        """
+        if self._encoder.compares_by_template:
+            messages = [
+                {"role": role, "content": content}
+                for role, content in zip(PAIR_ROLES, (query, document), strict=True)
+            ]
+            return await self.render_chat(
+                messages, tenant=tenant, cache_salt=cache_salt, options=options, roles=PAIR_ROLES
+            )
+        texts = []
+        for number, content in enumerate((query, document)):
+            found = content if isinstance(content, str) else _text_alone(content)
+            if found is None:
+                param = f"messages[{number}].content"
+                raise BadRequestError(
+                    f"{param}: this model compares texts; its chat template takes no query and "
+                    "document with other parts",
+                    param=param,
+                )
+            texts.append(found)
+        encoded = await self._encoder.encode_pair(*texts, max_tokens=self.max_model_len)
+        check_prompt_length(len(encoded.ids), self.max_model_len, "prompt")
+        scope = scope_digest(tenant, cache_salt)
+        return RenderedPrompt(encoded.ids, scope=scope, text=encoded.text)
 
     async def _render_sound(
         self,
@@ -423,6 +510,16 @@ class Renderer:
         vocab_size = self.vocab_size or self.tokenizer.vocab_size
         placeholders = frozenset(self._encoder.placeholder_ids.values())
         check_token_ids(token_ids, vocab_size, placeholders, spans, param)
+
+
+def _text_alone(content: Sequence[Any]) -> str | None:
+    """The text of content parts; None where they are not texts alone."""
+    texts = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        for part in content
+    ]
+    found = [text for text in texts if isinstance(text, str)]
+    return "\n".join(found) if texts and len(found) == len(texts) else None
 
 
 class LiveSoundPrompt:

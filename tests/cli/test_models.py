@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lookonce.cli.main import main
-from lookonce.types.model import GENERAL_MEDIA, GENERAL_TEXT, SUPPORTED, UNSERVABLE
+from lookonce.types.model import EMBEDDERS, GENERAL_MEDIA, GENERAL_TEXT, SUPPORTED, UNSERVABLE
 
 
 def run(monkeypatch, capsys, *arguments: str) -> str:
@@ -22,7 +22,10 @@ def test_every_type_is_listed_once_with_its_media(monkeypatch, capsys):
     rows = json.loads(run(monkeypatch, capsys, "--json"))
     media = {row["model_type"]: tuple(row["media"]) for row in rows}
     assert len(rows) == len(media)
-    assert media == {**SUPPORTED, **dict.fromkeys(GENERAL_TEXT, ()), **GENERAL_MEDIA}
+    general = {**dict.fromkeys(GENERAL_TEXT, ()), **GENERAL_MEDIA}
+    assert media == {**SUPPORTED, **EMBEDDERS, **general}
+    gives = {row["model_type"]: row["gives"] for row in rows}
+    assert {name for name, given in gives.items() if given == "embeddings"} == set(EMBEDDERS)
     assert {row["served_by"] for row in rows if row["model_type"] in SUPPORTED} == {"own"}
 
 

@@ -11,7 +11,7 @@ from lookonce.model.encoder_runner import item_tensors
 from lookonce.model.families.registry import FAMILIES, family_for
 from lookonce.model.loader import load_model
 from lookonce.render.families.registry import FAMILIES as RENDER_FAMILIES
-from lookonce.types.model import SUPPORTED
+from lookonce.types.model import EMBEDDERS, SUPPORTED
 from tests.support.model.cases import CaseMaker, picture, sound
 
 BATCHED = [
@@ -130,5 +130,6 @@ def test_an_unknown_type_is_refused_with_the_reason_and_the_nearest_ones():
 def test_both_floors_serve_the_types_that_are_promised_with_the_same_media():
     render = {name: family.modalities for name, family in RENDER_FAMILIES.items()}
     model = {name: family.modalities for name, family in FAMILIES.items()}
-    assert model == SUPPORTED
-    assert render == {name: modalities for name, modalities in SUPPORTED.items() if modalities}
+    served = SUPPORTED | EMBEDDERS
+    assert model == served
+    assert render == {name: modalities for name, modalities in served.items() if modalities}

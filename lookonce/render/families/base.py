@@ -52,6 +52,8 @@ class ProcessorFamily(ABC):
     whole_prompt: tuple[int, ...] | None = None
     """Token ids of every prompt, where a model takes one sound and no text. Rows of the sound are
     added to these tokens and to those that are generated, from position 0 on."""
+    item_alone: ClassVar[bool] = False
+    """A prompt is one text, or one item and no text, without a chat template."""
     needs_torch: ClassVar[bool] = False
     """Whether `process` needs torch, which workers otherwise go without."""
     sampling_rate: int = 0

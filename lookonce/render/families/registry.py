@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.render.families.base import ProcessorFamily
+from lookonce.render.families.embedders import ColQwen2Processing, TwoTowerProcessing
 from lookonce.render.families.gemma3 import Gemma3Processing
 from lookonce.render.families.general import GeneralProcessing
 from lookonce.render.families.idefics3 import Idefics3Processing
@@ -40,6 +41,8 @@ FAMILIES: dict[str, type[ProcessorFamily]] = {
         WhisperProcessing,
         MoonshineProcessing,
         MoonshineStreamingProcessing,
+        ColQwen2Processing,
+        TwoTowerProcessing,
     )
     for model_type in family.model_types
 }

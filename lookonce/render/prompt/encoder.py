@@ -27,7 +27,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 from lookonce.errors import BadRequestError, ConfigError
 from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.prompt.long_texts import LongTextThreads, TokenCountBound
-from lookonce.render.prompt.messages import Json, in_thread_if
+from lookonce.render.prompt.messages import PAIR_ROLES, Json, in_thread_if
 from lookonce.render.prompt.placeholders import (
     PlaceholderEscaping,
     escaped_tokenizer,
@@ -92,7 +92,8 @@ class EncodedPrompt:
 
 
 class PromptEncoder:
-    """A model's tokenizer and chat templates; `family` is None for a text-only model."""
+    """A model's tokenizer and chat templates; `family` is None for a text-only model. Items that
+    are prompts by themselves have no placeholder in a template."""
 
     def __init__(
         self,
@@ -100,6 +101,8 @@ class PromptEncoder:
         template_sources: Mapping[str, str],
         family: ProcessorFamily | None = None,
     ) -> None:
+        if family is not None and family.item_alone:
+            family = None
         self.tokenizer = tokenizer
         self.placeholder_ids: dict[Modality, int] = (
             {} if family is None else {m: family.placeholder_token_id(m) for m in family.modalities}
@@ -121,6 +124,7 @@ class PromptEncoder:
         named = "tool_use" if "tool_use" in template_sources else "default"
         self.tools_template = template_sources.get(named)
         """Source of the template for requests with tools."""
+        self._sources = dict(template_sources)
         self._templates = ChatTemplates(
             {
                 name: ChatTemplate(
@@ -221,6 +225,29 @@ class PromptEncoder:
             text, "prompt", cache, scope, tenant, add_special_tokens=add_special_tokens
         )
         return EncodedPrompt(ids, text)
+
+    async def encode_pair(
+        self, first: str, second: str, *, max_tokens: int | None = None, scope: bytes = b""
+    ) -> EncodedPrompt:
+        """Two texts as the tokenizer joins them, for a model that compares texts.
+
+        Raises `BadRequestError`.
+        """
+        for text in (first, second):
+            await self._check_length(text, max_tokens, "prompt")
+            refuse_reserved(text, "prompt")
+        encode = partial(self._tokenizer.encode_pair, first, second)
+        if len(first) + len(second) > OFF_LOOP_CHARACTERS:
+            ids = await asyncio.to_thread(encode)
+        else:
+            ids = encode()
+        return EncodedPrompt(np.array(ids, np.int32), f"{first}\n{second}")
+
+    @property
+    def compares_by_template(self) -> bool:
+        """Whether the chat template takes a query and a document."""
+        source = self._sources.get("default", "")
+        return all(f'"{role}"' in source or f"'{role}'" in source for role in PAIR_ROLES)
 
     async def _check_length(self, text: str, max_tokens: int | None, param: str) -> None:
         if max_tokens is not None and len(text) > OFF_LOOP_CHARACTERS:

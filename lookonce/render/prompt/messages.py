@@ -23,6 +23,8 @@ FEW_VALUES = 2048
 """A conversation with more JSON values than this takes over 5 ms: it is converted in a thread."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+PAIR_ROLES = ("query", "document")
+"""Of the two messages that the template of a model which compares texts takes."""
 
 Json = dict[str, Any]
 P = ParamSpec("P")
@@ -43,6 +45,7 @@ def read_messages(
     modalities: Collection[Modality],
     limits: Mapping[str, int],
     max_tokens: int | None = None,
+    roles: Collection[str] = ROLES,
 ) -> ParsedMessages:
     """Check and convert a request's messages. `limits` is media parts per modality.
 
@@ -55,7 +58,7 @@ def read_messages(
         _check_count(messages, max_tokens)
     chat = ParsedMessages()
     for number, message in enumerate(messages):
-        chat.conversation.append(_message(message, f"messages[{number}]", chat.sources))
+        chat.conversation.append(_message(message, f"messages[{number}]", chat.sources, roles))
     if not chat.sources:
         return chat
     for source in chat.sources:
@@ -81,6 +84,17 @@ def check_sound_alone(chat: ParsedMessages) -> None:
         raise BadRequestError(
             f"the messages have {len(chat.sources)} sounds; this model takes one", param="messages"
         )
+
+
+def texts_of(chat: ParsedMessages) -> list[str]:
+    """All texts of the messages."""
+    contents = [message.get("content") for message in chat.conversation]
+    return [
+        text
+        for content in contents
+        for text in ([content] if isinstance(content, str) else [p.get("text") for p in content or ()])
+        if text
+    ]
 
 
 def _check_count(messages: Sequence[object], most: int) -> None:
@@ -135,13 +149,15 @@ def _check_limits(sources: Sequence[MediaSource], limits: Mapping[str, int]) -> 
             )
 
 
-def _message(message: object, param: str, sources: list[MediaSource]) -> Json:
+def _message(
+    message: object, param: str, sources: list[MediaSource], roles: Collection[str]
+) -> Json:
     if not isinstance(message, Mapping):
         raise BadRequestError(f"{param}: a message is an object", param=param)
     role = message.get("role")
-    if role not in ROLES:
+    if role not in roles:
         raise BadRequestError(
-            f"{param}.role: must be one of {', '.join(ROLES)}", param=f"{param}.role"
+            f"{param}.role: must be one of {', '.join(roles)}", param=f"{param}.role"
         )
     # Keys whose value is None are removed: templates handle a missing key, but print `None`.
     fields = {key: value for key, value in message.items() if value is not None}

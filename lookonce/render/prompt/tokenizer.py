@@ -116,6 +116,13 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError):
             raise BadRequestError("the text is not valid Unicode (a lone surrogate)") from None
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Two texts with the special tokens between them. Raises `BadRequestError`."""
+        try:
+            return self.backend.encode(first, second, add_special_tokens=True).ids
+        except (TypeError, UnicodeEncodeError):
+            raise BadRequestError("the text is not valid Unicode (a lone surrogate)") from None
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids without a token decode to nothing. Raises `BadRequestError` for impossible ids."""
         try:

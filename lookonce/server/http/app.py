@@ -66,6 +66,7 @@ from lookonce.server.routes.generate import generate
 from lookonce.server.routes.invocations import invocations
 from lookonce.server.routes.media_cache import inject_media, show_media_cache
 from lookonce.server.routes.openapi import show_docs, show_openapi
+from lookonce.server.routes.pooling import embeddings, pool, rerank, score
 from lookonce.server.routes.realtime.route import realtime
 from lookonce.server.routes.render import detokenize, render_chat, render_completion, tokenize
 from lookonce.server.routes.responses_api.route import count_input_tokens, create_response
@@ -123,6 +124,13 @@ ROUTES = [
     Route(CONVERSATION + "/items/{item_id}", delete_conversation_item, methods=["DELETE"]),
     Route("/v1/audio/transcriptions", transcriptions, methods=["POST"]),
     Route("/v1/audio/translations", translations, methods=["POST"]),
+    Route("/v1/embeddings", embeddings, methods=["POST"]),
+    Route("/pooling", pool, methods=["POST"]),
+    Route("/v1/score", score, methods=["POST"]),
+    Route("/score", score, methods=["POST"]),
+    Route("/v1/rerank", rerank, methods=["POST"]),
+    Route("/v2/rerank", rerank, methods=["POST"]),
+    Route("/rerank", rerank, methods=["POST"]),
     Route("/v1/messages", create_message, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/invocations", invocations, methods=["POST"]),

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from lookonce.errors import BadRequestError
 from lookonce.frontend.generation import Piece, PromptGeneration, Sample, merged, prepare
 from lookonce.frontend.logprobs import TokenName, chat_logprobs, prompt_entries, token_id_name
+from lookonce.frontend.pooling import require_generates
 from lookonce.frontend.receipt import kv_transfer_params, reuse_receipt, usage
 from lookonce.frontend.requests import StreamOptions, TakesControls
 from lookonce.frontend.responses import (
@@ -83,13 +84,17 @@ class ResponseBuilder(Protocol):
     def usage_chunk(self) -> msgspec.Struct: ...
 
 
-def open_context(request: Request, body: GenerationBody, arrival: float) -> ServingContext:
-    """The context of a request that may be served. Raises `ModelNotFoundError`,
-    `UnavailableError`, `BadRequestError`."""
+def open_context(
+    request: Request, body: GenerationBody, arrival: float, *, pools: bool = False
+) -> ServingContext:
+    """The context of a request that may be served; `pools`: not of one for generated tokens.
+    Raises `ModelNotFoundError`, `UnavailableError`, `BadRequestError`."""
     services: Services = request.app.state.services
     principal: Principal = request.state.principal
     model = services.require_model(body.model)
     services.require_ready()
+    if not pools:
+        require_generates(services.engine.model)
     check_body(body)
     context = ServingContext(
         services=services,
@@ -197,13 +202,16 @@ class ServingContext:
         keep: Collection[str] = (),
         *,
         scored_by: str = "prompt_logprobs",
+        pools: bool = False,
     ) -> None:
-        """Take a prompt to generate from. Special tokens in `keep` are shown as text; `scored_by`
+        """Take a prompt to generate from, or to pool. Special tokens in `keep` are shown as text; `scored_by`
         is the field that asked for the prompt's log-probabilities. Raises `BadRequestError` for a
         prompt that the model cannot take."""
         self._prompts.append(rendered)
         rendered.tenant = self.principal.tenant
-        limit = self.usage_limits.limit_answer(sampling.max_tokens, asked=self.limit_asked)
+        limit = sampling.max_tokens
+        if not pools:
+            limit = self.usage_limits.limit_answer(sampling.max_tokens, asked=self.limit_asked)
         if limit != sampling.max_tokens:
             sampling = msgspec.structs.replace(sampling, max_tokens=limit)
         generation = prepare(
@@ -214,8 +222,9 @@ class ServingContext:
             index_base=len(self.generations) * sampling.n,
             keep=keep,
             limit_asked=self.limit_asked,
+            pools=pools,
         )
-        most = generation.sampling.max_tokens or 0
+        most = 0 if pools else generation.sampling.max_tokens or 0
         self.usage_limits.take_tokens(rendered.num_tokens, most * sampling.n)
         self.watch(generation)
         self._count_scored(rendered, sampling, scored_by)
