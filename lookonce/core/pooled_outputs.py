@@ -1,4 +1,4 @@
-"""Results of pooled requests, kept for requests with the same tokens and items in the same scope."""
+"""Results of pooled requests, kept for later ones with equal tokens and items in their scope."""
 
 from __future__ import annotations
 

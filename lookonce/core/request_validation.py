@@ -16,8 +16,8 @@ from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest
-from lookonce.types.sampling import SamplingParams
 from lookonce.types.request_validation import check_prompt_capacity, check_token_array
+from lookonce.types.sampling import SamplingParams
 
 
 class RequestValidator:

@@ -54,11 +54,11 @@ def check_dimensions(dimensions: int | None, pooling: PoolingInfo) -> None:
 
 
 def pooled_of(generation: PromptGeneration, pooling: PoolingInfo) -> Floats:
-    """[n, width] as the model gave it, a vector of the prompt or of each token; n = 0 for a prompt
-    that was aborted."""
+    """[n, width] as the model gave it, a vector of the prompt or of each token. Raises
+    `BadRequestError` for a prompt that its client aborted."""
     if generation.pooled is None:
-        if generation.aborted:
-            return np.zeros((0, pooling.width), np.float32)
+        if "abort" in generation.reasons:
+            raise BadRequestError("the request was aborted", code="request_aborted")
         raise RequestFailedError("the engine gave no result")
     return np.frombuffer(generation.pooled, "<f4").reshape(-1, pooling.width).astype(np.float32)
 
@@ -97,8 +97,6 @@ def probabilities(logits: Floats) -> Floats:
 def similarity(first: Floats, second: Floats) -> float:
     """Of two inputs with vectors [n, W] and [m, W]: their cosine where each has one, else the sum
     over the first's of the largest cosine with one of the second's (late interaction)."""
-    if not len(first) or not len(second):
-        return 0.0
     cosines = normalized(first) @ normalized(second).T
     return float(cosines.max(-1).sum())
 

@@ -91,7 +91,11 @@ def load_model(
         family.check_kind(pooling.kind)
         like = torch.zeros(1, family.hidden_size, dtype=dtype, device=device)
         head = make_head(
-            Path(config.folder), pooling, family.pooling_head(), getattr(family, "lm_head", None), like
+            Path(config.folder),
+            pooling,
+            family.pooling_head(),
+            getattr(family, "lm_head", None),
+            like,
         )
         info = msgspec.structs.replace(info, pooling=pooling_info(pooling, head, like))
     return LoadedModel(model, family, info, dtype, device, head)

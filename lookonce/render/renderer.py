@@ -230,8 +230,8 @@ class Renderer:
         cache_salt: str | None = None,
         options: ChatOptions | Mapping[str, Any] | None = None,
     ) -> RenderedPrompt:
-        """A query and a document, texts or parts of messages, as one prompt of a model that compares
-        them: by its chat template where that takes them, else as its tokenizer joins two texts.
+        """A query and a document, texts or parts of messages, as one prompt of a model that
+        compares them: by its chat template where that takes them, else as its tokenizer joins two.
 
         Raises a `RequestError` that names `messages[0].content` or `messages[1].content`.
         """

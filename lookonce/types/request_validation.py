@@ -195,8 +195,7 @@ def check_input_length(num_tokens: int, max_model_len: int, param: str) -> None:
         raise BadRequestError("the input is empty", param=param)
     if num_tokens > max_model_len:
         raise BadRequestError(
-            f"{param}: the input has {num_tokens} tokens; this model takes at most "
-            f"{max_model_len}",
+            f"{param}: the input has {num_tokens} tokens; this model takes at most {max_model_len}",
             param=param,
             code=CONTEXT_EXCEEDED,
         )

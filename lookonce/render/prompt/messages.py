@@ -88,13 +88,11 @@ def check_sound_alone(chat: ParsedMessages) -> None:
 
 def texts_of(chat: ParsedMessages) -> list[str]:
     """All texts of the messages."""
-    contents = [message.get("content") for message in chat.conversation]
-    return [
-        text
-        for content in contents
-        for text in ([content] if isinstance(content, str) else [p.get("text") for p in content or ()])
-        if text
-    ]
+    texts: list[str | None] = []
+    for message in chat.conversation:
+        content = message.get("content")
+        texts += [content] if isinstance(content, str) else [p.get("text") for p in content or ()]
+    return [text for text in texts if text]
 
 
 def _check_count(messages: Sequence[object], most: int) -> None:

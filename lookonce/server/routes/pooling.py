@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -290,11 +289,10 @@ class EmbeddingsBuilder(PooledBuilder):
 
     def whole(self, samples: Sequence[Sample]) -> msgspec.Struct:
         context, wanted = self.context, self.body.encoding_format
-        data = []
-        for index in range(len(context.generations)):
-            found = self._vectors(index)
-            vector = found[0] if len(found) else np.zeros(0, np.float32)
-            data.append(Embedding(index=index, embedding=encoded(vector, wanted)))
+        data = [
+            Embedding(index=index, embedding=encoded(self._vectors(index)[0], wanted))
+            for index in range(len(context.generations))
+        ]
         return EmbeddingList(
             id=f"embd-{context.request_id}",
             created=context.created,
@@ -344,9 +342,7 @@ def _pairs(body: ScoreRequest) -> list[Pair]:
     names = (("queries", "documents"), ("text_1", "text_2"), ("data_1", "data_2"))
     given = [pair for pair in names if any(getattr(body, name) is not None for name in pair)]
     if len(given) != 1 or any(getattr(body, name) is None for name in given[0]):
-        raise BadRequestError(
-            "send queries and documents, or text_1 and text_2", param="queries"
-        )
+        raise BadRequestError("send queries and documents, or text_1 and text_2", param="queries")
     first, second = (_named_list(getattr(body, name), name) for name in given[0])
     if len(first) == 1:
         first *= len(second)
@@ -424,7 +420,7 @@ class ComparingBuilder(PooledBuilder):
             return similarity(pooled, self.pooled(second))
         if self.body.use_activation is not False:
             pooled = probabilities(pooled)
-        return float(pooled[0, 0]) if len(pooled) else 0.0
+        return float(pooled[0, 0])
 
 
 class ScoreBuilder(ComparingBuilder):

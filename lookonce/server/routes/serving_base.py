@@ -204,8 +204,8 @@ class ServingContext:
         scored_by: str = "prompt_logprobs",
         pools: bool = False,
     ) -> None:
-        """Take a prompt to generate from, or to pool. Special tokens in `keep` are shown as text; `scored_by`
-        is the field that asked for the prompt's log-probabilities. Raises `BadRequestError` for a
+        """Take a prompt to generate from, or to pool. Special tokens in `keep` are shown as text;
+        `scored_by` is the field that asked for the prompt's log-probabilities. Raises `BadRequestError` for a
         prompt that the model cannot take."""
         self._prompts.append(rendered)
         rendered.tenant = self.principal.tenant
