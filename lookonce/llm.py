@@ -28,6 +28,8 @@ from types import AsyncGeneratorType
 from typing import Any, Self, TypeVar, cast
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from lookonce.cache.identity import media_hash
 from lookonce.config import NANO, Config, Options, SchedulerConfig, resolve
@@ -49,6 +51,13 @@ from lookonce.frontend.media_injection import (
     offered_items,
 )
 from lookonce.frontend.model_download import with_local_model
+from lookonce.frontend.pooling import (
+    Floats,
+    check_dimensions,
+    pooled_of,
+    require_pools,
+    vectors,
+)
 from lookonce.frontend.receipt import reuse_receipt, usage
 from lookonce.frontend.responses import ReuseReceipt, StopReason, Usage
 from lookonce.frontend.sampling_params import default_sampling
@@ -63,6 +72,7 @@ from lookonce.frontend.transcription import (
     TranscriptionOptions,
 )
 from lookonce.types.media import Modality
+from lookonce.types.pooling import PoolingInfo
 from lookonce.types.request import Overflow, PromptLogprob, RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
@@ -152,6 +162,43 @@ class LLM:
         """Continuations of one prompt, or of each of several, as text or token ids."""
         renders = [partial(self._render_prompt, p, cache_salt) for p in _prompts(prompts)]
         return self._loop.run(self._answer_all(renders, self._sampling(sampling_params)))
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        *,
+        messages: Sequence[Message] | Sequence[Sequence[Message]] | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        cache_salt: str | None = None,
+    ) -> list[NDArray[np.float32]]:
+        """The vector [W] of each text, list of token ids or conversation, in which pictures may be;
+        [tokens, W] from a model that gives one of each token, [labels] logits from one that
+        classifies.
+
+        `dimensions` keeps the leading numbers; `normalize` None: as the model says. Raises
+        `BadRequestError`, also for a model that generates.
+        """
+        if (prompts is None) == (messages is None):
+            raise BadRequestError("give prompts or messages, one of them", param="prompts")
+        pooling = require_pools(self._frontend.engine.model)
+        check_dimensions(dimensions, pooling)
+        options = {"add_generation_prompt": False}
+        renders: list[Render] = (
+            [partial(self._render_prompt, each, cache_salt) for each in _prompts(prompts)]
+            if prompts is not None
+            else [
+                partial(self._render_chat, each, cache_salt, options)
+                for each in _conversations(messages or ())
+            ]
+        )
+        pooled = self._loop.run(self._pool_all(renders, pooling))
+        if pooling.scores:
+            return [each[0] for each in pooled]
+        found = [
+            vectors(each, pooling, dimensions=dimensions, normalize=normalize) for each in pooled
+        ]
+        return found if pooling.kind == "all" else [each[0] for each in found]
 
     def stream_chat(
         self,
@@ -321,9 +368,16 @@ class LLM:
         sampling, tools = self._sampling(asked), tool_calling(None, self._frontend.tool_dialect)
         return (sampling if tools is None else tools.constrain(sampling)), tools
 
-    async def _render_chat(self, messages: list[Message], cache_salt: str | None) -> RenderedPrompt:
+    async def _render_chat(
+        self,
+        messages: list[Message],
+        cache_salt: str | None,
+        options: Mapping[str, Any] | None = None,
+    ) -> RenderedPrompt:
         async with self._rendering:
-            return await self._frontend.renderer.render_chat(messages, cache_salt=cache_salt)
+            return await self._frontend.renderer.render_chat(
+                messages, cache_salt=cache_salt, options=options
+            )
 
     async def _render_prompt(
         self, prompt: str | list[int], cache_salt: str | None
@@ -354,6 +408,26 @@ class LLM:
                 tasks = [
                     group.create_task(self._answer(render, sampling, tools)) for render in renders
                 ]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _pool_all(self, renders: Sequence[Render], pooling: PoolingInfo) -> list[Floats]:
+        """All results, in order; the first failure ends the others and is raised."""
+
+        async def pool(render: Render) -> Floats:
+            async with self._answering:
+                with prepared(
+                    self._frontend, await render(), SamplingParams(max_tokens=1), pools=True
+                ) as generation:
+                    async with aclosing(generation.pieces()) as pieces:
+                        async for _ in pieces:
+                            pass
+                    return pooled_of(generation, pooling)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(pool(render)) for render in renders]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]

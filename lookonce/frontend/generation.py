@@ -261,6 +261,7 @@ def prepared(
     sampling: SamplingParams,
     *,
     keep: Collection[str] = (),
+    pools: bool = False,
 ) -> Iterator[PromptGeneration]:
     """A generation ready to start; the prompt is released at the end of the block.
 
@@ -269,7 +270,9 @@ def prepared(
     try:
         # In Python's `SamplingParams` the model's recommended limit looks like the caller's own.
         asked = sampling.max_tokens != frontend.defaults.max_new_tokens
-        yield prepare(frontend, rendered, sampling, limit_asked=asked, keep=keep)
+        yield prepare(
+            frontend, rendered, sampling, limit_asked=asked or pools, keep=keep, pools=pools
+        )
     finally:
         frontend.renderer.release(rendered)
 

@@ -333,6 +333,8 @@ COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
     "prefix_cache_hits_total": MetricInfo(
         "Prompt tokens found in the prefix cache", vllm="prefix_cache_hits_total"
     ),
+    "pooled_cache_queries_total": MetricInfo("Inputs of a model that gives embeddings or scores"),
+    "pooled_cache_hits_total": MetricInfo("Of those, inputs whose whole result was held"),
     "external_prefix_cache_queries_total": MetricInfo(
         "Prompt tokens the device did not hold, while there were external KV tiers",
         vllm="external_prefix_cache_queries_total",

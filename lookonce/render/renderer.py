@@ -143,8 +143,7 @@ class Renderer:
         chosen = chat_options(options)
         kwargs = self._processor_kwargs(chosen.mm_processor_kwargs)
         placeholder_ids = self._encoder.placeholder_ids
-        alone = self._family is not None and self._family.item_alone
-        if self._family is not None and alone:
+        if self._family is not None and self.item_alone:
             named = self._family.modalities
             placeholder_ids = {each: self._family.placeholder_token_id(each) for each in named}
         large = has_many_values(messages, chosen.tools, chosen.chat_template_kwargs)
@@ -161,7 +160,7 @@ class Renderer:
         if self._family is not None and self._family.whole_prompt is not None:
             check_sound_alone(chat)
             return await self._render_sound(self._family.whole_prompt, chat, scope, kwargs, tenant)
-        if alone:
+        if self.item_alone:
             return await self._render_alone(chat, placeholder_ids, scope, kwargs, tenant)
         encoded = await self._encoder.encode_chat(
             chat.conversation,
@@ -407,6 +406,17 @@ class Renderer:
     def tools_template(self) -> str | None:
         """Source of the chat template for requests with tools; None if there is none."""
         return self._encoder.tools_template
+
+    @property
+    def item_alone(self) -> bool:
+        """A prompt is one text, or one item and no text."""
+        return self._family is not None and self._family.item_alone
+
+    @property
+    def takes_messages(self) -> bool:
+        """Whether the model has a chat template, or needs none."""
+        whole = self._family is not None and self._family.whole_prompt is not None
+        return whole or self.item_alone or self._encoder.has_template
 
     @property
     def modalities(self) -> tuple[Modality, ...]:

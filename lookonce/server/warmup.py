@@ -82,8 +82,15 @@ async def _send_warmup_requests(
         for each, _ in media:
             await renderer.open_sound(each.encoded())
         return
+    if not renderer.takes_messages:
+        text: dict[str, list[Body]] = {
+            "/tokenize": [{"prompt": TEXT}],
+            "/v1/completions": [{"prompt": TEXT, "max_tokens": 1}],
+        }
+        await _send_to_served(services, renderer, routes, "text", text)
+        return
     content = [_part(each, data) for each, data in media]
-    if not renderer.transcribes_live:
+    if not (renderer.transcribes_live or (renderer.item_alone and content)):
         content.append({"type": "text", "text": TEXT})
     messages = {"messages": [{"role": "user", "content": content}]}
     chat = {**messages, "max_tokens": 1}
@@ -96,6 +103,17 @@ async def _send_warmup_requests(
         "/tokenize": [messages],
         "/v1/chat/completions": [chat, {**chat, "stream": True}],
     }
+    await _send_to_served(services, renderer, routes, names, requests)
+
+
+async def _send_to_served(
+    services: Services,
+    renderer: ReadOnlyRenderer,
+    routes: Sequence[BaseRoute],
+    names: str,
+    requests: Mapping[str, Sequence[Body]],
+) -> None:
+    """Send `requests` by path, where the path is one of `routes`."""
     served = {route.path for route in routes if isinstance(route, Route)}
     app = build_app(_warmup_services(services, renderer))
     transport = httpx.ASGITransport(app=app)

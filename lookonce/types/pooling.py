@@ -134,9 +134,7 @@ def _from_modules(folder: Path, modules: list[Any]) -> PoolingFiles | None:
                 kind, found["head"] = "last", "logit_score"
                 found |= _token_ids(options)
             case _:
-                raise ModelLoadError(
-                    f"modules.json: modules of type {name!r:.40} are not supported"
-                )
+                raise ModelLoadError(f"modules.json: {name!r:.40} modules are not supported")
     return None if kind is None else PoolingFiles(kind=kind, dense=tuple(dense), **found)
 
 
@@ -160,9 +158,7 @@ def _kind(options: Mapping[str, Any]) -> PoolingKind:
 def _token_ids(options: Mapping[str, Any]) -> dict[str, Any]:
     true_id, false_id = options.get("true_token_id"), options.get("false_token_id")
     if type(true_id) is not int or not (false_id is None or type(false_id) is int):
-        raise ModelLoadError(
-            "the module LogitScore needs true_token_id and may have false_token_id"
-        )
+        raise ModelLoadError("LogitScore needs true_token_id, and may have false_token_id")
     return {"true_token_id": true_id, "false_token_id": false_id}
 
 

@@ -244,6 +244,11 @@ class PromptEncoder:
         return EncodedPrompt(np.array(ids, np.int32), f"{first}\n{second}")
 
     @property
+    def has_template(self) -> bool:
+        """Whether there is a template for conversations."""
+        return "default" in self._sources
+
+    @property
     def compares_by_template(self) -> bool:
         """Whether the chat template takes a query and a document."""
         source = self._sources.get("default", "")

@@ -14,6 +14,7 @@ from lookonce.server.http.body import body_limit, decoded_body, read_body
 from lookonce.server.routes.chat import chat_completions
 from lookonce.server.routes.completions import completions
 from lookonce.server.routes.generate import generate
+from lookonce.server.routes.pooling import embeddings, rerank, score
 from lookonce.server.routes.responses_api.route import create_response
 from lookonce.server.services import Services
 
@@ -25,6 +26,15 @@ HANDLERS: dict[str, Handler] = {
     "token_ids": generate,
 }
 """A field that only one kind of request has → the route that serves it."""
+POOLING_HANDLERS: dict[str, Handler] = {
+    "messages": embeddings,
+    "input": embeddings,
+    "query": rerank,
+    "queries": score,
+    "text_1": score,
+    "data_1": score,
+}
+"""The same of a model that gives embeddings or scores."""
 
 
 async def invocations(request: Request) -> Response:
@@ -37,10 +47,13 @@ async def invocations(request: Request) -> Response:
         raise BadRequestError(
             f"the body is not a JSON object: {error}", code="invalid_json"
         ) from None
-    for name, handler in HANDLERS.items():
+    services.require_ready()
+    pools = services.engine.model.pooling is not None
+    handlers = POOLING_HANDLERS if pools else HANDLERS
+    for name, handler in handlers.items():
         if name in fields:
             return await handler(_with_body(request, body))
-    raise BadRequestError(f"the body has none of {', '.join(HANDLERS)}")
+    raise BadRequestError(f"the body has none of {', '.join(handlers)}")
 
 
 def _fields(body: bytes) -> dict[str, msgspec.Raw]:

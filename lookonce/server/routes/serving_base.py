@@ -205,8 +205,8 @@ class ServingContext:
         pools: bool = False,
     ) -> None:
         """Take a prompt to generate from, or to pool. Special tokens in `keep` are shown as text;
-        `scored_by` is the field that asked for the prompt's log-probabilities. Raises `BadRequestError` for a
-        prompt that the model cannot take."""
+        `scored_by` is the field that asked for the prompt's log-probabilities. Raises
+        `BadRequestError` for a prompt that the model cannot take."""
         self._prompts.append(rendered)
         rendered.tenant = self.principal.tenant
         limit = sampling.max_tokens

@@ -113,7 +113,8 @@ def test_an_embedding_model_refuses_what_it_cannot_do(embedder):
             await refused(node, post, {}, "input")
             await refused(node, post, {"input": "a", **chat}, "input")
             await refused(node, post, {"input": "a", "encoding_format": "bits"}, "encoding_format")
-            await refused(node, post, {"input": "a", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens")  # fmt: skip
+            cut = {"input": "a", "truncate_prompt_tokens": 3}
+            await refused(node, post, cut, "truncate_prompt_tokens")
             long = [5] * (node.engine.model.max_model_len + 1)  # type: ignore[union-attr]
             await refused(node, post, {"input": ["a", long]}, "input[1]")
             fits = await node.ok(post, {"input": [long[1:]]})
@@ -168,7 +169,8 @@ def test_pictures_are_embedded_and_each_is_processed_and_encoded_once(embedder):
             (item,) = moved["reuse_receipt"]["items"]
             assert (item["processor"], item["encoder"]) == ("hit", "hit")
             new = await embed(OTHER, words)
-            assert not np.allclose(vector(new["data"][0]["embedding"]), vector(first["data"][0]["embedding"]), atol=1e-3)  # fmt: skip
+            one, two = (vector(each["data"][0]["embedding"]) for each in (first, new))
+            assert not np.allclose(one, two, atol=1e-3)
             assert node.jobs() == 2
             stats = await node.engine.stats()
             assert stats["encoder_runs_total"] == 2
