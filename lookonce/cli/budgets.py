@@ -20,6 +20,7 @@ from lookonce.render.prompt import long_texts
 from lookonce.server.http.body import MAX_VALUES
 from lookonce.server.http.connections import DISCARD_SECONDS, MAX_PIPELINED
 from lookonce.server.routes.completions import MAX_PROMPTS
+from lookonce.server.routes.pooling import MAX_INPUTS, MAX_NUMBERS
 from lookonce.server.routes.serving_base import MAX_SCORED
 from lookonce.types.logs import MAX_LINES
 from lookonce.types.sampling import MAX_GRAMMAR_BYTES
@@ -89,6 +90,8 @@ BUDGETS = (
            "413"),
     Budget("commas and brackets of a body", MAX_VALUES, "characters", "request", "413"),
     Budget("prompts of a completion", MAX_PROMPTS, "prompts", "request", "400"),
+    Budget("inputs to embed or compare", MAX_INPUTS, "inputs", "request", "400"),
+    Budget("numbers of their vectors", MAX_NUMBERS, "numbers", "request", "400"),
     Budget("log-probabilities of prompts", MAX_SCORED, "numbers", "request", "400"),
     Budget("media of a prompt", _option("limit_mm_per_prompt"), "parts", "request", "400"),
     # texts

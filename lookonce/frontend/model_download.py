@@ -13,8 +13,9 @@ import msgspec
 
 from lookonce.config import Config
 from lookonce.errors import ConfigError, ModelLoadError
-from lookonce.types.model import check_served
+from lookonce.types.model import EMBEDDERS, check_served
 from lookonce.types.network import connection_error
+from lookonce.types.pooling import read_pooling
 
 Json = dict[str, Any]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -31,7 +32,7 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
     `weights`: download the weights too. Raises `ConfigError` naming MODEL.
     """
     folder = local_folder(config.model.folder, weights=weights)
-    check_type(folder)
+    check_type(folder, config.model.pooling)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, folder=folder))
 
 
@@ -77,13 +78,17 @@ def _is_reachable(endpoint: str) -> bool:
     return connection_error(url.hostname or "", port, HUB_SECONDS) is None
 
 
-def check_type(folder: str) -> None:
-    """Raises `ConfigError` for a folder of a model type that is not served."""
+def check_type(folder: str, pooling: str | None = None) -> None:
+    """Raises `ConfigError` for a folder of a model type that is not served, or that pools as is not
+    supported. `pooling` is `--pooling`."""
     try:
         config = msgspec.json.decode((Path(folder) / "config.json").read_bytes(), type=Json)
     except (OSError, msgspec.DecodeError):
         raise ConfigError("MODEL: the folder has no readable config.json") from None
     try:
         check_served(config)
+        pools = read_pooling(folder, config, pooling)
     except ModelLoadError as error:
         raise ConfigError(f"MODEL: {error.message}") from None
+    if pools is None and config.get("model_type") in EMBEDDERS:
+        raise ConfigError("--pooling none: this model gives embeddings and generates nothing")

@@ -55,6 +55,8 @@ from lookonce.types.sampling import SamplingParams
 
 MAX_INPUTS = 2048
 """OpenAI's."""
+MAX_NUMBERS = 1 << 22
+"""Most numbers of one answer's vectors: some 80 MB of JSON."""
 SAMPLING = SamplingParams(max_tokens=1)
 """Nothing is sampled."""
 
@@ -233,7 +235,18 @@ class PooledBuilder:
         }
 
     def _add(self, rendered: RenderedPrompt) -> None:
-        self.context.add_prompt(rendered, SAMPLING, pools=True)
+        """Raises `BadRequestError` where the results would have more numbers than `MAX_NUMBERS`,
+        all of which are in memory at a time."""
+        context = self.context
+        vectors_of_it = rendered.num_tokens if self.pooling.kind == "all" else 1
+        context.num_pooled += vectors_of_it * self.pooling.width
+        context.add_prompt(rendered, SAMPLING, pools=True)
+        if context.num_pooled > MAX_NUMBERS:
+            raise BadRequestError(
+                f"the inputs' vectors would have more than {MAX_NUMBERS} numbers; send fewer at a "
+                "time",
+                param="input",
+            )
 
 
 def _naming(name: str, own: str) -> Any:

@@ -50,6 +50,8 @@ MAX_SCORED = 600_000
 """Most log-probabilities of prompts in one answer: some 30 MB of JSON."""
 MANY_LOGPROBS = 2_000
 """An answer with so many log-probabilities or more is encoded in a thread."""
+MANY_NUMBERS = 50_000
+"""So is one whose vectors have so many numbers."""
 KV_TRANSFER_KEY = "num_lmcache_extra_cached_tokens"
 """With this key in `kv_transfer_params` the answer tells what external KV tiers did."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -177,6 +179,8 @@ class ServingContext:
     aborted: bool = False
     num_scored: int = 0
     """Log-probabilities of prompts that the answer will have."""
+    num_pooled: int = 0
+    """Numbers of the vectors that the answer is made of."""
     on_exit: list[Callable[[], None]] = field(default_factory=list)
     """Called when the request ends, however it does."""
     _entries: dict[int, PromptEntries] = field(default_factory=dict)
@@ -330,6 +334,7 @@ async def _collected(
             return encode(builder.whole(samples))
 
         many = context.num_scored + _num_logprobs(samples) >= MANY_LOGPROBS
+        many = many or context.num_pooled >= MANY_NUMBERS
         body = await asyncio.to_thread(encoded) if many else encoded()
         if complete is not None:
             await complete()
