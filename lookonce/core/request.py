@@ -193,7 +193,7 @@ class Request:
     @property
     def needs_every_position(self) -> bool:
         """The result is made of the hidden states of the whole prompt: cached K/V do not help."""
-        return self.pooling is not None and not self.pooling.from_last_token
+        return self.pooling is not None and not self.pooling.reuses_prefixes
 
     @property
     def non_preemptible(self) -> bool:

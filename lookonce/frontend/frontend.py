@@ -109,8 +109,8 @@ async def limits_learned(client: EngineClient, renderer: Renderer) -> AsyncItera
 
     async def learn() -> None:
         await client.wait_ready()
-        pools = client.model.pooling is not None
-        renderer.max_model_len = client.model.max_model_len + pools  # nothing needs room after it
+        renderer.pools = client.model.pooling is not None
+        renderer.max_model_len = client.model.max_model_len
         renderer.vocab_size = client.model.vocab_size
 
     learning = asyncio.create_task(learn())

@@ -89,6 +89,9 @@ def load_model(
         return LoadedModel(model, family, info, dtype, device)
     with torch.inference_mode():
         family.check_kind(pooling.kind)
+        separator = _role_text(config.folder, "sep_token")
+        if separator is not None:
+            family.separator_id = _token_id(config.folder, separator)
         like = torch.zeros(1, family.hidden_size, dtype=dtype, device=device)
         head = make_head(
             Path(config.folder),
@@ -97,7 +100,8 @@ def load_model(
             getattr(family, "lm_head", None),
             like,
         )
-        info = msgspec.structs.replace(info, pooling=pooling_info(pooling, head, like))
+        pools = pooling_info(pooling, head, like, encoder_only=info.encoder_only)
+        info = msgspec.structs.replace(info, pooling=pools)
     return LoadedModel(model, family, info, dtype, device, head)
 
 
@@ -332,7 +336,7 @@ def _eos_token_ids(config: ModelConfig, family: ModelFamily) -> tuple[int, ...]:
     """
     configs = [getattr(family.model, "generation_config", None), family.config, family.text_config]
     found = next((ids for ids in map(_named_by, configs) if ids), [])
-    text = _eos_text(config.folder)
+    text = _role_text(config.folder, "eos_token")
     if text is not None and (token := _token_id(config.folder, text)) is not None:
         found = [*found, token]
     return tuple(token for token in dict.fromkeys(found) if token < family.vocab_size)
@@ -365,10 +369,10 @@ def _named_by(config: Any) -> list[int]:
     return list(found) if isinstance(found, list) else [int(found)]
 
 
-def _eos_text(folder: str) -> str | None:
-    """The text of the tokenizer's end of sequence, which files hold plainly or in an object."""
+def _role_text(folder: str, role: str) -> str | None:
+    """The text of the tokenizer's token for a role, which files hold plainly or in an object."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = _read(folder, name, Json).get("eos_token")
+        token = _read(folder, name, Json).get(role)
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):
             return text

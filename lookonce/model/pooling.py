@@ -135,10 +135,18 @@ def make_head(
     return nn.Sequential(*layers)
 
 
-def pooling_info(files: PoolingFiles, head: Head | None, like: Tensor) -> PoolingInfo:
+def pooling_info(
+    files: PoolingFiles, head: Head | None, like: Tensor, *, encoder_only: bool
+) -> PoolingInfo:
     """What other processes know. `like` [1, H] has the model's dtype."""
     width = like.shape[-1] if head is None else head(like).shape[-1]
-    return PoolingInfo(files.kind, int(width), files.normalize, scores=bool(files.head))
+    return PoolingInfo(
+        files.kind,
+        int(width),
+        files.normalize,
+        scores=bool(files.head),
+        reuses_prefixes=files.kind == "last" and not encoder_only,
+    )
 
 
 def _logit_score(files: PoolingFiles, lm_head: Any) -> Head:

@@ -71,7 +71,11 @@ from lookonce.render.prompt.placeholders import match_placeholders, place_media,
 from lookonce.render.prompt.token_cache import TokenCache
 from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
-from lookonce.types.request_validation import check_prompt_length, check_token_ids
+from lookonce.types.request_validation import (
+    check_input_length,
+    check_prompt_length,
+    check_token_ids,
+)
 from lookonce.types.sampling import SamplingParams
 
 
@@ -98,6 +102,9 @@ class Renderer:
         self.tokenizer = encoder.tokenizer
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
+        self.pools = False
+        """The model generates nothing, so that a prompt needs no room for an answer; may be set
+        later, too."""
         self._encoder = encoder
         self._family = family
         self._resolver = resolver
@@ -165,7 +172,7 @@ class Renderer:
         encoded = await self._encoder.encode_chat(
             chat.conversation,
             chosen,
-            self.max_model_len,
+            self._text_limit,
             large=large,
             cache=self.token_cache,
             scope=scope,
@@ -174,13 +181,13 @@ class Renderer:
         )
         modalities = [source.modality for source in chat.sources]
         positions = match_placeholders(encoded.ids, modalities, placeholder_ids)
-        check_prompt_length(len(encoded.ids), self.max_model_len, "messages")
+        self._check_length(len(encoded.ids), "messages")
         if not chat.sources or self._resolver is None:
             return RenderedPrompt(encoded.ids, scope=scope, text=encoded.text)
         items = await self._resolver.resolve(chat.sources, scope, kwargs, tenant=tenant)
         try:
             rendered = place_media(encoded.ids, items, positions)
-            check_prompt_length(rendered.num_tokens, self.max_model_len, "messages")
+            self._check_length(rendered.num_tokens, "messages")
         except BaseException:
             self._resolver.release(items)
             raise
@@ -206,12 +213,12 @@ class Renderer:
             encoded = await self._encoder.encode_text(
                 text,
                 add_special_tokens=True,
-                max_tokens=self.max_model_len,
+                max_tokens=self._text_limit,
                 cache=self.token_cache,
                 scope=scope,
                 tenant=tenant,
             )
-            check_prompt_length(len(encoded.ids), self.max_model_len, "messages")
+            self._check_length(len(encoded.ids), "messages")
             return RenderedPrompt(encoded.ids, scope=scope, text=encoded.text)
         assert self._resolver is not None
         items = await self._resolver.resolve(chat.sources, scope, kwargs, tenant=tenant)
@@ -253,8 +260,8 @@ class Renderer:
                     param=param,
                 )
             texts.append(found)
-        encoded = await self._encoder.encode_pair(*texts, max_tokens=self.max_model_len)
-        check_prompt_length(len(encoded.ids), self.max_model_len, "prompt")
+        encoded = await self._encoder.encode_pair(*texts, max_tokens=self._text_limit)
+        self._check_length(len(encoded.ids), "prompt")
         scope = scope_digest(tenant, cache_salt)
         return RenderedPrompt(encoded.ids, scope=scope, text=encoded.text)
 
@@ -272,7 +279,7 @@ class Renderer:
         try:
             rendered = place_sound(whole_prompt, items[0])
             # Every frame of the sound takes a token.
-            check_prompt_length(items[0].expansion.length, self.max_model_len, "messages")
+            self._check_length(items[0].expansion.length, "messages")
         except BaseException:
             self._resolver.release(items)
             raise
@@ -314,17 +321,17 @@ class Renderer:
             encoded = await self._encoder.encode_text(
                 prompt,
                 add_special_tokens=add_special_tokens,
-                max_tokens=self.max_model_len,
+                max_tokens=self._text_limit,
                 cache=self.token_cache,
                 scope=scope,
                 tenant=tenant,
             )
             rendered = RenderedPrompt(encoded.ids, scope=scope, text=encoded.text)
         else:
-            check_prompt_length(len(prompt), self.max_model_len, "prompt")
+            self._check_length(len(prompt), "prompt")
             self._check_token_ids(prompt)
             rendered = RenderedPrompt(prompt, scope=scope)
-        check_prompt_length(rendered.num_tokens, self.max_model_len, "prompt")
+        self._check_length(rendered.num_tokens, "prompt")
         return rendered
 
     async def render_tokens(
@@ -343,7 +350,7 @@ class Renderer:
         the part at fault. After an error or a cancellation no pin is left.
         """
         self._check_takes_text("token_ids")
-        check_prompt_length(len(token_ids), self.max_model_len, "token_ids")
+        self._check_length(len(token_ids), "token_ids")
         scope = scope_digest(tenant, cache_salt)
         placed = sorted(media, key=lambda each: each.offset)
         items = await self._external_items(
@@ -482,6 +489,18 @@ class Renderer:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     # --- inside -------------------------------------------------------------------------------
+
+    def _check_length(self, num_tokens: int, param: str) -> None:
+        """Refuse an empty prompt and one that is too long."""
+        if self.pools and self.max_model_len is not None:
+            check_input_length(num_tokens, self.max_model_len, param)
+        else:
+            check_prompt_length(num_tokens, self.max_model_len, param)
+
+    @property
+    def _text_limit(self) -> int | None:
+        """Tokens that a text must stay below."""
+        return None if self.max_model_len is None else self.max_model_len + self.pools
 
     def _processor_kwargs(self, kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
         if not kwargs:

@@ -53,10 +53,9 @@ class PoolingInfo(msgspec.Struct, frozen=True, array_like=True):
     scores: bool = False
     """The numbers are logits of a classification: the model compares two texts, or names labels."""
 
-    @property
-    def from_last_token(self) -> bool:
-        """Whether a cached prefix saves computing: other kinds need every hidden state."""
-        return self.kind == "last"
+    reuses_prefixes: bool = False
+    """A cached prefix saves computing: the last token's hidden state alone is needed, and it is
+    computed from keys and values."""
 
 
 class PoolingFiles(msgspec.Struct, frozen=True, kw_only=True):

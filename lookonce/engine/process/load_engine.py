@@ -37,7 +37,7 @@ CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 """Linux's files of a container's memory limit: cgroup v2 and v1."""
-ENCODER_ONLY_TOKENS = 1 << 19
+ENCODER_ONLY_TOKENS = 1 << 17
 """KV slots of a model that keeps no keys and values: tokens of prompts under way."""
 Progress = Callable[[int, int], None]
 """Called with (number of weights loaded, number of weights in all)."""

@@ -53,6 +53,8 @@ class ModelFamily:
     that draft tokens (MTP), and pooling heads of vision encoders. transformers itself drops Omni's
     talker."""
 
+    separator_id: int | None = None
+    """The token between two texts, where the tokenizer has one; set where the model pools."""
     logit_scale: float = 1.0
     """What the output head gives is multiplied by this, before any softcap."""
 

@@ -47,7 +47,7 @@ class EncoderOnlyFamily(ModelFamily):
 
     @property
     def head_dim(self) -> int:
-        return 8
+        return 64
 
     @property
     def num_kv_heads(self) -> int:
@@ -71,9 +71,8 @@ class EncoderOnlyFamily(ModelFamily):
             for row, index in enumerate(group):
                 ids[row, : lengths[index]] = prompts[index]
                 mask[row, : lengths[index]] = 1
+            states = self._hidden_states(ids.long(), mask.long())
             for row, index in enumerate(group):
-                if row == 0:
-                    states = self._hidden_states(ids.long(), mask)
                 hidden[index] = states[row, : lengths[index]]
         return torch.cat([states for states in hidden if states is not None])
 
@@ -145,15 +144,12 @@ class BertFamily(EncoderOnlyFamily):
 
     def _token_types(self, ids: Tensor) -> Tensor | None:
         """0 up to the first separator, 1 behind it: the second text of a pair."""
-        separator = getattr(self, "separator_id", None)
-        if self.config.type_vocab_size < 2 or separator is None:
+        if self.config.type_vocab_size < 2 or self.separator_id is None:
             return None
-        behind = (ids == separator).cumsum(-1) - (ids == separator).long()
+        separators = (ids == self.separator_id).long()
+        behind = separators.cumsum(-1) - separators
         types: Tensor = (behind > 0).long()
         return types
-
-    separator_id: int | None = None
-    """Set for models that compare two texts."""
 
     def pooling_head(self) -> Any:
         """Of a model that classifies: applied to the first token's hidden state [n, H]."""
