@@ -71,7 +71,7 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
 class PooledOutput(msgspec.Struct, kw_only=True):
     object: str = "pooling"
     index: int
-    data: list[float] | list[list[float]] | str
+    data: list[float | list[float]] | str
 
 
 class PoolingList(msgspec.Struct, kw_only=True):

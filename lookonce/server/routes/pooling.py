@@ -331,17 +331,17 @@ class PoolingBuilder(EmbeddingsBuilder):
             reuse_receipt=context.receipt(),
         )
 
-    def _data(self, index: int) -> list[float] | list[list[float]] | str:
+    def _data(self, index: int) -> list[float | list[float]] | str:
         if self.pooling.scores:
             found = self.pooled(index)
             found = found if self.body.use_activation is False else probabilities(found)
         else:
             found = self._vectors(index)
-        if self.pooling.kind != "all":
-            return encoded(found.reshape(-1), self.body.encoding_format)
         if self.body.encoding_format == "base64":
             return encoded(found, "base64")
-        each: list[list[float]] = found.tolist()
+        if self.pooling.kind != "all":
+            return list(found[0].tolist())
+        each: list[float | list[float]] = found.tolist()
         return each
 
 
