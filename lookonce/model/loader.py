@@ -90,7 +90,7 @@ def load_model(
     with torch.inference_mode():
         family.check_kind(pooling.kind)
         separator = _role_text(config.folder, "sep_token")
-        if separator is not None:
+        if separator is not None and pooling.head == "classifier":
             family.separator_id = _token_id(config.folder, separator)
         like = torch.zeros(1, family.hidden_size, dtype=dtype, device=device)
         head = make_head(

@@ -229,7 +229,7 @@ def test_a_cross_encoder_s_logit_is_transformers(embedder, kind, longest):
     expected_length = longest or 200 - config.pad_token_id - 1
     assert loaded.info.max_model_len == expected_length
     separator = config.eos_token_id
-    ids = [3, 5, 6, 7, separator, 8, 9, separator]
+    ids = [3, 16, 6, 7, separator, 8, 9, separator]
     types = [0] * 5 + [1] * 3 if kind == "cross" else [0] * 8
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     expected = model(torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits[0]

@@ -54,7 +54,7 @@ class ModelFamily:
     talker."""
 
     separator_id: int | None = None
-    """The token between two texts, where the tokenizer has one; set where the model pools."""
+    """The token between two texts, where the tokenizer has one; set where the model compares."""
     logit_scale: float = 1.0
     """What the output head gives is multiplied by this, before any softcap."""
 

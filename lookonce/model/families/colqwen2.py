@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lookonce.model.families.base import Model
@@ -20,6 +21,9 @@ class ColQwen2Family(Qwen2_5VLFamily):
         self.text_config = model.config.get_text_config(decoder=True)
         self.decoder = model.vlm.language_model
         self.embed_tokens: nn.Module = model.vlm.get_input_embeddings()
+        with torch.device("meta"):
+            self.lm_head = nn.Linear(self.hidden_size, self.vocab_size, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight  # nothing is generated; no weights are made
 
     @classmethod
     def transformers_class(cls) -> Any:
