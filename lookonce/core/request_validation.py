@@ -48,7 +48,10 @@ class RequestValidator:
         if pools:
             _check_pooled(request.sampling)
         # A token that is generated needs room; a pooled prompt generates none.
-        check_prompt_capacity(len(prompt), self._model.max_model_len + pools, self._kv_tokens)
+        limit = self._model.max_model_len
+        if self._model.encoder_only:
+            limit = min(limit, self.token_budget)
+        check_prompt_capacity(len(prompt), limit + pools, self._kv_tokens)
         _check_end(features, len(prompt))
         self._check_items(features)
         check_token_array(prompt, self._model.vocab_size, features.covered)

@@ -451,6 +451,8 @@ class UpdateFromOutput:
         num_full = sequence.num_computed // pool.block_size
         if num_full <= sequence.num_registered or not self._state.prefix_caching:
             return
+        if sequence.request.needs_every_position:
+            return  # nothing would look for them
         session = sequence.request.session
         if session is not None and session.num_dropped:
             return  # no prompt begins as its tokens do

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from lookonce.errors import BadRequestError, ModelLoadError
+from lookonce.render.families.registry import load_family
+from lookonce.types.media import feature_at
 from lookonce.types.pooling import read_pooling
-from tests.support.model.cases import CaseMaker, picture
+from lookonce.types.request import GenerateRequest
+from lookonce.types.sampling import SamplingParams
+from tests.support.model.cases import Case, CaseMaker, array, picture
 from tests.support.model.pooling import PooledEngine, load_pooled, text_case
 from tests.support.model_folders.embedders import add_pooling
 
@@ -30,11 +37,16 @@ def copied(folder: Path, target: Path) -> Path:
     return target
 
 
+@cache
+def plain_model(folder: Path) -> Any:
+    """Plain transformers'."""
+    return transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 @torch.inference_mode()
 def hidden_states(folder: Path, token_ids: list[int]) -> torch.Tensor:
     """[T, H] of plain transformers."""
-    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    output: torch.Tensor = model(torch.tensor([token_ids])).last_hidden_state[0]
+    output: torch.Tensor = plain_model(folder)(torch.tensor([token_ids])).last_hidden_state[0]
     return output
 
 
@@ -80,8 +92,6 @@ def test_a_folder_s_dense_layer_follows(embedder, tmp_path):
     assert loaded.info.pooling is not None
     assert (loaded.info.pooling.width, loaded.info.pooling.normalize) == (16, False)
     (found,) = PooledEngine(loaded, budget=16).pool([text_case(TEXTS[2])]).vectors
-    from safetensors.torch import load_file
-
     weights = load_file(folder / "2_Dense" / "model.safetensors")
     mean = hidden_states(folder, TEXTS[2]).mean(0)
     expected = torch.tanh(weights["linear.weight"] @ mean + weights["linear.bias"])
@@ -138,8 +148,6 @@ def test_prompts_that_were_preempted_give_the_same(embedder):
 
 
 def test_a_missing_output_head_is_no_loss(embedder, tmp_path):
-    from safetensors.torch import load_file, save_file
-
     folder = copied(embedder("text"), tmp_path / "headless")
     weights = load_file(folder / "model.safetensors")
     del weights["lm_head.weight"]
@@ -273,8 +281,6 @@ def test_logits_of_two_tokens_make_a_reranker(folder, tmp_path):
 def test_two_towers_give_transformers_vectors_of_texts_and_pictures(embedder, kind):
     folder = embedder(kind)
     loaded = load_pooled(folder)
-    from lookonce.render.families.registry import load_family
-
     processing = load_family(folder, "float32")
     assert processing is not None
     item = processing.process("image", picture(4), {})
@@ -284,9 +290,6 @@ def test_two_towers_give_transformers_vectors_of_texts_and_pictures(embedder, ki
     eos = loaded.family.text_config.eos_token_id
     texts = [[5, 6, 7, eos], [20, eos], [8, 9, 10, 11, 12, 13, eos]]
     engine = PooledEngine(loaded, budget=64)
-    from lookonce.types.media import feature_at
-    from tests.support.model.cases import Case
-
     key = bytes(31) + b"\1"
     ids = np.array(item.expansion.token_ids(), np.int32)
     seen = Case(ids, (feature_at(key, "image", item.expansion, 0),), {key: item}, {})
@@ -320,10 +323,6 @@ def test_what_a_folder_asks_for_and_is_not_there_is_refused(embedder, tmp_path):
 
 
 def test_a_model_that_pools_takes_nothing_of_generated_tokens(text):
-    from lookonce.types.request import GenerateRequest
-    from lookonce.types.sampling import SamplingParams
-    from tests.support.model.cases import array
-
     core = PooledEngine(text, budget=64).core
     request = GenerateRequest(
         "1", bytes(32), array(np.array([1, 2], np.int32)), (), SamplingParams(n=2), 0.0

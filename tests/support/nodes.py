@@ -28,6 +28,7 @@ from lookonce.engine.process.load_engine import load_engine
 from lookonce.engine.process_io import engine_settings
 from lookonce.frontend.frontend import RenderOnlyEngine
 from lookonce.frontend.metrics import Metrics
+from lookonce.render.families.registry import load_family
 from lookonce.render.media import external_items
 from lookonce.render.media.loader import MediaLoader
 from lookonce.render.media.processing import MediaJob, Processed
@@ -67,7 +68,8 @@ class Node:
 
     services: Services
     http: httpx.AsyncClient
-    pool: CountingPool
+    pool: CountingPool | None
+    """None for a model of text alone."""
     engine: EngineClient | None = None
 
     async def post(self, path: str, body: object, *, key: str | None = None) -> httpx.Response:
@@ -164,7 +166,11 @@ async def render_node(folder: Path, **options: Any) -> AsyncIterator[Node]:
 
 @asynccontextmanager
 async def _node(
-    config: Config, pool: CountingPool, engine: EngineClient | None, renderer: Any, readonly: Any
+    config: Config,
+    pool: CountingPool | None,
+    engine: EngineClient | None,
+    renderer: Any,
+    readonly: Any,
 ) -> AsyncIterator[Node]:
     services = Services(
         config=config,
@@ -209,11 +215,14 @@ async def _renderer(
     directory: RendererDirectory,
     uuids: NameBindings | UuidBindings,
     slabs: OwnSlabs | None = None,
-) -> AsyncIterator[tuple[Renderer, CountingPool]]:
+) -> AsyncIterator[tuple[Renderer, CountingPool | None]]:
     """The real renderer, except that it decodes and processes right here."""
     folder = Path(config.model.folder)
-    pool, loader = CountingPool(folder, slabs), MediaLoader(config.media)
     tokenizer = Tokenizer.load(folder)
+    if load_family(folder, config.model.dtype) is None:
+        yield Renderer(encoder=PromptEncoder(tokenizer, template_sources(folder, tokenizer))), None
+        return
+    pool, loader = CountingPool(folder, slabs), MediaLoader(config.media)
     resolver = MediaResolver(
         family=pool.family,
         directory=directory,

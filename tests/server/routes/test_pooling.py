@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,11 @@ from tests.support.drawing import image_part
 from tests.support.model.cases import picture
 from tests.support.nodes import Node, engine_node, run
 
+EXAMPLES = re.findall(
+    r"```json\n(.*?)```",
+    (Path(__file__).parents[3] / "docs" / "embeddings.md").read_text(),
+    re.DOTALL,
+)
 PART = image_part(picture(1))
 OTHER = image_part(picture(2))
 
@@ -35,6 +42,12 @@ def expected(folder: Path, token_ids: list[int]) -> np.ndarray:
     model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     last = model(torch.tensor([token_ids])).last_hidden_state[0, -1].numpy()
     return last / np.linalg.norm(last)
+
+
+def example(number: int) -> Any:
+    """A body that the page about embeddings shows."""
+    data = PART["image_url"]["url"].partition(",")[2]
+    return json.loads(EXAMPLES[number].replace("DATA", data))
 
 
 async def refused(node: Node, path: str, body: object, param: str | None) -> str:
@@ -81,6 +94,8 @@ def test_embeddings_of_texts_by_openai_s_client(embedder):
             short = await create(model="m", input="a red circle", dimensions=8)
             cut = found[:8] / np.linalg.norm(found[:8])
             assert np.allclose(short.data[0].embedding, cut, atol=1e-6)
+            assert (await node.post("/v1/embeddings", example(0))).status_code == 200
+
             raw = await create(model="m", input="a red circle", extra_body={"normalize": False})
             assert np.linalg.norm(raw.data[0].embedding) > 1.5
 
@@ -193,6 +208,9 @@ def test_pictures_are_embedded_and_each_is_processed_and_encoded_once(embedder):
             assert await refused(
                 node, "/v1/score", {"queries": "a", "documents": [{"content": 5}]}, "documents[0]"
             )
+            assert (await node.ok("/v1/embeddings", example(1)))["data"]
+            assert len((await node.ok("/v1/rerank", example(2)))["results"]) == 1
+
             broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
             answer = await node.post(
                 "/v1/rerank", {"query": "a", "documents": ["b", {"content": [broken]}]}
