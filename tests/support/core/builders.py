@@ -16,6 +16,7 @@ from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerState
 from lookonce.types.media import Array, Expansion, MediaFeature, Modality, ProcessedItem
 from lookonce.types.model import ModelInfo
+from lookonce.types.pooling import PoolingInfo
 from lookonce.types.ports import Clock
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
@@ -93,6 +94,8 @@ def model_info(
     eos_token_ids: tuple[int, ...] = (EOS,),
     unsplittable: tuple[Modality, ...] = (),
     largest_unsplittable: int = 0,
+    pooling: PoolingInfo | None = None,
+    encoder_only: bool = False,
 ) -> ModelInfo:
     return ModelInfo(
         name="fake",
@@ -105,6 +108,8 @@ def model_info(
         encoder_row_bytes=ROW_BYTES,
         unsplittable=unsplittable,
         largest_unsplittable=largest_unsplittable,
+        pooling=pooling,
+        encoder_only=encoder_only,
     )
 
 

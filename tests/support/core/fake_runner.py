@@ -76,6 +76,8 @@ class FakeRunner:
         """Every key that was encoded, in order."""
         self.lost: set[bytes] = set()
         self.computed_tokens = 0
+        self._pooled: dict[int, bytes] = {}
+        """Of this step: the state after the last token, of models that pool."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         for seq_id in plan.finished:
@@ -92,6 +94,7 @@ class FakeRunner:
         self._encode(plan, failed)
         self._check_budgets(plan)
         broken: dict[int, LookOnceError] = {}
+        self._pooled = {}
         prompt_logprobs = {chunk.seq_id: self._score(chunk) for chunk in plan.scheduled}
         tokens = [
             token
@@ -102,6 +105,7 @@ class FakeRunner:
         return StepResult(
             token_ids=tuple(tokens),
             prompt_logprobs={s: scored for s, scored in prompt_logprobs.items() if scored},
+            pooled=self._pooled,
             failed_items=failed,
             failed_sequences=broken,
             lost_copies=tuple(lost_copies),
@@ -228,6 +232,8 @@ class FakeRunner:
         self._write(chunk, sequence)
         sequence.computed = chunk.start + chunk.num_tokens
         self.computed_tokens += chunk.num_tokens
+        if self.limits.model.pooling is not None and sequence.computed == len(sequence.tokens):
+            self._pooled[chunk.seq_id] = self._read(sequence, sequence.computed - 1)
         if not chunk.sample:
             return None
         state = self._read(sequence, sequence.computed - 1)
@@ -247,11 +253,19 @@ class FakeRunner:
         require(chunk.num_tokens > 0, "a chunk has at least one token")
         if sequence.computed is None:
             require(chunk.start % self.block_size == 0, "a prefix hit covers whole blocks")
+            pooling = self.limits.model.pooling
+            from_start = pooling is not None and not pooling.reuses_prefixes
+            require(chunk.start == 0 or not from_start, "what needs all positions computes them")
         else:
             require(chunk.start == sequence.computed, "positions are computed exactly in order")
         require(end <= len(sequence.tokens), "only known tokens are computed")
         at_end = end == len(sequence.tokens)
         unanswered = at_end and not chunk.sample and self.allows_unanswered
+        pools = self.limits.model.pooling is not None
+        require(not (pools and chunk.sample), "a model that pools samples nothing")
+        uncut = at_end or not self.limits.model.encoder_only
+        require(uncut, "a prompt that is computed whole is not cut")
+        unanswered = unanswered or (pools and at_end)
         require(unanswered or chunk.sample == at_end, "sampled exactly after the last")
         touched = [sequence.features[i] for i in sequence.features.overlapping(chunk.start, end)]
         whole = [f for f in touched if f.modality in self.unsplittable]
@@ -311,6 +325,14 @@ def advance(
     """The "K/V" of the next position."""
     entry = token.to_bytes(4, "little") if row is None else row[0] + row[1].to_bytes(4, "little")
     return hashlib.blake2b(b"".join((before, entry, *inputs)), digest_size=16).digest()
+
+
+def pooled_reference(request: GenerateRequest) -> bytes:
+    """What a model that pools gives, without any scheduling."""
+    features, state = MultiModalFeatures(request.features), b""
+    for position, token in enumerate(np.frombuffer(request.prompt.data, "<i4").tolist()):
+        state = advance(state, token, row_at(features, position))
+    return state
 
 
 def sample(state: bytes, sample_index: int) -> int:
