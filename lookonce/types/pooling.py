@@ -30,12 +30,15 @@ EMBEDDING_TYPES: dict[str, PoolingKind] = {
     "bert": "cls",
     "clip": "last",
     "colqwen2": "all",
+    "distilbert": "cls",
+    "modernbert": "cls",
+    "mpnet": "mean",
     "roberta": "cls",
     "siglip": "last",
     "xlm-roberta": "cls",
 }
 """Types of model that do not generate → how they pool where no file says otherwise."""
-ENCODER_ONLY: tuple[str, ...] = ("bert", "clip", "roberta", "siglip", "xlm-roberta")
+ENCODER_ONLY = frozenset(EMBEDDING_TYPES) - {"colqwen2"}
 """Of these, types that compute a whole input at once and keep no keys and values."""
 CLASSIFIER = "ForSequenceClassification"
 """End of the names of architectures with a classification head."""
@@ -83,10 +86,25 @@ def read_pooling(
     if asked == "none":
         return None
     found = _from_files(Path(folder), config)
+    if asked is None and found is None:
+        return None
+    _refuse_other_attention(config)
     if asked is None:
         return found
     kind = next(kind for kind in POOLING_KINDS if kind == asked)
     return PoolingFiles(kind=kind) if found is None else msgspec.structs.replace(found, kind=kind)
+
+
+def _refuse_other_attention(config: Mapping[str, object]) -> None:
+    """Raises `ModelLoadError` for decoders whose own code lets tokens attend to later ones: by
+    transformers' code they would give other vectors."""
+    model_type = str(config.get("model_type", ""))
+    both_ways = config.get("use_bidirectional_attention") is True and model_type != "gemma3_text"
+    if both_ways or (config.get("is_causal") is False and model_type not in EMBEDDING_TYPES):
+        raise ModelLoadError(
+            "the model's tokens attend to later ones (is_causal false), which code of its own does "
+            "and transformers' does not; that is not supported"
+        )
 
 
 def _from_files(folder: Path, config: Mapping[str, object]) -> PoolingFiles | None:
@@ -96,6 +114,8 @@ def _from_files(folder: Path, config: Mapping[str, object]) -> PoolingFiles | No
     model_type = str(config.get("model_type", ""))
     if has_classifier(config):
         kind: PoolingKind = "cls" if model_type in ENCODER_ONLY else "last"
+        if config.get("classifier_pooling") == "mean":
+            kind = "mean"
         return PoolingFiles(kind=kind, normalize=False, head="classifier")
     if model_type in EMBEDDING_TYPES:
         return PoolingFiles(kind=EMBEDDING_TYPES[model_type])

@@ -33,6 +33,7 @@ MEAN = PoolingInfo("mean", 4)
 PICTURES = [
     [],
     [feature("d", 2, 8), feature("a", 12, 2)],
+    [feature("e", 2, 8), feature("a", 12, 2)],
     [feature("d", 2, 8), feature("c", 20, 5), feature("d", 30, 8)],
 ]
 
@@ -75,7 +76,7 @@ class PooledMachine(RuleBasedStateMachine):
     @rule(
         lengths=st.lists(st.sampled_from([LONGEST, 30, 24, 17, 5, 1]), min_size=1, max_size=4),
         pictures=st.sampled_from(PICTURES),
-        lacking=st.sets(st.sampled_from(["a", "c", "d"])),
+        lacking=st.sets(st.sampled_from(["a", "c", "d", "e"])),
         arrival=st.floats(0, 10),
         scope=st.sampled_from([b"1" * 32, b"1" * 32, b"2" * 32]),
     )

@@ -247,6 +247,29 @@ def test_a_cross_encoder_s_logit_is_transformers(embedder, kind, longest):
     assert kind == "roberta" or not close(found[0], others.logits[0])
 
 
+@pytest.mark.parametrize("kind", ["distilbert", "modernbert"])
+@torch.inference_mode()
+def test_other_classifiers_of_bert_s_kin(embedder, kind):
+    loaded = load_pooled(embedder(kind))
+    auto = transformers.AutoModelForSequenceClassification
+    model = auto.from_pretrained(embedder(kind), dtype=torch.float32).eval()
+    found = PooledEngine(loaded, budget=128).pool([text_case(ids) for ids in TEXTS]).vectors
+    for ids, logit in zip(TEXTS, found, strict=True):
+        assert close(logit[0], model(torch.tensor([ids])).logits[0])
+
+
+@pytest.mark.parametrize("kind", ["mpnet", "gemma"])
+def test_means_over_tokens_that_attend_to_all_others(embedder, kind):
+    """Gemma's weights in a decoder that looks back alone give other vectors."""
+    loaded = load_pooled(embedder(kind))
+    assert loaded.info.encoder_only
+    found = PooledEngine(loaded, budget=128).pool([text_case(ids) for ids in TEXTS]).vectors
+    for ids, vector in zip(TEXTS, found, strict=True):
+        hidden = hidden_states(embedder(kind), ids)
+        assert close(vector[0], hidden.mean(0))
+        assert not close(vector[0], hidden[0])
+
+
 @torch.inference_mode()
 def test_a_decoder_s_classification_head_reads_its_last_token(embedder):
     folder = embedder("reranker")
@@ -329,6 +352,13 @@ def test_a_model_that_pools_takes_nothing_of_generated_tokens(text):
     )
     with pytest.raises(BadRequestError, match="n: this model gives embeddings"):
         core.add(request, {})
+
+
+def test_a_decoder_made_to_look_ahead_by_its_own_code_is_refused(embedder):
+    config = json.loads((embedder("text") / "config.json").read_text())
+    for changed in ({"is_causal": False}, {"use_bidirectional_attention": True}):
+        with pytest.raises(ModelLoadError, match="attend to later ones"):
+            read_pooling(embedder("text"), {**config, **changed})
 
 
 def test_two_towers_pool_by_themselves(embedder):

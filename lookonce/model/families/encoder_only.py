@@ -104,6 +104,10 @@ def _groups(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
+WITH_POOLER = ("bert", "mpnet", "roberta", "xlm-roberta")
+"""Types whose plain model has a pooling layer that no embedding uses."""
+
+
 class AnyBert:
     """Reads a model of BERT's kin with its classification head, where the config names one."""
 
@@ -112,17 +116,19 @@ class AnyBert:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if has_classifier(config.to_dict()):
             return AutoModelForSequenceClassification.from_pretrained(folder, **options)
-        return AutoModel.from_pretrained(folder, add_pooling_layer=False, **options)
+        if config.model_type in WITH_POOLER:
+            options["add_pooling_layer"] = False
+        return AutoModel.from_pretrained(folder, **options)
 
 
 class BertFamily(EncoderOnlyFamily):
-    """BERT, RoBERTa and XLM-RoBERTa, with or without a classification head."""
+    """BERT's kin, with or without a classification head."""
 
-    model_types = ("bert", "roberta", "xlm-roberta")
+    model_types = ("bert", "distilbert", "modernbert", "mpnet", "roberta", "xlm-roberta")
     dropped_weights = (
         *ModelFamily.dropped_weights,
         r"(^|\.)pooler\.",
-        r"^(cls|lm_head)\.",
+        r"^(cls|lm_head|head|decoder|vocab_\w+)\.",
         r"\.position_ids$",
     )
 
@@ -132,19 +138,21 @@ class BertFamily(EncoderOnlyFamily):
 
     @property
     def longest_sequence(self) -> int | None:
-        """RoBERTa's positions begin behind the padding token's id."""
+        """The positions of RoBERTa and MPNet begin behind the padding token's id."""
         positions = int(self.config.max_position_embeddings)
-        return positions if self.config.model_type == "bert" else positions - self._pad - 1
+        offset = self.config.model_type in ("mpnet", "roberta", "xlm-roberta")
+        return positions - self._pad - 1 if offset else positions
 
     def _hidden_states(self, ids: Tensor, mask: Tensor) -> Tensor:
-        hidden: Tensor = self.model.base_model(
-            input_ids=ids, attention_mask=mask, token_type_ids=self._token_types(ids)
-        ).last_hidden_state
+        types = self._token_types(ids)
+        given = {} if types is None else {"token_type_ids": types}
+        output = self.model.base_model(input_ids=ids, attention_mask=mask, **given)
+        hidden: Tensor = output.last_hidden_state
         return hidden
 
     def _token_types(self, ids: Tensor) -> Tensor | None:
-        """0 up to the first separator, 1 behind it: the second text of a pair."""
-        if self.config.type_vocab_size < 2 or self.separator_id is None:
+        """0 up to the first separator, 1 behind it: the second text of a pair. None: 0 for all."""
+        if getattr(self.config, "type_vocab_size", 0) < 2 or self.separator_id is None:
             return None
         separators = (ids == self.separator_id).long()
         behind = separators.cumsum(-1) - separators
@@ -152,18 +160,33 @@ class BertFamily(EncoderOnlyFamily):
         return types
 
     def pooling_head(self) -> Any:
-        """Of a model that classifies: applied to the first token's hidden state [n, H]."""
-        classifier = getattr(self.model, "classifier", None)
-        if classifier is None:
+        """Of a model that classifies: applied to pooled hidden states [n, H]."""
+        model = self.model
+        if not hasattr(model, "classifier"):
             return None
-        pooler = getattr(self.model.base_model, "pooler", None)
+        match self.config.model_type:
+            case "modernbert":
+                return nn.Sequential(model.head, model.classifier)
+            case "distilbert":
+                return nn.Sequential(model.pre_classifier, nn.ReLU(), model.classifier)
+            case "bert":
+                return lambda hidden: model.classifier(model.bert.pooler(hidden.unsqueeze(1)))
+        return lambda hidden: model.classifier(hidden.unsqueeze(1))
 
-        def head(hidden: Tensor) -> Tensor:
-            states = hidden.unsqueeze(1)
-            logits: Tensor = classifier(states if pooler is None else pooler(states))
-            return logits
 
-        return head
+class BidirectionalFamily(EncoderOnlyFamily):
+    """A decoder's layers whose tokens attend to all others, as EmbeddingGemma's."""
+
+    dropped_weights = (*ModelFamily.dropped_weights, r"^lm_head\.")
+
+    @classmethod
+    def transformers_class(cls) -> Any:
+        return AutoModel
+
+    def _hidden_states(self, ids: Tensor, mask: Tensor) -> Tensor:
+        output = self.model(input_ids=ids, attention_mask=mask, use_cache=False)
+        hidden: Tensor = output.last_hidden_state
+        return hidden
 
 
 class TwoTowerFamily(EncoderOnlyFamily):

@@ -13,7 +13,11 @@ from lookonce.model.families.encoder_decoder import (
     MoonshineStreamingFamily,
     WhisperFamily,
 )
-from lookonce.model.families.encoder_only import BertFamily, TwoTowerFamily
+from lookonce.model.families.encoder_only import (
+    BertFamily,
+    BidirectionalFamily,
+    TwoTowerFamily,
+)
 from lookonce.model.families.gemma3 import Gemma3Family
 from lookonce.model.families.general import GeneralMediaFamily, GeneralTextFamily
 from lookonce.model.families.idefics3 import Idefics3Family
@@ -53,6 +57,8 @@ FAMILIES: dict[str, type[ModelFamily]] = {
 def family_for(config: Mapping[str, object]) -> type[ModelFamily]:
     """The family of a Hugging Face config. Raises `ModelLoadError` that lists what is supported."""
     model_type = str(config.get("model_type", ""))
+    if config.get("use_bidirectional_attention") is True and model_type == "gemma3_text":
+        return BidirectionalFamily
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     check_served(config)

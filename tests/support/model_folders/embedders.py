@@ -19,6 +19,10 @@ SOURCES = {
     "bert": "llama",
     "cross": "llama",
     "roberta": "llama",
+    "distilbert": "llama",
+    "modernbert": "llama",
+    "mpnet": "llama",
+    "gemma": "gemma3_text",
     "clip": "llava",
     "siglip": "llava",
     "reranker": "qwen3",
@@ -106,7 +110,9 @@ def _new_model(kind: str, folder: Path) -> None:
     model = BUILDERS[kind](transformers, config, ids)
     randomise(model, 11)
     model.save_pretrained(folder)
-    if kind in ("bert", "cross", "roberta"):
+    if kind == "gemma":
+        add_pooling(folder, "mean_tokens", normalize=True)
+    if kind in ("bert", "cross", "roberta", "distilbert", "modernbert", "mpnet"):
         _pair_tokenizer(folder, ids["eos_token_id"])
     if kind == "reranker":
         (folder / "chat_template.jinja").write_text(PAIR_TEMPLATE)
@@ -144,6 +150,51 @@ def _bert_config(transformers: Any, ids: Mapping[str, int], name: str = "BertCon
 
 def _bert(transformers: Any, config: Json, ids: Mapping[str, int]) -> Any:
     return transformers.BertModel(_bert_config(transformers, ids)).eval()
+
+
+def _distilbert(transformers: Any, config: Json, ids: Mapping[str, int]) -> Any:
+    chosen = transformers.DistilBertConfig(
+        vocab_size=320, dim=64, n_layers=2, n_heads=4, hidden_dim=128, num_labels=1, **ids
+    )
+    return transformers.DistilBertForSequenceClassification(chosen).eval()
+
+
+def _modernbert(transformers: Any, config: Json, ids: Mapping[str, int]) -> Any:
+    chosen = transformers.ModernBertConfig(
+        vocab_size=320,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=128,
+        local_attention=16,
+        num_labels=1,
+        classifier_pooling="mean",
+        cls_token_id=3,
+        sep_token_id=ids["eos_token_id"],
+        bos_token_id=3,
+        **ids,
+    )
+    return transformers.ModernBertForSequenceClassification(chosen).eval()
+
+
+def _mpnet(transformers: Any, config: Json, ids: Mapping[str, int]) -> Any:
+    chosen = transformers.MPNetConfig(
+        vocab_size=320,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=200,
+        bos_token_id=3,
+        **ids,
+    )
+    return transformers.MPNetModel(chosen).eval()
+
+
+def _gemma(transformers: Any, config: Json, ids: Mapping[str, int]) -> Any:
+    """As EmbeddingGemma: every token attends to all others."""
+    given = {**config, "architectures": None, "use_bidirectional_attention": True}
+    return transformers.Gemma3TextModel(transformers.Gemma3TextConfig(**given)).eval()
 
 
 def _cross(transformers: Any, config: Json, ids: Mapping[str, int]) -> Any:
@@ -188,6 +239,10 @@ BUILDERS = {
     "bert": _bert,
     "cross": _cross,
     "roberta": _roberta,
+    "distilbert": _distilbert,
+    "modernbert": _modernbert,
+    "mpnet": _mpnet,
+    "gemma": _gemma,
     "reranker": _reranker,
     "colqwen2": _colqwen2,
     "clip": _clip,
