@@ -18,7 +18,7 @@ from lookonce.types.media import Array, Expansion, MediaFeature, Modality, Proce
 from lookonce.types.model import ModelInfo
 from lookonce.types.pooling import PoolingInfo
 from lookonce.types.ports import Clock
-from lookonce.types.request import GenerateRequest
+from lookonce.types.request import ExtendOptions, GenerateRequest
 from lookonce.types.sampling import SamplingParams
 
 VOCAB = 1000
@@ -26,6 +26,7 @@ EOS = 2
 PLACEHOLDER = 999
 ROW_BYTES = 8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+INTERRUPT = ExtendOptions(interrupt=True)
 
 
 def key(name: str) -> bytes:
