@@ -202,7 +202,7 @@ class PoolingFields(RefusesUnsupported, kw_only=True):
     mm_processor_kwargs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    stream: Literal[False] | None = None
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     use_activation: bool | None = None
     """vLLM's: scores are probabilities (the default), or logits."""

@@ -72,19 +72,17 @@ class Pooler:
         pooled = torch.stack([self._vector(seq_id) for seq_id in ended])
         if self._head is not None:
             pooled = self._head(pooled.to(hidden.dtype))
-        return dict(zip(ended, pooled.float().cpu(), strict=True))
+        return dict(zip(ended, pooled.float().cpu().unbind(), strict=True))
 
     def _part(self, rows: Tensor, *, is_start: bool, is_end: bool) -> Tensor | None:
         """What a chunk's hidden states [t, H] add to the result."""
-        match self._kind:
-            case "mean":
-                return rows.float().sum(0)
-            case "all":
-                return (rows if self._head is None else self._head(rows)).float().cpu()
-            case "cls":
-                return rows[0].clone() if is_start else None
-            case "last":
-                return rows[-1].clone() if is_end else None
+        if self._kind == "mean":
+            return rows.float().sum(0)
+        if self._kind == "all":
+            return (rows if self._head is None else self._head(rows)).float().cpu()
+        if self._kind == "cls":
+            return rows[0].clone() if is_start else None
+        return rows[-1].clone() if is_end else None
 
     def _vector(self, seq_id: int) -> Tensor:
         parts = self._parts[seq_id]

@@ -20,10 +20,11 @@ class ColQwen2Family(Qwen2_5VLFamily):
         self.config = model.config
         self.text_config = model.config.get_text_config(decoder=True)
         self.decoder = model.vlm.language_model
-        self.embed_tokens: nn.Module = model.vlm.get_input_embeddings()
+        embeddings: Any = model.vlm.get_input_embeddings()
+        self.embed_tokens: nn.Module = embeddings
         with torch.device("meta"):
             self.lm_head = nn.Linear(self.hidden_size, self.vocab_size, bias=False)
-        self.lm_head.weight = self.embed_tokens.weight  # nothing is generated; no weights are made
+        self.lm_head.weight = embeddings.weight  # nothing is generated; no weights are made
 
     @classmethod
     def transformers_class(cls) -> Any:

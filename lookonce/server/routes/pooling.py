@@ -64,7 +64,7 @@ SAMPLING = SamplingParams(max_tokens=1)
 async def embeddings(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, EmbeddingsRequest)
-    context = open_context(request, body, arrival, pools=True)
+    context = _open(request, body, arrival)
     pooling = require_pools(context.services.engine.model)
     if pooling.scores:
         raise BadRequestError(
@@ -83,7 +83,7 @@ async def embeddings(request: Request) -> Response:
 async def pool(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, PoolingRequest)
-    context = open_context(request, body, arrival, pools=True)
+    context = _open(request, body, arrival)
     pooling = require_pools(context.services.engine.model)
     check_dimensions(body.dimensions, pooling)
     return await respond(request, context, PoolingBuilder(context, body, pooling))
@@ -92,7 +92,7 @@ async def pool(request: Request) -> Response:
 async def score(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, ScoreRequest)
-    context = open_context(request, body, arrival, pools=True)
+    context = _open(request, body, arrival)
     pooling = _compares(context)
     return await respond(request, context, ScoreBuilder(context, body, pooling, _pairs(body)))
 
@@ -100,11 +100,19 @@ async def score(request: Request) -> Response:
 async def rerank(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, RerankRequest)
-    context = open_context(request, body, arrival, pools=True)
+    context = _open(request, body, arrival)
     pooling = _compares(context)
     if body.top_n is not None and body.top_n < 0:
         raise BadRequestError("top_n: must be at least 0", param="top_n")
     return await respond(request, context, RerankBuilder(context, body, pooling))
+
+
+def _open(request: Request, body: PoolingFields, arrival: float) -> ServingContext:
+    """As `open_context`. Raises `BadRequestError` for what an answer of numbers has not."""
+    for name in ("stream", "kv_transfer_params"):
+        if getattr(body, name):
+            raise BadRequestError(f"{name} is not supported here", param=name)
+    return open_context(request, body, arrival, pools=True)
 
 
 def _compares(context: ServingContext) -> PoolingInfo:

@@ -126,6 +126,7 @@ def test_an_embedding_model_refuses_what_it_cannot_do(embedder):
             await refused(node, post, {"input": ["a", [999_999]]}, "input[1][0]")
             await refused(node, post, {"input": ["a"] * 2049}, "input")
             await refused(node, post, {}, "input")
+            await refused(node, post, {"input": "a", "stream": True}, "stream")
             await refused(node, post, {"input": "a", **chat}, "input")
             await refused(node, post, {"input": "a", "encoding_format": "bits"}, "encoding_format")
             cut = {"input": "a", "truncate_prompt_tokens": 3}
