@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from openai.types import EmbeddingCreateParams
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 from openai.types.responses import response_create_params as responses
@@ -17,6 +18,7 @@ ROUTES = {
     "/v1/completions": ({"prompt": "hi"}, completions.CompletionCreateParamsBase),
     "/v1/responses": ({"input": "hi"}, responses.ResponseCreateParamsBase),
 }
+"""Routes of models that generate."""
 
 
 def table(route):
@@ -29,6 +31,11 @@ def table(route):
 def test_every_parameter_the_client_knows_is_decided_on(route):
     known = set(ROUTES[route][1].__annotations__) | {"stream"}
     assert known - set(table(route)) == set()
+
+
+def test_every_parameter_of_embeddings_is_decided_on():
+    known = set(EmbeddingCreateParams.__annotations__)
+    assert known == set(table("/v1/embeddings"))
 
 
 @pytest.mark.parametrize("route", ROUTES)
