@@ -142,7 +142,7 @@ class PooledMachine(RuleBasedStateMachine):
         assert self.engine.scheduler._state.block_pool.num_free == self.engine.limits.num_blocks
 
 
-PooledMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
+PooledMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
 test_any_workload_of_a_model_that_pools = PooledMachine.TestCase
 
 
