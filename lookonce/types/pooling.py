@@ -109,8 +109,9 @@ def _refuse_other_attention(config: Mapping[str, object]) -> None:
 
 def _from_files(folder: Path, config: Mapping[str, object]) -> PoolingFiles | None:
     modules = _read(folder / "modules.json")
-    if isinstance(modules, list) and modules:
-        return _from_modules(folder, modules)
+    found = _from_modules(folder, modules) if isinstance(modules, list) else None
+    if found is not None:
+        return found
     model_type = str(config.get("model_type", ""))
     if has_classifier(config):
         kind: PoolingKind = "cls" if model_type in ENCODER_ONLY else "last"
@@ -131,6 +132,7 @@ def has_classifier(config: Mapping[str, object]) -> bool:
 
 
 def _from_modules(folder: Path, modules: list[Any]) -> PoolingFiles | None:
+    """None for modules of which none pools, as those of a classifier."""
     kind: PoolingKind | None = None
     dense: list[str] = []
     found: dict[str, Any] = {"normalize": False}

@@ -340,6 +340,11 @@ def test_what_a_folder_asks_for_and_is_not_there_is_refused(embedder, tmp_path):
     (folder / "modules.json").write_text('[{"type": "x.Pooling"}, {"type": "x.WeightedLayer"}]')
     with pytest.raises(ModelLoadError, match="pooling by nothing"):
         read_pooling(folder, {})
+    (folder / "modules.json").write_text('[{"type": "x.Transformer"}]')
+    assert read_pooling(folder, {}) is None
+    kept = read_pooling(folder, {"architectures": ["Qwen3ForSequenceClassification"]})
+    assert kept is not None
+    assert kept.head == "classifier"
     (folder / "modules.json").write_text("[")
     with pytest.raises(ModelLoadError, match=r"modules\.json cannot be read"):
         read_pooling(folder, {})
