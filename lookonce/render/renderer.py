@@ -61,7 +61,6 @@ from lookonce.render.prompt.messages import (
     ParsedMessages,
     check_sound_alone,
     has_many_values,
-    in_thread_if,
     read_messages,
 )
 from lookonce.render.prompt.placeholders import match_placeholders, place_media, place_sound
@@ -140,8 +139,10 @@ class Renderer:
         kwargs = self._processor_kwargs(chosen.mm_processor_kwargs)
         placeholder_ids = self._encoder.placeholder_ids
         large = has_many_values(messages, chosen.tools, chosen.chat_template_kwargs)
-        chat = await in_thread_if(
-            large, read_messages, messages, placeholder_ids, self._limits, self.max_model_len
+        chat = await self._encoder.in_turn_if(
+            large,
+            tenant,
+            lambda: read_messages(messages, placeholder_ids, self._limits, self.max_model_len),
         )
         scope = scope_digest(tenant, cache_salt)
         if self._family is not None and self._family.whole_prompt is not None:
