@@ -127,7 +127,8 @@ BUDGETS = (
     # texts
     Budget("text", "what the context can hold", "places where a token must end", "request",
            "400 before it is tokenized"),
-    Budget("threads for long texts and large chats", max(1, long_texts.THREADS - 1), "threads", "tenant", "waits"),
+    Budget("threads for long texts and large chats", max(1, long_texts.THREADS - 1), "threads",
+           "tenant", "waits"),
     Budget("long texts and large chats waiting", long_texts.MAX_WAITING, "texts", "tenant",
            "429"),
     # media
