@@ -31,9 +31,12 @@ class Preemption:
         while sequence.state is state and not self._state.try_grow(sequence, num_blocks):
             self._preempt(self._choose_victim())
 
-    def make_place(self, num_places: int) -> Sequence | None:
+    def make_place(
+        self, num_places: int, blocks_wanted: Callable[[Sequence], int]
+    ) -> Sequence | None:
         """Where all places are taken: preempt a sequence of a tenant that has more than its share,
-        for one that waits and whose tenant has less than half of its own, or none.
+        for one that waits and whose tenant has less than half of its own, or none; if the blocks
+        that it gives back are enough.
 
         Returns the sequence whose place it is. No two tenants take a place from each other in turn:
         afterwards the one that lost it still has as many as the other, and more than half of its
@@ -53,11 +56,13 @@ class Preemption:
         wanted = held[needy.request.tenant] + 1
         if wanted > max(1, share[needy.request.tenant] / 2):
             return None
+        lacking = blocks_wanted(needy) + queues.num_active - 1 - self._state.block_pool.num_free
         victims = [
             sequence
             for sequence in self._latest_first()
             if sequence.request.session is None
             and held[tenant := sequence.request.tenant] > max(share[tenant], wanted)
+            and len(sequence.block_ids) >= lacking
         ]
         if not victims:
             return None
