@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import base64
 import io
+import json
 import math
 import multiprocessing
 import os
@@ -171,6 +172,20 @@ def many_requests(client: httpx.Client, url: str, thread: int) -> None:
     client.post("/v1/completions", json=body)
 
 
+def long_answers(client: httpx.Client, url: str, thread: int) -> None:
+    """More answers at once than the engine computes side by side."""
+    body = {"prompt": "a", "n": 16, "max_tokens": 2000, "ignore_eos": True, "temperature": 1}
+    client.post("/v1/completions", json=body)
+
+
+def many_values(client: httpx.Client, url: str, thread: int) -> None:
+    """Chats that take long to convert and to render, with JSON within JSON."""
+    call = {"name": "f", "arguments": json.dumps([[]] * 80_000)}
+    calls = [{"id": "x", "type": "function", "function": call}]
+    messages = [{"role": "assistant", "tool_calls": calls}, {"role": "user", "content": "a"}]
+    client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+
+
 def headers(client: httpx.Client, url: str, thread: int) -> None:
     """Headers without end, and connections that come and go."""
     with connection(url, thread) as link:
@@ -207,6 +222,8 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
     "headers": (headers, 8),
     "connections": (connections, 8),
     "many requests": (many_requests, 32),
+    "long answers": (long_answers, 8),
+    "many values": (many_values, 8),
     "abandoned bodies": (abandoned_bodies, 8),
 }
 """Name → what each of so many threads does again and again."""

@@ -239,6 +239,8 @@ class SessionConfig:
     """Sound, pictures and text that one session may hold."""
     max_total_bytes: int = GIB
     """What all sessions of the process may hold."""
+    max_tenant_bytes: int | None = None
+    """What those of one tenant may hold; None: all of it."""
     idle_timeout: float = 600.0
     """Seconds without an event from the client and without work for it."""
 
@@ -399,6 +401,11 @@ def resolve(options: Options) -> Config:
     folder = str(EMBEDDED_MODELS.get(options.model, options.model))
     device = _device(options.device)
     _check_numbers(options)
+    keys = _api_keys(options.api_key, options.api_key_file)
+    shared = len({key.tenant for key in keys}) > 1
+    tenant_sessions = options.max_tenant_sessions
+    if tenant_sessions is None and shared:
+        tenant_sessions = max(1, options.max_sessions // 2)
     return Config(
         model=ModelConfig(
             folder=folder,
@@ -414,7 +421,7 @@ def resolve(options: Options) -> Config:
             max_encoder_tokens=options.max_num_batched_tokens,
             max_queue=options.max_queue,
             max_sessions=options.max_sessions,
-            max_tenant_sessions=options.max_tenant_sessions,
+            max_tenant_sessions=tenant_sessions,
             encoder_prefetch=options.encoder_prefetch,
         ),
         kv=_kv(options),
@@ -428,7 +435,7 @@ def resolve(options: Options) -> Config:
             port=options.port,
             uds=options.uds,
             api_processes=options.api_processes,
-            api_keys=_api_keys(options.api_key, options.api_key_file),
+            api_keys=keys,
             api_key_file=options.api_key_file,
             limits=limits_of_file(options.limits),
             limits_file=options.limits,
@@ -446,7 +453,8 @@ def resolve(options: Options) -> Config:
             ),
             sessions=SessionConfig(
                 max_sessions=options.max_sessions,
-                max_tenant_sessions=options.max_tenant_sessions,
+                max_tenant_sessions=tenant_sessions,
+                max_tenant_bytes=SessionConfig().max_total_bytes // 2 if shared else None,
             ),
             responses=ResponseStoreConfig(
                 file=_response_store(options.response_store),

@@ -9,18 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lookonce.config import ConnectionConfig, Options
+from lookonce.config import ConnectionConfig, Options, SessionConfig
 from lookonce.core.scheduler import MAX_SHARES
 from lookonce.engine.process import grammar
 from lookonce.engine.process.grammar_worker import GrammarLimits
 from lookonce.frontend.sampling_params import MAX_CHOICES
+from lookonce.frontend.tools.calls import MAX_SCHEMA_VALUES, MAX_TOOLS
 from lookonce.render.media import cost, pool
 from lookonce.render.media.processing import MAX_CHANNELS
 from lookonce.render.prompt import long_texts
+from lookonce.render.prompt.messages import MAX_ARGUMENT_VALUES
 from lookonce.server.http.body import MAX_VALUES
 from lookonce.server.http.connections import DISCARD_SECONDS, MAX_PIPELINED
+from lookonce.server.http.multipart import MAX_FIELD_BYTES, MAX_FIELDS
+from lookonce.server.http.websocket import MAX_FRAGMENTS, MAX_MESSAGE_BYTES
 from lookonce.server.routes.completions import MAX_PROMPTS
+from lookonce.server.routes.conversations import MAX_ITEMS
 from lookonce.server.routes.pooling import MAX_INPUTS, MAX_NUMBERS
+from lookonce.server.routes.realtime.session import MAX_RESPONSES
+from lookonce.server.routes.realtime.session import MAX_VALUES as MAX_EVENT_VALUES
 from lookonce.server.routes.serving_base import MAX_SCORED
 from lookonce.types.logs import MAX_LINES
 from lookonce.types.sampling import MAX_GRAMMAR_BYTES
@@ -47,6 +54,7 @@ class Budget:
 _OPTIONS = Options()
 _CONNECTIONS = ConnectionConfig()
 _GRAMMARS = GrammarLimits()
+_SESSIONS = SessionConfig()
 
 
 def _option(name: str) -> str:
@@ -89,16 +97,43 @@ BUDGETS = (
     Budget("body", f"16 MiB and four of {_option('max_media_bytes')} in base64", "bytes", "request",
            "413"),
     Budget("commas and brackets of a body", MAX_VALUES, "characters", "request", "413"),
+    Budget("fields of a form", MAX_FIELDS, "fields", "request", "413"),
+    Budget("fields of a form together, but the file", MAX_FIELD_BYTES, "bytes", "request", "413"),
+    Budget("messages, input items and their parts", "the model's context", "parts", "request",
+           "400 before they are read"),
+    Budget("tools", MAX_TOOLS, "tools", "request", "400"),
+    Budget("parameters of all tools", MAX_SCHEMA_VALUES, "JSON values", "request", "400"),
+    Budget("arguments of all earlier tool calls", MAX_ARGUMENT_VALUES, "commas and brackets",
+           "request", "400"),
+    Budget("token ids of one field", "the vocabulary", "ids", "request", "400"),
+    Budget("items stored at a time", MAX_ITEMS, "items", "request", "400"),
     Budget("prompts of a completion", MAX_PROMPTS, "prompts", "request", "400"),
     Budget("inputs to embed or compare", MAX_INPUTS, "inputs", "request", "400"),
     Budget("numbers of their vectors", MAX_NUMBERS, "numbers", "request", "400"),
     Budget("log-probabilities of prompts", MAX_SCORED, "numbers", "request", "400"),
     Budget("media of a prompt", _option("limit_mm_per_prompt"), "parts", "request", "400"),
+    # sessions
+    Budget("live sessions, and realtime sessions", _option("max_sessions"), "sessions", "process",
+           "429"),
+    Budget("those of one", "`--max-tenant-sessions` [half; all where there is one tenant]",
+           "sessions", "tenant", "429"),
+    Budget("what a realtime session holds", _SESSIONS.max_bytes, "bytes", "connection",
+           "an error event"),
+    Budget("what all of them hold", _SESSIONS.max_total_bytes, "bytes", "process",
+           "an error event; one tenant has half where there are others"),
+    Budget("time without an event or work", _SESSIONS.idle_timeout, "s", "connection", "closed"),
+    Budget("responses of a session at a time", MAX_RESPONSES, "responses", "connection",
+           "an error event"),
+    Budget("message of a WebSocket", MAX_MESSAGE_BYTES, "bytes", "connection", "closed"),
+    Budget("frames of a message", MAX_FRAGMENTS, "frames", "connection", "closed"),
+    Budget("JSON values of an event", MAX_EVENT_VALUES, "values", "connection", "an error event"),
     # texts
     Budget("text", "what the context can hold", "places where a token must end", "request",
            "400 before it is tokenized"),
-    Budget("threads for long texts", max(1, long_texts.THREADS - 1), "threads", "tenant", "waits"),
-    Budget("long texts waiting", long_texts.MAX_WAITING, "texts", "tenant", "429"),
+    Budget("threads for long texts and large chats", max(1, long_texts.THREADS - 1), "threads",
+           "tenant", "waits"),
+    Budget("long texts and large chats waiting", long_texts.MAX_WAITING, "texts", "tenant",
+           "429"),
     # media
     Budget("file", _option("max_media_bytes"), "bytes", "item", "413"),
     Budget("time of a fetch", _option("media_timeout"), "s", "item", "422"),

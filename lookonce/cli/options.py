@@ -55,7 +55,8 @@ HELP: dict[str, str] = {
     "max_num_batched_tokens": "Tokens computed in one step, prompts and answers together.",
     "max_queue": "Waiting requests of one tenant beyond which new ones are refused with 429.",
     "max_sessions": "Live sessions, and realtime ones of each API process, that may be open.",
-    "max_tenant_sessions": "Sessions that one tenant may have open; all of them by default.",
+    "max_tenant_sessions": "Sessions that one tenant may have open; by default half of them, all "
+    "where there is one tenant.",
     "kv_cache_gb": "Memory for keys and values, GiB.",
     "block_size": "Tokens per block of keys and values; 16 on CPU by default.",
     "prefix_caching": "Reuse keys and values of prompts that begin alike.",

@@ -118,8 +118,13 @@ class Planner:
         if decodes:
             self._grow_decodes(decodes)
         first = self._plan_first(step) if fairness.starved else None
+        needy = None
+        if first is None and self._queues.num_active >= self._max_num_seqs:
+            needy = self._preemption.make_place(self._max_num_seqs, self._admission.blocks_wanted)
         if decodes:
             self._plan_decodes(decodes, step)
+        if needy is not None and step.tokens > 0 and self._try_admit(needy, step):
+            first = needy
         if self._queues.has_prompts:
             if self._queues.turns.several:
                 self._plan_by_tenant(first, step)

@@ -1,6 +1,7 @@
 """Which sequences give up their KV blocks: preempted ones, and idle live sessions.
 
-Preemption is by recompute: the victim waits again, at its place of arrival. A live session cannot
+Preemption is by recompute: the victim waits again, at its place of arrival. It happens where KV
+blocks are short, and where one tenant has all places while another one waits. A live session cannot
 be computed again, since its items are dropped once they are computed: it is the last victim, and
 ends. A request that is `non_preemptible` gets all its blocks when it is admitted, so it is never a
 victim and never needs one.
@@ -30,6 +31,46 @@ class Preemption:
         while sequence.state is state and not self._state.try_grow(sequence, num_blocks):
             self._preempt(self._choose_victim())
 
+    def make_place(
+        self, num_places: int, blocks_wanted: Callable[[Sequence], int]
+    ) -> Sequence | None:
+        """Where all places are taken: preempt a sequence of a tenant that has more than its share,
+        for one that waits and whose tenant has less than half of its own, or none; if the blocks
+        that it gives back are enough.
+
+        Returns the sequence whose place it is. No two tenants take a place from each other in turn:
+        afterwards the one that lost it still has as many as the other, and more than half of its
+        share.
+        """
+        queues = self._state.queues
+        if not queues.waiting:
+            return None
+        alone = queues.active_of.keys() == {queues.waiting[0].request.tenant}
+        if alone and not queues.turns.several:
+            return None
+        waiting = queues.first_waiting_by_tenant()
+        weights = {s.request.tenant: s.request.weight for s in (*waiting, *queues.active())}
+        share = {t: num_places * w / sum(weights.values()) for t, w in weights.items()}
+        held = queues.active_of
+        needy = min(waiting, key=lambda s: held[s.request.tenant] / share[s.request.tenant])
+        wanted = held[needy.request.tenant] + 1
+        if wanted > max(1, share[needy.request.tenant] / 2):
+            return None
+        lacking = blocks_wanted(needy) + queues.num_active - 1 - self._state.block_pool.num_free
+        victims = [
+            sequence
+            for sequence in self._latest_first()
+            if sequence.request.session is None
+            and held[tenant := sequence.request.tenant] > max(share[tenant], wanted)
+            and len(sequence.block_ids) >= lacking
+        ]
+        if not victims:
+            return None
+        largest = max(held[victim.request.tenant] for victim in victims)
+        chosen = (victim for victim in victims if held[victim.request.tenant] == largest)
+        self._preempt(min(chosen, key=_loss))
+        return needy
+
     def _preempt(self, victim: Sequence) -> None:
         if victim.request.session is None:
             self._state.counters.num_preemptions += 1
@@ -46,8 +87,7 @@ class Preemption:
         return min(victims, key=_loss)
 
     def _latest_first(self) -> list[Sequence]:
-        queues = self._state.queues
-        active = [*queues.prefilling, *queues.decoding, *queues.idle]
+        active = self._state.queues.active()
         victims = (sequence for sequence in active if not sequence.request.non_preemptible)
         return sorted(victims, key=lambda sequence: sequence.order, reverse=True)
 

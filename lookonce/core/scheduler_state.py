@@ -431,6 +431,8 @@ class RequestQueues:
     def __init__(self) -> None:
         self.turns = PromptTurns()
         self._waiting_of: Counter[str] = Counter()
+        self.active_of: Counter[str] = Counter()
+        """Tenant → its part of `num_active`."""
         self.requests: dict[str, Request] = {}
         self.sequences: dict[int, Sequence] = {}
         self._by_state: dict[SequenceState, SequenceQueue] = {
@@ -514,13 +516,31 @@ class RequestQueues:
         waiting = Counter(r.tenant for r in self.requests.values() if not r.num_active)
         if waiting != self._waiting_of:
             raise RuntimeError("the waiting requests of tenants are counted wrong")
+        if self.active_of != Counter(
+            s.request.tenant for s in listed.values() if s.state in _ACTIVE
+        ):
+            raise RuntimeError("the active sequences of tenants are counted wrong")
         active = {s.request.request_id for s in listed.values() if s.state in _ACTIVE}
         if len(active) != self.num_running_requests:
             raise RuntimeError("the count of running requests is wrong")
         if {s.request.request_id for s in listed.values()} != self.requests.keys():
             raise RuntimeError("a request without sequences is still listed")
 
+    def active(self) -> list[Sequence]:
+        """The sequences that hold KV blocks."""
+        return [*self.prefilling, *self.decoding, *self.idle]
+
+    def first_waiting_by_tenant(self) -> list[Sequence]:
+        """Of each tenant the waiting sequence that arrived first."""
+        firsts: dict[str, Sequence] = {}
+        for sequence in self.waiting:
+            firsts.setdefault(sequence.request.tenant, sequence)
+        return list(firsts.values())
+
     def _count_active(self, request: Request, change: int) -> None:
+        self.active_of[request.tenant] += change
+        if not self.active_of[request.tenant]:
+            del self.active_of[request.tenant]
         before = request.num_active > 0
         request.num_active += change
         begun = (request.num_active > 0) - before

@@ -104,9 +104,14 @@ def similarity(first: Floats, second: Floats) -> float:
 def encoded(found: Floats, encoding_format: str) -> list[float] | str:
     """One vector [W] as a client asked for it."""
     if encoding_format == "base64":
-        return base64.b64encode(found.astype("<f4").tobytes()).decode()
+        return base64_of(found)
     numbers: list[float] = found.tolist()
     return numbers
+
+
+def base64_of(found: Floats) -> str:
+    """The numbers, of any shape, as float32, little-endian."""
+    return base64.b64encode(found.astype("<f4").tobytes()).decode()
 
 
 def ranked(scores: Sequence[float], top_n: int | None) -> list[int]:

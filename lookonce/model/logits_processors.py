@@ -8,7 +8,7 @@ results never depend on the order in which a sort leaves ties.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,6 +92,37 @@ class TokenCounts:
     def counts(self) -> NDArray[np.float32]:
         """[m] how often each was generated; 0 for tokens of the prompt alone."""
         return self._counts[: len(self._slots)]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTokens:
+    """The tokens that a request names, inside the vocabulary, each once and in order: made once for
+    all samples and steps, since clients may name the whole vocabulary."""
+
+    ends: NDArray[np.int64]
+    """End-of-sequence and stop tokens."""
+    allowed: NDArray[np.int64] | None
+    """The only tokens that may come; None: all."""
+    biased: NDArray[np.int64]
+    biases: NDArray[np.float32]
+    """Of `biased`."""
+
+    @classmethod
+    def of(cls, params: SamplingParams, eos: Sequence[int], vocab_size: int) -> NamedTokens:
+        biased = _known(tuple(params.logit_bias or ()), vocab_size)
+        values = params.logit_bias or {}
+        return cls(
+            ends=_known((*eos, *params.stop_token_ids), vocab_size),
+            allowed=_known(params.allowed_token_ids, vocab_size)
+            if params.allowed_token_ids
+            else None,
+            biased=biased,
+            biases=np.array([values[token] for token in biased.tolist()], np.float32),
+        )
+
+
+def _known(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int64]:
+    return np.array(sorted({t for t in token_ids if 0 <= t < vocab_size}), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,18 +240,18 @@ def _argmax_in_place(scores: NDArray[np.float32]) -> list[int]:
     return [token if is_finite else FAILED for token, is_finite in zip(best, finite, strict=True)]
 
 
-def block(scores: Tensor, blocked: list[tuple[int, list[int]]]) -> None:
+def block(scores: Tensor, blocked: Sequence[tuple[int, NDArray[np.int64]]]) -> None:
     """Set the scores of (row, token ids) to -inf, in place."""
     if not blocked:
         return
-    rows, ids = _flat_index(scores, [(row, np.asarray(ids)) for row, ids in blocked])
+    rows, ids = _flat_index(scores, blocked)
     scores[rows, ids] = -math.inf
 
 
-def keep_only(scores: Tensor, kept: Sequence[tuple[int, Sequence[int]]]) -> None:
+def keep_only(scores: Tensor, kept: Sequence[tuple[int, NDArray[np.int64]]]) -> None:
     """Set the scores of all tokens but (row, token ids) to -inf in these rows, in place."""
     for row, token_ids in kept:
-        ids = torch.tensor(token_ids, device=scores.device)
+        ids = torch.from_numpy(token_ids).to(scores.device)
         values = scores[row, ids]
         scores[row] = -math.inf
         scores[row, ids] = values
@@ -243,15 +274,12 @@ def allow_only(scores: Tensor, rows: list[int], allowed: NDArray[np.uint8]) -> N
     scores[rows] = scores[rows].masked_fill_(forbidden, -math.inf)
 
 
-def add_bias(scores: Tensor, biased: Sequence[tuple[int, Mapping[int, float]]]) -> None:
-    """Add each row's {token: bias}, in place; tokens outside the vocabulary are ignored."""
+def add_bias(scores: Tensor, biased: Sequence[tuple[int, NamedTokens]]) -> None:
+    """Add each row's biases, in place."""
     if not biased:
         return
-    vocab_size = scores.shape[1]
-    kept = [(row, {t: b for t, b in bias.items() if 0 <= t < vocab_size}) for row, bias in biased]
-    rows, ids = _flat_index(scores, [(row, np.array(list(b), np.int64)) for row, b in kept])
-    values = [value for _, bias in kept for value in bias.values()]
-    scores[rows, ids] += torch.tensor(values, dtype=scores.dtype, device=scores.device)
+    rows, ids = _flat_index(scores, [(row, tokens.biased) for row, tokens in biased])
+    scores[rows, ids] += _like(scores, np.concatenate([tokens.biases for _, tokens in biased]))
 
 
 def penalise(scores: Tensor, penalised: list[tuple[int, SamplingParams, TokenCounts]]) -> None:

@@ -24,6 +24,7 @@ from lookonce.model import logits_processors
 from lookonce.model.input_batch import InputBatch
 from lookonce.model.logits_processors import (
     FAILED,
+    NamedTokens,
     RowFilter,
     TokenCounts,
     TokenRuleState,
@@ -51,8 +52,8 @@ class _SequenceState:
     seed: int
     num_prompt_tokens: int
     """In a live session: where the input that was appended last ends."""
-    blocked: list[int]
-    """Token ids that are masked until `min_tokens` are generated."""
+    tokens: NamedTokens
+    """Its ends are masked until `min_tokens` are generated."""
     counts: TokenCounts | None
     """None without penalties."""
     filter: RowFilter
@@ -94,6 +95,8 @@ class Sampler:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._states: dict[int, _SequenceState] = {}
+        self._named: tuple[SamplingParams, NamedTokens] | None = None
+        """Of the sequence that was added last: samples of one request come one after the other."""
         self._special: set[int] = set()
         """Sequences that need more than an argmax."""
 
@@ -112,7 +115,7 @@ class Sampler:
             params=params,
             seed=seed % 2**64,
             num_prompt_tokens=len(prompt_ids),
-            blocked=self._known({*self._eos_token_ids, *params.stop_token_ids}),
+            tokens=self._tokens_of(params),
             counts=TokenCounts.for_params(params, prompt_ids, output_ids, self._vocab_size),
             filter=RowFilter.from_params(params),
             grammar=_started(grammar, output_ids),
@@ -156,32 +159,31 @@ class Sampler:
             states[row].take(token_ids[row])
         return SamplerOutput(token_ids, _logprobs(logits, scores, token_ids, states), errors)
 
-    def _known(self, token_ids: set[int]) -> list[int]:
-        return sorted(t for t in token_ids if 0 <= t < self._vocab_size)
+    def _tokens_of(self, params: SamplingParams) -> NamedTokens:
+        if self._named is None or self._named[0] is not params:
+            named = NamedTokens.of(params, self._eos_token_ids, self._vocab_size)
+            self._named = (params, named)
+        return self._named[1]
 
 
 def _edited(logits: Tensor, states: list[_SequenceState], positions: Sequence[int]) -> Tensor:
     """The logits after allowed tokens, minimum tokens, logit bias and penalties; a copy if any row
     has them."""
     blocked = [
-        (row, state.blocked)
+        (row, state.tokens.ends)
         for row, (state, position) in enumerate(zip(states, positions, strict=True))
-        if state.blocked and state.blocks_at(position)
+        if len(state.tokens.ends) and state.blocks_at(position)
     ]
-    biased = [
-        (row, state.params.logit_bias)
-        for row, state in enumerate(states)
-        if state.params.logit_bias
-    ]
+    biased = [(row, state.tokens) for row, state in enumerate(states) if len(state.tokens.biased)]
     penalised = [
         (row, state.params, state.counts)
         for row, state in enumerate(states)
         if state.counts is not None
     ]
     kept = [
-        (row, state.params.allowed_token_ids)
+        (row, state.tokens.allowed)
         for row, state in enumerate(states)
-        if state.params.allowed_token_ids
+        if state.tokens.allowed is not None
     ]
     if not (blocked or biased or penalised or kept):
         return logits

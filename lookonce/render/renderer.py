@@ -63,7 +63,6 @@ from lookonce.render.prompt.messages import (
     ParsedMessages,
     check_sound_alone,
     has_many_values,
-    in_thread_if,
     read_messages,
     texts_of,
 )
@@ -154,14 +153,12 @@ class Renderer:
             named = self._family.modalities
             placeholder_ids = {each: self._family.placeholder_token_id(each) for each in named}
         large = has_many_values(messages, chosen.tools, chosen.chat_template_kwargs)
-        chat = await in_thread_if(
+        chat = await self._encoder.in_turn_if(
             large,
-            read_messages,
-            messages,
-            placeholder_ids,
-            self._limits,
-            self.max_model_len,
-            roles,
+            tenant,
+            lambda: read_messages(
+                messages, placeholder_ids, self._limits, self.max_model_len, roles
+            ),
         )
         scope = scope_digest(tenant, cache_salt)
         if self._family is not None and self._family.whole_prompt is not None:

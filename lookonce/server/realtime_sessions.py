@@ -65,15 +65,17 @@ class RealtimeSessions:
         """`counts` gets what is counted for metrics."""
         self.config = config or SessionConfig()
         self.budget = ByteBudget(self.config.max_total_bytes)
+        self._tenants: dict[str, ByteBudget] = {}
+        """Of those that have sessions."""
         self.detectors = detectors or VoiceDetectors()
         counts = counts or Counts()
         self._held: dict[str, int] = {}
         self._open = counts.count("realtime_sessions", gauge=True)
         self._opened = counts.count("realtime_sessions_total")
 
-    def copies(self) -> ByteBudget:
-        """For the copies of one session's sound that the model is given."""
-        return ByteBudget(self.config.max_bytes, self.budget)
+    def copies(self, tenant: str) -> ByteBudget:
+        """For the copies of one session's sound that the model is given. The session is open."""
+        return ByteBudget(self.config.max_bytes, self._tenants[tenant])
 
     @property
     def num_open(self) -> int:
@@ -86,14 +88,16 @@ class RealtimeSessions:
         self._check("--max-sessions", self.num_open, self.config.max_sessions)
         self._check("--max-tenant-sessions", held, self.config.max_tenant_sessions)
         self._held[tenant] = held + 1
+        most = self.config.max_tenant_bytes or self.config.max_total_bytes
+        own = self._tenants.setdefault(tenant, ByteBudget(most, self.budget))
         self._opened.add()
         self._open.set(self.num_open)
         try:
-            yield ByteBudget(self.config.max_bytes, self.budget)
+            yield ByteBudget(self.config.max_bytes, own)
         finally:
             self._held[tenant] -= 1
             if not self._held[tenant]:
-                del self._held[tenant]
+                del self._held[tenant], self._tenants[tenant]
             self._open.set(self.num_open)
 
     def _check(self, option: str, num_open: int, limit: int | None) -> None:

@@ -182,6 +182,11 @@ def check_token_array(
 
 
 def _check_named_tokens(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """More tokens than there are would be looked through again for every sample."""
+    if len(token_ids) > vocab_size:
+        raise BadRequestError(
+            f"{name}: {len(token_ids)} token ids, but the vocabulary has {vocab_size}", param=name
+        )
     for token in token_ids:
         if not 0 <= token < vocab_size:
             raise BadRequestError(

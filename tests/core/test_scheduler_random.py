@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -134,6 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for tokens, features in batch:
             name = str(len(self.requests))
             new = request(name, tokens, features, sampling=sampling, arrival=arrival, scope=scope)
+            new = msgspec.structs.replace(new, tenant=scope[:1].decode())
             self.requests[name] = new
             self.engine.add(new, missing=[key(n) for n in lacking])
 

@@ -67,6 +67,47 @@ def test_nor_for_many_that_arrived_before() -> None:
     )
 
 
+def answering(
+    tenant: str, name: str, num_tokens: int, arrival: float, n: int = 1
+) -> GenerateRequest:
+    """A short prompt, with `n` answers of so many tokens."""
+    sampling = SamplingParams(max_tokens=num_tokens, n=n, ignore_eos=True)
+    return msgspec.structs.replace(of(tenant, name, 10, arrival), sampling=sampling)
+
+
+@pytest.mark.parametrize("n", [1, 8], ids=["requests", "samples"])
+def test_nor_for_long_answers_that_have_all_places(n: int) -> None:
+    engine = Engine(LIMITS)
+    for number in range(16 // n):
+        engine.add(answering("many", f"m{number}", 300, float(number), n))
+    for _ in range(20):
+        engine.step()
+    for number in range(3):
+        engine.add(answering("one", f"one{number}", 5, 100.0 + number))
+    done = first_token_steps(engine)
+    assert max(done[f"one{number}"] for number in range(3)) <= 12
+    assert min(step for name, step in done.items() if name.startswith("m")) > 200
+
+
+def test_two_tenants_do_not_take_places_from_each_other_in_turn() -> None:
+    engine = Engine(LIMITS)
+    for number in range(12):
+        engine.add(answering("a", f"a{number}", 60, float(number)))
+    for _ in range(5):
+        engine.step()
+    for number in range(12):
+        engine.add(answering("b", f"b{number}", 60, 100.0 + number))
+    engine.step()
+    for _ in range(8):
+        engine.step()
+    assert engine.scheduler.num_running == LIMITS.max_num_seqs
+    assert engine.scheduler.num_waiting_of("a") == 6
+    assert engine.scheduler.num_waiting_of("b") == 10
+    assert engine.scheduler.stats()["num_preemptions_total"] == 2
+    assert len(first_token_steps(engine)) == 24
+    assert engine.scheduler.stats()["num_preemptions_total"] <= 12
+
+
 def test_what_a_session_was_charged_for_is_not_charged_again_at_its_end() -> None:
     engine = Engine(LIMITS)
     engine.scheduler.add(of("a", "session", 4, 0.0), {}, live=True)

@@ -119,6 +119,22 @@ LOOK = {"messages": ask(GOOD, "hi")}
 
 WIZARD = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "wizard"}}}
 
+LARGE_TOOL = {"name": "f", "parameters": {"type": "object", "enum": [0] * 70_000}}
+ARGUMENTS = "tool_calls[0].function.arguments"
+LARGE_CALL = {
+    "role": "assistant",
+    "tool_calls": [{"id": "x", "function": {"name": "f", "arguments": "[" * 300_000}}],
+}
+IS_EMBED = "features.mm_placeholders.image[0].is_embed"
+
+
+def many_items(count: int, is_embed: list[bool]) -> dict[str, object]:
+    """A rendered prompt of one token and more media, or more of one, than it may have."""
+    place = {"offset": 0, "length": max(1, len(is_embed)), "is_embed": is_embed}
+    names, places = {"image": ["a" * 64] * count}, {"image": [place] * count}
+    return {"token_ids": [5], "features": {"mm_hashes": names, "mm_placeholders": places}}
+
+
 BODIES = [
     (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
@@ -151,6 +167,16 @@ BODIES = [
     (CHAT, {**HI, "stop": [3]}, "stop[0]"),
     (CHAT, {**HI, "logit_bias": {"x": 1}}, "logit_bias"),
     (CHAT, {**HI, "logit_bias": {"99999": 1}}, "logit_bias"),
+    (CHAT, {**HI, "allowed_token_ids": [1] * 300_000}, "allowed_token_ids"),
+    (CHAT, {**HI, "stop_token_ids": [1] * 300_000}, "stop_token_ids"),
+    (CHAT, {**HI, "tools": [{"type": "function", "function": LARGE_TOOL}]}, "tools"),
+    (CHAT, {"messages": [*ask("hi"), LARGE_CALL]}, f"messages[1].{ARGUMENTS}"),
+    ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 5000}, "input"),
+    ("/v1/responses/input_tokens", {"input": [{"content": [{}] * 5000}]}, "input[0].content"),
+    ("/v1/conversations", {"items": [{"role": "user", "content": "a"}] * 1001}, "items"),
+    ("/inference/v1/generate", many_items(9, []), "features.mm_hashes.image"),
+    ("/inference/v1/generate", many_items(1, [True] * 5000), IS_EMBED),
+    (COMPLETIONS, {"prompt": [1] * 100_000 + [{}]}, "prompt[100000]"),
     (CHAT, {"messages": "hi"}, "messages"),
     (CHAT, {"messages": ask("word " * 9000)}, "messages"),
     (CHAT, {"messages": ask("a b " * 7_500_000)}, "messages"),
@@ -172,6 +198,15 @@ BODIES = [
     ("/detokenize", {"tokens": [5, -1]}, "tokens[1]"),
     ("/detokenize", {"tokens": [2**70]}, "tokens[0]"),
 ]
+
+
+@pytest.mark.parametrize("route", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_blocks_that_no_context_holds_are_refused_before_they_are_read(server, route):
+    blocks = [{"type": "wizard"}, *[{"type": "text", "text": "a"}] * 5000]
+    body = {"max_tokens": 5, "messages": [{"role": "user", "content": blocks}]}
+    response = server.post(route, body)
+    assert response.status_code == 400
+    assert "messages[0].content: 5001 parts" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("route", "body", "param"), BODIES)

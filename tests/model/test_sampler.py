@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections.abc import Sequence
 
 import msgspec
@@ -415,3 +416,35 @@ def test_only_allowed_tokens_are_sampled(params):
     drawn = sampler.sample(logits, range(20), [0] * 20).token_ids
     assert set(drawn[1::2]) <= {7, 9}
     assert not set(drawn[::2]) <= {7, 9}
+
+
+@pytest.mark.parametrize(
+    "named", [{"logit_bias": dict.fromkeys(range(50000), 1.0)},
+              {"allowed_token_ids": tuple(range(50_000))}]
+)  # fmt: skip
+def test_tokens_that_a_request_names_are_read_once_for_all_its_samples_and_steps(
+    monkeypatch, named
+) -> None:
+    """They were converted for each sample in each step, which all tenants wait for."""
+    num_read = 0
+    of = logits_processors.NamedTokens.of
+
+    def counted(*given: object) -> logits_processors.NamedTokens:
+        nonlocal num_read
+        num_read += 1
+        return of(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(logits_processors.NamedTokens, "of", counted)
+    params = SamplingParams(temperature=0.0, **named)
+    sampler = Sampler(50_000, [EOS])
+    for seq_id in range(4):
+        sampler.add(seq_id, params, seq_id, [], [])
+    logits = logits_of(5, rows=4, vocab=50_000)
+    sampler.sample(logits, range(4), [0] * 4)
+    tracemalloc.start()
+    drawn = sampler.sample(logits, range(4), [1] * 4).token_ids
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert drawn == logits.argmax(-1).tolist()
+    assert num_read == 1
+    assert peak < 4 * 50_000 * 24  # rows, columns and values of arrays; not a dict for each row

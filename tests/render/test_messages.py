@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from lookonce.errors import BadRequestError
+from lookonce.render.prompt import messages as messages_module
 from lookonce.render.prompt.messages import read_messages
 
 PICTURE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
@@ -53,6 +56,18 @@ def test_arguments_of_tool_calls_become_objects():
     assert "content" not in chat.conversation[0]
     arguments = [call["function"]["arguments"] for call in chat.conversation[0]["tool_calls"]]
     assert arguments == [{"a": [1]}, {}, {"b": 2}]
+
+
+def test_arguments_of_all_calls_together_have_so_many_values(monkeypatch):
+    """They are JSON within JSON: their commas are not those of the body, and may be escaped."""
+    monkeypatch.setattr(messages_module, "MAX_ARGUMENT_VALUES", 100)
+    half = json.dumps([0] * 50)
+    calls = [{"type": "function", "function": {"name": "f", "arguments": half}}] * 2
+    assert read({"role": "assistant", "tool_calls": calls})
+    more = {"type": "function", "function": {"name": "f", "arguments": "[0,0]"}}
+    with pytest.raises(BadRequestError, match="commas") as caught:
+        read(user(text("x")), {"role": "assistant", "tool_calls": [*calls, more]})
+    assert caught.value.param == "messages[1].tool_calls[2].function.arguments"
 
 
 def test_the_request_s_own_objects_are_not_changed():

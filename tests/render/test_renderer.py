@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import threading
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ from lookonce.render.media.processing import MediaJob, Processed, Processing, Pr
 from lookonce.render.media.resolver import MediaResolver
 from lookonce.render.prompt import encoder as encoding
 from lookonce.render.prompt.encoder import ChatOptions, PromptEncoder, template_sources
-from lookonce.render.prompt.messages import FEW_VALUES
+from lookonce.render.prompt.messages import CHARACTERS_PER_VALUE, FEW_VALUES
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.readonly import open_readonly
 from lookonce.render.renderer import Renderer, open_renderer, preloaded_encoder
@@ -509,13 +510,26 @@ class Watched(dict):
         return super().items()
 
 
-@pytest.mark.parametrize(("extra", "on_the_loop"), [(0, True), (FEW_VALUES, False)])
+LONG = "a" * FEW_VALUES * CHARACTERS_PER_VALUE
+HIDDEN = {"tool_calls": [{"function": {"name": "f", "arguments": json.dumps([LONG])}}]}
+
+
+@pytest.mark.parametrize(
+    ("many", "on_the_loop"),
+    [
+        ({"many": [1]}, True),
+        ({"many": [1] * FEW_VALUES}, False),
+        ({"many": LONG}, False),
+        (HIDDEN, False),
+        ({"many": {"image_url": LONG}}, True),
+    ],
+    ids=["few", "many", "a long text", "json within json", "a file"],
+)
 @pytest.mark.parametrize("heavy", ["messages", "chat_template_kwargs"])
 def test_only_a_large_chat_is_converted_and_rendered_beside_the_loop(
-    limited, heavy, extra, on_the_loop
+    limited, heavy, many, on_the_loop
 ):
     Watched.threads = set()
-    many = {"many": [1] * extra}
     message = Watched(user(text("Hello")), **(many if heavy == "messages" else {}))
     variables = Watched(many if heavy == "chat_template_kwargs" else {})
 
@@ -527,3 +541,22 @@ def test_only_a_large_chat_is_converted_and_rendered_beside_the_loop(
     loop_thread = asyncio.run(scenario())
     assert Watched.threads
     assert (loop_thread in Watched.threads) == on_the_loop
+
+
+def test_one_tenant_s_large_chats_do_not_stand_before_another_s():
+    """They shared the process's threads, first come first served."""
+    setup, ended = RenderingSetup(), []
+
+    async def chat(tenant: str) -> None:
+        await setup.renderer.render_chat([user(text("Hello"), *[text("a")] * FEW_VALUES)],
+                                         tenant=tenant)  # fmt: skip
+        ended.append(tenant)
+
+    async def scenario() -> None:
+        attacks = [asyncio.create_task(chat("mallory")) for _ in range(20)]
+        await asyncio.sleep(0)
+        await chat("alice")
+        await asyncio.gather(*attacks)
+
+    asyncio.run(scenario())
+    assert ended.index("alice") < 10

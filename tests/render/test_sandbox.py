@@ -35,6 +35,7 @@ from lookonce.render.media.sandbox import (
     ENOSYS_INSTEAD,
     EPERM_INSTEAD,
     EQUAL,
+    FCNTL,
     FIRST_X32_CALL,
     IOCTL,
     KILL_PROCESS,
@@ -238,6 +239,9 @@ def test_the_filter_says_what_it_should(machine: int) -> None:
     terminal, typed = 0x5401, 0x5412  # TCGETS; TIOCSTI types into a terminal
     assert verdict(machine, IOCTL[machine], 1, terminal) == ALLOW
     assert verdict(machine, IOCTL[machine], 1, typed) == EPERM_INSTEAD
+    duplicate, own = 0, 8  # F_DUPFD; F_SETOWN
+    assert verdict(machine, FCNTL[machine], 3, duplicate) == ALLOW
+    assert verdict(machine, FCNTL[machine], 3, own) == EPERM_INSTEAD
     assert verdict(machine, TGKILL[machine], 77, 1, 6) == ALLOW
     assert verdict(machine, TGKILL[machine], 78, 1, 6) == EPERM_INSTEAD
     assert verdict(machine, NEWFSTATAT[machine], 3, 0, 0, AT_EMPTY_PATH) == ALLOW

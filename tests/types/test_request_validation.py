@@ -29,6 +29,14 @@ CODE = "context_length_exceeded"
         (9, {"max_tokens": 2}, "9 tokens and 2 are to be generated", "max_tokens", CODE),
         (10, {}, "10 tokens and at least one is to be generated", "prompt", CODE),
         (1, {"stop_token_ids": (1000,)}, "0 to 999, got 1000", "stop_token_ids", "bad_request"),
+        (
+            1,
+            {"allowed_token_ids": (7,) * 1001},
+            "1001 token ids",
+            "allowed_token_ids",
+            "bad_request",
+        ),
+        (1, {"stop_token_ids": (7,) * 1001}, "1001 token ids", "stop_token_ids", "bad_request"),
         (1, {"logit_bias": {-1: 1.0}}, "0 to 999, got -1", "logit_bias", "bad_request"),
     ],
 )

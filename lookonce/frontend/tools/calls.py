@@ -31,6 +31,7 @@ from lookonce.frontend.tools.parser import (
     ReasoningText,
     joined,
 )
+from lookonce.render.prompt.messages import has_many_values
 from lookonce.types.sampling import (
     JSON_SPACES,
     MAX_GRAMMAR_BYTES,
@@ -40,6 +41,8 @@ from lookonce.types.sampling import (
 )
 
 MAX_TOOLS = 1024
+MAX_SCHEMA_VALUES = 1 << 16
+"""JSON values in the parameters of all tools (a long text counts as several)."""
 
 # --- the tools of a request -----------------------------------------------------------------------
 
@@ -169,10 +172,7 @@ def _closed(function: Function, param: str) -> Function:
 
 
 def _functions(tools: Sequence[Tool], fields: ToolFields) -> tuple[Function, ...]:
-    if len(tools) > MAX_TOOLS:
-        raise BadRequestError(
-            f"{len(tools)} {fields.tools}; {MAX_TOOLS} are allowed", param=fields.tools
-        )
+    check_num_tools(len(tools), fields)
     functions = [_function(tool, number, fields) for number, tool in enumerate(tools)]
     names: set[str] = set()
     for number, function in enumerate(functions):
@@ -180,7 +180,21 @@ def _functions(tools: Sequence[Tool], fields: ToolFields) -> tuple[Function, ...
             param = f"{fields.function_of(number)}.name"
             raise BadRequestError(f"{param}: {function.name[:50]!r} comes twice", param=param)
         names.add(function.name)
+    if has_many_values([function.parameters for function in functions], most=MAX_SCHEMA_VALUES):
+        raise BadRequestError(
+            f"{fields.tools}: their parameters have more than {MAX_SCHEMA_VALUES} JSON values, "
+            "which is the limit",
+            param=fields.tools,
+        )
     return tuple(functions)
+
+
+def check_num_tools(count: int, fields: ToolFields = TOOL_FIELDS) -> None:
+    """Raises `BadRequestError` for too many."""
+    if count > MAX_TOOLS:
+        raise BadRequestError(
+            f"{count} {fields.tools}; {MAX_TOOLS} are allowed", param=fields.tools
+        )
 
 
 def _function(tool: Tool, number: int, fields: ToolFields) -> Function:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
@@ -16,7 +16,7 @@ from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 
 class LlavaProcessing(ProcessorFamily):
-    model_types = ("llava",)
+    model_types: ClassVar[tuple[str, ...]] = ("llava",)
     modalities = ("image",)
 
     def __init__(self, files: ProcessorFiles, dtype: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from PIL import Image
 
@@ -39,7 +39,9 @@ DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 
 
 class Qwen2_5VLProcessing(ProcessorFamily):  # noqa: N801
-    model_types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+    model_types: ClassVar[tuple[str, ...]] = (
+        "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
+    )  # fmt: skip
     modalities = ("image",)
 
     def __init__(self, files: ProcessorFiles, dtype: str) -> None:

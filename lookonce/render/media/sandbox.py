@@ -51,12 +51,16 @@ ALLOWED = {
     "rt_sigreturn": (15, 139), "sigaltstack": (131, 132), "restart_syscall": (219, 128),
     "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173), "getcpu": (309, 168),
     "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "membarrier": (324, 283),
-    "rseq": (334, 293), "set_robust_list": (273, 99), "dup": (32, 23), "fcntl": (72, 25),
+    "rseq": (334, 293), "set_robust_list": (273, 99), "dup": (32, 23),
     "shutdown": (48, 210), "getsockopt": (55, 209), "setsockopt": (54, 208),
     "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
 """System calls without further condition: their numbers on x86-64 and ARM64, the hot ones first."""
 IOCTL, NEWFSTATAT, TGKILL, CLONE3 = (16, 29), (262, 79), (234, 131), (435, 435)
+FCNTL = (72, 25)
+FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030, 1033, 1034)
+"""Copying a descriptor, its flags, seals. F_SETOWN and F_SETSIG would have the kernel send any
+signal to another process, which Landlock forbids from version 6 on only."""
 SECCOMP = (317, 277)
 TERMINAL_IOCTLS = (0x5401, 0x5421, 0x5450, 0x5451)
 """TCGETS, FIONBIO, FIONCLEX and FIOCLEX: what Python asks of a descriptor that it wraps."""
@@ -181,8 +185,10 @@ def filter_program(machine: int, pid: int) -> list[Instruction]:
         if number is not None:
             program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
     ioctls = [(EQUAL, 0, 1, asked) for asked in TERMINAL_IOCTLS]
+    commands = [(EQUAL, 0, 1, asked) for asked in FCNTL_COMMANDS]
     for number, argument, tests in (
         (IOCTL[machine], 1, ioctls),
+        (FCNTL[machine], 1, commands),
         (NEWFSTATAT[machine], 3, [(ANY_BIT, 0, 1, AT_EMPTY_PATH)]),
         (TGKILL[machine], 0, [(EQUAL, 0, 1, pid)]),
     ):

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jinja2
 import jinja2.nodes
@@ -26,8 +26,8 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 
 from lookonce.errors import BadRequestError, ConfigError
 from lookonce.render.families.base import ProcessorFamily
-from lookonce.render.prompt.long_texts import LongTextThreads, TokenCountBound
-from lookonce.render.prompt.messages import PAIR_ROLES, Json, in_thread_if
+from lookonce.render.prompt.long_texts import QUANTUM, LongTextThreads, TokenCountBound
+from lookonce.render.prompt.messages import PAIR_ROLES, Json
 from lookonce.render.prompt.placeholders import (
     PlaceholderEscaping,
     escaped_tokenizer,
@@ -40,6 +40,7 @@ from lookonce.types.fair_queue import TenantWeights
 from lookonce.types.media import Modality
 from lookonce.types.request_validation import check_text_length, check_token_count
 
+T = TypeVar("T")
 OFF_LOOP_CHARACTERS = 16 * 1024
 """A text above this is tokenized in a thread, in turn (tokenizing does 1 to 5 MB/s)."""
 ContentForm = Literal["text", "parts", "either"]
@@ -160,13 +161,15 @@ class PromptEncoder:
         tenant: str = "",
         follows: Follows | None = None,
     ) -> EncodedPrompt:
-        """`conversation` is from `messages.read_messages`; a `large` one is rendered in a thread.
+        """`conversation` is from `messages.read_messages`; a `large` one is rendered in turn.
         With `follows` it goes on after an answer or a message that the model has already.
 
         `cache` belongs to this encoder; `scope` says for whom its entries are. Raises
         `BadRequestError`, also for a text that certainly has more than `max_tokens`.
         """
-        text = await in_thread_if(large, self._text_of, conversation, options, follows)
+        text = await self.in_turn_if(
+            large, tenant, lambda: self._text_of(conversation, options, follows)
+        )
         adds_bos = self._completes_bos and not (self._bos and text.startswith(self._bos))
         adds_bos = adds_bos and follows is None
         await self._check_length(text, max_tokens, "messages")
@@ -174,6 +177,14 @@ class PromptEncoder:
             text, "messages", cache, scope, tenant, add_special_tokens=adds_bos
         )
         return EncodedPrompt(ids, self._escaping.unescape(text))
+
+    async def in_turn_if(self, large: bool, tenant: str, work: Callable[[], T]) -> T:
+        """The result of `work` on a conversation. That of a `large` one is made in a thread, when
+        it is the tenant's turn: nobody waits for all that another one sends. Raises
+        `QueueFullError`."""
+        if not large:
+            return work()
+        return await self._long_texts.run(work, tenant, QUANTUM)
 
     def _text_of(
         self, conversation: Sequence[Json], options: ChatOptions, follows: Follows | None = None

@@ -21,6 +21,13 @@ from lookonce.types.media import Modality
 
 FEW_VALUES = 2048
 """A conversation with more JSON values than this takes over 5 ms: it is converted in a thread."""
+CHARACTERS_PER_VALUE = 32
+"""Characters of a text that take as long as one value."""
+MAX_ARGUMENT_VALUES = 1 << 18
+"""Most commas and brackets in the arguments of all tool calls, which are JSON within JSON: those
+of the body itself are counted before, but not what its texts hide (`\\u002c`)."""
+FILES = frozenset({"url", "data", "image_url", "audio_url"})
+"""Names of texts that are files or their addresses: no template sees them."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 PAIR_ROLES = ("query", "document")
@@ -55,7 +62,8 @@ def read_messages(
     if not messages:
         raise BadRequestError("messages must not be empty", param="messages")
     if max_tokens is not None:
-        _check_count(messages, max_tokens)
+        check_count(messages, max_tokens)
+    _check_arguments(messages)
     chat = ParsedMessages()
     for number, message in enumerate(messages):
         chat.conversation.append(_message(message, f"messages[{number}]", chat.sources, roles))
@@ -95,17 +103,37 @@ def texts_of(chat: ParsedMessages) -> list[str]:
     return [text for text in texts if text]
 
 
-def _check_count(messages: Sequence[object], most: int) -> None:
-    """Refuse too many messages or parts: each takes at least one token."""
+def check_count(messages: Sequence[object], most: int, field: str = "messages") -> None:
+    """Refuse too many messages or parts: each takes at least one token. `field` is their name in
+    the request."""
     if len(messages) > most:
-        raise _too_many("messages", f"there are {len(messages)}", most)
+        raise _too_many(field, f"there are {len(messages)}", most)
     count = 0
     for number, message in enumerate(messages):
         for name in ("content", "tool_calls"):
             parts = message.get(name) if isinstance(message, Mapping) else None
             count += len(parts) if isinstance(parts, list) else 0
             if count > most:
-                raise _too_many(f"messages[{number}].{name}", f"{count} parts up to here", most)
+                raise _too_many(f"{field}[{number}].{name}", f"{count} parts up to here", most)
+
+
+def _check_arguments(messages: Sequence[object]) -> None:
+    """Refuse tool calls whose arguments would take long to decode."""
+    count = 0
+    for number, message in enumerate(messages):
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        for place, call in enumerate(calls if isinstance(calls, list) else ()):
+            function = call.get("function") if isinstance(call, Mapping) else None
+            arguments = function.get("arguments") if isinstance(function, Mapping) else None
+            if isinstance(arguments, str):
+                count += sum(map(arguments.count, ",[{"))
+            if count > MAX_ARGUMENT_VALUES:
+                param = f"messages[{number}].tool_calls[{place}].function.arguments"
+                raise BadRequestError(
+                    f"{param}: the arguments up to here have more than {MAX_ARGUMENT_VALUES} "
+                    "commas and brackets, which is the limit",
+                    param=param,
+                )
 
 
 def _too_many(param: str, what: str, most: int) -> BadRequestError:
@@ -116,17 +144,25 @@ def _too_many(param: str, what: str, most: int) -> BadRequestError:
     )
 
 
-def has_many_values(*values: object) -> bool:
-    """Whether JSON values contain more than `FEW_VALUES` others. O(`FEW_VALUES`)."""
+def has_many_values(*values: object, most: int = FEW_VALUES) -> bool:
+    """Whether JSON values contain more than `most` others, or texts that take as long: in
+    O(`most`)."""
     waiting: list[object] = list(values)
     count = 0
     while waiting:
         part = waiting.pop()
-        if isinstance(part, (dict, list, tuple)):
+        if isinstance(part, str):
+            count += len(part) // CHARACTERS_PER_VALUE
+        elif isinstance(part, (dict, list, tuple)):
             count += len(part)
-            if count > FEW_VALUES:
-                return True
-            waiting += part.values() if isinstance(part, dict) else part
+        if count > most:
+            return True
+        if isinstance(part, dict):
+            waiting += (
+                part[name] for name in part if not (name in FILES and isinstance(part[name], str))
+            )
+        elif isinstance(part, (list, tuple)):
+            waiting += part
     return False
 
 

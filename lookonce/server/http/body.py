@@ -43,6 +43,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 D = TypeVar("D")
 
 MISSING_FIELD = re.compile("missing required field `(.+)`")
+MSGSPEC_PATH = re.compile(r" - at `\$\.?([^`]{1,200})`$")
 
 BASE_BODY_BYTES = 16 * 1024 * 1024
 LARGEST_MEDIA_PER_BODY = 4
@@ -51,6 +52,9 @@ FEW_VALUES = 2048
 """A body with fewer commas is decoded on the event loop, whatever its size."""
 MAX_VALUES = 1 << 21
 """Most commas and brackets of a body: decoding so many values takes a quarter of a second."""
+MAX_LOCATED = 1 << 16
+"""Commas of a body that is searched for the part at fault, in Python; in others it is named as
+msgspec does, which may leave positions out (`messages[...]`)."""
 SLICE_BYTES = 1 << 20
 
 
@@ -215,7 +219,12 @@ def _explain(body: bytes, kind: type, error: Exception) -> BadRequestError:
     except ValueError as broken:
         return BadRequestError(f"the body is not valid JSON: {broken}", code="invalid_json")
     _refuse_unsupported_json(value, kind)
-    path, message = _locate(value, kind, "", _strip_path(str(error)))
+    message = _strip_path(str(error))
+    if body.count(b",") > MAX_LOCATED:
+        found = MSGSPEC_PATH.search(str(error))
+        path = found[1] if found is not None else ""
+    else:
+        path, message = _locate(value, kind, "", message)
     where = f"{path}: " if path else ""
     missing = MISSING_FIELD.search(message)
     if missing is not None:

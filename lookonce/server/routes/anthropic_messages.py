@@ -12,7 +12,6 @@ how much of the prompt was found.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -34,8 +33,10 @@ from lookonce.frontend.tools.calls import (
     Tool,
     ToolCalling,
     ToolChoice,
+    check_num_tools,
 )
 from lookonce.frontend.tools.parser import ContentText, ReasoningText
+from lookonce.render.prompt.messages import check_count, has_many_values, in_thread_if
 from lookonce.server.http.body import receive, renaming_errors
 from lookonce.server.http.responses import encode, error_body, json_response, while_connected
 from lookonce.server.rate_limits import count_media
@@ -137,7 +138,7 @@ class TokenCount(msgspec.Struct):
 async def create_message(request: Request) -> Response:
     arrival = time.monotonic()
     asked = await receive(request, MessagesRequest)
-    read = read_messages(asked)
+    read = await _read(request, asked)
     body = _chat_request(asked, read)
     body.max_tokens, body.stream = asked.max_tokens, asked.stream
     body.temperature, body.top_p, body.top_k = asked.temperature, asked.top_p, asked.top_k
@@ -155,7 +156,7 @@ async def count_tokens(request: Request) -> Response:
     services: Services = request.app.state.services
     principal: Principal = request.state.principal
     asked = await receive(request, CountTokensRequest)
-    read = read_messages(asked)
+    read = await _read(request, asked)
     body = _chat_request(asked, read)
     services.require_model(body.model)
     request.state.usage.take_media(count_media(body.messages))
@@ -178,6 +179,18 @@ def anthropic_error(error: Exception) -> AnthropicEvent:
 
 
 # --- the request ----------------------------------------------------------------------------------
+
+
+async def _read(request: Request, asked: CountTokensRequest) -> ReadInput:
+    """`read_messages`, in a thread where it may take long. Raises `BadRequestError`, also for more
+    than the model's context can hold."""
+    services: Services = request.app.state.services
+    most = services.max_model_len()
+    if most is not None:
+        check_count(asked.messages, most)
+    check_num_tools(len(asked.tools or ()))
+    large = has_many_values(asked.messages, asked.system)
+    return await in_thread_if(large, read_messages, asked)
 
 
 def _chat_request(asked: CountTokensRequest, read: ReadInput) -> ChatRequest:
@@ -297,7 +310,7 @@ def _call(block: Mapping[str, Any], param: str) -> Json:
     for name, kind in (("id", str), ("name", str), ("input", dict)):
         if not isinstance(block.get(name), kind):
             raise BadRequestError(f"{param}.{name} is missing or odd", param=f"{param}.{name}")
-    function = {"name": block["name"], "arguments": json.dumps(block["input"])}
+    function = {"name": block["name"], "arguments": msgspec.json.encode(block["input"]).decode()}
     return {"id": block["id"], "type": "function", "function": function}
 
 

@@ -9,6 +9,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lookonce.errors import BadRequestError
+from lookonce.render.prompt.messages import has_many_values, in_thread_if
 from lookonce.server.http.body import receive, renaming_errors
 from lookonce.server.http.responses import encode, json_response
 from lookonce.server.response_store import ResponseDatabase
@@ -24,6 +26,9 @@ from lookonce.server.routes.responses_api.stored import (
     stored_items,
     with_references,
 )
+
+MAX_ITEMS = 1000
+"""Of one request."""
 
 
 class ConversationRequest(msgspec.Struct, kw_only=True):
@@ -143,9 +148,13 @@ def _id(request: Request) -> str:
 async def _checked(request: Request, items: list[Json]) -> list[Json]:
     """Items as they are stored. Raises `BadRequestError` naming the item at fault."""
     store, tenant = store_of(request)
+    if len(items) > MAX_ITEMS:
+        raise BadRequestError(
+            f"items: {len(items)} of them; {MAX_ITEMS} are allowed at a time", param="items"
+        )
     with renaming_errors(_items_name):
         found = await with_references(store, tenant, items)
-        read_input(found, None)
+        await in_thread_if(has_many_values(found), read_input, found, None)
     assert not isinstance(found, str)
     return stored_items(found)
 

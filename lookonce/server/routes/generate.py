@@ -7,7 +7,7 @@ requests of this route as in the answers of the render routes.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -158,7 +158,13 @@ class GenerateResponseBuilder:
             raise BadRequestError(
                 "sampling_params: prompt_logprobs needs stream to be false", param="sampling_params"
             )
-        self._media = external_media(body.features)
+        services = context.services
+        limit = services.max_model_len() or len(body.token_ids)
+        self._media = external_media(
+            body.features,
+            services.config.media.limit_per_prompt,
+            min(limit, len(body.token_ids)),
+        )
 
     async def render(self) -> None:
         context, body = self._context, self._body
@@ -265,20 +271,31 @@ class Features(msgspec.Struct, kw_only=True, omit_defaults=True):
     media_data: Payloads | None = None
 
 
-def external_media(features: Features | None) -> list[ExternalItem]:
-    """The items of a request. Raises `BadRequestError` naming the list at fault."""
+def external_media(
+    features: Features | None, limits: Mapping[str, int], num_tokens: int
+) -> list[ExternalItem]:
+    """The items of a request, at most `limits` of each modality, whose prompt has `num_tokens`
+    tokens at most. Raises `BadRequestError` naming the list at fault."""
     if features is None:
         return []
     for field in ("mm_placeholders", "kwargs_data", "media_data"):
         for modality in getattr(features, field) or ():
             if modality not in features.mm_hashes:
                 raise _bad(f"{field}.{modality}", "there are no mm_hashes of this modality")
-    return [item for modality in features.mm_hashes for item in _items(features, modality)]
+    for modality, names in features.mm_hashes.items():
+        if modality not in MODALITIES:
+            raise _bad(f"mm_hashes.{modality[:40]}", f"modalities are {', '.join(MODALITIES)}")
+        if len(names) > limits.get(modality, 0):
+            raise _bad(
+                f"mm_hashes.{modality}",
+                f"{len(names)} items; at most {limits.get(modality, 0)} are allowed",
+            )
+    return [
+        item for modality in features.mm_hashes for item in _items(features, modality, num_tokens)
+    ]
 
 
-def _items(features: Features, modality: str) -> list[ExternalItem]:
-    if modality not in MODALITIES:
-        raise _bad(f"mm_hashes.{modality[:40]}", f"modalities are {', '.join(MODALITIES)}")
+def _items(features: Features, modality: str, num_tokens: int) -> list[ExternalItem]:
     names = features.mm_hashes[modality]
     placeholders = features.mm_placeholders.get(modality, [])
     kwargs = _payloads(features.kwargs_data, modality)
@@ -293,7 +310,7 @@ def _items(features: Features, modality: str) -> list[ExternalItem]:
             name=name,
             offset=place.offset,
             length=place.length,
-            is_embed=_ranges(place, f"mm_placeholders.{modality}[{number}].is_embed"),
+            is_embed=_ranges(place, f"mm_placeholders.{modality}[{number}].is_embed", num_tokens),
             kwargs_data=None if kwargs is None else kwargs[number],
             media_data=None if media is None else media[number],
             param=f"features.mm_hashes.{modality}[{number}]",
@@ -306,9 +323,11 @@ def _payloads(payloads: Payloads | None, modality: str) -> list[str | None] | No
     return None if payloads is None else payloads.get(modality)
 
 
-def _ranges(place: Placeholder, param: str) -> tuple[tuple[int, int], ...] | None:
+def _ranges(place: Placeholder, param: str, num_tokens: int) -> tuple[tuple[int, int], ...] | None:
     if place.is_embed is None:
         return None
+    if len(place.is_embed) > num_tokens:
+        raise _bad(param, f"{len(place.is_embed)} entries for a prompt of {num_tokens} tokens")
     pairs = [entry for entry in place.is_embed if not isinstance(entry, bool)]
     if len(pairs) == len(place.is_embed):
         return tuple(pairs)

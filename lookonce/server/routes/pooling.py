@@ -20,6 +20,7 @@ from lookonce.frontend.generation import Piece, Sample
 from lookonce.frontend.pooling import (
     Floats,
     check_dimensions,
+    base64_of,
     encoded,
     pooled_of,
     probabilities,
@@ -346,7 +347,7 @@ class PoolingBuilder(EmbeddingsBuilder):
         else:
             found = self._vectors(index)
         if self.body.encoding_format == "base64":
-            return encoded(found, "base64")
+            return base64_of(found)
         if self.pooling.kind != "all":
             return list(found[0].tolist())
         each: list[float | list[float]] = found.tolist()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import resource
 import socket
@@ -21,7 +22,7 @@ from lookonce.render.media import worker
 from lookonce.render.media.processing import MediaJob, Processed, Processing
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-PTRACE_ATTACH = 16
+PTRACE_ATTACH, F_SETSIG = 16, 10
 SYS_IO_URING_SETUP, SYS_BPF, SYS_OPENAT2, SYS_PIDFD_OPEN = 425, 321, 437, 434
 
 
@@ -81,6 +82,8 @@ ATTACKS: dict[str, Callable[[], object]] = {
     "thread": lambda: threading.Thread(target=print).start(),
     "kill the parent": lambda: os.kill(os.getppid(), 0),
     "kill all": lambda: os.kill(-1, 0),
+    "signal the parent by a descriptor": lambda: fcntl.fcntl(3, fcntl.F_SETOWN, os.getppid()),
+    "choose a descriptor's signal": lambda: fcntl.fcntl(3, F_SETSIG, 9),
     "ptrace": lambda: called("ptrace", PTRACE_ATTACH, os.getppid(), 0, 0),
     "process_vm_readv": lambda: called("process_vm_readv", os.getppid(), 0, 0, 0, 0, 0),
     "pidfd": lambda: called("syscall", SYS_PIDFD_OPEN, os.getppid(), 0),

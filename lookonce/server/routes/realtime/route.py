@@ -23,7 +23,7 @@ async def realtime(websocket: WebSocket) -> None:
     services.require_ready()
     outbox = Outbox()
     with services.realtime.opened(principal.tenant) as budget:
-        copies = services.realtime.copies()
+        copies = services.realtime.copies(principal.tenant)
         work = SessionTasks(services, principal, model, outbox.room, copies)
         session = RealtimeSession(
             kind=_kind(

@@ -33,6 +33,7 @@ from lookonce.frontend.tools.calls import (
     NamedFunction,
     RequestedTools,
     Tool,
+    check_num_tools,
     read_tools,
 )
 from lookonce.server.http.body import renaming_errors
@@ -180,6 +181,7 @@ def response_tools(body: ResponsesRequest, *, close: bool) -> RequestedTools | N
         choice = NamedChoice(type=body.tool_choice.type, function=function)
     else:
         choice = body.tool_choice
+    check_num_tools(len(body.tools or ()))
     with renaming_errors(_flat_name):
         tools = [_chat_tool(tool) for tool in body.tools or ()]
         asked = read_tools(tools, choice, body.parallel_tool_calls, close=close)

@@ -29,6 +29,7 @@ from lookonce.frontend.tools.calls import (
     tool_calling,
 )
 from lookonce.frontend.tools.parser import ContentText
+from lookonce.render.prompt.messages import check_count, has_many_values, in_thread_if
 from lookonce.server.http.body import receive, renaming_errors
 from lookonce.server.http.responses import encode, error_body, json_response, while_connected
 from lookonce.server.rate_limits import count_media
@@ -111,8 +112,9 @@ async def count_input_tokens(request: Request) -> Response:
     asked = response_tools(body, close=services.defaults.closed_schemas)
     tools = tool_calling(asked, services.tool_dialect)
     asked_input = [] if body.input is None else body.input
+    _check_count(services, asked_input)
     given = await with_references(services.responses, principal.tenant, asked_input)
-    read = _read(body, given, await turn.context(), turn)
+    read = await _read(body, given, await turn.context(), turn)
     request.state.usage.take_media(count_media(read.messages))
     with _naming_items(read):
         work = services.readonly.render_chat(
@@ -123,11 +125,20 @@ async def count_input_tokens(request: Request) -> Response:
     return json_response(InputTokens(rendered.num_tokens))
 
 
-def _read(
+def _check_count(services: Services, given: str | list[Json]) -> None:
+    """Refuse more items or parts than the model's context can hold."""
+    most = services.max_model_len()
+    if most is not None and not isinstance(given, str):
+        check_count(given, most, "input")
+
+
+async def _read(
     body: ResponsesRequest, given: str | list[Json], before: list[Json], turn: StoredTurn
 ) -> ReadInput:
+    """`read_input`, in a thread where it may take long."""
     name = "" if turn.origin is None else turn.origin.param
-    return read_input(given, body.instructions, before, name)
+    large = has_many_values(given, before)
+    return await in_thread_if(large, read_input, given, body.instructions, before, name)
 
 
 def _chat_options(body: ResponsesRequest, tools: ToolCalling | None) -> dict[str, object]:
@@ -184,10 +195,11 @@ class ResponsesApiBuilder:
         context, body, tools = self._context, self._body, self._tools
         given = [] if body.input is None else body.input
         body.input = ""  # media are not kept while tokens are generated
+        _check_count(context.services, given)
         given = await with_references(context.services.responses, context.principal.tenant, given)
         before = await self._turn.begin(self._writer.response.id, given)
         self._writer.response.store = self._turn.keep
-        read = _read(body, given, before, self._turn)
+        read = await _read(body, given, before, self._turn)
         context.usage_limits.take_media(count_media(read.messages))
         with _naming_items(read):
             with context.services.metrics.render.time():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import struct
 
 import pytest
+from websockets.exceptions import InvalidStatus
 
-from lookonce.config import ConnectionConfig, SessionConfig
+from lookonce.config import ConnectionConfig, Options, SessionConfig, resolve
 from lookonce.server.http.websocket import MAX_FRAGMENTS, MAX_MESSAGE_BYTES
 from tests.support.server.realtime import as_text, nothing_left, on_realtime_site, silence, until
 
@@ -101,6 +103,49 @@ def test_all_sessions_together_hold_so_much():
             await until(third, "conversation.item.done")
 
     on_realtime_site(scenario, SessionConfig(max_total_bytes=100_000))
+
+
+KEYS = ("mallory:one", "alice:two")
+
+
+def test_one_tenant_has_half_of_the_sessions_where_there_are_others():
+    async def scenario(here):
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(2):
+                await stack.enter_async_context(here.client("one").realtime.connect())
+            with pytest.raises(InvalidStatus) as caught:
+                await stack.enter_async_context(here.client("one").realtime.connect())
+            assert caught.value.response.status_code == 429
+            await stack.enter_async_context(here.client("two").realtime.connect())
+
+    on_realtime_site(scenario, max_sessions=4, api_key=KEYS)
+    assert resolve(Options(api_key=("a", "b"))).server.sessions.max_tenant_sessions is None
+    asked = Options(api_key=KEYS, max_tenant_sessions=100)
+    assert resolve(asked).server.sessions.max_tenant_sessions == 100
+
+
+def test_one_tenant_s_sessions_leave_memory_to_others():
+    picture = {"type": "input_image", "image_url": "data:," + "a" * 60_000}
+    item = {"type": "message", "role": "user", "content": [picture]}
+
+    async def told(here, key):
+        connection = await here.client(key).realtime.connect().enter()
+        await until(connection, "conversation.created")
+        await connection.conversation.item.create(item=item)
+        return connection, (await until(connection, "conversation.item.done"))[-1]
+
+    async def scenario(here):
+        first, taken = await told(here, "one")
+        second, full = await told(here, "one")
+        third, others = await told(here, "two")
+        assert taken.type == others.type == "conversation.item.done"
+        assert full.error.code == "session_full"
+        for connection in (first, second, third):
+            await connection.close()
+
+    limits = SessionConfig(max_total_bytes=200_000, max_tenant_bytes=100_000)
+    on_realtime_site(scenario, limits, api_key=KEYS)
+    assert resolve(Options(api_key=KEYS)).server.sessions.max_tenant_bytes
 
 
 def test_who_never_reads_is_not_read_either_and_is_closed():
