@@ -392,8 +392,8 @@ def test_sleeping_is_not_cpu_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("expansion", sorted(EXPANSIONS))
-def test_a_worker_that_names_an_impossible_expansion_is_ended(expansion: bytes) -> None:
+@pytest.mark.parametrize("expansion", [*sorted(EXPANSIONS), b"arrays without end"])
+def test_a_worker_that_names_an_impossible_item_is_ended(expansion: bytes) -> None:
     async def scenario() -> None:
         async with fake_pool(1) as pool:
             before = worker_of(await pool.run(job()))
