@@ -16,6 +16,7 @@ from lookonce.ipc.messages import (
     GetStats,
     Heartbeat,
     Hello,
+    ReclaimSlabs,
     Rejected,
     ResendMedia,
     Stats,
@@ -194,6 +195,7 @@ def test_a_sender_that_is_lost_again_while_it_is_told_so_still_hears_of_its_requ
         client.channel.send_now(GetStats(1))
         await until(lambda: not missed)
         client.channel.send_now(GetStats(2))
+        assert await client.next(ReclaimSlabs) == ReclaimSlabs(ended=True)
         rejected = await client.next(Rejected)
         assert (rejected.request_id, rejected.error[0]) == ("r", "EngineDeadError")
 
