@@ -689,12 +689,14 @@ class _WorkerProcess:
             JobRequest(job.modality, job.options, data, uses_slabs, job.request_id, number),
         )
         read_slab = partial(_array_in, granted)
+        num_asked = 0
         while True:
             reply, _ = receive(self._link, self._replies, read_slab, MAX_HEAD_BYTES)
             match reply:
-                case JobBegun():
+                case JobBegun() if not self.has_begun:
                     self.has_begun = True
-                case SlabWanted(num_bytes, declined):
+                case SlabWanted(num_bytes, declined) if num_asked < MAX_ARRAYS:
+                    num_asked += 1
                     if declined:
                         self._take_back(ahead, granted)
                     self._grant(num_bytes, granted)
@@ -775,7 +777,8 @@ class _WorkerProcess:
         """
         before = self._process.poll()
         self._process.kill()
-        self._link.close()
+        with self._busy:  # another thread may be telling it what to unmap
+            self._link.close()
         status = None
         try:
             status = self._process.wait(STOP_TIMEOUT)

@@ -79,6 +79,12 @@ class Hostile:
         if how == "endless":
             while True:
                 self.grant(1000)
+        if how == "refused without end":
+            while True:
+                self.grant(1 << 50)
+        if how == "begun without end":
+            while True:
+                send(self.link, JobBegun())
         if how in ("none", "negative", "huge"):
             number, _ = self.grant({"none": 0, "negative": -5, "huge": 1 << 50}[how])
             self.answer(job, number, 0, "float32", 16)
