@@ -236,7 +236,12 @@ def test_nobody_waits_for_a_worker_that_does_not_read() -> None:
             telling = threading.Thread(target=engine.pool.reclaim)
             telling.start()
             await until(lambda: not telling.is_alive())
-            await until(lambda: engine.pool.reclaim() or not engine.pool.leased_sizes())
+
+            def all_given_back() -> bool:
+                engine.pool.reclaim()
+                return not engine.pool.leased_sizes()
+
+            await until(all_given_back)
 
     async def bounded() -> None:
         async with asyncio.timeout(30):
