@@ -102,7 +102,9 @@ class MultiModalFeatures:
 
         After an error the object must not be used: some features may have been added.
         """
-        at_once = len(features) >= MANY and all(map(_has_possible_grid, features))
+        at_once = len(features) >= MANY and all(
+            map(_is_possible, {feature.grid for feature in features})
+        )
         if not at_once or not self._extend_at_once(features):
             for feature in features:
                 self.append(feature)
@@ -413,7 +415,7 @@ def _check_shape(feature: MediaFeature, index: int) -> None:
             f"offsets are not negative, lengths at least 1, and neither is above {MAX_NUMBER}",
             param="features",
         )
-    if not _has_possible_grid(feature):
+    if not _is_possible(feature.grid):
         raise BadRequestError(
             f"item {index} has the grid {feature.grid}; its numbers are from 0 to {MAX_GRID}",
             param="features",
@@ -434,8 +436,7 @@ def _check_shape(feature: MediaFeature, index: int) -> None:
         )
 
 
-def _has_possible_grid(feature: MediaFeature) -> bool:
-    grid = feature.grid
+def _is_possible(grid: tuple[int, int, int] | None) -> bool:
     return grid is None or (min(grid) >= 0 and max(grid) <= MAX_GRID)
 
 
