@@ -598,6 +598,8 @@ class OwnSlabs:
             return item
         finally:
             self._writer.finish([slab])
+            if not slab.is_leased:  # it was to be unmapped before it was mapped
+                self._mappings.pop(slab.number, None)
         return ProcessedItem(item.modality, arrays, item.expansion)
 
     def _mapping(self, grant: Grant) -> NDArray[np.uint8]:

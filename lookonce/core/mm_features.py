@@ -32,6 +32,8 @@ from lookonce.types.step import EmbedSlice
 KEY_BYTES = 32
 MAX_NUMBER = 2**62 - 1
 """The greatest offset and length: their sum is still a 64-bit integer."""
+MAX_GRID = 2**31 - 1
+"""The greatest number in a grid: positions and hashes are computed from it in 64 bits."""
 SPARE_FEATURES = 16
 """Number of computed features that are always kept, so that forgetting is not tried every step."""
 MANY = 16
@@ -100,7 +102,10 @@ class MultiModalFeatures:
 
         After an error the object must not be used: some features may have been added.
         """
-        if len(features) < MANY or not self._extend_at_once(features):
+        at_once = len(features) >= MANY and all(
+            map(_is_possible, {feature.grid for feature in features})
+        )
+        if not at_once or not self._extend_at_once(features):
             for feature in features:
                 self.append(feature)
 
@@ -410,6 +415,11 @@ def _check_shape(feature: MediaFeature, index: int) -> None:
             f"offsets are not negative, lengths at least 1, and neither is above {MAX_NUMBER}",
             param="features",
         )
+    if not _is_possible(feature.grid):
+        raise BadRequestError(
+            f"item {index} has the grid {feature.grid}; its numbers are from 0 to {MAX_GRID}",
+            param="features",
+        )
     rows, at = 0, 0
     for first, last in _embed_ranges(feature):
         if not at <= first < last <= feature.length:
@@ -424,6 +434,10 @@ def _check_shape(feature: MediaFeature, index: int) -> None:
             f"item {index} takes {rows} embed positions but has {feature.num_embeds} rows",
             param="features",
         )
+
+
+def _is_possible(grid: tuple[int, int, int] | None) -> bool:
+    return grid is None or (min(grid) >= 0 and max(grid) <= MAX_GRID)
 
 
 def _conflict(before: MediaFeature, after: MediaFeature, index: int) -> str:

@@ -376,17 +376,19 @@ class MessageSocket:
         self._link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
         self._link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
-    def send(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
-        """Returns when the system has taken everything; `fds` stay the caller's.
+    def send(self, frames: Sequence[Buffer], fds: Sequence[int] = (), *, wait: bool = True) -> None:
+        """Returns when the system has taken everything; `fds` stay the caller's. Without `wait`
+        what it does not take at once goes with the next message.
 
         Raises `ConnectionError` or `TimeoutError`; then the connection is of no use any more.
         """
         self._unsent.put(message_pieces(frames, len(fds)), fds)
         try:
             while self._unsent:
-                self._unsent.write(self._link, MAX_FRAME_BYTES, 0)
+                self._unsent.write(self._link, MAX_FRAME_BYTES, 0 if wait else DONTWAIT)
         except BlockingIOError:
-            raise TimeoutError("the peer does not read") from None
+            if wait:
+                raise TimeoutError("the peer does not read") from None
 
     def wait(self, seconds: float) -> bool:
         """Whether anything comes, or the peer leaves, within so many seconds."""

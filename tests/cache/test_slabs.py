@@ -7,6 +7,7 @@ import mmap
 import os
 import tempfile
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -368,6 +369,30 @@ def test_a_lease_that_ends_while_it_is_written_leaves_the_item_as_it_was(
     monkeypatch.setattr(slab_pool.OwnSlabs, "_mapping", lost)
     given = item(floats(100_000))
     assert own.place(given) == given
+
+
+def test_a_lease_that_ends_before_it_is_mapped_leaves_no_mapping(
+    engine: SlabEngine, monkeypatch
+) -> None:
+    """It was to be unmapped already when it was not mapped yet."""
+    own = OwnSlabs(engine.pool)
+    before = own_mappings()
+
+    def lost(fd: int, nbytes: int, *, writable: bool = False):
+        if writable:
+            engine.pool.lose()
+            engine.owner.end("a")
+        return map_memory(fd, nbytes, writable=writable)
+
+    monkeypatch.setattr(slab_pool, "map_memory", lost)
+    given = item(floats(100_000))
+    assert own.place(given) == given
+    engine.pool.sweep()  # it lets go of what nobody views
+    assert own_mappings() == before
+
+
+def own_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:lookonce-slab")
 
 
 def test_a_small_cache_has_as_much_for_work_and_a_large_one_a_little() -> None:

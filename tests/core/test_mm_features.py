@@ -170,6 +170,17 @@ class TestChecks:
         with pytest.raises(BadRequestError, match=f"item {before} has offset {offset}"):
             MultiModalFeatures([*features, far])
 
+    @pytest.mark.parametrize("before", [0, 1, 40])
+    @pytest.mark.parametrize("grid", [(1, 1, 1 << 63), ((1 << 64) - 1, 1, 1), (1, -1, -4)])
+    def test_a_grid_that_no_item_has_is_refused_and_named(
+        self, before: int, grid: tuple[int, int, int]
+    ) -> None:
+        """Hashes and positions are computed from it, for all requests of a step together."""
+        lies = MediaFeature(key("lies"), "image", 100, 4, 4, None, grid)
+        features = [feature(str(index), 2 * index, 2) for index in range(before)]
+        with pytest.raises(BadRequestError, match=f"item {before} has the grid"):
+            MultiModalFeatures([*features, lies])
+
     def test_an_item_at_the_last_position_there_can_be_is_found(self) -> None:
         last = 2**62 - 1
         assert list(MultiModalFeatures([feature("x", last, last)]).overlapping(last, last + 1)) == [

@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
+from lookonce.cache.slabs import SMALLEST
 from lookonce.ipc.messages import (
     NO_OPS,
     Accepted,
@@ -15,6 +16,7 @@ from lookonce.ipc.messages import (
     GetStats,
     Heartbeat,
     Hello,
+    ReclaimSlabs,
     Rejected,
     ResendMedia,
     Stats,
@@ -172,6 +174,35 @@ def test_a_sender_found_lost_while_its_submission_is_answered_leaves_nothing(wor
         assert stats.counters["num_requests_waiting"] == 0
 
     play(world, scenario)
+
+
+def test_a_sender_that_is_lost_again_while_it_is_told_so_still_hears_of_its_requests():
+    world = World(slab_bytes=SMALLEST)
+
+    async def scenario(client):
+        reach = world.hub.to_client
+        missed = [b"received", b"reclaim_slabs"]
+
+        def miss_each_once(sender, frames, fds):
+            if not missed or missed[0] not in bytes(frames[0]):
+                return reach(sender, frames, fds)
+            missed.pop(0)
+            return False
+
+        world.hub.to_client = miss_each_once
+        client.submit(request("r", text(20), [CAT]), ops=added("cat"))
+        await until(lambda: len(missed) == 1)
+        client.channel.send_now(GetStats(1))
+        await until(lambda: not missed)
+        client.channel.send_now(GetStats(2))
+        assert await client.next(ReclaimSlabs) == ReclaimSlabs(ended=True)
+        rejected = await client.next(Rejected)
+        assert (rejected.request_id, rejected.error[0]) == ("r", "EngineDeadError")
+
+    try:
+        play(world, scenario)
+    finally:
+        world.engine.die()
 
 
 def test_an_answer_that_cannot_be_read_ends_its_request_and_both_start_over(world):

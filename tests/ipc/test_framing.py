@@ -428,6 +428,17 @@ def test_silence_and_a_reader_that_is_stuck_are_timeouts():
             one.send([bytes(5_000_000)])
 
 
+def test_what_a_stuck_reader_does_not_take_is_not_waited_for_and_comes_later():
+    with message_sockets() as (one, other):
+        one.send([bytes(5_000_000)], wait=False)
+        one.send([b"second"], wait=False)
+        thread = threading.Thread(target=one.send, args=([b"third"],))
+        thread.start()
+        frames = [other.receive()[0] for _ in range(3)]
+        thread.join()
+        assert [len(frame) for (frame,) in frames] == [5_000_000, 6, 5]
+
+
 def test_a_peer_that_is_gone_is_a_lost_connection():
     with message_sockets() as (one, other):
         other.close()

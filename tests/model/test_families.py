@@ -74,10 +74,15 @@ def test_items_of_other_families_are_encoded_alone(folder, kind):
 
 @torch.inference_mode()
 def test_a_grid_that_does_not_match_its_patches_is_refused(folder):
+    """Also where the product is right, of negative numbers or of 64 bits."""
     family, tensors, _ = encoded(folder, "qwen2_5_vl", "image")
-    wrong = {**tensors[0], "image_grid_thw": torch.tensor([1, 10_000, 10_000])}
-    with pytest.raises(ValueError, match="image_grid_thw"):
-        family.encode("image", [wrong])
+    patches, odd = len(tensors[0]["pixel_values"]), (1 << 62) + 1
+    wrapped = patches * pow(odd, -1, 1 << 64) % (1 << 64)
+    wrapped -= (wrapped >> 63) << 64
+    for grid in ([1, 10_000, 10_000], [1, -1, -patches], [1, odd, wrapped]):
+        wrong = {**tensors[0], "image_grid_thw": torch.tensor(grid)}
+        with pytest.raises(ValueError, match="image_grid_thw"):
+            family.encode("image", [wrong])
 
 
 class TestIdefics3Tiles:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
+import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 
@@ -15,10 +17,12 @@ import pytest
 import soundfile
 
 from lookonce.cache.slab_pool import Grant, SlabWriter
-from lookonce.cache.slabs import LARGE
+from lookonce.cache.slabs import LARGE, SMALLEST, create_memory
 from lookonce.errors import UnprocessableMediaError
+from lookonce.ipc.framing import MessageSocket, close_fds
 from lookonce.render.media.pool import MediaPool, ServerShare
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
+from lookonce.render.media.worker import SlabGranted, WorkerSlabs, request_decoder, send
 from lookonce.types.media import Array
 from tests.support.drawing import encoded, picture
 from tests.support.render.doubles import until
@@ -127,24 +131,26 @@ def test_a_real_worker_copies_what_its_processor_has_put_elsewhere(nano_folder: 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "none", "negative", "huge", "endless", "pipe", "foreign", "beyond", "unaligned", "integers",
-    ],
-)  # fmt: skip
-def test_a_worker_that_breaks_the_rules_is_ended_and_only_its_job_fails(how: str) -> None:
+def test_a_worker_that_breaks_the_rules_is_ended_and_only_its_job_fails() -> None:
+    attacks = (
+        "none", "negative", "huge", "endless", "refused without end", "begun without end", "pipe",
+        "foreign", "beyond", "unaligned", "integers",
+    )  # fmt: skip
+
     async def scenario() -> None:
         engine = SlabEngine(CAPACITY)
         before = descriptors()
         async with pool_with_slabs(engine) as pool:
-            first = worker_of(await pool.run(job("hello")))
-            with pytest.raises(UnprocessableMediaError, match="crashed"):
-                await pool.run(job(f"hostile {how}"))
-            made = await pool.run(job("hostile write"))
-            assert worker_of(made) != first
-            assert np.frombuffer(made.item.arrays["pixels"].data, np.float32)[0] == 1.0
-        del made
+            last = worker_of(await pool.run(job("hello")))
+            for how in attacks:
+                with pytest.raises(UnprocessableMediaError, match="crashed"):
+                    await pool.run(job(f"hostile {how}"))
+                made = await pool.run(job("hostile write"))
+                assert worker_of(made) != last, how
+                last = worker_of(made)
+                assert np.frombuffer(made.item.arrays["pixels"].data, np.float32)[0] == 1.0
+                del made
+                engine.pool.sweep()
         engine.pool.sweep()
         engine.pool.reclaim()
         assert engine.pool.leased_sizes() == {}
@@ -211,6 +217,55 @@ def test_a_killed_worker_leaves_no_slab_no_mapping_and_no_descriptor() -> None:
         assert (descriptors(), mappings()) == before
 
     asyncio.run(scenario())
+
+
+def test_nobody_waits_for_a_worker_that_does_not_read() -> None:
+    """The event loop tells idle workers what to unmap. One that was taken over may be deaf."""
+
+    async def scenario() -> None:
+        engine = SlabEngine(CAPACITY)
+        async with pool_with_slabs(engine) as pool:
+            made = await pool.run(job("hostile deaf"))
+            (worker,) = pool._workers.processes
+            link = worker._link._link
+            with suppress(BlockingIOError):
+                while True:
+                    link.send(bytes(1 << 16), socket.MSG_DONTWAIT)
+            assert len(engine.pool.leased_sizes()) == 2
+            del made
+            telling = threading.Thread(target=engine.pool.reclaim)
+            telling.start()
+            await until(lambda: not telling.is_alive())
+
+            def all_given_back() -> bool:
+                engine.pool.reclaim()
+                return not engine.pool.leased_sizes()
+
+            await until(all_given_back)
+
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+def test_a_slab_that_came_with_a_job_and_was_not_used_is_unmapped() -> None:
+    ours, theirs = socket.socketpair()
+    pool, worker = MessageSocket(ours), MessageSocket(theirs, takes_fds=True)
+    slabs = WorkerSlabs(worker, request_decoder())
+    fd = create_memory(SMALLEST)
+    before = mappings()
+    send(pool, SlabGranted(7, SMALLEST), [fd])
+    slabs.begin(usable=True)
+    assert slabs.take(LARGE) is not None
+    assert mappings() == before + 1
+    slabs.begin(usable=True, ahead=7)
+    slabs.unmap([7])
+    assert mappings() == before
+    close_fds([fd])
+    pool.close()
+    worker.close()
 
 
 def test_an_idle_worker_unmaps_what_is_given_back(nano_folder: Path) -> None:

@@ -262,9 +262,10 @@ class InputThread:
         """A sender taken for dead is alive: tell it which of its requests have ended meanwhile,
         and that its slabs are not leased any more."""
         self._senders.add(sender)
+        ended = self._lost.pop(sender)
         if self._slabs.capacity_bytes:
             self._send(sender, ReclaimSlabs(ended=True))
-        for request_id in self._lost.pop(sender):
+        for request_id in ended:
             self._reject(sender, request_id, _lost_touch())
 
     def _discarded(self, sender: str, epoch: int) -> None:

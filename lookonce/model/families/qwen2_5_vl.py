@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
@@ -29,9 +30,11 @@ class Qwen2_5VLFamily(ModelFamily):  # noqa: N801
         """transformers' output for all items, from one call."""
         grids = torch.stack([item["image_grid_thw"].view(3) for item in items])
         patches = [item["pixel_values"] for item in items]
-        # Checked here, because the vision encoder would allocate whatever a wrong grid asks for.
-        if grids.prod(1).tolist() != [len(patch) for patch in patches]:
-            raise ValueError("image_grid_thw does not match the number of patches")
+        # Checked here, because the vision encoder would allocate whatever a wrong grid asks for;
+        # not in 64 bits, where products of huge or negative numbers may come out right.
+        for grid, patch in zip(grids.tolist(), patches, strict=True):
+            if min(grid) < 1 or math.prod(grid) != len(patch):
+                raise ValueError("image_grid_thw does not match the number of patches")
         joined = patches[0] if len(patches) == 1 else torch.cat(patches)
         return self.media_model.get_image_features(joined, grids)
 

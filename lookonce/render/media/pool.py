@@ -100,6 +100,11 @@ ITEM_BASE_BYTES = 256 << 20
 ITEM_BYTES_PER_PIXEL = 64
 """A worker may send an item of at most so many bytes, so that one that was taken over cannot fill
 this process's memory. float32 takes 12 per pixel of the largest picture, 24 with doubled frames."""
+MAX_HEAD_BYTES = 4 << 20
+"""A worker's message without the arrays that travel beside it: what is decoded takes much more
+memory than its bytes, and all other threads wait meanwhile."""
+MAX_ARRAYS = 64
+"""Of one item."""
 MAX_SLABS_PER_JOB = 16
 MAX_EXPANSION = 1 << 24
 """Prompt tokens of one item: more than any context, and few enough to be written out."""
@@ -684,17 +689,19 @@ class _WorkerProcess:
             JobRequest(job.modality, job.options, data, uses_slabs, job.request_id, number),
         )
         read_slab = partial(_array_in, granted)
+        num_asked = 0
         while True:
-            reply, _ = receive(self._link, self._replies, read_slab)
+            reply, _ = receive(self._link, self._replies, read_slab, MAX_HEAD_BYTES)
             match reply:
-                case JobBegun():
+                case JobBegun() if not self.has_begun:
                     self.has_begun = True
-                case SlabWanted(num_bytes, declined):
+                case SlabWanted(num_bytes, declined) if num_asked < MAX_ARRAYS:
+                    num_asked += 1
                     if declined:
                         self._take_back(ahead, granted)
                     self._grant(num_bytes, granted)
                 case JobDone(processed):
-                    _check_expansion(processed.item, job)
+                    _check_item(processed.item, job)
                     return processed
                 case JobFailed(error, out_of_memory):
                     self.out_of_memory = out_of_memory
@@ -724,19 +731,22 @@ class _WorkerProcess:
             close_fds(fds)
 
     def _tell_dropped(self) -> None:
-        """Tell the worker which slabs to unmap; one that is busy is told after its job."""
+        """Tell the worker which slabs to unmap; one that is busy is told after its job.
+
+        Called on the event loop too, which waits for no worker that does not read.
+        """
         if self._busy.acquire(blocking=False):
             try:
-                self._send_dropped()
+                self._send_dropped(wait=False)
             except (LinkClosedError, OSError):
                 pass  # the worker has ended, and its mappings with it
             finally:
                 self._busy.release()
 
-    def _send_dropped(self) -> None:
+    def _send_dropped(self, *, wait: bool = True) -> None:
         dropped = () if self._slabs is None else self._slabs.take_dropped()
         if dropped:
-            send(self._link, DropSlabs(dropped))
+            send(self._link, DropSlabs(dropped), wait=wait)
 
     def cpu_seconds(self) -> float:
         """CPU time of the process so far; where the system does not tell, the time of a clock."""
@@ -767,7 +777,8 @@ class _WorkerProcess:
         """
         before = self._process.poll()
         self._process.kill()
-        self._link.close()
+        with self._busy:  # another thread may be telling it what to unmap
+            self._link.close()
         status = None
         try:
             status = self._process.wait(STOP_TIMEOUT)
@@ -803,12 +814,15 @@ def _array_in(
     return granted[number].array(dtype, shape, offset, nbytes)
 
 
-def _check_expansion(item: ProcessedItem, job: MediaJob) -> None:
-    """Raises `LinkClosedError` for an expansion that no prompt can have, or another modality: this
-    process writes out as many tokens as the worker says."""
+def _check_item(item: ProcessedItem, job: MediaJob) -> None:
+    """Raises `LinkClosedError` for an expansion that no prompt can have, another modality, or more
+    arrays than any item: this process writes out as many tokens as the worker says, and the engine
+    computes the positions of whole batches from the grid."""
     tokens, counts = zip(*item.expansion.runs, strict=True) if item.expansion.runs else ((), ())
     possible = (
         item.modality == job.modality
+        and len(item.arrays) <= MAX_ARRAYS
+        and all(0 <= number <= MAX_EXPANSION for number in item.expansion.grid or ())
         and item.expansion.num_embeds > 0
         and all(0 <= token < 1 << 31 for token in tokens)
         and all(count > 0 for count in counts)

@@ -361,6 +361,7 @@ class WorkerSlabs:
 
     def unmap(self, numbers: Iterable[int]) -> None:
         self._granted = []
+        self._ahead = None
         for number in numbers:
             self._mapped.pop(number, None)
 
@@ -464,27 +465,37 @@ def _sample_sound(container: str, codec: str) -> bytes:
 
 
 def send(
-    link: MessageSocket, message: WorkerRequest | WorkerReply, fds: Sequence[int] = ()
+    link: MessageSocket,
+    message: WorkerRequest | WorkerReply,
+    fds: Sequence[int] = (),
+    *,
+    wait: bool = True,
 ) -> None:
     """Raises `LinkClosedError` when the other process has ended, or `TimeoutError`."""
     try:
-        link.send(MessageEncoder().encode(message), fds)
+        link.send(MessageEncoder().encode(message), fds, wait=wait)
     except ConnectionError:
         raise LinkClosedError from None
 
 
 def receive(
-    link: MessageSocket, messages: MessageDecoder[M], read_slab: ReadSlab | None = None
+    link: MessageSocket,
+    messages: MessageDecoder[M],
+    read_slab: ReadSlab | None = None,
+    max_head_bytes: int | None = None,
 ) -> tuple[M, Sequence[int]]:
     """The next message and its descriptors. Raises `LinkClosedError`, `TimeoutError` or `OSError`.
 
     Large arrays are views of the memory that they were received into, or what `read_slab` makes.
+    A message whose first frame has more than `max_head_bytes` is not decoded.
     """
     try:
         frames, fds = link.receive()
     except (ConnectionError, ProtocolError):
         raise LinkClosedError from None
     try:
+        if max_head_bytes is not None and len(frames[0]) > max_head_bytes:
+            raise ProtocolError("a message whose head is too long")
         return messages.decode(frames, read_slab), fds
     except ProtocolError:
         close_fds(fds)

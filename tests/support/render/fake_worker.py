@@ -46,6 +46,9 @@ EXPANSIONS = {
     b"expansion without rows": Expansion(((8, 3),), 7),
     b"expansion of nothing": Expansion((), 7),
     b"expansion of no token": Expansion(((1 << 31, 3),), 1 << 31),
+    b"expansion on a grid without end": Expansion(((7, 3),), 7, (1, 1, 1 << 63)),
+    b"expansion on a grid of less than nothing": Expansion(((7, 3),), 7, (1, -1, -3)),
+    b"expansion in too many runs": Expansion(((7, 1), (8, 1)) * (1 << 20), 7),
 }
 """What no prompt can have in the place of an item."""
 
@@ -76,6 +79,12 @@ class Hostile:
         if how == "endless":
             while True:
                 self.grant(1000)
+        if how == "refused without end":
+            while True:
+                self.grant(1 << 50)
+        if how == "begun without end":
+            while True:
+                send(self.link, JobBegun())
         if how in ("none", "negative", "huge"):
             number, _ = self.grant({"none": 0, "negative": -5, "huge": 1 << 50}[how])
             self.answer(job, number, 0, "float32", 16)
@@ -98,6 +107,10 @@ class Hostile:
                 self.answer(job, number, 2, "float32", 16)
             case "integers":
                 self.answer(job, number, 0, "int64", 16)
+            case "deaf":
+                self.scribble(1.0)
+                self.answer(job, number, 0, "float32", 16)
+                time.sleep(1000)
             case "write":
                 self.scribble(1.0)
                 self.answer(job, number, 0, "float32", 16)
@@ -155,6 +168,10 @@ def work(link: MessageSocket, job: JobRequest, data: bytes, hostile: Hostile) ->
     if data in EXPANSIONS:
         item = ProcessedItem(job.modality, {}, EXPANSIONS[data])
         send(link, JobDone(Processed(item, 1.5, 2.5)))
+        return
+    if data == b"arrays without end":
+        one = Array("float32", (1,), bytes(4))
+        send(link, JobDone(done(job, {f"a{number}": one for number in range(1000)})))
         return
     arrays = {
         "data": Array("uint8", (len(data),), data),
