@@ -41,7 +41,7 @@ from lookonce.render.media.external_items import ExternalItem, encode_kwargs
 from lookonce.server.http.body import parse, receive
 from lookonce.server.http.unknown_fields import suggestion
 from lookonce.server.routes.serving_base import ServingContext, open_context, respond
-from lookonce.types.media import MODALITIES, MediaFeature, ProcessedItem
+from lookonce.types.media import MODALITIES, MediaFeature, Modality, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
@@ -282,6 +282,7 @@ def external_media(
         for modality in getattr(features, field) or ():
             if modality not in features.mm_hashes:
                 raise _bad(f"{field}.{modality}", "there are no mm_hashes of this modality")
+    items: list[ExternalItem] = []
     for modality, names in features.mm_hashes.items():
         if modality not in MODALITIES:
             raise _bad(f"mm_hashes.{modality[:40]}", f"modalities are {', '.join(MODALITIES)}")
@@ -290,12 +291,11 @@ def external_media(
                 f"mm_hashes.{modality}",
                 f"{len(names)} items; at most {limits.get(modality, 0)} are allowed",
             )
-    return [
-        item for modality in features.mm_hashes for item in _items(features, modality, num_tokens)
-    ]
+        items += _items(features, modality, num_tokens)
+    return items
 
 
-def _items(features: Features, modality: str, num_tokens: int) -> list[ExternalItem]:
+def _items(features: Features, modality: Modality, num_tokens: int) -> list[ExternalItem]:
     names = features.mm_hashes[modality]
     placeholders = features.mm_placeholders.get(modality, [])
     kwargs = _payloads(features.kwargs_data, modality)

@@ -19,8 +19,8 @@ from lookonce.errors import BadRequestError
 from lookonce.frontend.generation import Piece, Sample
 from lookonce.frontend.pooling import (
     Floats,
-    check_dimensions,
     base64_of,
+    check_dimensions,
     encoded,
     pooled_of,
     probabilities,
