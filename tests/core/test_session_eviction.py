@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from lookonce.core.preemption import IDLE_SECONDS
+from lookonce.types.request import ExtendOptions
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, feature, items_for, request, text
 from tests.support.core.engine import Engine
 
+INTERRUPT = ExtendOptions(interrupt=True)
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
@@ -21,7 +23,7 @@ def open_session(engine: Engine, name: str, num_tokens: int = 8) -> None:
 
 
 def extend(engine: Engine, name: str) -> None:
-    engine.scheduler.extend(name, np.array([5], np.int32), (), {})
+    engine.scheduler.extend(name, np.array([5], np.int32), (), {}, INTERRUPT)
 
 
 def assert_evicted(engine: Engine, name: str) -> None:

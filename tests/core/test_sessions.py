@@ -9,6 +9,7 @@ from lookonce.core import mm_features
 from lookonce.core.mm_features import MultiModalFeatures
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import MediaFeature
+from lookonce.types.request import ExtendOptions
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import (
     Limits,
@@ -23,6 +24,7 @@ from tests.support.core.builders import (
 from tests.support.core.engine import Engine
 from tests.support.core.fake_runner import advance, reference, row_at, sample
 
+INTERRUPT = ExtendOptions(interrupt=True)
 ONE_A_TURN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 THREE_A_TURN = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 
@@ -49,7 +51,7 @@ class Live:
         ]
         tokens = prompt_with(text(len(names) * length + tail, seed=len(self.given)), features)
         self.engine.scheduler.extend(
-            self.name, np.array(tokens, np.int32), tuple(features), items_for(features)
+            self.name, np.array(tokens, np.int32), tuple(features), items_for(features), INTERRUPT
         )
         self.given.append((tokens, features))
 
@@ -127,7 +129,7 @@ def test_the_caller_may_reuse_the_memory_of_an_extension() -> None:
     at = feature("live x", 1, 2, modality="audio")
     tokens, items = np.array(prompt_with(text(6), [at]), np.int32), items_for([at])
     engine.step()
-    engine.scheduler.extend("live", tokens, (at,), items)
+    engine.scheduler.extend("live", tokens, (at,), items, INTERRUPT)
     live.given.append((tokens.tolist(), [at]))
     tokens[:] = 7
     items.clear()
@@ -142,7 +144,7 @@ def test_tokens_may_have_gaps_between_them_in_memory() -> None:
     live = Live(engine)
     engine.run()
     spread = np.array([5, 900, 6, 900, 7, 900], np.int32)[::2]
-    engine.scheduler.extend("live", spread, (), {})
+    engine.scheduler.extend("live", spread, (), {}, INTERRUPT)
     live.given.append(([5, 6, 7], []))
     engine.run()
     assert live.got == live.expected()

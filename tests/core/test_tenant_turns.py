@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from lookonce.core.scheduler import MAX_SHARES
 from lookonce.core.scheduler_state import QUANTUM
 from lookonce.errors import QueueFullError
-from lookonce.types.request import GenerateRequest
+from lookonce.types.request import ExtendOptions, GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, request, text
 from tests.support.core.engine import Engine
 
+INTERRUPT = ExtendOptions(interrupt=True)
 STEP = 64
 LIMITS = Limits(num_blocks=4000, max_num_batched_tokens=STEP, max_num_seqs=8)
 
@@ -73,7 +74,7 @@ def test_what_a_session_was_charged_for_is_not_charged_again_at_its_end() -> Non
     while engine.scheduler.has_work:
         engine.step()
     for _ in range(20):  # while "a" is alone it costs nothing
-        engine.scheduler.extend("session", np.asarray(text(STEP), np.int32), (), {})
+        engine.scheduler.extend("session", np.asarray(text(STEP), np.int32), (), {}, INTERRUPT)
         while engine.scheduler.has_work:
             engine.step()
     for number in range(4):
