@@ -138,7 +138,7 @@ class PdfRenderer:
         handle = lib.FPDF_LoadMemDocument64(data, len(data), None)
         if not handle:
             if lib.FPDF_GetLastError() == ENCRYPTED:
-                raise UnprocessableMediaError("the PDF is encrypted: send it without its password")
+                raise UnprocessableMediaError("the PDF is encrypted: send it without a password")
             raise UnprocessableMediaError("the PDF is broken or incomplete")
         with ExitStack() as stack:
             stack.callback(lib.FPDF_CloseDocument, handle)
