@@ -26,6 +26,7 @@ from tests.support.documents import (
     pdf,
     red_circle,
 )
+from tests.support.render.doubles import until
 
 PARAM = "messages[0].content[1]"
 SCOPE = bytes(32)
@@ -239,8 +240,7 @@ def test_requests_that_bring_the_same_document_at_once_render_it_once():
         async with documents(pool) as reader:
             source = [document_source(file_part(TWO_PAGES), PARAM)]
             asked = [asyncio.create_task(reader.read(source, SCOPE)) for _ in range(3)]
-            while not pool.jobs:
-                await asyncio.sleep(0)
+            await until(lambda: pool.jobs)
             pool.gate.set()
             first, *others = await asyncio.gather(*asked)
             assert all(other == first for other in others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from itertools import pairwise
 from typing import Any
 
 from lookonce.render.media.pdf import pdf_file
@@ -26,7 +27,7 @@ def red_circle(x: float = 21, y: float = 21, radius: float = 15) -> bytes:
     c = CURVE * radius
     ends = [(radius, 0), (0, radius), (-radius, 0), (0, -radius), (radius, 0)]
     path = [f"1 0 0 rg {x + radius:g} {y:g} m"]
-    for (ax, ay), (bx, by) in zip(ends, ends[1:], strict=False):
+    for (ax, ay), (bx, by) in pairwise(ends):
         # The tangent at (a, b) of a circle around 0 is (-b, a).
         first = (x + ax - ay / radius * c, y + ay + ax / radius * c)
         second = (x + bx + by / radius * c, y + by - bx / radius * c)
