@@ -144,12 +144,11 @@ class PdfRenderer:
             stack.callback(lib.FPDF_CloseDocument, handle)
             form = None
             if lib.FPDF_GetFormType(handle) != lib.FORMTYPE_NONE:
-                # PDFium reads it until the form is closed.
                 info = lib.FPDF_FORMFILLINFO(version=2)
                 form = lib.FPDFDOC_InitFormFillEnvironment(handle, info)
                 if form:
                     stack.callback(lib.FPDFDOC_ExitFormFillEnvironment, form)
-                stack.callback(lambda: info)
+                # PDFium reads `info` until then: it lives as long as this frame.
             yield _Document(handle, form or None)
 
     def _sizes(self, document: _Document) -> list[tuple[float, float]]:
