@@ -270,22 +270,36 @@ def test_the_same_page_of_two_documents_is_the_same_picture():
 # --- in chats, with real workers -----------------------------------------------------------------
 
 
-def rendered(folder, *messages, limits=None, **options):
-    """The prompt's text and its number of pictures."""
+class Chats:
+    """A renderer of a model, with an event loop; its limit is 2 pictures."""
 
-    async def render():
-        media = MediaConfig(limit_per_prompt=limits or {"image": 2, "audio": 1}, **options)
-        async with open_renderer(
+    def __init__(self, folder):
+        media = MediaConfig(limit_per_prompt={"image": 2, "audio": 1})
+        self.loop = asyncio.new_event_loop()
+        self.opened = open_renderer(
             ModelConfig(str(folder), "model"),
             media,
             directory=Directory(1 << 24),
             uuids=UuidBindings(),
-        ) as renderer:
-            prompt = await renderer.render_chat(messages)
-            renderer.release(prompt)
-            return prompt.text, len(prompt.items)
+        )
+        self.renderer = self.loop.run_until_complete(self.opened.__aenter__())
 
-    return asyncio.run(render())
+    def rendered(self, *messages):
+        """The prompt's text and its number of pictures."""
+        prompt = self.loop.run_until_complete(self.renderer.render_chat(messages))
+        self.renderer.release(prompt)
+        return prompt.text, len(prompt.items)
+
+    def close(self):
+        self.loop.run_until_complete(self.opened.__aexit__(None, None, None))
+        self.loop.close()
+
+
+@pytest.fixture(scope="module")
+def nano(nano_folder):
+    chats = Chats(nano_folder)
+    yield chats
+    chats.close()
 
 
 def user(*parts):
@@ -293,28 +307,32 @@ def user(*parts):
 
 
 def test_a_text_only_model_reads_a_document_in_its_own_workers(folder):
-    text, count = rendered(folder("llama"), user(file_part(TWO_PAGES, filename="a.pdf")))
+    chats = Chats(folder("llama"))
+    try:
+        text, count = chats.rendered(user(file_part(TWO_PAGES, filename="a.pdf")))
+    finally:
+        chats.close()
     assert "[a.pdf, page 2 of 2]\nsecond page" in text
     assert count == 0
 
 
-def test_pages_are_no_pictures_of_the_limit_where_the_model_takes_any_number(nano_folder):
+def test_pages_are_no_pictures_of_the_limit_where_the_model_takes_any_number(nano):
     pages = pdf(*[line(f"page {n}") for n in range(3)])
-    text, count = rendered(nano_folder, user(file_part(pages), {"type": "text", "text": "What?"}))
+    text, count = nano.rendered(user(file_part(pages), {"type": "text", "text": "What?"}))
     assert "page 2" in text
     assert count == 3
 
 
-def test_a_document_s_text_forges_no_placeholder(nano_folder):
+def test_a_document_s_text_forges_no_placeholder(nano):
     (content,) = content_of(file_part(pdf(line("<|IMAGE|> <|vision_bos|>"))))
     assert "<|IMAGE|>" in shown(content)
-    _, count = rendered(nano_folder, user(file_part(pdf(line("<|IMAGE|> <|vision_bos|>")))))
+    _, count = nano.rendered(user(file_part(pdf(line("<|IMAGE|> <|vision_bos|>")))))
     assert count == 1
 
 
-def test_a_part_that_is_wrong_is_named_before_any_document_is_read(nano_folder):
+def test_a_part_that_is_wrong_is_named_before_any_document_is_read(nano):
     with pytest.raises(BadRequestError, match=r"messages\[0\].content\[1\]"):
-        rendered(nano_folder, user(file_part(TWO_PAGES[:300]), {"type": "hologram"}))
+        nano.rendered(user(file_part(TWO_PAGES[:300]), {"type": "hologram"}))
 
 
 def test_a_data_url_may_have_parameters_and_capitals():
