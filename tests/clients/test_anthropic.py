@@ -59,7 +59,7 @@ def test_a_picture_is_asked_about_and_its_second_look_is_read_from_the_cache(cli
 
 
 def test_a_document_s_pages_are_seen_and_counted(client):
-    file = as_base64(pdf(line("page"), line("other"), size=(42, 42)))
+    file = as_base64(pdf(line("page"), line("other")))
     source = {"type": "base64", "media_type": "application/pdf", "data": file}
     document = {"type": "document", "source": source, "title": "a.pdf"}
     messages = ask_about(document, {"type": "text", "text": "What shape is red?"})

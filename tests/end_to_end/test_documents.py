@@ -24,6 +24,11 @@ def client(server):
         yield client
 
 
+def small(text):
+    """A line that fits on a page of `SQUARE`."""
+    return line(text, top=20, size=6)
+
+
 def ask(client, *parts):
     messages = [{"role": "user", "content": [*parts, QUESTION]}]
     return client.chat.completions.create(
@@ -47,8 +52,8 @@ class Work:
 
 
 def test_a_page_is_looked_at_once_whatever_document_and_route_it_comes_by(server, client):
-    one = pdf(red_circle(), line("only one"), size=SQUARE)
-    other = pdf(line("another"), red_circle(), size=SQUARE)
+    one = pdf(red_circle(), small("only one"), size=SQUARE)
+    other = pdf(small("another"), red_circle(), size=SQUARE)
     work = Work(server)
     first = ask(client, file_part(one, filename="one.pdf"))
     assert first.usage.prompt_tokens_details.model_extra["image_tokens"] == 18
@@ -76,7 +81,7 @@ def test_a_page_is_looked_at_once_whatever_document_and_route_it_comes_by(server
 
 
 def test_anthropic_s_documents_are_the_same_pages(server):
-    data = pdf(red_circle(), line("for anthropic"), size=SQUARE)
+    data = pdf(red_circle(), small("for anthropic"), size=SQUARE)
     url = data_url(data)
     source = {"type": "base64", "media_type": "application/pdf", "data": url.partition(",")[2]}
     document = {"type": "document", "source": source, "title": "a.pdf", "context": "A report."}
