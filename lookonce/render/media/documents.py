@@ -279,8 +279,7 @@ class Documents:
             parts.append(
                 MediaSource("image", "inline", "", source.param, data=page.png, is_page=True)
             )
-            if page.text:
-                parts.append({"type": "text", "text": f"\n{page.text}\n"})
+            parts.append({"type": "text", "text": f"\n{page.text}\n" if page.text else "\n"})
         return parts
 
     async def _pages(
