@@ -52,8 +52,9 @@ class Work:
 
 
 def test_a_page_is_looked_at_once_whatever_document_and_route_it_comes_by(server, client):
-    one = pdf(red_circle(), small("only one"), size=SQUARE)
-    other = pdf(small("another"), red_circle(), size=SQUARE)
+    circle = red_circle(radius=14)
+    one = pdf(circle, small("only one"), size=SQUARE)
+    other = pdf(small("another"), circle, size=SQUARE)
     work = Work(server)
     first = ask(client, file_part(one, filename="one.pdf"))
     assert first.usage.prompt_tokens_details.model_extra["image_tokens"] == 18
