@@ -731,7 +731,7 @@ class _WorkerProcess:
                 case JobBegun():
                     self.has_begun = True
                 case PagesDone(rendered):
-                    _check_pages(rendered, job)
+                    _check_pages(rendered, job, self._settings.max_document_pages)
                     return rendered
                 case JobFailed(error, out_of_memory):
                     self.out_of_memory = out_of_memory
@@ -855,11 +855,14 @@ def _check_expansion(item: ProcessedItem, job: MediaJob) -> None:
         raise LinkClosedError
 
 
-def _check_pages(rendered: RenderedPages, job: PagesJob) -> None:
-    """Raises `LinkClosedError` for pages that are not those of the job."""
+def _check_pages(rendered: RenderedPages, job: PagesJob, max_pages: int) -> None:
+    """Raises `LinkClosedError` for pages that are not those of the job, and for a number of pages
+    that no worker renders: this process asks for as many."""
     last = min(job.first + job.count, rendered.num_pages)
-    right = len(rendered.pages) == max(0, last - job.first) and all(
-        (page.picture is not None) == job.pictures for page in rendered.pages
+    right = (
+        0 < rendered.num_pages <= max_pages
+        and len(rendered.pages) == max(0, last - job.first)
+        and all((page.picture is not None) == job.pictures for page in rendered.pages)
     )
     if not right:
         raise LinkClosedError

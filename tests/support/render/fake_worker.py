@@ -15,6 +15,7 @@ from lookonce.cache.slabs import map_memory
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.ipc.codec import MessageDecoder
 from lookonce.ipc.framing import MessageSocket
+from lookonce.render.media.pdf import Page, RenderedPages
 from lookonce.render.media.processing import Processed
 from lookonce.render.media.sandbox import SandboxReport
 from lookonce.render.media.worker import (
@@ -24,6 +25,8 @@ from lookonce.render.media.worker import (
     JobDone,
     JobRequest,
     LinkClosedError,
+    PagesDone,
+    PagesRequest,
     SlabGranted,
     SlabWanted,
     WorkerReady,
@@ -48,6 +51,14 @@ EXPANSIONS = {
     b"expansion of no token": Expansion(((1 << 31, 3),), 1 << 31),
 }
 """What no prompt can have in the place of an item."""
+PAGES = {
+    b"pages": RenderedPages(1, (Page("text"),)),
+    b"pages without end": RenderedPages(1 << 40, tuple(Page("text") for _ in range(4))),
+    b"more pages than asked for": RenderedPages(5, tuple(Page("text") for _ in range(5))),
+    b"no pages": RenderedPages(0, ()),
+    b"pictures that nobody asked for": RenderedPages(1, (Page("", Array("uint8", (1,), b"x")),)),
+}
+"""What becomes of a file; all but the first is what no worker answers for its text alone."""
 
 
 class Hostile:
@@ -186,8 +197,12 @@ def main() -> None:
                 job, _ = receive(link, requests)
                 if isinstance(job, DropSlabs):
                     continue  # it keeps them mapped
-                assert isinstance(job, JobRequest)
+                assert isinstance(job, JobRequest | PagesRequest)
                 data = bytes(job.data.data)
+                if isinstance(job, PagesRequest):
+                    send(link, JobBegun())
+                    send(link, PagesDone(PAGES[data]))
+                    continue
                 if data.startswith(b"die before ") and not os.path.exists(data[11:]):
                     with contextlib.suppress(OSError):
                         Path(os.fsdecode(data[11:])).touch()
