@@ -393,14 +393,16 @@ def test_sleeping_is_not_cpu_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("expansion", sorted(EXPANSIONS))
-def test_a_worker_that_names_an_impossible_expansion_is_ended(expansion: bytes) -> None:
+def test_a_worker_that_names_an_impossible_expansion_is_ended() -> None:
     async def scenario() -> None:
         async with fake_pool(1) as pool:
             before = worker_of(await pool.run(job()))
-            with pytest.raises(UnprocessableMediaError, match="crashed"):
-                await pool.run(job(expansion))
-            assert worker_of(await pool.run(job())) != before
+            for expansion in sorted(EXPANSIONS):
+                with pytest.raises(UnprocessableMediaError, match="crashed"):
+                    await pool.run(job(expansion))
+                now = worker_of(await pool.run(job()))
+                assert now != before, expansion
+                before = now
 
     asyncio.run(scenario())
 
@@ -409,7 +411,7 @@ def test_a_worker_that_answers_with_impossible_pages_is_ended() -> None:
     async def scenario() -> None:
         async with fake_pool(1) as pool:
             for data in sorted(PAGES.keys() - {b"pages"}):
-                with pytest.raises(UnprocessableMediaError, match="document .* crashed"):
+                with pytest.raises(UnprocessableMediaError, match=r"document .* crashed"):
                     await pool.render(PagesJob(data, pictures=False))
             (page,) = (await pool.render(PagesJob(b"pages", pictures=False))).pages
             assert page.text == "text"

@@ -54,8 +54,6 @@ EXPANSIONS = {
 PAGES = {
     b"pages": RenderedPages(1, (Page("text"),)),
     b"pages without end": RenderedPages(1 << 40, tuple(Page("text") for _ in range(4))),
-    b"more pages than asked for": RenderedPages(5, tuple(Page("text") for _ in range(5))),
-    b"no pages": RenderedPages(0, ()),
     b"pictures that nobody asked for": RenderedPages(1, (Page("", Array("uint8", (1,), b"x")),)),
 }
 """What becomes of a file; all but the first is what no worker answers for its text alone."""
