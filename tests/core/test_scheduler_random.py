@@ -18,9 +18,10 @@ from lookonce.core import encoder_cache, encoder_scheduling, mm_features
 from lookonce.core.preemption import IDLE_SECONDS
 from lookonce.errors import TooLargeError
 from lookonce.types.media import MediaFeature, Modality
-from lookonce.types.request import ExtendOptions, GenerateRequest
+from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import (
+    INTERRUPT,
     Limits,
     feature,
     items_for,
@@ -33,7 +34,6 @@ from tests.support.core.builders import (
 from tests.support.core.engine import Engine
 from tests.support.core.fake_runner import prompt_scores, reference
 
-INTERRUPT = ExtendOptions(interrupt=True)
 LENGTHS = {"a": 2, "b": 3, "c": 5, "d": 8, "gaps": 7}
 GAPS = ((0, 2), (3, 4), (6, 7))
 LONGEST_PROMPT = 40

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from lookonce.core.preemption import IDLE_SECONDS
-from lookonce.types.request import ExtendOptions
 from lookonce.types.sampling import SamplingParams
-from tests.support.core.builders import Limits, feature, items_for, request, text
+from tests.support.core.builders import INTERRUPT, Limits, feature, items_for, request, text
 from tests.support.core.engine import Engine
 
-INTERRUPT = ExtendOptions(interrupt=True)
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
@@ -140,7 +138,7 @@ def test_an_idle_session_is_evicted_while_others_contend_in_every_step() -> None
         for name in ("x", "y"):
             item = feature(f"{name} {number}", 0, 8, modality="audio")
             tokens = np.full(9, 999, np.int32)
-            engine.scheduler.extend(name, tokens, (item,), items_for([item]))
+            engine.scheduler.extend(name, tokens, (item,), items_for([item]), INTERRUPT)
     engine.now = IDLE_SECONDS
     engine.add(request("a", text(6), arrival=1.0))
     for _ in range(40):

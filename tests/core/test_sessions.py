@@ -9,9 +9,9 @@ from lookonce.core import mm_features
 from lookonce.core.mm_features import MultiModalFeatures
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import MediaFeature
-from lookonce.types.request import ExtendOptions
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import (
+    INTERRUPT,
     Limits,
     feature,
     items_for,
@@ -24,7 +24,6 @@ from tests.support.core.builders import (
 from tests.support.core.engine import Engine
 from tests.support.core.fake_runner import advance, reference, row_at, sample
 
-INTERRUPT = ExtendOptions(interrupt=True)
 ONE_A_TURN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 THREE_A_TURN = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from lookonce.core.scheduler import MAX_SHARES
 from lookonce.core.scheduler_state import QUANTUM
 from lookonce.errors import QueueFullError
-from lookonce.types.request import ExtendOptions, GenerateRequest
+from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
-from tests.support.core.builders import Limits, request, text
+from tests.support.core.builders import INTERRUPT, Limits, request, text
 from tests.support.core.engine import Engine
 
-INTERRUPT = ExtendOptions(interrupt=True)
 STEP = 64
 LIMITS = Limits(num_blocks=4000, max_num_batched_tokens=STEP, max_num_seqs=8)
 
