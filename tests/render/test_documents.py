@@ -208,7 +208,7 @@ def test_without_the_extra_a_pdf_is_refused_and_a_text_is_read():
     assert isinstance(error, BadRequestError)
     assert "pip install 'lookonce[documents]'" in error.message
     (content,) = content_of(file_part(b"hi", "text/plain"), available=False)
-    assert shown(content) == "hi"
+    assert shown(content) == "hi\n"
 
 
 # --- once ----------------------------------------------------------------------------------------
@@ -338,4 +338,4 @@ def test_a_part_that_is_wrong_is_named_before_any_document_is_read(nano):
 def test_a_data_url_may_have_parameters_and_capitals():
     header = data_url(b"hi", "Text/Plain;charset=utf-8;name=a.txt")
     (content,) = content_of({"type": "file", "file": {"file_data": header}})
-    assert shown(content) == "hi"
+    assert shown(content) == "hi\n"

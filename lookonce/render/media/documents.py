@@ -258,7 +258,7 @@ class Documents:
             raise UnprocessableMediaError(
                 f"{source.param}: the file is not a PDF, as its type says", param=source.param
             )
-        text = text_content(data, source)
+        text = text_content(data, source).removesuffix("\n") + "\n"
         return {"type": "text", "text": f"[{source.name}]\n{text}" if source.name else text}
 
     def _page_parts(self, pages: Sequence[Page], source: DocumentSource) -> list[PartContent]:

@@ -324,7 +324,7 @@ def _document(block: Mapping[str, Any], param: str) -> Iterator[NamedPart]:
     inside = f"{where}.{'data' if kind == 'text' else 'content'}"
     given = source.get("data" if kind == "text" else "content")
     if isinstance(given, str):
-        yield inside, {"type": "text", "text": given}
+        yield inside, {"type": "text", "text": given.removesuffix("\n") + "\n"}
     elif kind == "content" and isinstance(given, list):
         for number, each in enumerate(given):
             yield f"{inside}[{number}]", _part(each, f"{inside}[{number}]")

@@ -163,7 +163,7 @@ def test_documents_become_parts_of_their_message():
     assert message["content"] == [
         {"type": "text", "text": "Of old.\n"},
         {"type": "text", "text": "[t.txt]\n"},
-        {"type": "text", "text": "a text"},
+        {"type": "text", "text": "a text\n"},
         {"type": "text", "text": "in blocks"},
         {"type": "file", "file": {"file_url": URL["url"], "filename": "a.pdf"}},
     ]
