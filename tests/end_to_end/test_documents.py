@@ -57,7 +57,7 @@ def test_a_page_is_looked_at_once_whatever_document_and_route_it_comes_by(server
     other = pdf(small("another"), circle, size=SQUARE)
     work = Work(server)
     first = ask(client, file_part(one, filename="one.pdf"))
-    assert first.usage.prompt_tokens_details.model_extra["image_tokens"] == 18
+    assert first.usage.prompt_tokens_details.image_tokens == 18
     assert work.done() == (2, 0, 2, 2)
     again = ask(client, file_part(one, filename="one.pdf"))
     assert again.choices[0].message.content == first.choices[0].message.content
