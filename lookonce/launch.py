@@ -41,7 +41,11 @@ from lookonce.config import (
     tls_context,
 )
 from lookonce.engine.process_io import Serving, StartFailed, engine_settings, parse_progress
-from lookonce.engine.supervisor.child_process import ChildProcess, SupervisedProcess
+from lookonce.engine.supervisor.child_process import (
+    ChildProcess,
+    RestartBackoff,
+    SupervisedProcess,
+)
 from lookonce.engine.supervisor.engine_supervisor import (
     ENGINE_COMMAND,
     EngineSupervisor,
@@ -64,6 +68,8 @@ FORKED = (API_MODULE, "lookonce.render.media.worker")
 BACKLOG = 2048
 DRAIN_GRACE = 5.0
 """Seconds an API process has, after the drain timeout, to end."""
+MAX_API_DELAY = 2.0
+"""Longest wait before an API process is started again: a start costs little, and clients wait."""
 PROBE_SECONDS = 0.1
 HOLD_SECONDS = 0.5
 """How long clients wait in the listening socket's queue for an API process to be started again."""
@@ -250,7 +256,8 @@ class Supervisor:
             finally:
                 self._api_ended(index)
 
-        process = SupervisedProcess(name, spawn, follow)
+        backoff = RestartBackoff(max_delay=MAX_API_DELAY)
+        process = SupervisedProcess(name, spawn, follow, backoff)
         return process
 
     def _api_serves(self, index: int) -> None:

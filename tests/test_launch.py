@@ -127,7 +127,7 @@ def test_an_api_process_that_dies_is_restarted(caplog):
 
 
 def test_api_processes_that_die_many_times_in_a_row_are_restarted_every_time(caplog, monkeypatch):
-    monkeypatch.setattr(child_process, "MAX_DELAY", 0.05)
+    monkeypatch.setattr(launch, "MAX_API_DELAY", 0.05)
 
     async def scenario(server):
         for _ in range(8):

@@ -45,9 +45,9 @@ def run(scenario):
 class AtTime:
     """A clock that stands still, and a backoff without jitter that reads it."""
 
-    def __init__(self):
+    def __init__(self, max_delay=None):
         self.now = 0.0
-        self.backoff = RestartBackoff(clock=lambda: self.now, jitter=lambda: 0.0)
+        self.backoff = RestartBackoff(lambda: self.now, lambda: 0.0, max_delay)
 
     def serve(self, seconds):
         self.backoff.serving()
@@ -71,6 +71,12 @@ def test_a_process_that_ran_steadily_is_restarted_without_delay_again():
     assert [at.serve(1.0) for _ in range(4)][-1] > 0
     assert at.serve(STEADY_SECONDS) == 0.0
     assert at.serve(1.0) == 0.5
+
+
+def test_a_shorter_limit_holds_for_processes_that_served_and_not_for_starts_that_fail():
+    at = AtTime(max_delay=1.5)
+    assert [at.serve(1.0) for _ in range(6)][-2:] == [1.5, 1.5]
+    assert [at.backoff.ended() for _ in range(2)] == [16.0, MAX_DELAY]
 
 
 def test_delays_are_shortened_by_up_to_half_at_random():

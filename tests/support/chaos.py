@@ -34,6 +34,8 @@ KINDS = (ENGINE, API, WORKER, FORK_SERVER)
 SLAB = "memfd:lookonce-slab"
 OF_A_WORKER = "its decoder crashed"
 """What a request is told whose media worker was killed while it worked."""
+OF_NOBODY = "no process is there to answer"
+"""What the supervisor answers while no API process serves."""
 DRAWN = (API, API, API, WORKER, WORKER, WORKER, WORKER, ENGINE, ENGINE, FORK_SERVER)
 """Kinds to draw the next victim's from."""
 PAUSE_SECONDS = 0.05
@@ -256,18 +258,21 @@ class Load:
     async def _take(self, seen: Seen) -> None:
         self.seen.append(seen)
 
-    async def until_ready(self) -> None:
-        """Until many connections in a row, to whatever processes, are told so."""
+    async def until_ready(self) -> bool:
+        """Until many connections in a row, to whatever processes, are told so; whether any was told
+        before that no API process serves."""
         await asyncio.sleep(0.5)
-        in_a_row = 0
+        in_a_row, nobody_served = 0, False
         while in_a_row < 12:
             is_ready = False
             with suppress(httpx.HTTPError):  # of a process that was killed just now
                 answer = await asyncio.to_thread(self.server.get, "/ready")
                 is_ready = answer.status_code == 200
+                nobody_served |= OF_NOBODY in answer.text
             in_a_row = in_a_row + 1 if is_ready else 0
             if not in_a_row:
                 await asyncio.sleep(0.1)
+        return nobody_served
 
     @property
     def num_successes(self) -> int:
@@ -293,6 +298,8 @@ class Chaos(Load):
     """Ports of an API process, and when one of its workers was killed."""
     _outages: list[tuple[float, float]] = field(default_factory=list)
     """From the kill of an engine until all answer that they are ready again."""
+    _nobody_served: list[tuple[float, float]] = field(default_factory=list)
+    """From the kill of the last API process that served until all answer that they are ready."""
 
     def run(self, num_kills: int, patience: float) -> None:
         """Load the server, kill `num_kills` times, and let every request end."""
@@ -335,6 +342,8 @@ class Chaos(Load):
         if kind == ENGINE:
             await self.until_ready()
             self._outages.append((now, time.monotonic()))
+        elif kind == API and await self.until_ready():
+            self._nobody_served.append((now, time.monotonic()))
 
     # --- judging ------------------------------------------------------------------------------
 
@@ -364,4 +373,10 @@ class Chaos(Load):
             at <= seen.ended for at in self._lost_ports.get(seen.port, ()) if at >= seen.began
         )
         out = any(seen.began < end and begin < seen.ended for begin, end in self._outages)
-        return lost or out
+        return lost or out or self._refused(seen)
+
+    def _refused(self, seen: Seen) -> bool:
+        """It was answered by the supervisor, while it had no process that could have answered."""
+        return OF_NOBODY in seen.body and any(
+            begin <= seen.ended <= end for begin, end in self._nobody_served
+        )

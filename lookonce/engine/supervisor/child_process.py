@@ -49,9 +49,14 @@ class RestartBackoff:
     """
 
     def __init__(
-        self, clock: Clock = time.monotonic, jitter: Callable[[], float] = random.random
+        self,
+        clock: Clock = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+        max_delay: float | None = None,
     ) -> None:
-        """`jitter` answers a number from 0 to 1."""
+        """`jitter` answers a number from 0 to 1. `max_delay`: of a process that has served, where
+        it is less than `MAX_DELAY`."""
+        self._max_delay = MAX_DELAY if max_delay is None else max_delay
         self._clock = clock
         self._jitter = jitter
         self._serving_since: float | None = None
@@ -87,7 +92,8 @@ class RestartBackoff:
             return None
         if self._num_ends == 1:
             return 0.0
-        longest = min(MAX_DELAY, FIRST_DELAY * 2.0 ** min(self._num_ends - 2, 16))
+        most = MAX_DELAY if since is None else self._max_delay
+        longest = min(most, FIRST_DELAY * 2.0 ** min(self._num_ends - 2, 16))
         return longest * (1.0 - self._jitter() / 2)
 
 
