@@ -75,6 +75,7 @@ OPTION_RANGES = {
     "max_image_pixels": Range(1, 1 << 40),
     "max_audio_seconds": _SECONDS,
     "max_decode_seconds": _SECONDS,
+    "max_document_pages": Range(1, 100_000),
     "engine_stall_timeout": _SECONDS,
     "max_connections": _COUNT,
     "max_connections_per_address": _COUNT,
@@ -178,6 +179,8 @@ class MediaConfig:
     max_audio_seconds: float = 600.0
     max_decode_seconds: float = 10.0
     """CPU seconds of decoding and processing one item, estimated from its headers."""
+    max_document_pages: int = 100
+    """Of all PDF files of one request."""
     hash_algorithm: Literal["blake3", "sha256"] = "blake3"
     processor_cache_bytes: int = 4 * GIB
     """0 turns the processor cache off. Divided by the number of API processes."""
@@ -382,6 +385,7 @@ class Options:
     max_image_pixels: int = 50_000_000
     max_audio_seconds: float = 600.0
     max_decode_seconds: float = 10.0
+    max_document_pages: int = 100
     engine_stall_timeout: float = 120.0
     vllm_metric_names: bool = False
     strict_requests: bool = False
@@ -525,6 +529,7 @@ def _media(options: Options) -> MediaConfig:
         max_image_pixels=int(options.max_image_pixels),
         max_audio_seconds=options.max_audio_seconds,
         max_decode_seconds=options.max_decode_seconds,
+        max_document_pages=options.max_document_pages,
         hash_algorithm="sha256" if options.mm_hash_algorithm == "sha256" else "blake3",
         processor_cache_bytes=int(options.mm_processor_cache_gb * GIB),
         processor_cache_type=_processor_cache_type(options),

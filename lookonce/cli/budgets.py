@@ -15,7 +15,7 @@ from lookonce.engine.process import grammar
 from lookonce.engine.process.grammar_worker import GrammarLimits
 from lookonce.frontend.sampling_params import MAX_CHOICES
 from lookonce.frontend.tools.calls import MAX_SCHEMA_VALUES, MAX_TOOLS
-from lookonce.render.media import cost, pool
+from lookonce.render.media import cost, pdf, pool
 from lookonce.render.media.processing import MAX_CHANNELS
 from lookonce.render.prompt import long_texts
 from lookonce.render.prompt.messages import MAX_ARGUMENT_VALUES
@@ -147,6 +147,10 @@ BUDGETS = (
            "413 before it is decoded"),
     Budget("decoding, really", "6 times the estimate, 4 to 60", "CPU s", "item",
            "422, its worker is replaced; the tenant pays for it"),
+    Budget("pages of PDF files", _option("max_document_pages"), "pages", "request",
+           "413 before any is drawn"),
+    Budget("page of a PDF file", f"{_option('max_image_pixels')} at {pdf.PAGE_DPI} dots per inch",
+           "pixels", "item", "413 before it is drawn"),
     Budget("media waiting", pool.MAX_QUEUE_PER_TENANT, "items", "tenant", "429"),
     Budget("media waiting of all", pool.MAX_QUEUE, "items", "process", "429"),
     Budget("media workers", "turns", "CPU s", "tenant", "waits for the others' turns"),

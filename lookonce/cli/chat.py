@@ -24,7 +24,7 @@ from lookonce.cli.conversation import (
     media_parts,
     receipt_line,
 )
-from lookonce.config import NANO, Options, resolve
+from lookonce.config import EMBEDDED_MODELS, Options, resolve
 from lookonce.errors import (
     BadRequestError,
     ConfigError,
@@ -61,12 +61,12 @@ class Question:
 def model_and_text(words: list[str]) -> tuple[str | None, str | None]:
     """MODEL and TEXT of a command line; None for what is not there. Raises `ConfigError`.
 
-    A single word is MODEL if it is nano, a folder that is there, or looks like a hub id.
+    A single word is MODEL if it is an embedded model, a folder that is there, or like a hub id.
     """
     match words:
         case []:
             return None, None
-        case [word] if word == NANO or Path(word).is_dir() or HUB_ID.fullmatch(word):
+        case [word] if word in EMBEDDED_MODELS or Path(word).is_dir() or HUB_ID.fullmatch(word):
             return word, None
         case [text]:
             return None, text

@@ -31,6 +31,8 @@ NEEDED_PYTHON = (3, 11)
 MIN_DESCRIPTORS = 4096
 MIN_MEMORY = 4 * GIB
 MIN_DISK = 10 * GIB
+EXTRAS = (("documents", "pypdfium2", "reading PDF files"),)
+"""Name of an extra, its package, and what it is for."""
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -86,6 +88,15 @@ def check_versions() -> Iterator[Finding]:
             yield Finding(package, "ok", version(package))
         except PackageNotFoundError:
             yield Finding(package, "bad", "not installed", "Install LookOnce again: `make setup`.")
+
+
+def check_extras() -> Iterator[Finding]:
+    """What can be installed beside LookOnce."""
+    for extra, package, use in EXTRAS:
+        try:
+            yield Finding(extra, "ok", f"{use} ({package} {version(package)})")
+        except PackageNotFoundError:
+            yield Finding(extra, "ok", f"not {use}", f"pip install 'lookonce[{extra}]'")
 
 
 def check_cores(
@@ -254,6 +265,7 @@ def check_gpu() -> Iterator[Finding]:
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_versions,
+    check_extras,
     check_cores,
     check_kernels,
     check_memory,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from lookonce.config import NANO, NANO_FOLDER, Options, resolve
+from lookonce.config import EMBEDDED_MODELS, Options, resolve
 from lookonce.errors import ModelLoadError
 from lookonce.frontend.model_download import WEIGHTS, with_local_model
 from lookonce.types.model import EMBEDDERS, GENERAL_MEDIA, SUPPORTED, check_served
@@ -43,8 +43,8 @@ def print_models_held(*, as_json: bool) -> None:
 
 
 def held_models() -> list[HeldModel]:
-    """The embedded model, and those in the cache of the Hugging Face hub, by name."""
-    return [held_model(NANO, NANO_FOLDER), *_of_hub()]
+    """The embedded models, and those in the cache of the Hugging Face hub, by name."""
+    return [held_model(name, folder) for name, folder in EMBEDDED_MODELS.items()] + _of_hub()
 
 
 def _of_hub() -> list[HeldModel]:

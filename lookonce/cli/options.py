@@ -80,6 +80,7 @@ HELP: dict[str, str] = {
     "max_image_pixels": "Largest picture, pixels, checked before it is decoded.",
     "max_audio_seconds": "Longest sound, seconds.",
     "max_decode_seconds": "CPU seconds that decoding one file may take, by its headers.",
+    "max_document_pages": "Pages that the PDF files of one request may have.",
     "engine_stall_timeout": "Seconds a step may take before the engine counts as stuck.",
     "vllm_metric_names": "Export metrics under vLLM's names too.",
     "strict_requests": "Refuse requests with unknown fields, which are ignored otherwise.",
@@ -156,6 +157,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_image_pixels",
         "max_audio_seconds",
         "max_decode_seconds",
+        "max_document_pages",
     ),
     "logs": ("log_format", "log_level", "otlp_endpoint", "otlp_sample_ratio"),
 }

@@ -382,6 +382,9 @@ COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
     ),
     "media_fetches_total": MetricInfo("Media fetched or read", label="modality"),
     "media_queued_total": MetricInfo("Media the decoding workers' queue took", label="modality"),
+    "document_pages_total": MetricInfo(
+        "Pages of PDF files, rendered now or held from before", label="source"
+    ),
     "media_waiting": MetricInfo("Media that wait for a decoding worker"),
     "media_refused_total": MetricInfo(
         "Media refused before any decoding worker saw them", label="reason"

@@ -123,6 +123,7 @@ class ReadOnlyRenderer(Renderer):
             max_model_len=main.max_model_len,
             vocab_size=main.vocab_size,
             token_cache=TokenCache(TOKEN_BYTES),
+            documents=main._documents,
         )
         self._memory = memory
         self._media = media

@@ -32,6 +32,8 @@ from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.families.registry import load_family
 from lookonce.render.families.speech import SpeechProcessing
 from lookonce.render.families.voxtral_realtime import LiveSound, VoxtralRealtimeProcessing
+from lookonce.render.media.cost import CostLimits
+from lookonce.render.media.documents import Documents, DocumentSource, PartContent
 from lookonce.render.media.external_items import (
     ExternalItem,
     ExternalItemResolver,
@@ -40,13 +42,14 @@ from lookonce.render.media.external_items import (
     placeholder_span,
     storage_digest,
 )
-from lookonce.render.media.loader import Encoded
-from lookonce.render.media.pool import ServerShare
+from lookonce.render.media.loader import Encoded, MediaLoader
+from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT, MediaPool, ServerShare
+from lookonce.render.media.processing import processing_settings
 from lookonce.render.media.resolver import (
     MediaResolver,
     NameBindings,
     RendererDirectory,
-    open_resolver,
+    RenderStats,
 )
 from lookonce.render.media.sound_files import SoundFile, SoundFiles
 from lookonce.render.prompt.detokenizer import Detokenizer
@@ -97,7 +100,9 @@ class Renderer:
         vocab_size: int | None = None,
         token_cache: TokenCache | None = None,
         own_slabs: OwnSlabs | None = None,
+        documents: Documents | None = None,
     ) -> None:
+        """`documents` reads files; None: file parts are refused."""
         self.tokenizer = encoder.tokenizer
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
@@ -122,6 +127,9 @@ class Renderer:
         )
         """Longest sound that the model takes."""
         self._own_slabs = own_slabs
+        self._documents = documents
+        self._limit_pages = family is not None and family.max_items is not None
+        """Pages count as pictures where the model takes a number of pictures that is its own."""
         self._limits = dict(limits or {})
         if family is not None and family.max_items is not None:
             most = family.max_items
@@ -161,6 +169,21 @@ class Renderer:
             ),
         )
         scope = scope_digest(tenant, cache_salt)
+        if chat.documents:
+            contents = await self._read_documents(chat.documents, scope, tenant)
+            chat = await self._encoder.in_turn_if(
+                True,
+                tenant,
+                lambda: read_messages(
+                    messages,
+                    placeholder_ids,
+                    self._limits,
+                    self.max_model_len,
+                    roles,
+                    contents,
+                    limit_pages=self._limit_pages,
+                ),
+            )
         if self._family is not None and self._family.whole_prompt is not None:
             check_sound_alone(chat)
             return await self._render_sound(self._family.whole_prompt, chat, scope, kwargs, tenant)
@@ -261,6 +284,17 @@ class Renderer:
         self._check_length(len(encoded.ids), "prompt")
         scope = scope_digest(tenant, cache_salt)
         return RenderedPrompt(encoded.ids, scope=scope, text=encoded.text)
+    async def _read_documents(
+        self, sources: Sequence[DocumentSource], scope: bytes, tenant: str
+    ) -> dict[str, list[PartContent]]:
+        where = sources[0].param
+        if self._family is not None and self._family.whole_prompt is not None:
+            raise BadRequestError(
+                f"{where}: this model transcribes sound and takes no files", param=where
+            )
+        if self._documents is None:
+            raise BadRequestError(f"{where}: no files are read here", param=where)
+        return await self._documents.read(sources, scope, tenant)
 
     async def _render_sound(
         self,
@@ -616,14 +650,33 @@ async def open_renderer(
         )
     encoder = encoder.with_weights(share.weights)
     async with AsyncExitStack() as stack:
+        if family is not None and family.needs_torch:
+            share = replace(share, fork_server=None)  # what it has imported knows no torch
+        loader = MediaLoader(media, fetched=share.counts.by_label("media_fetches_total"))
+        stack.push_async_callback(loader.aclose)
+        settings = processing_settings(model, media, documents_only=family is None)
+        pool = MediaPool(settings, share=share, max_queue_per_tenant=MAX_QUEUE_PER_TENANT)
+        stack.push_async_callback(pool.aclose)
         resolver = None
         if family is not None:
-            if family.needs_torch:  # what the fork server has imported knows no torch
-                share = replace(share, fork_server=None)
-            opened = open_resolver(
-                model, media, family, directory=directory, uuids=uuids, share=share
+            if share.wait_for_worker:
+                await pool.start()
+            else:
+                pool.start_beside()
+            resolver = MediaResolver(
+                family=family,
+                directory=directory,
+                uuids=uuids,
+                loader=loader,
+                pool=pool,
+                max_bytes=media.max_bytes,
+                cost_limits=CostLimits(
+                    media.max_image_pixels, media.max_audio_seconds, media.max_decode_seconds
+                ),
+                algorithm=media.hash_algorithm,
+                stats=RenderStats(loader.fetched, share.counts),
+                claims=share.claims,
             )
-            resolver = await stack.enter_async_context(opened)
             resolver.stats.show(encoder.placeholder_ids)
         yield Renderer(
             encoder=encoder,
@@ -633,4 +686,13 @@ async def open_renderer(
             max_model_len=max_model_len,
             token_cache=TokenCache(counts=share.counts),
             own_slabs=None if share.slabs is None else OwnSlabs(share.slabs),
+            documents=Documents(
+                loader=loader,
+                pool=pool,
+                pictures="image" in encoder.placeholder_ids,
+                max_pages=media.max_document_pages,
+                max_pixels=media.max_image_pixels,
+                algorithm=media.hash_algorithm,
+                counts=share.counts,
+            ),
         )

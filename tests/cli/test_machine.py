@@ -162,3 +162,13 @@ def test_a_folder_s_files_say_whether_it_is_served(tmp_path, config, weights, st
     if weights:
         (tmp_path / "model.safetensors").write_bytes(b"12345")
     assert state in held_model("m", tmp_path).state
+
+
+def test_extras_that_are_missing_are_told_with_how_to_install_them(monkeypatch):
+    (there,) = doctor.check_extras()
+    assert (there.state, there.advice) == ("ok", "")
+    monkeypatch.setattr(doctor, "EXTRAS", (("documents", "no-such-package", "reading PDF files"),))
+    (missing,) = doctor.check_extras()
+    assert (missing.found, missing.advice) == (
+        "not reading PDF files", "pip install 'lookonce[documents]'",
+    )  # fmt: skip

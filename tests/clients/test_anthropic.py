@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.documents import as_base64, line, pdf
 from tests.support.drawing import image_part, picture
 
 anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
@@ -55,6 +56,22 @@ def test_a_picture_is_asked_about_and_its_second_look_is_read_from_the_cache(cli
     assert again.usage.input_tokens + again.usage.cache_read_input_tokens == whole
     counted = client.messages.count_tokens(model="nano", messages=messages, system=system)
     assert counted.input_tokens == whole
+
+
+def test_a_document_s_pages_are_seen_and_counted(client):
+    file = as_base64(pdf(line("page"), line("other")))
+    source = {"type": "base64", "media_type": "application/pdf", "data": file}
+    document = {"type": "document", "source": source, "title": "a.pdf"}
+    messages = ask_about(document, {"type": "text", "text": "What shape is red?"})
+    answer = client.messages.create(model="nano", max_tokens=8, messages=messages)
+    counted = client.messages.count_tokens(model="nano", messages=messages)
+    usage = answer.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens
+    broken = {**source, "data": as_base64(b"%PDF-1.7")}
+    with pytest.raises(anthropic.APIStatusError, match=r"messages\[0\].content\[0\].*broken"):
+        client.messages.create(
+            model="nano", max_tokens=8, messages=ask_about({**document, "source": broken})
+        )
 
 
 def test_it_sees_the_picture(client):

@@ -35,10 +35,11 @@ from lookonce.ipc import framing
 from lookonce.render.media import cost
 from lookonce.render.media import pool as pool_module
 from lookonce.render.media.fair_queue import MediaQueue
+from lookonce.render.media.pdf import PagesJob
 from lookonce.render.media.pool import MediaPool, ServerShare, share_of_workers
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
 from tests.support.render.doubles import until
-from tests.support.render.fake_worker import EXPANSIONS
+from tests.support.render.fake_worker import EXPANSIONS, PAGES
 
 FAKE = (sys.executable, "-m", "tests.support.render.fake_worker")
 
@@ -399,8 +400,23 @@ def test_a_worker_that_names_an_impossible_item_is_ended() -> None:
             for impossible in (*EXPANSIONS, b"arrays without end"):
                 with pytest.raises(UnprocessableMediaError, match="crashed"):
                     await pool.run(job(impossible))
+                now = worker_of(await pool.run(job()))
+                assert now != before, impossible
+                before = now
             assert pool.killed["crashed"] == len(EXPANSIONS) + 1
-            assert worker_of(await pool.run(job())) != before
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_answers_with_impossible_pages_is_ended() -> None:
+    async def scenario() -> None:
+        async with fake_pool(1) as pool:
+            for data in sorted(PAGES.keys() - {b"pages"}):
+                with pytest.raises(UnprocessableMediaError, match=r"document .* crashed"):
+                    await pool.render(PagesJob(data, pictures=False))
+            (page,) = (await pool.render(PagesJob(b"pages", pictures=False))).pages
+            assert page.text == "text"
+            assert pool.killed["crashed"] == len(PAGES) - 1
 
     asyncio.run(scenario())
 

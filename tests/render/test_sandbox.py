@@ -22,6 +22,7 @@ from PIL import Image, ImageOps
 
 from lookonce.errors import LookOnceError, UnprocessableMediaError
 from lookonce.render.media import cost
+from lookonce.render.media.pdf import PagesJob, PdfRenderer
 from lookonce.render.media.pool import MediaPool, ServerShare
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
 from lookonce.render.media.sandbox import (
@@ -45,6 +46,7 @@ from lookonce.render.media.sandbox import (
     TGKILL,
     filter_program,
 )
+from tests.support.documents import line, pdf, red_circle
 from tests.support.render.hostile_worker import ATTACKS
 from tests.support.render.samples import picture
 
@@ -143,6 +145,7 @@ def test_a_worker_dies_with_the_process_that_started_it(nano_folder: Path) -> No
     code = f"""
 import asyncio, os, sys
 from pathlib import Path
+from lookonce.render.media.pdf import PagesJob, PdfRenderer
 from lookonce.render.media.pool import MediaPool, ServerShare
 from lookonce.render.media.processing import MediaJob, ProcessingSettings
 async def main():
@@ -274,6 +277,13 @@ class TestDecodingInTheSandbox:
         for modality, data in FORMS[name]:
             expected = here.run(MediaJob(modality, data))  # type: ignore[arg-type]
             assert confined.run(data, modality).item == expected.item
+
+    def test_pages_of_a_pdf_are_as_outside(self, confined: Confined) -> None:
+        """Also one in a font that no file here has."""
+        job = PagesJob(pdf(line("a line"), red_circle()).replace(b"/Helvetica", b"/STSong-Xy"))
+        outside = PdfRenderer(max_pages=100, max_pixels=50_000_000).render(job)
+        inside = confined.loop.run_until_complete(asyncio.wait_for(confined.pool.render(job), 60))
+        assert (inside.num_pages, inside.pages) == (outside.num_pages, outside.pages)
 
     @pytest.mark.parametrize(
         "data",

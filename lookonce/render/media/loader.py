@@ -79,6 +79,8 @@ class MediaSource:
     """The MediaHash that the bytes must have; None for any."""
     data: Encoded | None = None
     """The bytes of an "inline" source that came as they are, not in base64."""
+    is_page: bool = False
+    """It is a page of a document, drawn here: limits of what clients send do not hold for it."""
 
     @property
     def size(self) -> int:
@@ -88,7 +90,7 @@ class MediaSource:
     def inline_bytes(self, max_bytes: int) -> Encoded:
         """The bytes of an inline source. Raises `BadRequestError` or `TooLargeError`."""
         if self.data is not None:
-            if len(self.data) > max_bytes:
+            if len(self.data) > max_bytes and not self.is_page:
                 raise too_large(self.param, max_bytes)
             return self.data
         if (len(self.value) - self.start) // 4 * 3 > max_bytes + 2:
@@ -177,20 +179,22 @@ class MediaLoader:
         """Bodies fetched and files read, by modality."""
         return self._fetcher.counts.fetched
 
-    async def load(self, source: MediaSource, scope: bytes = b"") -> Encoded:
-        """The encoded bytes. `scope` (32 bytes) separates tenants in the fetch cache.
+    async def load(self, source: MediaSource, scope: bytes = b"", kind: str = "") -> Encoded:
+        """The encoded bytes. `scope` (32 bytes) separates tenants in the fetch cache; what is
+        fetched is counted as `kind`, by default the source's modality.
 
         Raises a `RequestError` that names the part.
         """
+        kind = kind or source.modality
         if source.origin == "inline" and source.size > OFF_LOOP_BYTES:
             return await asyncio.to_thread(source.inline_bytes, self._max_bytes)
         if source.origin == "inline":
             return source.inline_bytes(self._max_bytes)
         try:
             if source.origin == "remote":
-                return await self._fetcher.fetch(source.value, scope, source.modality)
+                return await self._fetcher.fetch(source.value, scope, kind)
             if source.origin == "file":
-                return await self._reads.run(source.value, lambda: self._read(source))
+                return await self._reads.run(source.value, lambda: self._read(source, kind))
         except RequestError as error:
             raise for_part(error, source.param) from None
         raise MediaNotCachedError(
@@ -198,9 +202,9 @@ class MediaLoader:
             param=source.param,
         )
 
-    async def _read(self, source: MediaSource) -> bytes:
+    async def _read(self, source: MediaSource, kind: str) -> bytes:
         data = await asyncio.to_thread(self._local.read, source.value)
-        self.fetched[source.modality] += 1
+        self.fetched[kind] += 1
         return data
 
     async def aclose(self) -> None:

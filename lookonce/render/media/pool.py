@@ -52,6 +52,7 @@ from lookonce.ipc.framing import MessageSocket, close_fds
 from lookonce.ipc.worker_process import fork_worker, how_it_ended, start_worker
 from lookonce.render.media.cost import cpu_deadline
 from lookonce.render.media.fair_queue import MediaQueue, QueuedJob
+from lookonce.render.media.pdf import PagesJob, RenderedPages
 from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
 from lookonce.render.media.sandbox import SandboxReport
 from lookonce.render.media.worker import (
@@ -62,6 +63,8 @@ from lookonce.render.media.worker import (
     JobFailed,
     JobRequest,
     LinkClosedError,
+    PagesDone,
+    PagesRequest,
     SlabGranted,
     SlabWanted,
     WorkerReady,
@@ -115,6 +118,8 @@ CPU_CLOCK = 2
 KillReason = Literal["cpu", "hung", "abandoned", "memory", "crashed"]
 KILL_REASONS: tuple[KillReason, ...] = get_args(KillReason)
 
+Job = MediaJob | PagesJob
+Made = Processed | RenderedPages
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -144,10 +149,10 @@ class ServerShare:
 
 @dataclass(eq=False, slots=True)
 class _Work:
-    """A job, and the future of its item."""
+    """A job, and the future of what it makes."""
 
-    job: MediaJob
-    future: Future[Processed] = field(default_factory=Future)
+    job: Job
+    future: Future[Any] = field(default_factory=Future)
     abandoned: bool = False
     """Nobody waits for the item any more."""
 
@@ -249,8 +254,11 @@ class MediaPool:
         await self._outcome(ready)
 
     def start_beside(self) -> None:
-        """Begin to start one worker; a failure is reported by the jobs that need it."""
+        """Begin to start one worker, unless that was done; a failure is reported by the jobs that
+        need it."""
         with self._changed:
+            if self._guard is not None or self._closed:
+                return
             self._guard = threading.Thread(target=self._guard_workers, name="media-guard")
             self._guard.start()
             self._add_thread()
@@ -263,6 +271,13 @@ class MediaPool:
         `loader.for_part`). A cancelled job leaves the queue; one that has begun is given up if it
         takes longer than `ABANDONED_TIMEOUT`.
         """
+        return self._submit(job)
+
+    def render(self, job: PagesJob) -> Coroutine[Any, Any, RenderedPages]:
+        """The same for pages of a PDF file."""
+        return self._submit(job)
+
+    def _submit(self, job: Job) -> Coroutine[Any, Any, Any]:
         queued: Queued = QueuedJob(_Work(job), job.tenant, job.seconds)
         with self._changed:
             if self._closed:
@@ -275,9 +290,9 @@ class MediaPool:
             self._changed.notify()
         return self._awaited(queued)
 
-    async def _awaited(self, queued: Queued) -> Processed:
+    async def _awaited(self, queued: Queued) -> Made:
         try:
-            made = await self._outcome(queued.job.future)
+            made: Made = await self._outcome(queued.job.future)
         except asyncio.CancelledError:
             self._abandon(queued)
             raise
@@ -400,15 +415,15 @@ class MediaPool:
             del self._running[queued]
             self._changed.notify()
 
-    def _make(self, queued: Queued) -> Processed:
-        """The item; its tenant is charged once, for all attempts together."""
+    def _make(self, queued: Queued) -> Made:
+        """The item or the pages; its tenant is charged once, for all attempts together."""
         used: list[float] = []
         try:
             return self._attempt(queued, used)
         finally:
             self._settle(queued, sum(used))
 
-    def _attempt(self, queued: Queued, used: list[float]) -> Processed:
+    def _attempt(self, queued: Queued, used: list[float]) -> Made:
         """A job that its worker had not begun when it died is given to another one. `used` gets the
         CPU seconds of each attempt."""
         for starts_left in reversed(range(STARTS_PER_JOB)):
@@ -476,7 +491,7 @@ class MediaPool:
             return "cpu"
         return "hung" if hung else "crashed"
 
-    def _count_lost(self, reason: KillReason, job: MediaJob) -> None:
+    def _count_lost(self, reason: KillReason, job: Job) -> None:
         with self._changed:
             self.killed[reason] += 1
         logger.warning(
@@ -664,13 +679,15 @@ class _WorkerProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def call(self, job: MediaJob) -> Processed:
+    def call(self, job: Job) -> Made:
         """Raises the job's error; `LinkClosedError` or `TimeoutError` when the worker is lost."""
         granted: dict[int, LeasedSlab] = {}
         self.has_begun = False
         try:
             with self._busy:
                 self._send_dropped()
+                if isinstance(job, PagesJob):
+                    return self._render(job)
                 return self._work(job, granted)
         finally:
             if self._slabs is not None:
@@ -678,7 +695,6 @@ class _WorkerProcess:
                 self._tell_dropped()
 
     def _work(self, job: MediaJob, granted: dict[int, LeasedSlab]) -> Processed:
-        data = Array("uint8", (memoryview(job.data).nbytes,), job.data)
         uses_slabs = self._slab_pool is not None and self._slab_pool.is_open
         ahead = self._slabs.grant_ahead() if uses_slabs and self._slabs is not None else None
         if ahead is not None:
@@ -686,7 +702,9 @@ class _WorkerProcess:
         number = 0 if ahead is None else ahead.number
         send(
             self._link,
-            JobRequest(job.modality, job.options, data, uses_slabs, job.request_id, number),
+            JobRequest(
+                job.modality, job.options, _encoded(job.data), uses_slabs, job.request_id, number
+            ),
         )
         read_slab = partial(_array_in, granted)
         num_asked = 0
@@ -703,6 +721,25 @@ class _WorkerProcess:
                 case JobDone(processed):
                     _check_item(processed.item, job)
                     return processed
+                case JobFailed(error, out_of_memory):
+                    self.out_of_memory = out_of_memory
+                    raise error_from_wire(*error)
+                case _:
+                    raise LinkClosedError
+
+    def _render(self, job: PagesJob) -> RenderedPages:
+        request = PagesRequest(
+            _encoded(job.data), job.first, job.count, job.pictures, job.request_id
+        )
+        send(self._link, request)
+        while True:
+            reply, _ = receive(self._link, self._replies)
+            match reply:
+                case JobBegun():
+                    self.has_begun = True
+                case PagesDone(rendered):
+                    _check_pages(rendered, job, self._settings.max_document_pages)
+                    return rendered
                 case JobFailed(error, out_of_memory):
                     self.out_of_memory = out_of_memory
                     raise error_from_wire(*error)
@@ -832,7 +869,24 @@ def _check_item(item: ProcessedItem, job: MediaJob) -> None:
         raise LinkClosedError
 
 
-def _lost_worker(job: MediaJob, reason: KillReason) -> UnprocessableMediaError:
+def _check_pages(rendered: RenderedPages, job: PagesJob, max_pages: int) -> None:
+    """Raises `LinkClosedError` for pages that are not those of the job, and for a number of pages
+    that no worker renders: this process asks for as many."""
+    last = min(job.first + job.count, rendered.num_pages)
+    right = (
+        0 < rendered.num_pages <= max_pages
+        and len(rendered.pages) == max(0, last - job.first)
+        and all((page.picture is not None) == job.pictures for page in rendered.pages)
+    )
+    if not right:
+        raise LinkClosedError
+
+
+def _encoded(data: bytes | memoryview) -> Array:
+    return Array("uint8", (memoryview(data).nbytes,), data)
+
+
+def _lost_worker(job: Job, reason: KillReason) -> UnprocessableMediaError:
     crashed = "cannot be decoded: its decoder crashed"
     what = crashed if reason == "crashed" else "takes too long to decode"
     return UnprocessableMediaError(f"the {job.modality} {what}")

@@ -52,14 +52,21 @@ class ProcessingSettings(msgspec.Struct, frozen=True, array_like=True):
     """The model's."""
     max_image_pixels: int
     max_audio_seconds: float
+    max_document_pages: int = 100
+    documents_only: bool = False
+    """The model takes no media: the worker renders documents and processes nothing."""
 
 
-def processing_settings(model: ModelConfig, media: MediaConfig) -> ProcessingSettings:
+def processing_settings(
+    model: ModelConfig, media: MediaConfig, *, documents_only: bool = False
+) -> ProcessingSettings:
     return ProcessingSettings(
         folder=model.folder,
         dtype=model.dtype,
         max_image_pixels=media.max_image_pixels,
         max_audio_seconds=media.max_audio_seconds,
+        max_document_pages=media.max_document_pages,
+        documents_only=documents_only,
     )
 
 

@@ -29,7 +29,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -37,7 +37,6 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from lookonce.cache.identity import HashAlgorithm, item_key, media_hash
-from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import (
     ConflictError,
     MediaNotCachedError,
@@ -48,9 +47,8 @@ from lookonce.errors import (
 from lookonce.render.families.base import Options
 from lookonce.render.media.cost import UNLIMITED, CostLimits, estimate_cost
 from lookonce.render.media.fair_queue import QueueLimitError
-from lookonce.render.media.loader import OFF_LOOP_BYTES, Encoded, MediaLoader, MediaSource, for_part
-from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT, MediaPool, ServerShare
-from lookonce.render.media.processing import MediaJob, Processed, processing_settings
+from lookonce.render.media.loader import OFF_LOOP_BYTES, Encoded, MediaSource, for_part
+from lookonce.render.media.processing import MediaJob, Processed
 from lookonce.render.media.single_flight import SingleFlight
 from lookonce.types.counts import Counts
 from lookonce.types.logs import current_request_id
@@ -328,7 +326,8 @@ class MediaResolver:
             else:
                 missing[number] = partial(self._load_and_make, source, prompt)
         if missing:
-            found |= zip(missing, await _gather(missing.values()), strict=True)
+            made = await gather(missing.values(), MAX_SIDE_BY_SIDE)
+            found |= zip(missing, made, strict=True)
         return [found[number] for number in range(len(sources))]
 
     async def _load_and_make(self, source: MediaSource, prompt: _Prompt) -> RenderedItem:
@@ -610,46 +609,6 @@ class MediaResolver:
         return made.item
 
 
-@asynccontextmanager
-async def open_resolver(
-    model: ModelConfig,
-    media: MediaConfig,
-    family: ItemIdentity,
-    *,
-    directory: RendererDirectory,
-    uuids: NameBindings,
-    share: ServerShare,
-) -> AsyncIterator[MediaResolver]:
-    """A resolver with a loader and a started worker pool.
-
-    Raises `ModelLoadError`, unless it does not wait for the first worker.
-    """
-    settings = processing_settings(model, media)
-    async with AsyncExitStack() as stack:
-        loader = MediaLoader(media, fetched=share.counts.by_label("media_fetches_total"))
-        stack.push_async_callback(loader.aclose)
-        pool = MediaPool(settings, share=share, max_queue_per_tenant=MAX_QUEUE_PER_TENANT)
-        stack.push_async_callback(pool.aclose)
-        if share.wait_for_worker:
-            await pool.start()
-        else:
-            pool.start_beside()
-        yield MediaResolver(
-            family=family,
-            directory=directory,
-            uuids=uuids,
-            loader=loader,
-            pool=pool,
-            max_bytes=media.max_bytes,
-            cost_limits=CostLimits(
-                media.max_image_pixels, media.max_audio_seconds, media.max_decode_seconds
-            ),
-            algorithm=media.hash_algorithm,
-            stats=RenderStats(loader.fetched, share.counts),
-            claims=share.claims,
-        )
-
-
 def _uuid_name(source: MediaSource, options: Options) -> str:
     """The name a uuid is bound under: with other options the same uuid is another item."""
     return msgspec.json.encode([source.uuid, options], order="deterministic").decode()
@@ -661,9 +620,11 @@ def _not_cached(source: MediaSource) -> MediaNotCachedError:
     )
 
 
-async def _gather(works: Iterable[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
+async def gather(
+    works: Iterable[Callable[[], Coroutine[Any, Any, T]]], side_by_side: int
+) -> list[T]:
     """All results; the first failure cancels the rest and is raised as it is."""
-    slots = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
+    slots = asyncio.Semaphore(side_by_side)
 
     async def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         async with slots:

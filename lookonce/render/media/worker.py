@@ -54,6 +54,14 @@ from lookonce.errors import (
 from lookonce.ipc.codec import MessageDecoder, MessageEncoder, ReadSlab
 from lookonce.ipc.framing import MessageSocket, close_fds
 from lookonce.ipc.peer import peer_pid, peer_uid, require_same_user
+from lookonce.render.media.pdf import (
+    DOCUMENTS_MISSING,
+    PagesJob,
+    PdfRenderer,
+    RenderedPages,
+    can_read_pdf,
+    sample_pdf,
+)
 from lookonce.render.media.processing import (
     IMAGE_FORMATS,
     MediaJob,
@@ -131,6 +139,16 @@ class JobRequest(msgspec.Struct, frozen=True, tag="work", array_like=True):
     """The number of a slab, mapped before, that the worker need not ask for; 0: none."""
 
 
+class PagesRequest(msgspec.Struct, frozen=True, tag="render", array_like=True):
+    """Pages of a PDF file to render: a `PagesJob`."""
+
+    data: Array
+    first: int
+    count: int
+    pictures: bool
+    request_id: str = ""
+
+
 class DropSlabs(msgspec.Struct, frozen=True, tag="drop_slabs", array_like=True):
     """The worker is to unmap these slabs; it answers nothing."""
 
@@ -168,6 +186,12 @@ class JobDone(msgspec.Struct, frozen=True, tag="done", array_like=True):
     processed: Processed
 
 
+class PagesDone(msgspec.Struct, frozen=True, tag="rendered", array_like=True):
+    """The rendered pages."""
+
+    rendered: RenderedPages
+
+
 class JobFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     """The error of a job, or of starting the worker."""
 
@@ -176,8 +200,8 @@ class JobFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     """The worker ends: what is left of its memory may be in pieces."""
 
 
-WorkerRequest = ConfigureWorker | JobRequest | DropSlabs | SlabGranted
-WorkerReply = WorkerReady | JobBegun | SlabWanted | JobDone | JobFailed
+WorkerRequest = ConfigureWorker | JobRequest | PagesRequest | DropSlabs | SlabGranted
+WorkerReply = WorkerReady | JobBegun | SlabWanted | JobDone | PagesDone | JobFailed
 
 
 def request_decoder() -> MessageDecoder[WorkerRequest]:
@@ -194,19 +218,45 @@ class LinkClosedError(Exception):
     """The other process has ended, or sent something that is not a message."""
 
 
+@dataclass(frozen=True, slots=True)
+class Decoders:
+    """What a worker has loaded."""
+
+    settings: ProcessingSettings
+    processing: Processing | None
+    """None where the model takes no media."""
+    pdf: PdfRenderer | None
+    """None without the extra `documents`."""
+
+    @property
+    def needs_torch(self) -> bool:
+        return self.processing is not None and self.processing.family.needs_torch
+
+
+def load_decoders(settings: ProcessingSettings) -> Decoders:
+    """Raises `ModelLoadError`."""
+    processing = None if settings.documents_only else Processing(settings)
+    pdf = None
+    if can_read_pdf():
+        pdf = PdfRenderer(
+            max_pages=settings.max_document_pages, max_pixels=settings.max_image_pixels
+        )
+    return Decoders(settings, processing, pdf)
+
+
 def preloaded(settings: Mapping[str, Any]) -> Callable[[], None]:
     """`main` for processes that are forked from this one, with `model` and `media` of a
     configuration: all is loaded and warmed up here. Raises `ModelLoadError`."""
     model = msgspec.convert(settings["model"], ModelConfig)
     media = msgspec.convert(settings["media"], MediaConfig)
-    processing = Processing(processing_settings(model, media))
-    if processing.family.needs_torch:
+    decoders = load_decoders(processing_settings(model, media))
+    if decoders.needs_torch:
         return main
-    warm_up(processing, media.max_image_pixels)
-    return partial(main, processing)
+    warm_up(decoders)
+    return partial(main, decoders)
 
 
-def main(warm: Processing | None = None) -> None:
+def main(warm: Decoders | None = None) -> None:
     """Serve jobs on the socket whose descriptor is the only argument, until it closes.
 
     `warm` needs no loading where its settings are those that the pool sends.
@@ -215,13 +265,14 @@ def main(warm: Processing | None = None) -> None:
     with contextlib.closing(pool_socket()) as link:
         requests = request_decoder()
         try:
-            processing = _configured(link, requests, warm)
-            if processing is None:
+            decoders = _configured(link, requests, warm)
+            if decoders is None:
                 return
             slabs = WorkerSlabs(link, requests)
-            processing.family.memory.source = slabs.take
+            if decoders.processing is not None:
+                decoders.processing.family.memory.source = slabs.take
             while True:
-                _serve(link, requests, processing, slabs)
+                _serve(link, requests, decoders, slabs)
         except LinkClosedError:
             return
 
@@ -249,8 +300,8 @@ def _restrict_process() -> None:
 
 
 def _configured(
-    link: MessageSocket, requests: MessageDecoder[WorkerRequest], warm: Processing | None
-) -> Processing | None:
+    link: MessageSocket, requests: MessageDecoder[WorkerRequest], warm: Decoders | None
+) -> Decoders | None:
     request, fds = receive(link, requests)
     close_fds(fds)
     assert isinstance(request, ConfigureWorker)
@@ -260,21 +311,21 @@ def _configured(
     settings = request.settings
     try:
         if warm is not None and warm.settings == settings:
-            processing = warm
+            decoders = warm
         else:
-            processing = Processing(settings)
-            if processing.family.needs_torch:
+            decoders = load_decoders(settings)
+            if decoders.needs_torch:
                 _allow_torch()
-            warm_up(processing, settings.max_image_pixels)
+            warm_up(decoders)
     except LookOnceError as error:
         send_error(link, error)
         return None
     memory = BASE_MEMORY + BYTES_PER_PIXEL * settings.max_image_pixels
-    if processing.family.needs_torch:
+    if decoders.needs_torch:
         memory += TORCH_MEMORY
     limit_resources(memory + request.slab_bytes)
     send(link, WorkerReady(close_sandbox()))
-    return processing
+    return decoders
 
 
 def _allow_torch() -> None:
@@ -286,7 +337,7 @@ def _allow_torch() -> None:
 def _serve(
     link: MessageSocket,
     requests: MessageDecoder[WorkerRequest],
-    processing: Processing,
+    decoders: Decoders,
     slabs: WorkerSlabs,
 ) -> None:
     if not link.wait(REST_SECONDS):
@@ -296,27 +347,44 @@ def _serve(
     if isinstance(request, DropSlabs):
         slabs.unmap(request.numbers)
         return
-    assert isinstance(request, JobRequest)
+    assert isinstance(request, (JobRequest, PagesRequest))
     current_request_id.set(request.request_id)
     send(link, JobBegun())
-    slabs.begin(usable=request.uses_slabs, ahead=request.slab)
-    job = MediaJob(request.modality, request.data.data, request.options)
+    modality = request.modality if isinstance(request, JobRequest) else "document"
     try:
-        processed = processing.run(job)
-        processed = msgspec.structs.replace(processed, item=slabs.placed(processed.item))
+        if isinstance(request, JobRequest):
+            done: WorkerReply = _process(request, decoders, slabs)
+        else:
+            done = _render(request, decoders)
     except LinkClosedError:
         raise
     except LookOnceError as refused:
         send_error(link, refused)
     except MemoryError:
-        error = UnprocessableMediaError(f"the {request.modality} takes too much memory")
+        error = UnprocessableMediaError(f"the {modality} takes too much memory")
         send(link, JobFailed(error_to_wire(error), out_of_memory=True))
         raise LinkClosedError from None
     except Exception:  # one bad item must not end the worker
-        log.exception("processing failed", extra={"modality": request.modality})
-        send_error(link, UnprocessableMediaError(f"the {request.modality} cannot be processed"))
+        log.exception("processing failed", extra={"modality": modality})
+        send_error(link, UnprocessableMediaError(f"the {modality} cannot be processed"))
     else:
-        send(link, JobDone(processed))
+        send(link, done)
+
+
+def _process(request: JobRequest, decoders: Decoders, slabs: WorkerSlabs) -> JobDone:
+    slabs.begin(usable=request.uses_slabs, ahead=request.slab)
+    if decoders.processing is None:
+        raise UnprocessableMediaError("the model takes no media")
+    job = MediaJob(request.modality, request.data.data, request.options)
+    processed = decoders.processing.run(job)
+    return JobDone(msgspec.structs.replace(processed, item=slabs.placed(processed.item)))
+
+
+def _render(request: PagesRequest, decoders: Decoders) -> PagesDone:
+    if decoders.pdf is None:
+        raise UnprocessableMediaError(DOCUMENTS_MISSING)
+    job = PagesJob(request.data.data, request.first, request.count, request.pictures)
+    return PagesDone(decoders.pdf.render(job))
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,12 +497,19 @@ def _address(memory: NDArray[np.uint8]) -> int:
     return int(memory.__array_interface__["data"][0])
 
 
-def warm_up(processing: Processing, max_image_pixels: int) -> None:
+def warm_up(decoders: Decoders) -> None:
     """Process an item of each modality and format, so that decoders and processors are loaded, and
     memory is allocated, before the first real item comes. Later no file can be opened."""
     for name in TEXT_CODECS:
         codecs.lookup(name)
     Image.init()
+    if decoders.pdf is not None:
+        decoders.pdf.render(PagesJob(sample_pdf()))
+    if decoders.processing is not None:
+        _warm_up_processing(decoders.processing, decoders.settings.max_image_pixels)
+
+
+def _warm_up_processing(processing: Processing, max_image_pixels: int) -> None:
     family = processing.family
     if "image" in family.modalities:
         side = min(WARM_UP_SIDE, math.isqrt(max_image_pixels))

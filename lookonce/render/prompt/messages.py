@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from lookonce.errors import BadRequestError
+from lookonce.render.media.documents import DocumentSource, PartContent, document_source
 from lookonce.render.media.loader import MediaSource, media_source
 from lookonce.render.prompt.placeholders import refuse_reserved
 from lookonce.types.media import Modality
@@ -45,6 +46,9 @@ class ParsedMessages:
     conversation: list[Json] = field(default_factory=list)
     sources: list[MediaSource] = field(default_factory=list)
     """One per media part, in the order of the messages."""
+    documents: list[DocumentSource] = field(default_factory=list)
+    """Of file parts, in the same order. In `conversation` nothing stands for those whose content
+    was not given."""
 
 
 def read_messages(
@@ -53,8 +57,12 @@ def read_messages(
     limits: Mapping[str, int],
     max_tokens: int | None = None,
     roles: Collection[str] = ROLES,
+    documents: Mapping[str, Sequence[PartContent]] | None = None,
+    *,
+    limit_pages: bool = False,
 ) -> ParsedMessages:
-    """Check and convert a request's messages. `limits` is media parts per modality.
+    """Check and convert a request's messages. `limits` is media parts per modality; pages of
+    documents count only if `limit_pages`. `documents` is what file parts are, by the part's name.
 
     Raises `BadRequestError` naming the part, e.g. `messages[1].content[0]`. More messages or parts
     than `max_tokens` are refused before anything is converted.
@@ -65,8 +73,9 @@ def read_messages(
         check_count(messages, max_tokens)
     _check_arguments(messages)
     chat = ParsedMessages()
+    reader = _Reader(chat, documents or {}, roles)
     for number, message in enumerate(messages):
-        chat.conversation.append(_message(message, f"messages[{number}]", chat.sources, roles))
+        chat.conversation.append(reader.message(message, f"messages[{number}]"))
     if not chat.sources:
         return chat
     for source in chat.sources:
@@ -74,7 +83,7 @@ def read_messages(
             raise BadRequestError(
                 f"{source.param}: the model takes no {source.modality}", param=source.param
             )
-    _check_limits(chat.sources, limits)
+    _check_limits([s for s in chat.sources if limit_pages or not s.is_page], limits)
     return chat
 
 
@@ -183,53 +192,77 @@ def _check_limits(sources: Sequence[MediaSource], limits: Mapping[str, int]) -> 
             )
 
 
-def _message(
-    message: object, param: str, sources: list[MediaSource], roles: Collection[str]
-) -> Json:
-    if not isinstance(message, Mapping):
-        raise BadRequestError(f"{param}: a message is an object", param=param)
-    role = message.get("role")
-    if role not in roles:
-        raise BadRequestError(
-            f"{param}.role: must be one of {', '.join(roles)}", param=f"{param}.role"
-        )
-    # Keys whose value is None are removed: templates handle a missing key, but print `None`.
-    fields = {key: value for key, value in message.items() if value is not None}
-    content = fields.pop("content", None)
-    tool_calls = fields.pop("tool_calls", None)
-    refuse_reserved(fields, param)
-    converted: Json = {"role": role}
-    if content is not None:
-        converted["content"] = _content(content, f"{param}.content", sources)
-    elif role != "assistant" or not tool_calls:
-        raise BadRequestError(f"{param}.content is missing", param=f"{param}.content")
-    if tool_calls is not None:
-        converted["tool_calls"] = _tool_calls(tool_calls, f"{param}.tool_calls")
-    return {**fields, **converted}
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Converts messages; what they refer to is added to `chat`."""
 
+    chat: ParsedMessages
+    documents: Mapping[str, Sequence[PartContent]]
+    roles: Collection[str]
 
-def _content(content: object, param: str, sources: list[MediaSource]) -> str | list[Json]:
-    if isinstance(content, str):
-        refuse_reserved(content, param)
-        return content
-    if isinstance(content, list):
-        return [_part(part, f"{param}[{number}]", sources) for number, part in enumerate(content)]
-    raise BadRequestError(f"{param}: must be a text or a list of parts", param=param)
+    def message(self, message: object, param: str) -> Json:
+        if not isinstance(message, Mapping):
+            raise BadRequestError(f"{param}: a message is an object", param=param)
+        role = message.get("role")
+        if role not in self.roles:
+            raise BadRequestError(
+                f"{param}.role: must be one of {', '.join(self.roles)}", param=f"{param}.role"
+            )
+        # Keys whose value is None are removed: templates handle a missing key, but print `None`.
+        fields = {key: value for key, value in message.items() if value is not None}
+        content = fields.pop("content", None)
+        tool_calls = fields.pop("tool_calls", None)
+        refuse_reserved(fields, param)
+        converted: Json = {"role": role}
+        if content is not None:
+            converted["content"] = self._content(content, f"{param}.content")
+        elif role != "assistant" or not tool_calls:
+            raise BadRequestError(f"{param}.content is missing", param=f"{param}.content")
+        if tool_calls is not None:
+            converted["tool_calls"] = _tool_calls(tool_calls, f"{param}.tool_calls")
+        return {**fields, **converted}
 
+    def _content(self, content: object, param: str) -> str | list[Json]:
+        if isinstance(content, str):
+            refuse_reserved(content, param)
+            return content
+        if isinstance(content, list):
+            parts: list[Json] = []
+            for number, part in enumerate(content):
+                where = f"{param}[{number}]"
+                if isinstance(part, Mapping) and part.get("type") == "file":
+                    parts += self._document(part, where)
+                else:
+                    parts.append(self._part(part, where))
+            return parts
+        raise BadRequestError(f"{param}: must be a text or a list of parts", param=param)
 
-def _part(part: object, param: str, sources: list[MediaSource]) -> Json:
-    if not isinstance(part, Mapping):
-        raise BadRequestError(f"{param}: a content part is an object", param=param)
-    kind = part.get("type")
-    if kind in ("text", "refusal"):
-        text = part.get(kind)
-        if not isinstance(text, str):
-            raise BadRequestError(f"{param}.{kind}: must be a text", param=f"{param}.{kind}")
-        refuse_reserved(text, param)
-        return {"type": "text", "text": text}
-    source = media_source(part, param)
-    sources.append(source)
-    return {"type": source.modality}
+    def _part(self, part: object, param: str) -> Json:
+        if not isinstance(part, Mapping):
+            raise BadRequestError(f"{param}: a content part is an object", param=param)
+        kind = part.get("type")
+        if kind in ("text", "refusal"):
+            text = part.get(kind)
+            if not isinstance(text, str):
+                raise BadRequestError(f"{param}.{kind}: must be a text", param=f"{param}.{kind}")
+            refuse_reserved(text, param)
+            return {"type": "text", "text": text}
+        return self._media(media_source(part, param))
+
+    def _document(self, part: Mapping[str, object], param: str) -> list[Json]:
+        self.chat.documents.append(document_source(part, param))
+        parts = []
+        for content in self.documents.get(param, ()):
+            if isinstance(content, MediaSource):
+                parts.append(self._media(content))
+            else:
+                refuse_reserved(content, param)
+                parts.append(content)
+        return parts
+
+    def _media(self, source: MediaSource) -> Json:
+        self.chat.sources.append(source)
+        return {"type": source.modality}
 
 
 def _tool_calls(calls: object, param: str) -> list[Json]:

@@ -46,12 +46,14 @@ PART_FIELDS: dict[str, frozenset[str]] = {
     "image_url": frozenset({"type", "image_url", "uuid"}),
     "input_audio": frozenset({"type", "input_audio", "uuid"}),
     "audio_url": frozenset({"type", "audio_url", "uuid"}),
+    "file": frozenset({"type", "file"}),
 }
 """Type of a content part → its fields. Other fields of messages are given to the chat template."""
 MEDIA_FIELDS: dict[str, frozenset[str]] = {
     "image_url": frozenset({"url", "detail"}),
     "input_audio": frozenset({"data", "format"}),
     "audio_url": frozenset({"url"}),
+    "file": frozenset({"file_data", "file_id", "file_url", "filename"}),
 }
 """The same of the object that such a part has under its own name."""
 

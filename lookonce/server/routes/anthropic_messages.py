@@ -2,6 +2,7 @@
 
 system                   a system message
 text, image              parts of the same message
+document                 a file part, or its texts and pictures
 tool_use                 a tool call of the assistant's message
 tool_result              a tool message
 thinking                 nothing: another model wrote it
@@ -47,6 +48,8 @@ from lookonce.server.services import Principal, Services
 from lookonce.types.sampling import SamplingParams
 
 Json = dict[str, Any]
+NamedPart = tuple[str, Json]
+"""A part of a chat, and the name of what it was in the request."""
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -269,24 +272,77 @@ def _texts(system: str | list[Json]) -> str:
 
 def _blocks(role: str, content: list[Any], param: str, read: ReadInput) -> None:
     """One message, and before it one for each result of a tool."""
-    parts: list[Json] = []
+    parts: list[NamedPart] = []
     calls: list[Json] = []
     for number, block in enumerate(content):
         where = f"{param}.content[{number}]"
         match block.get("type") if isinstance(block, Mapping) else None:
             case "tool_result":
-                read.add(_result(block, where), where)
+                _result(block, where, read)
             case "tool_use":
                 calls.append(_call(block, where))
             case "thinking" | "redacted_thinking":
                 pass
             case _:
-                parts.append(_part(block, where))
+                parts += _parts(block, where)
     if calls:
-        said = "\n".join(part["text"] for part in parts if part["type"] == "text")
+        for where, part in parts:
+            if part["type"] != "text":
+                raise BadRequestError(
+                    f"{where}: beside tool_use a message has text alone", param=where
+                )
+        said = "\n".join(part["text"] for _, part in parts)
         read.add({"role": role, "content": said or None, "tool_calls": calls}, param)
     elif parts:
-        read.add({"role": role, "content": parts}, param)
+        _add(role, parts, param, read)
+
+
+def _add(role: str, parts: list[NamedPart], param: str, read: ReadInput, **fields: str) -> None:
+    message = {"role": role, **fields, "content": [part for _, part in parts]}
+    read.add(message, param, tuple(where for where, _ in parts))
+
+
+def _parts(block: Any, param: str) -> list[NamedPart]:
+    """The parts of a chat that a block becomes: several of a document."""
+    if isinstance(block, Mapping) and block.get("type") == "document":
+        return list(_document(block, param))
+    return [(param, _part(block, param))]
+
+
+def _document(block: Mapping[str, Any], param: str) -> Iterator[NamedPart]:
+    """Its context, and the file or what it is given as; its title is its name."""
+    citations = block.get("citations")
+    if isinstance(citations, Mapping) and citations.get("enabled"):
+        where = f"{param}.citations"
+        raise BadRequestError(f"{where}: citations are not supported", param=where)
+    for name in ("title", "context"):
+        if not isinstance(block.get(name), str | None):
+            raise BadRequestError(f"{param}.{name}: must be a text", param=f"{param}.{name}")
+    title, context = block.get("title"), block.get("context")
+    if context:
+        yield f"{param}.context", {"type": "text", "text": f"{context}\n"}
+    source, where = block.get("source"), f"{param}.source"
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if not isinstance(source, Mapping) or kind not in ("base64", "url", "text", "content"):
+        raise BadRequestError(f"{where}: base64, url, text and content are served", param=where)
+    if kind == "base64":
+        data = f"data:{source.get('media_type')};base64,{source.get('data')}"
+        yield param, {"type": "file", "file": {"file_data": data, "filename": title}}
+        return
+    if kind == "url":
+        yield param, {"type": "file", "file": {"file_url": source.get("url"), "filename": title}}
+        return
+    if title:
+        yield f"{param}.title", {"type": "text", "text": f"[{title}]\n"}
+    inside = f"{where}.{'data' if kind == 'text' else 'content'}"
+    given = source.get("data" if kind == "text" else "content")
+    if isinstance(given, str):
+        yield inside, {"type": "text", "text": given.removesuffix("\n") + "\n"}
+    elif kind == "content" and isinstance(given, list):
+        for number, each in enumerate(given):
+            yield f"{inside}[{number}]", _part(each, f"{inside}[{number}]")
+    else:
+        raise BadRequestError(f"{inside}: must be a text", param=inside)
 
 
 def _part(block: Any, param: str) -> Json:
@@ -302,7 +358,8 @@ def _part(block: Any, param: str) -> Json:
             return {"type": "image_url", "image_url": {"url": url}}
         param = f"{param}.source"
     raise BadRequestError(
-        f"{param}: text, image (base64 or url), tool_use and tool_result are served", param=param
+        f"{param}: text, image (base64 or url), document, tool_use and tool_result are served",
+        param=param,
     )
 
 
@@ -314,15 +371,18 @@ def _call(block: Mapping[str, Any], param: str) -> Json:
     return {"id": block["id"], "type": "function", "function": function}
 
 
-def _result(block: Mapping[str, Any], param: str) -> Json:
+def _result(block: Mapping[str, Any], param: str, read: ReadInput) -> None:
     if not isinstance(block.get("tool_use_id"), str):
         raise BadRequestError(f"{param}.tool_use_id is missing", param=f"{param}.tool_use_id")
-    content = block.get("content") or ""
-    if isinstance(content, list):
-        content = [_part(each, f"{param}.content[{n}]") for n, each in enumerate(content)]
-    elif not isinstance(content, str):
+    content, answered = block.get("content") or "", {"tool_call_id": block["tool_use_id"]}
+    if isinstance(content, str):
+        read.add({"role": "tool", **answered, "content": content}, param)
+    elif isinstance(content, list):
+        blocks = enumerate(content)
+        parts = [part for n, each in blocks for part in _parts(each, f"{param}.content[{n}]")]
+        _add("tool", parts, param, read, **answered)
+    else:
         raise BadRequestError(f"{param}.content: text or blocks", param=f"{param}.content")
-    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
 
 
 def _own_names(read: ReadInput) -> AbstractContextManager[None]:

@@ -8,10 +8,14 @@ import pytest
 
 from lookonce.errors import EngineDeadError
 from lookonce.frontend.tools.formats import choose_dialect
+from lookonce.server.routes.anthropic_messages import CountTokensRequest, read_messages
 
 HELLO = {"max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}
 USE = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}
 TOOL = {"name": "f", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+TEXT = {"type": "text", "media_type": "text/plain", "data": "a text"}
+URL = {"type": "url", "url": "https://example.org/a.pdf"}
+SEEN = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
 CALL = 'Well.<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
@@ -29,7 +33,16 @@ REFUSED = [
     ({**HELLO, "messages": [{"role": "user"}]}, "messages[0].content"),
     ({**HELLO, "messages": []}, "messages"),
     ({"messages": HELLO["messages"]}, "max_tokens"),
-    (of({"type": "document"}), "messages[0].content[0]"),
+    (of({"type": "document"}), "messages[0].content[0].source"),
+    (of({"type": "document", "source": {"type": "file"}}), "messages[0].content[0].source"),
+    (of({"type": "document", "source": {"type": "text"}}), "messages[0].content[0].source.data"),
+    (of({"type": "document", "source": TEXT, "title": 5}), "messages[0].content[0].title"),
+    (
+        of({"type": "document", "source": TEXT, "citations": {"enabled": True}}),
+        "messages[0].content[0].citations",
+    ),
+    (of(SEEN, USE, role="assistant"), "messages[0].content[0]: beside tool_use"),
+    (of(USE, {"type": "document", "source": URL}, role="assistant"), "messages[0].content[1]"),
     (of({"type": "text"}), "messages[0].content[0]"),
     (of("text"), "messages[0].content[0]"),
     (of({"type": "image", "source": {"type": "file"}}), "messages[0].content[0].source"),
@@ -133,3 +146,26 @@ def test_its_key_is_taken_where_anthropic_s_clients_have_it(on_site):
                 assert answer.json()["type"] == "error"
 
     on_site(scenario, api_key=("a:secret",))
+
+
+def document(source, **fields):
+    return {"type": "document", "source": source, **fields}
+
+
+def test_documents_become_parts_of_their_message():
+    blocks = [
+        document(TEXT, title="t.txt", context="Of old."),
+        document({"type": "content", "content": [{"type": "text", "text": "in blocks"}]}),
+        document(URL, title="a.pdf"),
+    ]
+    read = read_messages(CountTokensRequest(messages=of(*blocks)["messages"]))
+    (message,) = read.messages
+    assert message["content"] == [
+        {"type": "text", "text": "Of old.\n"},
+        {"type": "text", "text": "[t.txt]\n"},
+        {"type": "text", "text": "a text\n"},
+        {"type": "text", "text": "in blocks"},
+        {"type": "file", "file": {"file_url": URL["url"], "filename": "a.pdf"}},
+    ]
+    assert read.renamed("messages[0].content[4].x") == "messages[0].content[2].x"
+    assert read.renamed("messages[0].content[2]") == "messages[0].content[0].source.data"

@@ -15,6 +15,7 @@ from lookonce.cache.slabs import map_memory
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.ipc.codec import MessageDecoder
 from lookonce.ipc.framing import MessageSocket
+from lookonce.render.media.pdf import Page, RenderedPages
 from lookonce.render.media.processing import Processed
 from lookonce.render.media.sandbox import SandboxReport
 from lookonce.render.media.worker import (
@@ -24,6 +25,8 @@ from lookonce.render.media.worker import (
     JobDone,
     JobRequest,
     LinkClosedError,
+    PagesDone,
+    PagesRequest,
     SlabGranted,
     SlabWanted,
     WorkerReady,
@@ -51,6 +54,12 @@ EXPANSIONS = {
     b"expansion in too many runs": Expansion(((7, 1), (8, 1)) * (1 << 20), 7),
 }
 """What no prompt can have in the place of an item."""
+PAGES = {
+    b"pages": RenderedPages(1, (Page("text"),)),
+    b"pages without end": RenderedPages(1 << 40, tuple(Page("text") for _ in range(4))),
+    b"pictures that nobody asked for": RenderedPages(1, (Page("", Array("uint8", (1,), b"x")),)),
+}
+"""What becomes of a file; all but the first is what no worker answers for its text alone."""
 
 
 class Hostile:
@@ -203,8 +212,12 @@ def main() -> None:
                 job, _ = receive(link, requests)
                 if isinstance(job, DropSlabs):
                     continue  # it keeps them mapped
-                assert isinstance(job, JobRequest)
+                assert isinstance(job, JobRequest | PagesRequest)
                 data = bytes(job.data.data)
+                if isinstance(job, PagesRequest):
+                    send(link, JobBegun())
+                    send(link, PagesDone(PAGES[data]))
+                    continue
                 if data.startswith(b"die before ") and not os.path.exists(data[11:]):
                     with contextlib.suppress(OSError):
                         Path(os.fsdecode(data[11:])).touch()

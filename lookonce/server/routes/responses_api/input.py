@@ -10,7 +10,6 @@ item_reference           the stored item of this id
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,13 +32,14 @@ from lookonce.frontend.tools.calls import (
     NamedFunction,
     RequestedTools,
     Tool,
+    ToolFields,
     check_num_tools,
     read_tools,
 )
-from lookonce.server.http.body import renaming_errors
 from lookonce.types.sampling import Grammar
 
 LOGPROBS = "message.output_text.logprobs"
+FIELDS = ToolFields(function="")
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 """Values of `include`. The second is accepted and adds nothing: no reasoning is hidden here."""
 
@@ -171,7 +171,7 @@ def text_grammar(body: ResponsesRequest, *, close: bool) -> Grammar | None:
 
 
 def response_tools(body: ResponsesRequest, *, close: bool) -> RequestedTools | None:
-    """The tools of a request, read as a chat's. Names of parts have no `.function` here.
+    """The tools of a request, read as a chat's; a tool's fields are its own, not a function's.
 
     Raises `BadRequestError` naming the part at fault.
     """
@@ -182,16 +182,8 @@ def response_tools(body: ResponsesRequest, *, close: bool) -> RequestedTools | N
     else:
         choice = body.tool_choice
     check_num_tools(len(body.tools or ()))
-    with renaming_errors(_flat_name):
-        tools = [_chat_tool(tool) for tool in body.tools or ()]
-        asked = read_tools(tools, choice, body.parallel_tool_calls, close=close)
-    if asked is None:
-        return None
-    return dataclasses.replace(asked, params=tuple(map(_flat_name, asked.params)))
-
-
-def _flat_name(param: str) -> str:
-    return param.replace(".function", "")
+    tools = [_chat_tool(tool) for tool in body.tools or ()]
+    return read_tools(tools, choice, body.parallel_tool_calls, close=close, fields=FIELDS)
 
 
 def _chat_tool(tool: ResponseTool) -> Tool:
@@ -217,8 +209,12 @@ class ReadInput:
     messages: list[Json] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
     """The name of each message in the request: `instructions`, `input` or `input[N]`."""
+    parts: dict[int, Sequence[str]] = field(default_factory=dict)
+    """Number of a message → names of its content parts, where they are others than in a chat."""
 
-    def add(self, message: Json, origin: str) -> None:
+    def add(self, message: Json, origin: str, parts: Sequence[str] = ()) -> None:
+        if parts:
+            self.parts[len(self.messages)] = parts
         self.messages.append(message)
         self.origins.append(origin)
 
@@ -228,6 +224,10 @@ class ReadInput:
         head, bracket, rest = param.partition("]")
         number = head.removeprefix("messages[")
         if bracket and number.isdecimal() and int(number) < len(self.origins):
+            part, closed, inside = rest.removeprefix(".content[").partition("]")
+            names = self.parts.get(int(number), ())
+            if closed and part.isdecimal() and int(part) < len(names):
+                return names[int(part)] + inside
             return self.origins[int(number)] + rest
         return "input" if param == "messages" else param
 
@@ -298,18 +298,32 @@ def _part(part: object, param: str) -> object:
         case "input_image":
             return _image(part, param)
         case "input_file":
-            raise BadRequestError(
-                f"{param}: files are not supported", param=param, code="unsupported_parameter"
-            )
+            return _file(part, param)
     return part
 
 
-def _image(part: Mapping[str, Any], param: str) -> Json:
+def _file(part: Mapping[str, Any], param: str) -> Json:
+    """A chat's file part has the same fields one level deeper."""
+    _refuse_file_id(part, param, "file_data or file_url")
+    names = ("file_data", "file_url", "filename")
+    given = {name: part[name] for name in names if part.get(name) is not None}
+    if not given.keys() & {"file_data", "file_url"}:
+        raise BadRequestError(f"{param}: a file needs file_data or file_url", param=param)
+    return {"type": "file", "file": given}
+
+
+def _refuse_file_id(part: Mapping[str, Any], param: str, instead: str) -> None:
     if part.get("file_id") is not None:
         param = f"{param}.file_id"
         raise BadRequestError(
-            f"{param}: there are no files; use image_url", param=param, code="unsupported_parameter"
+            f"{param}: no files are kept here; use {instead}",
+            param=param,
+            code="unsupported_parameter",
         )
+
+
+def _image(part: Mapping[str, Any], param: str) -> Json:
+    _refuse_file_id(part, param, "image_url")
     kept = {name: value for name, value in part.items() if name == "uuid"}
     url = part.get("image_url")
     return {"type": "image_url", "image_url": None if url is None else {"url": url}, **kept}
