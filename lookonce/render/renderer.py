@@ -284,6 +284,7 @@ class Renderer:
         self._check_length(len(encoded.ids), "prompt")
         scope = scope_digest(tenant, cache_salt)
         return RenderedPrompt(encoded.ids, scope=scope, text=encoded.text)
+
     async def _read_documents(
         self, sources: Sequence[DocumentSource], scope: bytes, tenant: str
     ) -> dict[str, list[PartContent]]:
