@@ -114,6 +114,8 @@ class Request:
         self.prompt = prompt
         self.num_prompt_tokens = len(prompt)
         self.features = features
+        if features.has_film:
+            features.answer_start = len(prompt)
         self.frames: FrameDigests | None = None
         """Of a live session that adds a frame of sound to each token: those that it has."""
         self.initial_frames = request.frames
@@ -706,7 +708,9 @@ _RUN_NAME = b"lookonce.kv-block-run.1\0"
 _PLAIN_ITEM = struct.Struct("<32sBqqq")
 _SHAPED_ITEM = struct.Struct("<32sBqqqqqqq")
 _RANGE = struct.Struct("<qq")
-_PLAIN, _SHAPED = 0, 1
+_TIME = struct.Struct("<q")
+_PLAIN, _SHAPED, _OF_FILM = 0, 1, 2
+_ANSWER = b"answer\0"
 _FRAMES = b"frames\0"
 
 
@@ -730,7 +734,8 @@ def extend_chain(
         return
     raw = tokens.raw(known * block_size, num_blocks * block_size)
     nbytes = len(raw) // (num_blocks - known)
-    has_items = bool(features.overlapping(known * block_size, num_blocks * block_size))
+    end = num_blocks * block_size
+    has_items = bool(features.overlapping(known * block_size, end)) or end > features.answer_start
     for block in range(num_blocks - known):
         hashed = parent + raw[block * nbytes : (block + 1) * nbytes]
         if has_items:
@@ -785,14 +790,17 @@ class BlockHashCache:
 def _describe_all(features: MultiModalFeatures, start: int, end: int) -> bytes:
     """What is hashed of the items that overlap positions `[start, end)`."""
     indices = features.overlapping(start, end)
-    return b"".join([_describe(features[index], start, end) for index in indices])
+    items = b"".join([_describe(features[index], start, end) for index in indices])
+    if end > features.answer_start:  # its positions are not those that it has in a prompt
+        return items + _ANSWER + _TIME.pack(features.answer_start - start)
+    return items
 
 
 def _describe(feature: MediaFeature, start: int, end: int) -> bytes:
     """What the positions `[start, end)` hash of one item; self-delimiting. That of a run of blocks
     determines that of each of its blocks."""
     base, length, rows = feature.offset - start, feature.length, feature.num_embeds
-    if feature.is_embed is None and feature.grid is None:
+    if feature.is_embed is None and feature.grid is None and feature.film_time is None:
         return _PLAIN_ITEM.pack(feature.key, _PLAIN, base, length, rows)
     ranges = [
         _RANGE.pack(base + first, base + last)
@@ -800,5 +808,7 @@ def _describe(feature: MediaFeature, start: int, end: int) -> bytes:
         if base + first < end - start and base + last > 0
     ]
     grid = feature.grid or (-1, -1, -1)
-    head = _SHAPED_ITEM.pack(feature.key, _SHAPED, base, length, rows, *grid, len(ranges))
-    return head + b"".join(ranges)
+    kind = _SHAPED if feature.film_time is None else _OF_FILM
+    head = _SHAPED_ITEM.pack(feature.key, kind, base, length, rows, *grid, len(ranges))
+    time = b"" if feature.film_time is None else _TIME.pack(feature.film_time)
+    return head + time + b"".join(ranges)

@@ -8,6 +8,10 @@ base + max(h, w). So a token's position is its index plus a delta that changes o
     temporal   0 1 2 2 2 2 2 2 5 6
     height     0 1 2 2 2 3 3 3 5 6
     width      0 1 2 3 4 2 3 4 5 6    from 8 on: index - 3, for max(2, 3) - 6
+
+The items of a film may share one base (`MediaFeature.film_time`): each takes
+(base + film time, base + row, base + column). As transformers numbers them, the prompt goes on at
+base + max(h, w), as after a picture, but generated tokens go on after the greatest position of all.
 """
 
 from __future__ import annotations
@@ -63,7 +67,9 @@ class InputBatch:
         self._num_blocks[row] = 0
         self.num_dropped[row] = 0
         self.input_keys[row] = new.features[0].key if encoder_decoder and new.features else None
-        self._positions[row] = MropePositions(new.features) if mrope else None
+        self._positions[row] = (
+            MropePositions(new.features, new.num_prompt_tokens) if mrope else None
+        )
         self._update_tail(row)
 
     def drop(self, change: DropTokens) -> int:
@@ -148,28 +154,58 @@ SPARE_ITEMS = 16
 class MropePositions:
     """Positions of one sequence on three axes; append-only, O(window + log items) per window."""
 
-    __slots__ = ("_deltas", "_ends", "_forgotten_end", "_grids", "_starts")
+    __slots__ = ("_deltas", "_ends", "_film", "_forgotten_end", "_grids", "_highest", "_starts")
 
-    def __init__(self, features: Iterable[MediaFeature] = ()) -> None:
+    def __init__(
+        self, features: Iterable[MediaFeature] = (), answer_start: int | None = None
+    ) -> None:
+        """From index `answer_start` on tokens are generated; None: it is not known."""
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._grids: list[tuple[int, int, int]] = []
+        """`(film time, height, width)` of each item."""
         self._deltas: list[int] = [0]
         """`_deltas[i]` is the delta of text between items i - 1 and i."""
         self._forgotten_end = 0
         """End of the last item that was dropped."""
+        self._film: tuple[int, int] = (-1, 0)
+        """Where the last item of the last film ends, and the base of that film's positions."""
+        self._highest = 0
+        """The position after the greatest one of all films."""
         for feature in features:
+            if answer_start is not None and feature.offset >= answer_start:
+                self._begin_answer(answer_start)
+                answer_start = None
             self.append(feature)
+        if answer_start is not None:
+            self._begin_answer(answer_start)
 
     def append(self, feature: MediaFeature) -> None:
         """Add the next item, which lies after all others. Without a grid it counts like text."""
         if feature.grid is None:
             return
         _, height, width = feature.grid
+        time, base = feature.film_time, feature.offset + self._deltas[-1]
+        if time is not None and self._film[0] == feature.offset:
+            base = self._film[1]
+            self._deltas[-1] = base - feature.offset
         self._starts.append(feature.offset)
         self._ends.append(feature.end)
-        self._grids.append(feature.grid)
-        self._deltas.append(self._deltas[-1] + max(height, width) - feature.length)
+        self._grids.append((time or 0, height, width))
+        self._deltas.append(base + max(height, width) - feature.end)
+        if time is not None:
+            self._film = feature.end, base
+            self._highest = max(self._highest, base + time + 1)
+
+    def _begin_answer(self, index: int) -> None:
+        """The tokens from `index` on are generated: where films reach beyond the positions of the
+        prompt, they go on after the greatest one."""
+        missing = self._highest - (index + self._deltas[-1])
+        if missing > 0:
+            self._starts.append(index)
+            self._ends.append(index)
+            self._grids.append((0, 1, 1))
+            self._deltas.append(self._deltas[-1] + missing)
 
     @property
     def tail_start(self) -> int:
@@ -200,6 +236,7 @@ class MropePositions:
         self._starts = [start - num_tokens for start in self._starts]
         self._ends = [end - num_tokens for end in self._ends]
         self._deltas = [delta + num_tokens - rotated for delta in self._deltas]
+        self._film = self._film[0] - num_tokens, self._film[1] - rotated
         self._forgotten_end = max(0, self._forgotten_end - num_tokens)
 
     def fill(self, start: int, out: NDArray[np.int64]) -> None:
@@ -217,9 +254,9 @@ class MropePositions:
         out[:, text - start :] += self._deltas[item]
 
     def _fill_item(self, item: int, first: int, last: int, out: NDArray[np.int64]) -> None:
-        _, height, width = self._grids[item]
+        time, height, width = self._grids[item]
         base = self._starts[item] + self._deltas[item]
         rows, columns = np.divmod(np.arange(first, last) - self._starts[item], width)
-        out[0] = base + rows // height
+        out[0] = base + time + rows // height
         out[1] = base + rows % height
         out[2] = base + columns

@@ -175,8 +175,15 @@ class ResolvedPart:
     tenant: str = ""
 
     @property
-    def job(self) -> MediaJob:
+    def has_bytes(self) -> bool:
+        """Whether the item can be made: its bytes are here, or can be had."""
+        return self.data is not None or self.source.load is not None
+
+    async def job(self) -> MediaJob:
+        """Raises what `MediaSource.load` does."""
         data = self.data or b""
+        if self.data is None and self.source.load is not None:
+            data = await self.source.load()
         view = memoryview(data).toreadonly() if isinstance(data, bytearray) else data
         return MediaJob(
             self.source.modality,
@@ -344,6 +351,12 @@ class MediaResolver:
         item.fetched = begun, loaded
         return item
 
+    # --- films --------------------------------------------------------------------------------
+
+    async def load(self, source: MediaSource, scope: bytes) -> Encoded:
+        """The encoded bytes of a source. Raises a `RequestError` that names the part."""
+        return await self._loader.load(source, scope)
+
     # --- windows of sound files ---------------------------------------------------------------
 
     def file_part(self, source: MediaSource, scope: bytes, *, tenant: str = "") -> ResolvedPart:
@@ -402,22 +415,26 @@ class MediaResolver:
     def _identify_now(self, source: MediaSource, prompt: _Prompt) -> ResolvedPart | None:
         """The part, if its content is known without waiting. Raises `RequestError`."""
         if source.origin == "nothing":
-            name = _uuid_name(source, prompt.options[source.modality])
+            name = _uuid_name(source, _options_of(source, prompt))
             digest = self._uuids.resolve(prompt.scope, name)
             if digest is None:
                 raise _not_cached(source)
             return self._identified(source, prompt, digest, None)
+        if source.identity is not None:
+            return self._identified(source, prompt, self._hash(source, prompt, b""), None)
         if source.origin != "inline" or source.size > OFF_LOOP_BYTES:
             return None
         data = source.inline_bytes(self._max_bytes)
         return self._identified(source, prompt, self._hash(source, prompt, data), data)
 
     def _hash(self, source: MediaSource, prompt: _Prompt, data: Encoded) -> bytes:
+        of_frames = {"of": "frames"} if source.identity is not None else None
         return media_hash(
-            data,
+            data if source.identity is None else source.identity,
             modality=source.modality,
             fingerprint=self._fingerprint,
-            processor_options=prompt.options[source.modality],
+            decode_options=of_frames,
+            processor_options=_options_of(source, prompt),
             algorithm=self._algorithm,
         )
 
@@ -425,7 +442,7 @@ class MediaResolver:
         self, source: MediaSource, prompt: _Prompt, digest: bytes, data: Encoded | None
     ) -> ResolvedPart:
         """Raises `RequestError` if the part's uuid or the digest it came with means other media."""
-        options, scope = prompt.options[source.modality], prompt.scope
+        options, scope = _options_of(source, prompt), prompt.scope
         if source.digest not in (None, digest):
             raise UnprocessableMediaError(
                 f"{source.param}: the media does not have the hash it was sent with: its bytes, "
@@ -463,12 +480,12 @@ class MediaResolver:
         unsent = self._unsent.get(part.key)
         if unsent is not None and unsent.item is not None:
             return self._bind(part, self._item(part, unsent.expansion, "hit", unsent.item))
-        if part.data is not None and not self.directory.capacity_bytes:
+        if part.has_bytes and not self.directory.capacity_bytes:
             return None  # with the cache off, the engine always needs the arrays
         expansion = self.directory.known_expansion(part.key)
         if expansion is not None:
             return self._bind(part, self._item(part, expansion, "not_needed"))
-        if part.data is None:
+        if not part.has_bytes:
             raise _not_cached(part.source)
         return None
 
@@ -488,7 +505,7 @@ class MediaResolver:
             outcome=outcome,
         )
         rendered.encoded = part.data
-        if part.data is not None:
+        if part.has_bytes:
             rendered.recover = partial(self._recover, part, weakref.ref(rendered))
         if item is not None:
             self._unsent[part.key] = rendered
@@ -552,7 +569,14 @@ class MediaResolver:
             return made
 
     async def _run(self, part: ResolvedPart) -> Processed:
-        job = part.job
+        job = await part.job()
+        made = await self.run_job(job)
+        self.stats.decoded[job.modality] += 1
+        self.stats.processed[job.modality] += 1
+        return made
+
+    async def run_job(self, job: MediaJob) -> Processed:
+        """What a worker makes of a job. Raises a `RequestError` that names no part."""
         try:
             working = self._pool.run(await self._estimated(job))
         except TooLargeError:
@@ -564,15 +588,14 @@ class MediaResolver:
         self.stats.queued[job.modality] += 1
         self._num_in_pool += 1
         try:
-            made = await working
+            return await working
         finally:
             self._num_in_pool -= 1
-        self.stats.decoded[job.modality] += 1
-        self.stats.processed[job.modality] += 1
-        return made
 
     async def _estimated(self, job: MediaJob) -> MediaJob:
         """The job with its cost. Raises `TooLargeError` where that is above the limits."""
+        if job.seconds:
+            return job
         if len(job.data) > OFF_LOOP_BYTES:
             seconds = await asyncio.to_thread(
                 estimate_cost, job.modality, job.data, self._cost_limits
@@ -648,6 +671,10 @@ async def open_resolver(
             stats=RenderStats(loader.fetched, share.counts),
             claims=share.claims,
         )
+
+
+def _options_of(source: MediaSource, prompt: _Prompt) -> Options:
+    return prompt.options[source.modality] if source.options is None else dict(source.options)
 
 
 def _uuid_name(source: MediaSource, options: Options) -> str:

@@ -54,6 +54,7 @@ from lookonce.errors import (
 from lookonce.ipc.codec import MessageDecoder, MessageEncoder, ReadSlab
 from lookonce.ipc.framing import MessageSocket, close_fds
 from lookonce.ipc.peer import peer_pid, peer_uid, require_same_user
+from lookonce.render.media.film_decoding import FilmLimits, decode_frames, index_film
 from lookonce.render.media.processing import (
     IMAGE_FORMATS,
     MediaJob,
@@ -441,10 +442,22 @@ def warm_up(processing: Processing, max_image_pixels: int) -> None:
             processing.run(MediaJob("image", _sample_picture(file_format, side)))
         with contextlib.suppress(UnprocessableMediaError):
             decode_image(b"neither", 1)
+    if "video" in family.modalities:
+        _warm_up_film()
     if "audio" in family.modalities:
         for container, codec in SOUND_CODECS:
             decode_audio(_sample_sound(container, codec), family.sampling_rate, 1.0)
         family.process("audio", np.zeros(family.sampling_rate, np.float32), {})
+
+
+def _warm_up_film() -> None:
+    file = io.BytesIO()
+    Image.new("P", (16, 16)).save(file, "GIF")
+    limits = FilmLimits(1 << 20, 60.0)
+    index_film(file.getvalue(), limits)
+    decode_frames(file.getvalue(), (0,), 28, 28, 3)
+    with contextlib.suppress(UnprocessableMediaError):  # PyAV is loaded, where it is installed
+        index_film(b"\0\0\0\x08ftyp", limits)
 
 
 def _sample_picture(file_format: str, side: int) -> bytes:
