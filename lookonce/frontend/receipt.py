@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from lookonce.frontend.generation import PromptGeneration
 from lookonce.frontend.responses import (
     ExternalCache,
+    FilmFrames,
     KVTransferParams,
     PromptTokensDetails,
     ReceiptItem,
@@ -31,6 +32,7 @@ def usage(generations: Sequence[PromptGeneration]) -> Usage:
             cached_tokens=sum(_cached(generation.reuse_stats) for generation in generations),
             image_tokens=sum(prompt.modality_tokens("image") for prompt in prompts),
             audio_tokens=sum(prompt.modality_tokens("audio") for prompt in prompts),
+            video_tokens=sum(prompt.modality_tokens("video") for prompt in prompts),
         ),
     )
 
@@ -46,6 +48,27 @@ def reuse_receipt(generations: Sequence[PromptGeneration]) -> ReuseReceipt:
         prefix_cached_tokens=sum(fact.prefix_cached_tokens for fact in reuse_stats),
         external_cached_tokens=sum(fact.external_cached_tokens for fact in reuse_stats),
         items=items[:MAX_LISTED_ITEMS],
+        film_frames=_film_frames(generations, items),
+    )
+
+
+def _film_frames(
+    generations: Sequence[PromptGeneration], listed: Sequence[ReceiptItem]
+) -> FilmFrames | None:
+    of_films = [
+        item
+        for generation in generations
+        for item in generation.rendered.items
+        if item.num_frames is not None
+    ]
+    if not of_films:
+        return None
+    return FilmFrames(
+        total=sum(item.num_frames or 0 for item in of_films),
+        processed=sum(
+            item.num_frames or 0 for item in of_films if item.outcome in ("miss", "bypass")
+        ),
+        encoded=sum(item.frames or 0 for item in listed if item.encoder == "miss"),
     )
 
 
@@ -106,6 +129,7 @@ def _items(generation: PromptGeneration) -> list[ReceiptItem]:
             decode_ms=round(item.decode_ms, 3),
             process_ms=round(item.process_ms, 3),
             encode_ms=round(encode_ms, 3),
+            frames=item.num_frames,
         )
         for item, feature, encoder, encode_ms in listed
     ]

@@ -263,6 +263,8 @@ class Renderer:
             start, text = self._encoder.text_before(ids, start)
             between[0] = self._encoder.encode_tokens((text + first[0], *first[1:]))
         times = [item.time for item in layout.items]
+        for item, of_film in zip(items, layout.items, strict=True):
+            item.num_frames = len({*of_film.frames})
         after_it = self._encoder.encode_tokens(layout.after)
         return PlacedFilm(items, times, between, after_it, start, end)
 

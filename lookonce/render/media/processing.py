@@ -11,8 +11,8 @@ Workers of the pool run this; where blocking is fine (offline tools, tests) it i
   checked before a sample is decoded; decoding then goes block by block and stops if the header was
   wrong. Channels are averaged and samples resampled (soxr, "HQ", length rounded up) as librosa
   does, with which Hugging Face's examples load sound.
-* **Films**: an item is a few frames, as pictures (`pack_frames`), or decoded before and resized. Two
-  other jobs work on whole files (`film_decoding`): what is in one, and some of its frames.
+* **Films**: an item is a few frames, as pictures (`pack_frames`) or decoded before and resized.
+  Two other jobs work on whole files (`film_decoding`): what is in one, and some of its frames.
 """
 
 from __future__ import annotations
@@ -183,25 +183,24 @@ def decode_film_item(
         raise UnprocessableMediaError(str(error)) from None
     if bytes(data[: len(LEVELS)]) != LEVELS:
         # A frame that is repeated to fill up the item is decoded once.
-        found = {
-            bytes(frame): decode_image(bytes(frame), max_pixels) for frame in {*map(bytes, frames)}
-        }
-        return tuple(found[bytes(frame)] for frame in frames)
+        encoded = [bytes(frame) for frame in frames]
+        found = {each: decode_image(each, max_pixels, upright=False) for each in {*encoded}}
+        return tuple(found[each] for each in encoded)
     width, height = (convert(options.get(name, 0), int) for name in ("width", "height"))
     if any(len(frame) != 3 * width * height for frame in frames):
         raise UnprocessableMediaError("the frames are not of the size that was asked for")
     return tuple(Image.frombytes("RGB", (width, height), bytes(frame)) for frame in frames)
 
 
-def decode_image(data: bytes | memoryview, max_pixels: int) -> Image.Image:
-    """The picture in mode RGB.
+def decode_image(data: bytes | memoryview, max_pixels: int, *, upright: bool = True) -> Image.Image:
+    """The picture in mode RGB; `upright` if it is turned as its EXIF orientation says.
 
     Raises `UnprocessableMediaError` or `TooLargeError`; and `MemoryError`, which says nothing about
     the picture.
     """
     image = _open_image(data, max_pixels)
     try:
-        return _to_rgb(ImageOps.exif_transpose(image))
+        return _to_rgb(ImageOps.exif_transpose(image) if upright else image)
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001  decoders raise anything on hostile bytes, with unsafe texts
