@@ -87,8 +87,11 @@ class GeneralProcessing(ProcessorFamily):
         self._placeholders = {
             modality: self._find_placeholder(modality) for modality in self._tokens
         }
-        if "video" in self._placeholders:
-            self._placeholders["video"] = self._tokenizer.token(FILM_PLACEHOLDER)
+        film = self._tokenizer.find(FILM_PLACEHOLDER)
+        if film is None:
+            self.modalities = tuple(each for each in self.modalities if each != "video")
+        elif "video" in self._placeholders:
+            self._placeholders["video"] = film
         self._around = TEXT_AROUND.get(str(files.config.get("model_type")), ("", ""))
         if "audio" in self.modalities:
             sound = files.feature_extractor
