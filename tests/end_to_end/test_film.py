@@ -1,4 +1,4 @@
-"""Films on a real server, by OpenAI's client: answered like transformers, looked at frame by frame."""
+"""Films on a real server, by OpenAI's client: answered like transformers, frame by frame."""
 
 from __future__ import annotations
 

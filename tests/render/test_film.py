@@ -304,7 +304,7 @@ def test_limits_are_of_the_configuration(folder, pool):
         render(renderer, film_part(range(4)))
 
 
-# --- files, where PyAV is installed ----------------------------------------------------------------
+# --- files, where PyAV is installed -----------------------------------------------------------
 
 needs_pyav = pytest.mark.skipif(find_spec("av") is None, reason="PyAV is not installed")
 

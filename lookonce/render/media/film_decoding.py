@@ -241,8 +241,27 @@ def _index_file(data: bytes, limits: FilmLimits) -> FilmIndex:
         settings = [stream.codec_context.name, width, height]
         extra = bytes(stream.codec_context.extradata or b"")
         digests, starts = _digests(packets, msgspec.msgpack.encode([settings, extra]))
-        fps = _measured_fps([at for at, _, _ in packets], stream.time_base, claimed)
+        times = [at for at, _, _ in packets]
+        fps = _measured_fps(times, stream.time_base, claimed)
+        _check_whole(container, stream, (max(times) - min(times)) * float(stream.time_base), fps)
     return FilmIndex(width, height, fps, digests, starts)
+
+
+CUT_SHORT = 0.9
+"""A film with less of the time that it claims is cut off."""
+
+
+def _check_whole(container: Any, stream: Any, span: float, fps: float) -> None:
+    """Refuse a file that ends before the time that its header claims."""
+    claimed = 0.0
+    if stream.duration is not None:
+        claimed = stream.duration * float(stream.time_base)
+    elif container.duration is not None and not container.streams.audio:
+        claimed = container.duration / 1e6
+    if span + 2 / fps < CUT_SHORT * claimed:
+        raise UnprocessableMediaError(
+            f"{BROKEN}: it claims {claimed:.1f} seconds and has {span:.1f}"
+        )
 
 
 def _looks_like_film(data: bytes) -> bool:
@@ -308,7 +327,11 @@ def _file_frames(data: bytes, wanted: Sequence[int]) -> list[Image.Image]:
         container, stream = _opened(av, data)
         with container:
             times = _shown_times(container, stream)
-            return _decoded(container, stream, [times[index] for index in wanted])
+            shown = [times[index] for index in wanted]
+            found = _decoded(container, stream, shown, shown[0])
+            if len(found) < len(shown):  # MPEG-TS has no index to seek by
+                found = _decoded(container, stream, shown, times[0])
+            return found
     except (av.FFmpegError, IndexError, ValueError):
         raise UnprocessableMediaError(BROKEN) from None
 
@@ -322,9 +345,10 @@ def _shown_times(container: Any, stream: Any) -> list[int]:
     return sorted(times)
 
 
-def _decoded(container: Any, stream: Any, wanted: Sequence[int]) -> list[Image.Image]:
+def _decoded(container: Any, stream: Any, wanted: Sequence[int], start: int) -> list[Image.Image]:
+    """The frames shown at these times, decoded from the keyframe before `start` on."""
     frames: dict[int, Image.Image] = {}
-    container.seek(wanted[0], stream=stream, backward=True)
+    container.seek(start, stream=stream, backward=True)
     needed, last = set(wanted), wanted[-1]
     for frame in container.decode(stream):
         at = frame.pts if frame.pts is not None else frame.dts
