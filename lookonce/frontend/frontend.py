@@ -122,9 +122,7 @@ async def limits_learned(client: EngineClient, renderer: Renderer) -> AsyncItera
 def max_prompts_rendered(media: MediaConfig) -> int:
     """Prompts to render side by side at most: their media fill half of what one tenant may have in
     the media pool's queue, since the engine may ask for some items a second time."""
-    limits = dict(media.limit_per_prompt)
-    films = limits.pop("video", 0)  # each has many items
-    per_prompt = MAX_SIDE_BY_SIDE if films else min(MAX_SIDE_BY_SIDE, sum(limits.values()))
+    per_prompt = min(MAX_SIDE_BY_SIDE, sum(media.limit_per_prompt.values()))
     return MAX_QUEUE_PER_TENANT // 2 // max(1, per_prompt)
 
 

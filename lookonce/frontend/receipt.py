@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from msgspec import UNSET, UnsetType
+
 from lookonce.frontend.generation import PromptGeneration
 from lookonce.frontend.responses import (
     ExternalCache,
@@ -32,7 +34,7 @@ def usage(generations: Sequence[PromptGeneration]) -> Usage:
             cached_tokens=sum(_cached(generation.reuse_stats) for generation in generations),
             image_tokens=sum(prompt.modality_tokens("image") for prompt in prompts),
             audio_tokens=sum(prompt.modality_tokens("audio") for prompt in prompts),
-            video_tokens=sum(prompt.modality_tokens("video") for prompt in prompts),
+            video_tokens=sum(prompt.modality_tokens("video") for prompt in prompts) or UNSET,
         ),
     )
 
@@ -54,7 +56,7 @@ def reuse_receipt(generations: Sequence[PromptGeneration]) -> ReuseReceipt:
 
 def _film_frames(
     generations: Sequence[PromptGeneration], listed: Sequence[ReceiptItem]
-) -> FilmFrames | None:
+) -> FilmFrames | UnsetType:
     of_films = [
         item
         for generation in generations
@@ -62,13 +64,15 @@ def _film_frames(
         if item.num_frames is not None
     ]
     if not of_films:
-        return None
+        return UNSET
     return FilmFrames(
         total=sum(item.num_frames or 0 for item in of_films),
         processed=sum(
             item.num_frames or 0 for item in of_films if item.outcome in ("miss", "bypass")
         ),
-        encoded=sum(item.frames or 0 for item in listed if item.encoder == "miss"),
+        encoded=sum(
+            0 if item.frames is UNSET else item.frames for item in listed if item.encoder == "miss"
+        ),
     )
 
 
@@ -129,7 +133,7 @@ def _items(generation: PromptGeneration) -> list[ReceiptItem]:
             decode_ms=round(item.decode_ms, 3),
             process_ms=round(item.process_ms, 3),
             encode_ms=round(encode_ms, 3),
-            frames=item.num_frames,
+            frames=UNSET if item.num_frames is None else item.num_frames,
         )
         for item, feature, encoder, encode_ms in listed
     ]

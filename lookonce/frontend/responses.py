@@ -18,7 +18,8 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     image_tokens: int = 0
     audio_tokens: int = 0
-    video_tokens: int = 0
+    video_tokens: int | UnsetType = UNSET
+    """Only where a prompt has a film."""
 
 
 class Usage(msgspec.Struct, kw_only=True):
@@ -41,7 +42,7 @@ class ReceiptItem(msgspec.Struct, kw_only=True):
     decode_ms: float
     process_ms: float
     encode_ms: float
-    frames: int | None = None
+    frames: int | UnsetType = UNSET
     """Of an item of a film: how many of its frames it has."""
 
 
@@ -60,8 +61,8 @@ class ReuseReceipt(msgspec.Struct, kw_only=True):
     prefix_cached_tokens: int
     external_cached_tokens: int
     items: list[ReceiptItem]
-    film_frames: FilmFrames | None = None
-    """None without a film."""
+    film_frames: FilmFrames | UnsetType = UNSET
+    """Only where a prompt has a film."""
 
 
 class ExternalCache(msgspec.Struct, kw_only=True):

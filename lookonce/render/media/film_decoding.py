@@ -321,19 +321,30 @@ def _measured_fps(times: list[int], base: Any, claimed: float) -> float:
 
 
 def _file_frames(data: bytes, wanted: Sequence[int]) -> list[Image.Image]:
-    """Seeks to the keyframe before each run of frames, and decodes from there."""
+    """Seeks to the keyframe before the first one, and decodes from there; where a container cannot
+    be sought in (MPEG-TS), from its beginning."""
     av = _av()
     try:
         container, stream = _opened(av, data)
         with container:
             times = _shown_times(container, stream)
-            shown = [times[index] for index in wanted]
-            found = _decoded(container, stream, shown, shown[0])
-            if len(found) < len(shown):  # MPEG-TS has no index to seek by
-                found = _decoded(container, stream, shown, times[0])
-            return found
+        shown = [times[index] for index in wanted]
+        for seeks in (True, False):
+            container, stream = _opened(av, data)
+            with container:
+                if seeks:
+                    container.seek(shown[0], stream=stream, backward=True)
+                try:
+                    found = _decoded(container, stream, shown)
+                except av.FFmpegError:
+                    if not seeks:
+                        raise
+                    continue
+            if len(found) == len(shown):
+                break
     except (av.FFmpegError, IndexError, ValueError):
         raise UnprocessableMediaError(BROKEN) from None
+    return found
 
 
 def _shown_times(container: Any, stream: Any) -> list[int]:
@@ -345,10 +356,9 @@ def _shown_times(container: Any, stream: Any) -> list[int]:
     return sorted(times)
 
 
-def _decoded(container: Any, stream: Any, wanted: Sequence[int], start: int) -> list[Image.Image]:
-    """The frames shown at these times, decoded from the keyframe before `start` on."""
+def _decoded(container: Any, stream: Any, wanted: Sequence[int]) -> list[Image.Image]:
+    """The frames shown at these times, of those that are decoded from here on."""
     frames: dict[int, Image.Image] = {}
-    container.seek(start, stream=stream, backward=True)
     needed, last = set(wanted), wanted[-1]
     for frame in container.decode(stream):
         at = frame.pts if frame.pts is not None else frame.dts

@@ -62,6 +62,9 @@ MAX_SIDE_BY_SIDE = 32
 """Parts of one prompt that are fetched or processed at a time: a prompt with more must neither be
 refused by the pool's bounded queue nor fill it alone."""
 
+FILM_SIDE_BY_SIDE = 8
+"""The same where a part is a film, which has many items: `frontend.max_prompts_rendered` counts
+parts."""
 MAX_CLAIMS_OF_ONE_PART = 3
 """How often to look for what another API process has made before it is made here, too."""
 REFUSALS = ("estimate", "queue", "tenant")
@@ -335,7 +338,9 @@ class MediaResolver:
             else:
                 missing[number] = partial(self._load_and_make, source, prompt)
         if missing:
-            found |= zip(missing, await _gather(missing.values()), strict=True)
+            has_film = any(source.modality == "video" for source in sources)
+            most = FILM_SIDE_BY_SIDE if has_film else MAX_SIDE_BY_SIDE
+            found |= zip(missing, await _gather(missing.values(), most), strict=True)
         return [found[number] for number in range(len(sources))]
 
     async def _load_and_make(self, source: MediaSource, prompt: _Prompt) -> RenderedItem:
@@ -688,9 +693,9 @@ def _not_cached(source: MediaSource) -> MediaNotCachedError:
     )
 
 
-async def _gather(works: Iterable[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
-    """All results; the first failure cancels the rest and is raised as it is."""
-    slots = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
+async def _gather(works: Iterable[Callable[[], Coroutine[Any, Any, T]]], most: int) -> list[T]:
+    """All results, `most` side by side; the first failure cancels the rest and is raised as it is."""
+    slots = asyncio.Semaphore(most)
 
     async def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         async with slots:
