@@ -10,11 +10,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.models.qwen2_vl import video_processing_qwen2_vl as qwen2
-from transformers.models.qwen3_vl import video_processing_qwen3_vl as qwen3
 from transformers.video_utils import VideoMetadata
 
 from lookonce.config import MediaConfig
@@ -27,9 +24,13 @@ from lookonce.render.media.loader import media_source
 from lookonce.render.prompt.messages import read_messages
 from tests.support.model.chats import PoolInProcess, make_renderer
 from tests.support.model.films import HEIGHT, WIDTH, film_part, frame, gif, gif_part, listed
+from tests.support.render.hugging_face import video_rules
 
 LIMITS = FilmLimits(1 << 20, 3600.0)
-RULES = {"qwen2": qwen2.Qwen2VLVideoProcessor, "qwen3": qwen3.Qwen3VLVideoProcessor}
+RULES = {"qwen2": video_rules("qwen2_vl"), "qwen3": video_rules("qwen3_vl")}
+
+
+PICTURES = video_rules("internvl")
 
 
 def films(rule: str, **config) -> QwenFilms:
@@ -67,8 +68,9 @@ def test_the_frames_are_those_of_transformers(rule, total, rate, asked):
 )
 def test_a_film_of_pictures_has_the_frames_of_transformers(total, asked):
     asked = min(total, asked)
-    # As `InternVLVideoProcessor.sample_frames`, whose module cannot be read without torchvision.
-    expected = torch.arange(total / asked / 2, total, total / asked).int()
+    settings = SimpleNamespace(num_frames=None, initial_shift=True)
+    metadata = VideoMetadata(total_num_frames=total, fps=25.0)
+    expected = PICTURES.sample_frames(settings, metadata, num_frames=asked)
     info = FilmInfo(total, 25.0, WIDTH, HEIGHT)
     found = picture_film(info, {}, {"num_frames": asked}, 768)
     assert found == [min(int(index), total - 1) for index in expected][:asked]
@@ -81,9 +83,9 @@ def test_the_size_of_a_frame_is_that_of_transformers(count, width, height):
         side = 28 if rule == "qwen2" else 32
         bounds = {"factor": side, "min_pixels": 128 * side**2, "max_pixels": 768 * side**2}
         if rule == "qwen2":
-            expected = qwen2.smart_resize(height, width, **bounds)
+            expected = RULES[rule].smart_resize(height, width, **bounds)
         else:
-            expected = qwen3.smart_resize(count, height, width, **bounds)
+            expected = RULES[rule].smart_resize(count, height, width, **bounds)
         layout = films(rule, patch_size=patch).layout(info, {}, 768)
         assert (layout.options["height"], layout.options["width"]) == expected
 

@@ -694,7 +694,7 @@ def _not_cached(source: MediaSource) -> MediaNotCachedError:
 
 
 async def _gather(works: Iterable[Callable[[], Coroutine[Any, Any, T]]], most: int) -> list[T]:
-    """All results, `most` side by side; the first failure cancels the rest and is raised as it is."""
+    """All results, `most` at a time; the first failure cancels the rest and is raised as it is."""
     slots = asyncio.Semaphore(most)
 
     async def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:

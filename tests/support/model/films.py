@@ -128,8 +128,7 @@ def _pairs(
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     options: Json = {}
     if kind.startswith("qwen3"):
-        from transformers.models.qwen3_vl import video_processing_qwen3_vl as theirs
-
+        theirs = hugging_face.video_rules("qwen3_vl")
         width, height = pictures[0].size
         size = processor.size
         new_height, new_width = theirs.smart_resize(
