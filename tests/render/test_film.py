@@ -59,7 +59,8 @@ def test_the_frames_are_those_of_transformers(rule, total, rate, asked):
     expected = theirs.sample_frames(settings, metadata, **(asked or {"fps": 2.0}))
     info = FilmInfo(total, rate, WIDTH, HEIGHT)
     layout = films(rule).layout(info, dict(asked), 768)
-    assert frames_of(layout) == sorted({int(index) for index in expected})
+    # Rounding makes transformers add a frame after the last one now and then, which no film has.
+    assert frames_of(layout) == sorted({int(index) for index in expected} - {total})
 
 
 @given(

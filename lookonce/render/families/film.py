@@ -157,9 +157,10 @@ def all_frames(total: int, most: int) -> list[int]:
 
 
 def evenly(start: float, total: int, count: int) -> list[int]:
-    """`torch.arange(start, total, total / count).int()`."""
+    """`torch.arange(start, total, total / count).int()`, without the frame after the last one that
+    rounding may add."""
     found: NDArray[np.float32] = np.arange(start, total, total / count).astype(np.float32)
-    return [min(int(index), total - 1) for index in found]
+    return [min(int(index), total - 1) for index in found[:count]]
 
 
 class QwenFilms:
@@ -377,7 +378,7 @@ def picture_film(info: FilmInfo, config: Json, options: Options, most: int) -> l
     else:
         count = min(asked.num_frames or PICTURE_FRAMES, total) if total else 0
     count = max(1, min(count, total, most))
-    return evenly(total / count / 2, total, count)[:count]
+    return evenly(total / count / 2, total, count)
 
 
 def _number(value: object, default: int) -> int:
