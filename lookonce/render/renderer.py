@@ -216,6 +216,7 @@ class Renderer:
         for film in films.values():
             expansion = film.layout.expansion
             num_tokens += len(film.sources) * (1 if expansion is None else expansion.length)
+            num_tokens += sum(len(item.before) for item in film.layout.items)  # at least
         check_prompt_length(num_tokens, self.max_model_len, "messages")
 
     def _parts(
