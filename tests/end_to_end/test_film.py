@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 
 import pytest
 import torch
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
 from tests.support.live_server import LiveServer
-from tests.support.model.films import film_part, film_reference, frame, gif, gif_part, listed
+from tests.support.model.films import (
+    encoded_film,
+    file_part,
+    film_part,
+    film_reference,
+    frame,
+    gif,
+    gif_part,
+    listed,
+)
 
 NUM_TOKENS = 10
 FPS = 4.0
@@ -75,15 +84,22 @@ def test_a_gif_is_a_film(server):
     assert [each["processed"] for each in frames] == [frames[0]["total"], 0]
 
 
-def mp4(data: bytes) -> dict[str, object]:
-    url = "data:video/mp4;base64," + base64.b64encode(data).decode()
-    return {"type": "video_url", "video_url": {"url": url}}
+@pytest.mark.skipif(find_spec("av") is None, reason="PyAV is not installed")
+def test_a_longer_cut_of_a_file_costs_its_new_frames(server):
+    """In the sandbox of a media worker."""
+    parts = [file_part(encoded_film(range(count), gop=2)) for count in (16, 24)]
+    first, longer, again = (ask(server, part) for part in (*parts, parts[1]))
+    frames = [each.model_extra["reuse_receipt"]["film_frames"] for each in (first, longer, again)]
+    # At 8 frames a second every fourth one is looked at.
+    assert [each["total"] for each in frames] == [4, 6, 6]
+    assert [each["processed"] for each in frames] == [4, 2, 0]
+    assert [each["encoded"] for each in frames] == [4, 2, 0]
 
 
 @pytest.mark.parametrize(
     ("part", "status", "message"),
     [
-        (mp4(b"nothing"), 422, "no readable film"),
+        (file_part(b"nothing"), 422, "no readable film"),
         (gif_part(gif(range(3))[:-50]), 422, "broken or incomplete"),
         ({"type": "video_url", "video_url": {"url": listed([])}}, 400, "frame 0 is empty"),
         (film_part([1] * 800), 413, "800 frames; at most 768"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import math
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -23,7 +22,17 @@ from lookonce.render.media.film_decoding import FilmLimits, decode_frames, index
 from lookonce.render.media.loader import media_source
 from lookonce.render.prompt.messages import read_messages
 from tests.support.model.chats import PoolInProcess, make_renderer
-from tests.support.model.films import HEIGHT, WIDTH, film_part, frame, gif, gif_part, listed
+from tests.support.model.films import (
+    HEIGHT,
+    WIDTH,
+    encoded_film,
+    file_part,
+    film_part,
+    frame,
+    gif,
+    gif_part,
+    listed,
+)
 from tests.support.render.hugging_face import video_rules
 
 LIMITS = FilmLimits(1 << 20, 3600.0)
@@ -164,11 +173,6 @@ def render(renderer, *parts, **options):
     return asyncio.run(renderer.render_chat(messages, options=options))
 
 
-def raw_part(data: bytes, kind: str = "mp4"):
-    url = f"data:video/{kind};base64," + base64.b64encode(data).decode()
-    return {"type": "video_url", "video_url": {"url": url}}
-
-
 BROKEN_GIF = gif(range(4))[:-200]
 
 
@@ -193,8 +197,8 @@ BROKEN_GIF = gif(range(4))[:-200]
         ),
         (film_part(range(2), 1000.0), None, ""),
         (gif_part(BROKEN_GIF), UnprocessableMediaError, "broken or incomplete"),
-        (raw_part(b"GIF89a"), UnprocessableMediaError, "broken or incomplete"),
-        (raw_part(b"no film at all"), UnprocessableMediaError, "no readable film"),
+        (file_part(b"GIF89a"), UnprocessableMediaError, "broken or incomplete"),
+        (file_part(b"no film at all"), UnprocessableMediaError, "no readable film"),
         (film_part([1] * 800), TooLargeError, "800 frames; at most 768"),
         (film_part([1, 2], 0.0001), TooLargeError, "20000 seconds long; at most 3600"),
     ],
@@ -314,33 +318,7 @@ needs_pyav = pytest.mark.skipif(find_spec("av") is None, reason="PyAV is not ins
 @pytest.mark.skipif(find_spec("av") is not None, reason="PyAV is installed")
 def test_without_pyav_a_file_is_refused_and_says_what_helps(renderer):
     with pytest.raises(UnprocessableMediaError, match=r"lookonce\[film\]"):
-        render(renderer, raw_part(b"\0\0\0\x18ftypisom\0\0\0\0"))
-
-
-def encoded_film(numbers, *, rate=8, gop=4, container="mp4", codec="mpeg4", frames=True) -> bytes:
-    import io
-
-    import av
-    from PIL import Image
-
-    file = io.BytesIO()
-    with av.open(file, "w", format=container) as out:
-        if frames:
-            stream = out.add_stream(codec, rate=rate)
-            stream.width, stream.height, stream.pix_fmt = WIDTH + 6, HEIGHT + 4, "yuv420p"
-            stream.codec_context.gop_size = gop
-            out.start_encoding()
-            for number in numbers:
-                picture = Image.open(io.BytesIO(frame(number, WIDTH + 6, HEIGHT + 4)))
-                out.mux(stream.encode(av.VideoFrame.from_image(picture)))
-            out.mux(stream.encode())
-        else:
-            sound = out.add_stream("aac", rate=16000)
-            samples = av.AudioFrame.from_ndarray(np.zeros((1, 16000), np.float32), "fltp", "mono")
-            samples.sample_rate = 16000
-            out.mux(sound.encode(samples))
-            out.mux(sound.encode())
-    return file.getvalue()
+        render(renderer, file_part(b"\0\0\0\x18ftypisom\0\0\0\0"))
 
 
 @needs_pyav
@@ -369,8 +347,7 @@ def test_a_longer_cut_of_a_stream_has_the_same_digests():
     ("film", "message"),
     [
         (lambda: encoded_film(range(6))[:-900], "readable film|broken"),
-        (lambda: encoded_film([]), "the film has no frames"),
-        (lambda: encoded_film([], container="matroska"), "the film has no frames"),
+        (lambda: encoded_film([]), "the film has no frames: it has no video stream"),
         (lambda: encoded_film(range(6), container="matroska")[:-900], "incomplete: it claims 0.8"),
         (lambda: encoded_film(range(3), rate=10000), "10000 frames per second; at most 1000"),
         (lambda: encoded_film([], frames=False), "sound alone"),
@@ -379,13 +356,13 @@ def test_a_longer_cut_of_a_stream_has_the_same_digests():
 )
 def test_a_bad_file_is_refused_and_named(renderer, film, message):
     with pytest.raises(UnprocessableMediaError, match=message) as refused:
-        render(renderer, raw_part(film()))
+        render(renderer, file_part(film()))
     assert refused.value.message.startswith("messages[0].content[0]")
 
 
 @needs_pyav
 def test_a_file_is_sampled_and_looked_at_once(renderer):
-    part = raw_part(encoded_film(range(16)))
+    part = file_part(encoded_film(range(16)))
     first = render(renderer, part)
     assert sum(item.num_frames or 0 for item in first.items) == 4
     again = render(renderer, part, mm_processor_kwargs={"num_frames": 4})

@@ -58,6 +58,37 @@ def gif_part(data: bytes) -> Json:
     return {"type": "video_url", "video_url": {"url": url}}
 
 
+def file_part(data: bytes) -> Json:
+    url = "data:video/mp4;base64," + base64.b64encode(data).decode()
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+def encoded_film(
+    numbers: Sequence[int], *, rate=8, gop=4, container="mp4", codec="mpeg4", frames=True
+) -> bytes:
+    """A file of the frames with these numbers, or of sound alone; PyAV has to be installed."""
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as out:
+        if frames:
+            stream = out.add_stream(codec, rate=rate)
+            stream.width, stream.height, stream.pix_fmt = WIDTH + 6, HEIGHT + 4, "yuv420p"
+            stream.codec_context.gop_size = gop
+            out.start_encoding()
+            for number in numbers:
+                picture = Image.open(io.BytesIO(frame(number, WIDTH + 6, HEIGHT + 4)))
+                out.mux(stream.encode(av.VideoFrame.from_image(picture)))
+            out.mux(stream.encode())
+        else:
+            sound = out.add_stream("aac", rate=16000)
+            samples = av.AudioFrame.from_ndarray(np.zeros((1, 16000), np.float32), "fltp", "mono")
+            samples.sample_rate = 16000
+            out.mux(sound.encode(samples))
+            out.mux(sound.encode())
+    return file.getvalue()
+
+
 def film_reference(
     folder: Path, before: str, numbers: Sequence[int], after: str, fps: float = 1.0
 ) -> dict[str, torch.Tensor]:
