@@ -41,7 +41,7 @@ def print_models(*, as_json: bool) -> None:
         return
     width = max(len(row.model_type) for row in rows)
     for row in rows:
-        media = ", ".join(("text", *("film" if each == "video" else each for each in row.media)))
+        media = ", ".join(("text", *row.media))
         print(f"{row.model_type:{width}}  {media:18}  {row.served_by:7}  {row.proven}")
     print()
     for reason, types in UNSERVABLE.items():

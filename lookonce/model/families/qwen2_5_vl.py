@@ -23,13 +23,13 @@ class Qwen2_5VLFamily(ModelFamily):  # noqa: N801
     under `pixel_values_videos` and `video_grid_thw`."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl")
-    modalities: tuple[Modality, ...] = ("image",)
+    modalities: tuple[Modality, ...] = ("image", "video")
     position_axes: PositionAxes = 3
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
-        if getattr(self.config, "video_token_id", None) is not None:
-            self.modalities = (*self.modalities, "video")
+        if getattr(self.config, "video_token_id", None) is None:
+            self.modalities = ("image",)
 
     def batch_key(self, modality: Modality, item: Tensors) -> Hashable:
         return modality

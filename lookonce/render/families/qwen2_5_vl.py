@@ -42,7 +42,7 @@ DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 
 class Qwen2_5VLProcessing(ProcessorFamily):  # noqa: N801
     model_types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-    modalities = ("image",)
+    modalities = ("image", "video")
 
     def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
@@ -51,7 +51,8 @@ class Qwen2_5VLProcessing(ProcessorFamily):  # noqa: N801
         self.films: QwenFilms | None = None
         if isinstance(files.config.get("video_token_id"), int):
             self.films = self._films(files, dtype)
-            self.modalities = ("image", "video")
+        else:
+            self.modalities = ("image",)
 
     def _films(self, files: ProcessorFiles, dtype: str) -> QwenFilms:
         vision = files.config.get("vision_config") or {}
@@ -73,7 +74,7 @@ class Qwen2_5VLProcessing(ProcessorFamily):  # noqa: N801
         return self.images.token_id
 
     def option_names(self) -> tuple[str, ...]:
-        return OPTION_NAMES if self.films is None else (*OPTION_NAMES, *FILM_OPTIONS)
+        return (*OPTION_NAMES, *FILM_OPTIONS) if "video" in self.modalities else OPTION_NAMES
 
     def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> Options:
         if modality == "video" and self.films is not None:
