@@ -108,7 +108,6 @@ attack: $(STAMP)
 soak: $(STAMP)
 	@SOAK_REQUESTS=10000 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_soak.py
 	@CHAOS_KILLS=200 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_chaos.py
-	@$(BIN)/python -m pytest --timeout 300 -m "soak or not soak" tests/test_launch.py
 	@LEAVING_ROUNDS=84 $(BIN)/python -m pytest --timeout 3600 -m "soak or not soak" tests/end_to_end/test_voxtral_realtime.py
 	@FAULT_REQUESTS=10000 $(BIN)/python -m pytest --timeout 7200 -m soak tests/end_to_end/test_faults.py
 	@$(MAKE) --no-print-directory fuzz

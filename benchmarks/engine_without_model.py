@@ -27,11 +27,12 @@ from lookonce.model.input_batch import InputBatch
 from lookonce.model.step_inputs import StepInputBuilder
 from lookonce.types.media import Array, Expansion, MediaFeature, Modality, ProcessedItem
 from lookonce.types.model import ModelInfo
-from lookonce.types.request import GenerateRequest
+from lookonce.types.request import ExtendOptions, GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import DropTokens, StepPlan, StepResult
 
 CPU = torch.device("cpu")
+INTERRUPT = ExtendOptions(interrupt=True)
 BLOCK_SIZE = 16
 PLACEHOLDER = 999
 ROW_WIDTH = 64
@@ -211,7 +212,8 @@ class LiveSession:
             feature = MediaFeature(key, "audio", 0, 1, 1, grid=self._grid)
             item = _item(1)
             started = _now()
-            self._engine.scheduler.extend("live", self._placeholder, (feature,), {key: item})
+            tokens, items = self._placeholder, {key: item}
+            self._engine.scheduler.extend("live", tokens, (feature,), items, INTERRUPT)
             times.extend.append((_now() - started) / 1e6)
             self._engine.step(times)
         return times

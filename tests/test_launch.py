@@ -71,12 +71,13 @@ class Launched:
 
 def launched(scenario, given=None, **options):
     async def whole():
-        async with asyncio.timeout(PATIENCE):
-            server = Launched(given or config(), **options)
-            try:
+        server = Launched(given or config(), **options)
+        try:
+            async with asyncio.timeout(PATIENCE):
                 await scenario(server)
-            finally:
-                if not server.running.done():
+        finally:
+            if not server.running.done():
+                async with asyncio.timeout(PATIENCE):
                     await server.stop()
 
     asyncio.run(whole())
@@ -145,16 +146,13 @@ def held_start(monkeypatch):
 
     async def held(kind, name, *arguments, **options):
         if name.startswith("API"):
-            with suppress(TimeoutError):  # a test that has failed sets it never
-                async with asyncio.timeout(PATIENCE / 2):
-                    await may_start.wait()
+            await may_start.wait()
         return await start(kind, name, *arguments, **options)
 
     monkeypatch.setattr(ChildProcess, "start", classmethod(held))
     return may_start
 
 
-@pytest.mark.soak  # hung once in a whole run, for a reason that is not found yet
 def test_while_no_api_process_serves_clients_are_told_to_come_again(monkeypatch, caplog):
     async def scenario(server):
         first = await server.pid()

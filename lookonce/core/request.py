@@ -45,8 +45,10 @@ from lookonce.core.mm_features import MultiModalFeatures
 from lookonce.types.kv import ExternalCacheStats
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.request import (
+    EXTEND,
     MAX_LISTED_ITEMS,
     EncoderOutcome,
+    ExtendOptions,
     GenerateRequest,
     PrefillStats,
     PrefillTimes,
@@ -444,13 +446,7 @@ class SessionInput:
     """A copy: the caller may use the memory again."""
     features: MultiModalFeatures
     items: Mapping[bytes, ProcessedItem]
-    interrupt: bool = True
-    """It does not wait until the answer that is generated has ended, but ends it."""
-    answer: bool = True
-    max_tokens: int | None = None
-    """Most tokens of the answer; None: as many as the session was opened with."""
-    joins: bool = False
-    """Its first token is left out where the sequence ends with it."""
+    options: ExtendOptions = EXTEND
 
 
 @dataclass(slots=True)
@@ -532,19 +528,21 @@ class Session:
         return min(-(-wanted // self.block_size), self.limit // (4 * self.block_size))
 
     def nears_last_position(self, num_computed: int) -> bool:
-        """Whether the next step might reach a position that the model does not have."""
-        return self.shift + num_computed + self.max_step_tokens >= self.max_positions
+        """Whether a position that the model does not have might be reached before blocks are
+        dropped again: after less than a block of tokens and one step."""
+        reached = self.shift + num_computed + self.block_size + self.max_step_tokens
+        return reached > self.max_positions
 
     def note_appended(self, added: SessionInput, num_tokens: int) -> None:
         """The input was appended; the sequence has `num_tokens` tokens now."""
         self.num_extensions += 1
-        self.answering = added.answer
-        self.begin_answer(num_tokens, added.max_tokens)
+        self.answering = added.options.answer
+        self.begin_answer(num_tokens, added.options.max_tokens)
         self.computing.append((num_tokens + self.num_dropped, len(added.token_ids)))
 
     def add_input(self, added: SessionInput) -> None:
         self.inputs.append(added)
-        self.num_interrupts += added.interrupt
+        self.num_interrupts += added.options.interrupt
         self.num_pending_tokens += len(added.token_ids)
 
     @property
@@ -556,7 +554,7 @@ class Session:
     def take_input(self) -> SessionInput:
         """Remove and return the oldest input. Raises `IndexError` where there is none."""
         taken = self.inputs.popleft()
-        self.num_interrupts -= taken.interrupt
+        self.num_interrupts -= taken.options.interrupt
         self.num_pending_tokens -= len(taken.token_ids)
         return taken
 

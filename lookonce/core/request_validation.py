@@ -15,7 +15,7 @@ from lookonce.core.request import Request, SessionInput
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
-from lookonce.types.request import GenerateRequest
+from lookonce.types.request import EXTEND, ExtendOptions, GenerateRequest
 from lookonce.types.request_validation import check_prompt_capacity, check_token_array
 
 
@@ -84,17 +84,13 @@ class RequestValidator:
         token_ids: NDArray[np.int32],
         features: tuple[MediaFeature, ...],
         items: Mapping[bytes, ProcessedItem],
-        *,
-        interrupt: bool = True,
-        answer: bool = True,
-        max_tokens: int | None = None,
-        joins: bool = False,
+        options: ExtendOptions = EXTEND,
     ) -> SessionInput:
         """What is appended to a live session; offsets count from its first token.
 
         Copies `token_ids`.
         """
-        if max_tokens is not None and max_tokens < 1:
+        if options.max_tokens is not None and options.max_tokens < 1:
             raise BadRequestError("an answer has at least one token", param="max_tokens")
         tokens, checked = _copy_tokens(token_ids), MultiModalFeatures(features)
         brought = dict(items)
@@ -110,7 +106,7 @@ class RequestValidator:
         self._check_items(checked)
         check_token_array(tokens, self._model.vocab_size, checked.covered)
         check_rows(checked, brought)
-        return SessionInput(tokens, checked, brought, interrupt, answer, max_tokens, joins)
+        return SessionInput(tokens, checked, brought, options)
 
     def token_limit(self, request: Request) -> int:
         """Prompt plus generated tokens at which a sequence of the request ends."""

@@ -29,6 +29,8 @@ from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import ExternalPrefixCache
 from lookonce.types.request import (
+    EXTEND,
+    ExtendOptions,
     FinishReason,
     GenerateRequest,
     SessionOptions,
@@ -161,17 +163,9 @@ class Scheduler:
         token_ids: NDArray[np.int32],
         features: tuple[MediaFeature, ...],
         items: Mapping[bytes, ProcessedItem],
-        *,
-        interrupt: bool = True,
-        answer: bool = True,
-        max_tokens: int | None = None,
-        joins: bool = False,
+        options: ExtendOptions = EXTEND,
     ) -> None:
         """Append to a live session; offsets count from the first appended token.
-
-        It ends an answer that is being generated, or, without `interrupt`, waits for its end. With
-        `answer` at most `max_tokens` tokens are generated after it (None: as many as the session
-        was opened with). With `joins` its first token is left out where it is the session's last.
 
         Takes effect with the next plan, and costs the same however long the session is. Does
         nothing for a session that has ended. Raises a `RequestError`, with nothing changed, for
@@ -179,16 +173,7 @@ class Scheduler:
         """
         request = self._state.queues.requests.get(request_id)
         if request is not None:
-            self._sessions.extend(
-                request,
-                token_ids,
-                features,
-                items,
-                interrupt=interrupt,
-                answer=answer,
-                max_tokens=max_tokens,
-                joins=joins,
-            )
+            self._sessions.extend(request, token_ids, features, items, options)
 
     def extend_frames(self, request_id: str, frames: Array) -> None:
         """Append frames of sound to a live session, which generates one token for each.

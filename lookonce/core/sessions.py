@@ -37,7 +37,7 @@ from lookonce.core.request_validation import RequestValidator, refuse_unused_ite
 from lookonce.core.scheduler_state import SchedulerState
 from lookonce.errors import BadRequestError, SessionEvictedError, TooLargeError
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
-from lookonce.types.request import SessionOptions, SessionUpdate, TokenDelta
+from lookonce.types.request import EXTEND, ExtendOptions, SessionOptions, SessionUpdate, TokenDelta
 from lookonce.types.step import DropTokens, Extension
 
 NO_TOKENS = np.zeros(0, np.int32)
@@ -132,11 +132,7 @@ class Sessions:
         token_ids: NDArray[np.int32],
         features: tuple[MediaFeature, ...],
         items: Mapping[bytes, ProcessedItem],
-        *,
-        interrupt: bool = True,
-        answer: bool = True,
-        max_tokens: int | None = None,
-        joins: bool = False,
+        options: ExtendOptions = EXTEND,
     ) -> None:
         """Raises a `RequestError`, with nothing changed, for what could never be computed."""
         session = request.session
@@ -145,15 +141,7 @@ class Sessions:
         if request.frames is not None:
             raise BadRequestError("this session is extended by frames of sound", param="prompt")
         self._check_credits(session)
-        added = self._validator.build_session_input(
-            token_ids,
-            features,
-            items,
-            interrupt=interrupt,
-            answer=answer,
-            max_tokens=max_tokens,
-            joins=joins,
-        )
+        added = self._validator.build_session_input(token_ids, features, items, options)
         self._check_room(request.sequences[0], session, len(added.token_ids))
         session.add_input(added)
         self.extended[request.request_id] = request
@@ -416,7 +404,7 @@ class Sessions:
 
 def _is_joined(sequence: Sequence, added: SessionInput) -> bool:
     """Whether the first token of an input is left out, since the sequence ends with it."""
-    if not added.joins or len(added.token_ids) < 2:
+    if not added.options.joins or len(added.token_ids) < 2:
         return False
     last = sequence.tokens.raw(len(sequence.tokens) - 1, len(sequence.tokens))
     return last == added.token_ids[:1].tobytes()

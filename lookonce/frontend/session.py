@@ -28,7 +28,9 @@ from lookonce.render.prompt.detokenizer import CONTEXT_TOKENS, Detokenizer
 from lookonce.render.prompt.encoder import ChatOptions, Follows
 from lookonce.render.renderer import LiveSoundPrompt
 from lookonce.types.request import (
+    EXTEND,
     AnswerEnd,
+    ExtendOptions,
     Overflow,
     RenderedPrompt,
     SessionOptions,
@@ -191,10 +193,7 @@ class Session(ClosedAtEnd):
             )
             return await self.append_rendered(
                 rendered,
-                answer=answer,
-                interrupt=interrupt,
-                max_tokens=max_tokens,
-                joins=follows == "answer",
+                ExtendOptions(interrupt, answer, max_tokens, joins=follows == "answer"),
             )
 
     async def append_prompt(
@@ -209,35 +208,22 @@ class Session(ClosedAtEnd):
         rendered = await self._frontend.renderer.render_completion(
             prompt, tenant=self._tenant, cache_salt=self._cache_salt, add_special_tokens=False
         )
-        return await self.append_rendered(
-            rendered, answer=answer, interrupt=interrupt, max_tokens=max_tokens
-        )
+        options = ExtendOptions(interrupt, answer, max_tokens)
+        return await self.append_rendered(rendered, options)
 
     async def append_rendered(
         self,
         rendered: RenderedPrompt,
-        *,
-        answer: bool = True,
-        interrupt: bool = False,
-        max_tokens: int | None = None,
-        loose: bool = False,
-        joins: bool = False,
+        options: ExtendOptions = EXTEND,
     ) -> int:
         """Append what is rendered already (`EngineSession.extend`)."""
         context = _context_of(rendered)
         try:
-            number = await self._engine_session.extend(
-                rendered,
-                interrupt=interrupt,
-                answer=answer,
-                max_tokens=max_tokens,
-                loose=loose,
-                joins=joins,
-            )
+            number = await self._engine_session.extend(rendered, options)
         finally:
             self._frontend.renderer.release(rendered)
-        self._follows = "answer" if answer else "message"
-        if answer:
+        self._follows = "answer" if options.answer else "message"
+        if options.answer:
             self._contexts[number] = context
         return number
 
@@ -400,7 +386,7 @@ class SoundSession(ClosedAtEnd):
     async def _append(self, rendered: RenderedPrompt | None) -> None:
         if rendered is not None:
             self._num_frames += _num_frames(rendered)
-            await self._session.append_rendered(rendered, answer=False)
+            await self._session.append_rendered(rendered, ExtendOptions(answer=False))
 
     def __aiter__(self) -> Self:
         return self

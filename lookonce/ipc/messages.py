@@ -12,7 +12,13 @@ import msgspec
 from lookonce.errors import WireError
 from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
-from lookonce.types.request import GenerateRequest, SessionOptions, TokenDelta
+from lookonce.types.request import (
+    EXTEND,
+    ExtendOptions,
+    GenerateRequest,
+    SessionOptions,
+    TokenDelta,
+)
 
 
 class KeyedItem(msgspec.Struct, frozen=True, array_like=True):
@@ -93,15 +99,8 @@ class ExtendSession(msgspec.Struct, frozen=True, tag="extend_session", array_lik
     """int32, shape [N]; N >= 1, or 0 with `frames`."""
     features: tuple[MediaFeature, ...] = ()
     """Offsets count from the first of `token_ids`."""
-    interrupt: bool = False
-    """End the answer that runs; otherwise the extension waits until it has ended."""
-    answer: bool = True
-    """False: nothing is generated after it."""
-    max_tokens: int | None = None
-    """Most tokens of the answer; None: as many as the session was opened with."""
+    options: ExtendOptions = EXTEND
     loose: tuple[KeyedItem, ...] = ()
-    joins: bool = False
-    """The first token ends the answer before: it is left out where that has ended with it."""
     frames: Array | None = None
     """[n, *ModelInfo.frame_shape]: what extends a session with a token for each frame of sound;
     each costs a credit."""

@@ -71,6 +71,22 @@ class SessionOptions(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     0: any number, which clients may not ask for."""
 
 
+class ExtendOptions(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """What an extension does to a live session, beside what it appends."""
+
+    interrupt: bool = False
+    """It ends an answer that is being generated; otherwise it waits for its end."""
+    answer: bool = True
+    """False: nothing is generated after it."""
+    max_tokens: int | None = None
+    """Most tokens of the answer; None: as many as the session was opened with."""
+    joins: bool = False
+    """Its first token, which ends an answer, is left out where the answer has ended with it."""
+
+
+EXTEND = ExtendOptions()
+
+
 class SessionUpdate(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What a delta says of a live session, beside its tokens."""
 

@@ -25,6 +25,7 @@ from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import StepPlan, StepResult
 from tests.support.core.builders import (
+    INTERRUPT,
     Limits,
     feature,
     items_for,
@@ -181,7 +182,7 @@ def test_extending_a_session_that_waits_costs_the_same_with_32_times_the_extensi
         scheduler.add(request("live", text(4)), {}, live=True)
         coming = feature("x", 0, 2, modality="audio")
         tokens = np.array(prompt_with(text(3), [coming]), np.int32)
-        give = partial(scheduler.extend, "live", tokens, (coming,), items_for([coming]))
+        give = partial(scheduler.extend, "live", tokens, (coming,), items_for([coming]), INTERRUPT)
         for _ in range(num_extensions):
             give()
         counts[num_extensions] = count_operations(give)

@@ -21,6 +21,7 @@ from lookonce.types.media import MediaFeature, Modality
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import (
+    INTERRUPT,
     Limits,
     feature,
     items_for,
@@ -155,7 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tokens = prompt_with(text(max([1, *(f.end for f in features)]) + tail), features)
         with suppress(TooLargeError):
             self.engine.scheduler.extend(
-                name, np.array(tokens, np.int32), tuple(features), items_for(features)
+                name, np.array(tokens, np.int32), tuple(features), items_for(features), INTERRUPT
             )
 
     @rule(steps=st.integers(1, 10))

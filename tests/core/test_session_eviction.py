@@ -7,7 +7,7 @@ import pytest
 
 from lookonce.core.preemption import IDLE_SECONDS
 from lookonce.types.sampling import SamplingParams
-from tests.support.core.builders import Limits, feature, items_for, request, text
+from tests.support.core.builders import INTERRUPT, Limits, feature, items_for, request, text
 from tests.support.core.engine import Engine
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -21,7 +21,7 @@ def open_session(engine: Engine, name: str, num_tokens: int = 8) -> None:
 
 
 def extend(engine: Engine, name: str) -> None:
-    engine.scheduler.extend(name, np.array([5], np.int32), (), {})
+    engine.scheduler.extend(name, np.array([5], np.int32), (), {}, INTERRUPT)
 
 
 def assert_evicted(engine: Engine, name: str) -> None:
@@ -138,7 +138,7 @@ def test_an_idle_session_is_evicted_while_others_contend_in_every_step() -> None
         for name in ("x", "y"):
             item = feature(f"{name} {number}", 0, 8, modality="audio")
             tokens = np.full(9, 999, np.int32)
-            engine.scheduler.extend(name, tokens, (item,), items_for([item]))
+            engine.scheduler.extend(name, tokens, (item,), items_for([item]), INTERRUPT)
     engine.now = IDLE_SECONDS
     engine.add(request("a", text(6), arrival=1.0))
     for _ in range(40):

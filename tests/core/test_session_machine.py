@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from lookonce.core.request import Session
 from lookonce.core.sessions import Sessions
 from lookonce.errors import BadRequestError
-from lookonce.types.request import SessionOptions, TokenDelta
+from lookonce.types.request import ExtendOptions, SessionOptions, TokenDelta
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, feature, items_for, model_info, prompt_with, text
 from tests.support.core.builders import request as request_for
@@ -176,16 +176,16 @@ class SessionMachine(RuleBasedStateMachine):
         plain = text(length + rows, seed=number)
         tokens = np.array(prompt_with(plain, items), np.int32)
         give = (name, tokens, tuple(items), items_for(items))
-        options = {"interrupt": interrupt, "answer": answer, "max_tokens": max_tokens}
+        options = ExtendOptions(interrupt, answer, max_tokens)
         if live.num_sent - live.num_back >= CREDITS:
             if name in self.engine.scheduler._state.queues.requests:
                 try:
-                    self.engine.scheduler.extend(*give, **options)
+                    self.engine.scheduler.extend(*give, options)
                 except BadRequestError:
                     return
                 raise AssertionError("more than the credits was taken")
             return
-        self.engine.scheduler.extend(*give, **options)
+        self.engine.scheduler.extend(*give, options)
         live.num_sent += len(tokens)
         live.given.append([(items[0].key, i) for i in range(rows)] + plain[rows:])
         live.asked[number] = answer
@@ -213,7 +213,9 @@ class SessionMachine(RuleBasedStateMachine):
                     number = len(live.given)
                     tokens = text(length, seed=number)
                     array = np.array(tokens, np.int32)
-                    self.engine.scheduler.extend(name, array, (), {}, max_tokens=2)
+                    self.engine.scheduler.extend(
+                        name, array, (), {}, ExtendOptions(True, max_tokens=2)
+                    )
                     live.num_sent += length
                     live.given.append(list(tokens))
                     live.asked[number] = True
@@ -260,7 +262,9 @@ class SessionMachine(RuleBasedStateMachine):
             tokens = np.array([7], np.int32)
             live = self.sessions[name]
             if live.num_sent - live.num_back < CREDITS:
-                self.engine.scheduler.extend(name, tokens, (), {}, answer=False)
+                self.engine.scheduler.extend(
+                    name, tokens, (), {}, ExtendOptions(True, answer=False)
+                )
                 live.num_sent += 1
                 live.given.append([7])
                 live.asked[len(live.given) - 1] = False
@@ -303,7 +307,6 @@ def twice(self, num_computed: int) -> int:
     ("owner", "name", "broken", "rule_broken"),
     [
         (Sessions, "_slide", early, "what the next token attends to stays"),
-        (Session, "nears_last_position", lambda *_: False, "the model has every position"),
         (
             Session,
             "take_credits",
@@ -324,3 +327,29 @@ def test_the_machine_notices(owner, name, broken, rule_broken: str, monkeypatch)
     )
     with pytest.raises(AssertionError, match=rule_broken):
         run_state_machine_as_test(SessionMachine, settings=noticing)
+
+
+class FirstSession:
+    """Draws the session that was opened first."""
+
+    def draw(self, strategy: object) -> str:
+        return "1"
+
+
+def talk_past_the_last_position() -> None:
+    machine = SessionMachine()
+    machine.start(sliding=True, block_size=4, budget=5, num_blocks=60, prefix_caching=False)
+    machine.open(length=14, turn=1, answer=False, keep=None)
+    machine.extend(FirstSession(), 1, 2, False, False, None)
+    machine.talk(turns=7, length=6)
+    assert not machine.broken
+
+
+def test_positions_begin_again_before_the_last_one_though_no_block_leaves_in_between() -> None:
+    talk_past_the_last_position()
+
+
+def test_the_machine_notices_positions_that_do_not_begin_again(monkeypatch) -> None:
+    monkeypatch.setattr(Session, "nears_last_position", lambda *_: False)
+    with pytest.raises(AssertionError, match="the model has every position"):
+        talk_past_the_last_position()

@@ -11,6 +11,7 @@ from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import MediaFeature
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import (
+    INTERRUPT,
     Limits,
     feature,
     items_for,
@@ -49,7 +50,7 @@ class Live:
         ]
         tokens = prompt_with(text(len(names) * length + tail, seed=len(self.given)), features)
         self.engine.scheduler.extend(
-            self.name, np.array(tokens, np.int32), tuple(features), items_for(features)
+            self.name, np.array(tokens, np.int32), tuple(features), items_for(features), INTERRUPT
         )
         self.given.append((tokens, features))
 
@@ -127,7 +128,7 @@ def test_the_caller_may_reuse_the_memory_of_an_extension() -> None:
     at = feature("live x", 1, 2, modality="audio")
     tokens, items = np.array(prompt_with(text(6), [at]), np.int32), items_for([at])
     engine.step()
-    engine.scheduler.extend("live", tokens, (at,), items)
+    engine.scheduler.extend("live", tokens, (at,), items, INTERRUPT)
     live.given.append((tokens.tolist(), [at]))
     tokens[:] = 7
     items.clear()
@@ -142,7 +143,7 @@ def test_tokens_may_have_gaps_between_them_in_memory() -> None:
     live = Live(engine)
     engine.run()
     spread = np.array([5, 900, 6, 900, 7, 900], np.int32)[::2]
-    engine.scheduler.extend("live", spread, (), {})
+    engine.scheduler.extend("live", spread, (), {}, INTERRUPT)
     live.given.append(([5, 6, 7], []))
     engine.run()
     assert live.got == live.expected()

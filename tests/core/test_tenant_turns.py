@@ -17,7 +17,7 @@ from lookonce.core.scheduler_state import QUANTUM
 from lookonce.errors import QueueFullError
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
-from tests.support.core.builders import Limits, request, text
+from tests.support.core.builders import INTERRUPT, Limits, request, text
 from tests.support.core.engine import Engine
 
 STEP = 64
@@ -73,7 +73,7 @@ def test_what_a_session_was_charged_for_is_not_charged_again_at_its_end() -> Non
     while engine.scheduler.has_work:
         engine.step()
     for _ in range(20):  # while "a" is alone it costs nothing
-        engine.scheduler.extend("session", np.asarray(text(STEP), np.int32), (), {})
+        engine.scheduler.extend("session", np.asarray(text(STEP), np.int32), (), {}, INTERRUPT)
         while engine.scheduler.has_work:
             engine.step()
     for number in range(4):

@@ -17,7 +17,7 @@ from lookonce.errors import (
 )
 from lookonce.ipc.messages import CacheOps, ExtendSession
 from lookonce.types.media import Array
-from lookonce.types.request import SessionOptions
+from lookonce.types.request import ExtendOptions, SessionOptions
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, model_info, text
 from tests.support.core.fake_runner import advance, sample
@@ -103,7 +103,9 @@ def test_an_interrupting_extension_ends_the_answer_that_is_generated(world):
         session = await client.open_session(rendered(text(6)), LONG, "s")
         async with session:
             assert (await anext(session)).token_ids
-            await session.extend(rendered(text(6, seed=1)), interrupt=True, max_tokens=1)
+            await session.extend(
+                rendered(text(6, seed=1)), ExtendOptions(interrupt=True, max_tokens=1)
+            )
             interrupted, after = await answer(session), await answer(session)
             assert interrupted[-1].session.ended == "interrupted"
             assert len(interrupted) < 3000
@@ -118,7 +120,9 @@ def test_an_interruption_takes_in_what_waits_before_it(world):
         async with await client.open_session(rendered(text(6)), LONG, "s") as session:
             await anext(session)
             await session.extend(rendered(text(3, seed=1)))
-            await session.extend(rendered(text(3, seed=2)), interrupt=True, max_tokens=1)
+            await session.extend(
+                rendered(text(3, seed=2)), ExtendOptions(interrupt=True, max_tokens=1)
+            )
             await answer(session)
             after = await answer(session)
             assert [delta.session.extension for delta in after] == [2]
@@ -130,7 +134,7 @@ def test_what_asks_for_no_answer_gets_none_and_counts_all_the_same(world):
     async def scenario(client):
         session = await client.open_session(rendered(text(6)), TWO, "s", UNANSWERED)
         async with session:
-            await session.extend(rendered(text(5, seed=1)), answer=False)
+            await session.extend(rendered(text(5, seed=1)), ExtendOptions(answer=False))
             await session.extend(rendered(text(4, seed=2)))
             deltas = await answer(session)
             whole = text(6) + text(5, seed=1) + text(4, seed=2)
@@ -185,9 +189,11 @@ def test_who_sends_faster_than_it_is_computed_waits_for_credits(world):
             await world.quiet_steps()
             world.engine.runner.gate.clear()
             for seed in range(3):
-                await session.extend(rendered(text(4, seed=seed)), answer=False)
+                await session.extend(rendered(text(4, seed=seed)), ExtendOptions(answer=False))
             assert session.is_slowed
-            blocked = asyncio.create_task(session.extend(rendered(text(4)), answer=False))
+            blocked = asyncio.create_task(
+                session.extend(rendered(text(4)), ExtendOptions(answer=False))
+            )
             await asyncio.sleep(0.05)
             assert not blocked.done()
             world.engine.runner.gate.set()
@@ -325,7 +331,7 @@ def test_closing_wakes_whoever_iterates_or_waits(world):
         session = await client.open_session(rendered(text(6)), TWO, "s", options)
         await world.quiet_steps()
         world.engine.runner.gate.clear()
-        await session.extend(rendered(text(6)), answer=False)
+        await session.extend(rendered(text(6)), ExtendOptions(answer=False))
         reading = asyncio.create_task(anext(session))
         sending = asyncio.create_task(session.extend(rendered(text(6))))
         await asyncio.sleep(0.01)
@@ -407,7 +413,7 @@ def test_a_thousand_sessions_opened_and_dropped_leave_nothing():
         async def one(number: int) -> None:
             session = await client.open_session(rendered(text(6, seed=number)), LONG, f"s{number}")
             if number % 3:
-                await session.extend(rendered(text(3)), interrupt=number % 2 == 0)
+                await session.extend(rendered(text(3)), ExtendOptions(interrupt=number % 2 == 0))
             if number % 4 == 0:
                 await anext(session)
             session.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -32,6 +33,7 @@ from tests.support.kv_servers import ValkeyServer
 
 OBJECTS = ObjectFormat(bytes(32), LAYOUT)
 LIMITS = Limits(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=40)
+NAMES = itertools.count()
 
 
 def work(
@@ -42,7 +44,7 @@ def work(
     for number in range(count):
         between(number)
         world.forget_device()
-        one = request(f"{id(between)}-{number}", text(30, seed=number % 4))
+        one = request(str(next(NAMES)), text(30, seed=number % 4))
         world.serve(one)
         assert world.tokens[one.request_id, 0] == reference(one, 8)
         reuse_stats = world.reuse_stats[one.request_id].external

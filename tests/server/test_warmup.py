@@ -21,8 +21,8 @@ from tests.support.nodes import engine_node, render_node, run
 def log(caplog):
     """Lines of the server alone: tests before may have asked for those of others."""
     caplog.set_level(logging.INFO, logger="lookonce.server")
-    caplog.handler.addFilter(logging.Filter("lookonce.server"))
-    return caplog
+    with caplog.filtering(logging.Filter("lookonce.server")):
+        yield caplog
 
 
 @asynccontextmanager

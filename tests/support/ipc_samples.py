@@ -35,6 +35,7 @@ from lookonce.ipc.messages import (
 from lookonce.types.media import ITEM_SIZE, Array, Expansion, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import (
+    ExtendOptions,
     GenerateRequest,
     PrefillStats,
     SessionOptions,
@@ -126,8 +127,10 @@ client_messages: st.SearchStrategy[ClientMessage] = st.one_of(
     st.builds(OpenSession, seqs, seqs, cache_ops, requests, session_options, keyed_items),
     st.builds(
         ExtendSession, seqs, seqs, cache_ops, st.text(max_size=9), seqs, arrays(),
-        interrupt=st.booleans(), answer=st.booleans(), max_tokens=st.none() | seqs,
-        loose=keyed_items, joins=st.booleans(),
+        options=st.builds(
+            ExtendOptions, st.booleans(), st.booleans(), st.none() | seqs, st.booleans()
+        ),
+        loose=keyed_items,
     ),
     st.builds(CloseSession, seqs, st.text(max_size=9)),
     st.builds(SupplyMedia, seqs, seqs, cache_ops, st.text(max_size=9), keyed_items),

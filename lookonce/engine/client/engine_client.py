@@ -70,6 +70,7 @@ from lookonce.types.model import ModelInfo
 from lookonce.types.ports import Clock
 from lookonce.types.request import (
     SESSION_CREDITS,
+    ExtendOptions,
     GenerateRequest,
     RenderedItem,
     RenderedPrompt,
@@ -220,12 +221,9 @@ class EngineClient:
         self,
         session: PendingSession,
         rendered: RenderedPrompt,
+        options: ExtendOptions,
         *,
-        interrupt: bool,
-        answer: bool,
-        max_tokens: int | None,
         loose: bool,
-        joins: bool,
     ) -> int:
         """Called by `EngineSession.extend`, one call at a time for each session."""
         try:
@@ -236,11 +234,8 @@ class EngineClient:
                     session.request_id,
                     session.spend(rendered.cost),
                     rendered,
-                    interrupt=interrupt,
-                    answer=answer,
-                    max_tokens=max_tokens,
+                    options,
                     loose=loose,
-                    joins=joins,
                 )
                 self._commit(message)
         finally:

@@ -45,6 +45,7 @@ from lookonce.ipc.messages import (
 from lookonce.types.counts import Counts
 from lookonce.types.media import Array, ProcessedItem
 from lookonce.types.request import (
+    ExtendOptions,
     GenerateRequest,
     RenderedItem,
     RenderedPrompt,
@@ -152,12 +153,9 @@ class SenderCache:
         request_id: str,
         number: int,
         rendered: RenderedPrompt,
+        options: ExtendOptions,
         *,
-        interrupt: bool,
-        answer: bool,
-        max_tokens: int | None,
         loose: bool,
-        joins: bool,
     ) -> ExtendSession:
         """As `open_session`; with `loose` the items are not listed."""
         if loose:
@@ -175,11 +173,8 @@ class SenderCache:
             number=number,
             token_ids=Array("int32", rendered.ids.shape, rendered.ids.data),
             features=rendered.features,
-            interrupt=interrupt,
-            answer=answer,
-            max_tokens=max_tokens,
+            options=options,
             loose=tuple(alone),
-            joins=joins,
             frames=rendered.frames,
         )
 

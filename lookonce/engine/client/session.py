@@ -27,7 +27,7 @@ from lookonce.errors import (
     RequestFailedError,
     SessionFullError,
 )
-from lookonce.types.request import RenderedPrompt, SessionOptions, TokenDelta
+from lookonce.types.request import EXTEND, ExtendOptions, RenderedPrompt, SessionOptions, TokenDelta
 
 MAX_UNREAD = 256
 """Deltas that wait for the caller beyond which credits that come back do not count yet."""
@@ -125,12 +125,9 @@ class SessionLink(Protocol):
         self,
         session: PendingSession,
         rendered: RenderedPrompt,
+        options: ExtendOptions,
         *,
-        interrupt: bool,
-        answer: bool,
-        max_tokens: int | None,
         loose: bool,
-        joins: bool,
     ) -> int: ...
 
 
@@ -194,19 +191,14 @@ class EngineSession(ClosedAtEnd):
     async def extend(
         self,
         rendered: RenderedPrompt,
+        options: ExtendOptions = EXTEND,
         *,
-        interrupt: bool = False,
-        answer: bool = True,
-        max_tokens: int | None = None,
         loose: bool = False,
-        joins: bool = False,
     ) -> int:
         """Append tokens and items, once there are credits; the number of the extension.
 
-        With `interrupt` an answer that is being generated ends; otherwise the extension waits for
-        its end. With `loose` the items are used by this session alone and cached nowhere. With
-        `joins` the first token, which ends an answer, is left out where the answer has ended with
-        it. The prompt's pins are given back in every case. Calls take effect in their order.
+        With `loose` the items are used by this session alone and cached nowhere. The prompt's pins
+        are given back in every case. Calls take effect in their order.
         """
         async with self._turn:
             if self._left:
@@ -214,11 +206,8 @@ class EngineSession(ClosedAtEnd):
             return await self._link.extend_session(
                 self._session,
                 rendered,
-                interrupt=interrupt,
-                answer=answer,
-                max_tokens=max_tokens,
+                options,
                 loose=loose,
-                joins=joins,
             )
 
     def __aiter__(self) -> Self:

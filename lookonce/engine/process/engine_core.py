@@ -23,7 +23,7 @@ from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import ExternalPrefixCache, ModelRunner
-from lookonce.types.request import GenerateRequest, SessionOptions
+from lookonce.types.request import EXTEND, ExtendOptions, GenerateRequest, SessionOptions
 from lookonce.types.request_validation import check_fits
 from lookonce.types.step import StepPlan, StepResult
 
@@ -81,23 +81,10 @@ class EngineCore:
         token_ids: NDArray[np.int32],
         features: tuple[MediaFeature, ...],
         items: Mapping[bytes, ProcessedItem],
-        *,
-        interrupt: bool = True,
-        answer: bool = True,
-        max_tokens: int | None = None,
-        joins: bool = False,
+        options: ExtendOptions = EXTEND,
     ) -> None:
         """Append tokens and items to a live session (`Scheduler.extend`)."""
-        self._scheduler.extend(
-            request_id,
-            token_ids,
-            features,
-            items,
-            interrupt=interrupt,
-            answer=answer,
-            max_tokens=max_tokens,
-            joins=joins,
-        )
+        self._scheduler.extend(request_id, token_ids, features, items, options)
 
     def extend_frames(self, request_id: str, frames: Array) -> None:
         """Append frames of sound to a live session (`Scheduler.extend_frames`)."""

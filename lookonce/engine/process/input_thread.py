@@ -403,11 +403,8 @@ class InputThread:
                 token_ids,
                 message.features,
                 held.items,
-                interrupt=message.interrupt,
-                answer=message.answer,
-                max_tokens=message.max_tokens,
-                joins=message.joins,
-                frames=message.frames,
+                message.options,
+                message.frames,
             )
         )
 

@@ -29,7 +29,7 @@ from lookonce.errors import LookOnceError, error_to_wire
 from lookonce.ipc.channel import EngineChannelWriter
 from lookonce.ipc.messages import Accepted, Deltas
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
-from lookonce.types.request import SessionOptions, TokenDelta, client_request_id
+from lookonce.types.request import ExtendOptions, SessionOptions, TokenDelta, client_request_id
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +53,7 @@ class ExtendCommand:
     token_ids: NDArray[np.int32]
     features: tuple[MediaFeature, ...]
     items: Mapping[bytes, ProcessedItem]
-    interrupt: bool
-    answer: bool
-    max_tokens: int | None
-    joins: bool
+    options: ExtendOptions
     frames: Array | None = None
     """Of sound; then nothing else is appended."""
 
@@ -328,10 +325,7 @@ class StepLoop:
                 command.token_ids,
                 command.features,
                 command.items,
-                interrupt=command.interrupt,
-                answer=command.answer,
-                max_tokens=command.max_tokens,
-                joins=command.joins,
+                command.options,
             )
         except LookOnceError as error:
             self._core.fail(command.request_id, error)

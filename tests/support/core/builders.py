@@ -17,7 +17,7 @@ from lookonce.core.scheduler_state import SchedulerState
 from lookonce.types.media import Array, Expansion, MediaFeature, Modality, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import Clock
-from lookonce.types.request import GenerateRequest
+from lookonce.types.request import ExtendOptions, GenerateRequest
 from lookonce.types.sampling import SamplingParams
 
 VOCAB = 1000
@@ -25,6 +25,7 @@ EOS = 2
 PLACEHOLDER = 999
 ROW_BYTES = 8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+INTERRUPT = ExtendOptions(interrupt=True)
 
 
 def key(name: str) -> bytes:

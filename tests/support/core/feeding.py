@@ -10,6 +10,7 @@ import numpy as np
 from lookonce.errors import TooLargeError
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import (
+    INTERRUPT,
     Limits,
     feature,
     items_for,
@@ -52,7 +53,9 @@ def feed(engine: Engine, name: str, what: Feed, number: int) -> None:
     items = [feature(f"{name} {number}", 0, what.rows, modality="audio")] if what.rows else []
     tokens = prompt_with(text(what.rows + what.tail, seed=number), items)
     with suppress(TooLargeError):
-        engine.scheduler.extend(name, np.array(tokens, np.int32), tuple(items), items_for(items))
+        engine.scheduler.extend(
+            name, np.array(tokens, np.int32), tuple(items), items_for(items), INTERRUPT
+        )
 
 
 def feed_until_all_ended(

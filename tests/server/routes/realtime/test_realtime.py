@@ -58,6 +58,20 @@ async def say_hello(connection):
     return told[-1].item.id
 
 
+async def answered(connection, **options):
+    """The response, once it is done."""
+    await connection.response.create(**options)
+    return (await until(connection, "response.done"))[-1].response
+
+
+async def answering(here, connection):
+    """Returns while an answer is generated; it goes on once the engine's gate opens."""
+    here.site.engine.gate.clear()
+    await say_hello(connection)
+    await connection.response.create()
+    await until(connection, "response.created")
+
+
 # --- conversations ------------------------------------------------------------------------------
 
 
@@ -87,8 +101,7 @@ def test_the_engine_s_ids_name_responses_and_items():
     async def scenario(here):
         async with here.session() as connection:
             await say_hello(connection)
-            await connection.response.create()
-            done = (await until(connection, "response.done"))[-1].response
+            done = await answered(connection)
         async with here.session("transcription") as connection:
             await connection.session.update(session=MANUAL)
             await until(connection, "session.updated")
@@ -134,8 +147,7 @@ def test_pictures_and_sounds_are_read_with_the_text():
             await connection.conversation.item.retrieve(item_id=created.item.id)
             found = (await until(connection, "conversation.item.retrieved"))[-1]
             assert found.item.content[1].audio == as_text(speech(0.2))
-            await connection.response.create()
-            usage = (await until(connection, "response.done"))[-1].response.usage
+            usage = (await answered(connection)).usage
             details = usage.input_token_details
             assert (details.image_tokens, details.audio_tokens, details.text_tokens) == (4, 4, 5)
 
@@ -145,10 +157,7 @@ def test_pictures_and_sounds_are_read_with_the_text():
 def test_a_response_is_cancelled_and_the_next_one_begins_at_once():
     async def scenario(here):
         async with here.session() as connection:
-            here.site.engine.gate.clear()
-            await say_hello(connection)
-            await connection.response.create()
-            await until(connection, "response.created")
+            await answering(here, connection)
             await connection.response.cancel()
             cancelled = (await until(connection, "response.done"))[-1].response
             assert cancelled.status == "cancelled"
@@ -157,8 +166,7 @@ def test_a_response_is_cancelled_and_the_next_one_begins_at_once():
             error = (await until(connection))[-1].error
             assert error.code == "response_cancel_not_active"
             here.site.engine.gate.set()
-            await connection.response.create()
-            done = (await until(connection, "response.done"))[-1].response
+            done = await answered(connection)
             assert done.status == "completed"
 
     on_realtime_site(scenario)
@@ -189,8 +197,7 @@ def test_a_limit_makes_an_answer_incomplete():
     async def scenario(here):
         async with here.session() as connection:
             await say_hello(connection)
-            await connection.response.create(response={"max_output_tokens": 3})
-            done = (await until(connection, "response.done"))[-1].response
+            done = await answered(connection, response={"max_output_tokens": 3})
             assert (done.status, done.status_details.reason) == ("incomplete", "max_output_tokens")
             assert done.output[0].content[0].text == "a r"
 
@@ -208,8 +215,7 @@ def test_an_engine_that_dies_is_an_error_and_a_failed_response_and_the_session_g
             failed = (await until(connection, "response.done"))[-1].response
             assert (failed.status, failed.output[0].status) == ("failed", "incomplete")
             here.site.engine.failure = None
-            await connection.response.create()
-            done = (await until(connection, "response.done"))[-1].response
+            done = await answered(connection)
             assert done.status == "completed"
 
     on_realtime_site(scenario)
@@ -338,10 +344,7 @@ def test_server_vad_finds_the_turns(rate):
 def test_speech_interrupts_an_answer_and_is_answered():
     async def scenario(here):
         async with here.session() as connection:
-            here.site.engine.gate.clear()
-            await say_hello(connection)
-            await connection.response.create()
-            await until(connection, "response.created")
+            await answering(here, connection)
             for part in (speech(0.6), silence(0.8)):
                 await connection.input_audio_buffer.append(audio=as_text(part))
             await until(connection, "input_audio_buffer.speech_started")
@@ -480,10 +483,7 @@ def test_a_session_that_is_idle_ends_with_a_word():
 def test_draining_lets_an_answer_end_and_takes_no_new_work():
     async def scenario(here):
         async with here.session() as connection:
-            here.site.engine.gate.clear()
-            await say_hello(connection)
-            await connection.response.create()
-            await until(connection, "response.created")
+            await answering(here, connection)
             here.site.services.drain.begin()
             assert (await until(connection))[-1].error.code == "draining"
             await connection.conversation.item.create(item=HELLO)
