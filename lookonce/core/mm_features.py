@@ -57,8 +57,6 @@ class MultiModalFeatures:
         "_keys",
         "_offsets",
         "all_plain",
-        "answer_start",
-        "has_film",
         "longest",
         "modalities",
     )
@@ -77,11 +75,6 @@ class MultiModalFeatures:
         self.longest = 0
         """Positions of the longest item, which is also the most rows that an item has."""
         self.modalities: set[Modality] = set()
-        self.has_film = False
-        """Whether items of a film share the base of their positions (`MediaFeature.film_time`)."""
-        self.answer_start = sys.maxsize
-        """Where there is such a film: the position of the first generated token, from which on
-        positions may go on elsewhere than in a prompt of the same tokens."""
         self.extend(tuple(features))
 
     def append(self, feature: MediaFeature) -> None:
@@ -99,7 +92,6 @@ class MultiModalFeatures:
         self._ends.append(feature.end)
         self._as_tuple = None
         self.all_plain &= feature.is_embed is None
-        self.has_film |= feature.film_time is not None
         self.longest = max(self.longest, feature.length)
         self.modalities.add(feature.modality)
 
@@ -125,8 +117,6 @@ class MultiModalFeatures:
         self._ends.frombytes(ends)
         self.longest = max(self.longest, longest)
         self.modalities |= modalities
-        if "video" in modalities:
-            self.has_film |= any(feature.film_time is not None for feature in features)
         return True
 
     def __len__(self) -> int:
@@ -212,8 +202,6 @@ class MultiModalFeatures:
         ]
         self._offsets = array("q", (offset - num_tokens for offset in self._offsets))
         self._ends = array("q", (end - num_tokens for end in self._ends))
-        if self.has_film:
-            self.answer_start -= num_tokens
         self._as_tuple = None
 
     def _forget(self, num_passed: int) -> None:

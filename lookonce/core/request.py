@@ -116,8 +116,6 @@ class Request:
         self.prompt = prompt
         self.num_prompt_tokens = len(prompt)
         self.features = features
-        if features.has_film:
-            features.answer_start = len(prompt)
         self.frames: FrameDigests | None = None
         """Of a live session that adds a frame of sound to each token: those that it has."""
         self.initial_frames = request.frames
@@ -708,7 +706,6 @@ _SHAPED_ITEM = struct.Struct("<32sBqqqqqqq")
 _RANGE = struct.Struct("<qq")
 _TIME = struct.Struct("<q")
 _PLAIN, _SHAPED, _OF_FILM = 0, 1, 2
-_ANSWER = b"answer\0"
 _FRAMES = b"frames\0"
 
 
@@ -732,8 +729,7 @@ def extend_chain(
         return
     raw = tokens.raw(known * block_size, num_blocks * block_size)
     nbytes = len(raw) // (num_blocks - known)
-    end = num_blocks * block_size
-    has_items = bool(features.overlapping(known * block_size, end)) or end > features.answer_start
+    has_items = bool(features.overlapping(known * block_size, num_blocks * block_size))
     for block in range(num_blocks - known):
         hashed = parent + raw[block * nbytes : (block + 1) * nbytes]
         if has_items:
@@ -788,10 +784,7 @@ class BlockHashCache:
 def _describe_all(features: MultiModalFeatures, start: int, end: int) -> bytes:
     """What is hashed of the items that overlap positions `[start, end)`."""
     indices = features.overlapping(start, end)
-    items = b"".join([_describe(features[index], start, end) for index in indices])
-    if end > features.answer_start:  # its positions are not those that it has in a prompt
-        return items + _ANSWER + _TIME.pack(features.answer_start - start)
-    return items
+    return b"".join([_describe(features[index], start, end) for index in indices])
 
 
 def _describe(feature: MediaFeature, start: int, end: int) -> bytes:

@@ -10,8 +10,8 @@ base + max(h, w). So a token's position is its index plus a delta that changes o
     width      0 1 2 3 4 2 3 4 5 6    from 8 on: index - 3, for max(2, 3) - 6
 
 The items of a film may share one base (`MediaFeature.film_time`): each takes
-(base + film time, base + row, base + column). As transformers numbers them, the prompt goes on at
-base + max(h, w), as after a picture, but generated tokens go on after the greatest position of all.
+(base + film time, base + row, base + column), and text goes on at base + max(h, w), as after a
+picture: so `generate` of transformers numbers them, also where the film's time reaches further.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ class InputBatch:
         self._num_blocks[row] = 0
         self.num_dropped[row] = 0
         self.input_keys[row] = new.features[0].key if encoder_decoder and new.features else None
-        self._positions[row] = (
-            MropePositions(new.features, new.num_prompt_tokens) if mrope else None
-        )
+        self._positions[row] = MropePositions(new.features) if mrope else None
         self._update_tail(row)
 
     def drop(self, change: DropTokens) -> int:
@@ -154,12 +152,9 @@ SPARE_ITEMS = 16
 class MropePositions:
     """Positions of one sequence on three axes; append-only, O(window + log items) per window."""
 
-    __slots__ = ("_deltas", "_ends", "_film", "_forgotten_end", "_grids", "_highest", "_starts")
+    __slots__ = ("_deltas", "_ends", "_film", "_forgotten_end", "_grids", "_starts")
 
-    def __init__(
-        self, features: Iterable[MediaFeature] = (), answer_start: int | None = None
-    ) -> None:
-        """From index `answer_start` on tokens are generated; None: it is not known."""
+    def __init__(self, features: Iterable[MediaFeature] = ()) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._grids: list[tuple[int, int, int]] = []
@@ -170,15 +165,8 @@ class MropePositions:
         """End of the last item that was dropped."""
         self._film: tuple[int, int] = (-1, 0)
         """Where the last item of the last film ends, and the base of that film's positions."""
-        self._highest = 0
-        """The position after the greatest one of all films."""
         for feature in features:
-            if answer_start is not None and feature.offset >= answer_start:
-                self._begin_answer(answer_start)
-                answer_start = None
             self.append(feature)
-        if answer_start is not None:
-            self._begin_answer(answer_start)
 
     def append(self, feature: MediaFeature) -> None:
         """Add the next item, which lies after all others. Without a grid it counts like text."""
@@ -195,17 +183,6 @@ class MropePositions:
         self._deltas.append(base + max(height, width) - feature.end)
         if time is not None:
             self._film = feature.end, base
-            self._highest = max(self._highest, base + time + 1)
-
-    def _begin_answer(self, index: int) -> None:
-        """The tokens from `index` on are generated: where films reach beyond the positions of the
-        prompt, they go on after the greatest one."""
-        missing = self._highest - (index + self._deltas[-1])
-        if missing > 0:
-            self._starts.append(index)
-            self._ends.append(index)
-            self._grids.append((0, 1, 1))
-            self._deltas.append(self._deltas[-1] + missing)
 
     @property
     def tail_start(self) -> int:

@@ -35,16 +35,20 @@ FILMS = ((0, 1, 2, 3, 4), (2, 3, 4, 5), (0, 1, 2, 3, 4, 5, 6, 7))
 FPS = 4.0
 
 
-def message(numbers: Sequence[int]) -> list[dict[str, object]]:
+SLOW_FPS = 0.25
+"""So slow that the positions of the film reach beyond those of the text after it."""
+
+
+def message(numbers: Sequence[int], fps: float = FPS) -> list[dict[str, object]]:
     text = [{"type": "text", "text": text} for text in ("See: ", " what is it?")]
-    content = [text[0], film_part(numbers, FPS), text[1]]
+    content = [text[0], film_part(numbers, fps), text[1]]
     return [{"role": "user", "content": content}]
 
 
-def film_case(folder: Path, numbers: Sequence[int], pool: PoolInProcess) -> Case:
-    prompt = asyncio.run(make_renderer(folder, pool).render_chat(message(numbers)))
+def film_case(folder: Path, numbers: Sequence[int], pool: PoolInProcess, fps: float = FPS) -> Case:
+    prompt = asyncio.run(make_renderer(folder, pool).render_chat(message(numbers, fps)))
     items = {item.key: item.item for item in prompt.items if item.item is not None}
-    reference = film_reference(folder, "See: ", numbers, " what is it?", FPS)
+    reference = film_reference(folder, "See: ", numbers, " what is it?", fps)
     return Case(np.array(prompt.token_ids, np.int32), prompt.features, items, reference)
 
 
@@ -101,6 +105,23 @@ def test_positions_that_are_shifted_in_time_are_another_film(subject):
     assert compare(served.answers, subject.expected[:1]).max_logit_error > 1e-3
 
 
+def test_a_film_whose_time_reaches_beyond_the_text_after_it(folder):
+    """`generate` goes on at the prompt's last position all the same. The same items at another rate
+    are other blocks: their keys depend on positions."""
+    path = folder("qwen2_5_vl")
+    loaded = load_model(ModelConfig(folder=str(path), served_name="test"))
+    pool = PoolInProcess(path)
+    cases = [film_case(path, FILMS[0], pool, fps) for fps in (FPS, SLOW_FPS)]
+    slow = cases[1]
+    assert (slow.features[-1].film_time or 0) > len(slow.token_ids) - slow.features[-1].end
+    assert slow.items.keys() == cases[0].items.keys()
+    # So many of the first that its blocks are held when the second comes.
+    served = serve(loaded, [cases[0]] * 30 + [slow], budget=256)
+    expected = expected_answers(path, loaded.info, cases)
+    assert served.stats["prefix_cache_hits_total"] > 0
+    assert_parity(served, [expected[0]] * 30 + [expected[1]])
+
+
 def rendered(renderer, numbers: Sequence[int]) -> RenderedPrompt:
     return asyncio.run(renderer.render_chat(message(numbers)))
 
@@ -142,19 +163,19 @@ def test_positions_equal_get_rope_index(rope_model, seconds, films):
         ids += [config.vision_end_token_id, 13]
         grids.append([count, 4, 6])
     tokens = torch.tensor([ids])
-    found, deltas = rope_model.model.get_rope_index(
+    found, _ = rope_model.model.get_rope_index(
         tokens,
         2 * (tokens == config.video_token_id).int(),
         video_grid_thw=torch.tensor(grids),
         second_per_grid_ts=torch.full((len(films),), seconds),
     )
-    positions = MropePositions(features, len(ids))
+    positions = MropePositions(features)
     out = np.empty((3, len(ids) + 4), np.int64)
     positions.fill(0, out)
     np.testing.assert_array_equal(out[:, : len(ids)], found[:, 0].numpy())
-    answer = np.arange(len(ids), len(ids) + 4) + int(deltas)
-    np.testing.assert_array_equal(out[:, len(ids) :], np.stack([answer] * 3))
-    assert positions.tail_delta == int(deltas)
+    np.testing.assert_array_equal(
+        out[:, len(ids) :], out[:, len(ids) - 1 :][:, :1] + np.arange(1, 5)
+    )
     for start in range(0, len(ids), 5):
         window = np.empty((3, 4), np.int64)
         positions.fill(start, window)
