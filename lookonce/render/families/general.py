@@ -190,7 +190,8 @@ class GeneralProcessing(ProcessorFamily):
         """A film of all frames. Films have no processor of transformers without torchvision: what
         the model gets is its picture processor's, without tiles."""
         layout = self.film_layout(FilmInfo(len(frames), 1.0, 1, 1, chosen=True), {}, len(frames))
-        ids, items = self._encoded("Look\n"), []
+        ids = self._encoded("Look\n")
+        items: list[tuple[int, ProcessedItem]] = []
         for item, frame in zip(layout.items, frames, strict=True):
             ids += [token for text in item.before for token in self._encoded(str(text))]
             items.append((len(ids), self.process("video", frame, {})))

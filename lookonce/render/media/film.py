@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -336,11 +336,11 @@ def _digest(scope: bytes, data: bytes) -> bytes:
     return blake3(scope).update(data).digest()
 
 
-async def _all(works: Sequence[object]) -> list[Encoded]:
+async def _all(works: Sequence[Coroutine[Any, Any, Encoded]]) -> list[Encoded]:
     """All results; the first failure cancels the rest and is raised as it is."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]  # type: ignore[arg-type]
+            tasks = [group.create_task(work) for work in works]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
