@@ -17,9 +17,10 @@ from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, RequestError, TooLargeError, UnprocessableMediaError
 from lookonce.render.families.arrays import ArrayMemory
 from lookonce.render.families.film import FilmInfo, QwenFilms, picture_film
-from lookonce.render.media.cost import picture_size
+from lookonce.render.media.cost import CostLimits, estimate_cost, picture_size
 from lookonce.render.media.film_decoding import FilmLimits, decode_frames, index_film
 from lookonce.render.media.loader import media_source
+from lookonce.render.media.processing import MediaJob
 from lookonce.render.prompt.messages import read_messages
 from tests.support.model.chats import PoolInProcess, make_renderer
 from tests.support.model.films import (
@@ -36,6 +37,7 @@ from tests.support.model.films import (
 from tests.support.render.hugging_face import video_rules
 
 LIMITS = FilmLimits(1 << 20, 3600.0)
+LIMITED = CostLimits(max_pixels=1 << 20, max_audio_seconds=60.0, max_cpu_seconds=10.0)
 RULES = {"qwen2": video_rules("qwen2_vl"), "qwen3": video_rules("qwen3_vl")}
 
 
@@ -292,6 +294,18 @@ def test_a_gif_is_looked_at_once(folder):
     kept.append(render(renderer, gif_part(long), **ask))
     assert [item.outcome for item in kept[-1].items] == ["hit"] * 3 + ["miss"]
     assert [index for each in jobs for index in each.get("frames", ())] == [6, 7]
+
+
+# --- items ---------------------------------------------------------------------------------------
+
+
+@given(data=st.binary(max_size=80), head=st.sampled_from([b"frames\0\0", b"levels\0\0", b""]))
+def test_any_bytes_are_an_item_or_an_error(pool, data, head):
+    """A client may send an item of a film to `/inference/v1/generate`."""
+    for options in ({}, {"width": 28, "height": 28}):
+        estimate_cost("video", head + data, LIMITED)
+        with pytest.raises(UnprocessableMediaError):
+            pool.processing.run(MediaJob("video", head + data, options))
 
 
 # --- sizes by headers ----------------------------------------------------------------------------

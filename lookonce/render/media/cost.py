@@ -26,6 +26,8 @@ MAX_SCANS = 100
 """Scans of one JPEG. Encoders write about 10 for a progressive picture and 1 to 4 for another."""
 MAX_CHUNKS = 20_000
 """Chunks of a PNG, or blocks before the first frame of a GIF."""
+MAX_ITEM_FRAMES = 16
+"""Frames that an encoder takes together. Models take one or two."""
 MAX_SEGMENTS = 2_000
 """Segments of a JPEG. One holds up to 64 KiB of metadata."""
 UNREADABLE_SECONDS = 2.0
@@ -136,8 +138,11 @@ def cpu_deadline(seconds: float) -> float:
 
 def _film_item(data: bytes, limits: CostLimits) -> float:
     """The frames of one item (`processing.pack_frames`): pictures, or pixels as they are."""
-    at, seconds = 8, 0.0
+    at, seconds, count = 8, 0.0, 0
     while at < len(data):
+        count += 1
+        if count > MAX_ITEM_FRAMES:
+            raise ValueError
         size = int.from_bytes(data[at : at + 8], "little")
         frame = data[at + 8 : at + 8 + size]
         pictures = data.startswith(b"frames")

@@ -36,6 +36,7 @@ from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import ModelLoadError, TooLargeError, UnprocessableMediaError
 from lookonce.render.families.base import MAX_SIDE_RATIO, Decoded, Options, ProcessorFamily
 from lookonce.render.families.registry import load_family
+from lookonce.render.media.cost import MAX_ITEM_FRAMES
 from lookonce.render.media.film_decoding import FilmLimits, decode_frames, index_film
 from lookonce.types.media import Array, Expansion, Modality, ProcessedItem
 
@@ -80,6 +81,8 @@ def unpack_frames(data: bytes | memoryview) -> list[memoryview]:
         size = int.from_bytes(view[at : at + 8], "little")
         frames.append(view[at + 8 : at + 8 + size])
         at += 8 + size
+        if len(frames) > MAX_ITEM_FRAMES:
+            break
     if at != len(view) or not frames:
         raise ValueError("the frames are not packed")
     return frames
@@ -181,12 +184,14 @@ def decode_film_item(
         frames = unpack_frames(data)
     except ValueError as error:
         raise UnprocessableMediaError(str(error)) from None
+    width, height = (convert(options.get(name, 0), int) for name in ("width", "height"))
+    if width < 1 or height < 1:
+        raise UnprocessableMediaError("the frames do not belong to a film")
     if bytes(data[: len(LEVELS)]) != LEVELS:
         # A frame that is repeated to fill up the item is decoded once.
         encoded = [bytes(frame) for frame in frames]
         found = {each: decode_image(each, max_pixels, upright=False) for each in {*encoded}}
         return tuple(found[each] for each in encoded)
-    width, height = (convert(options.get(name, 0), int) for name in ("width", "height"))
     if any(len(frame) != 3 * width * height for frame in frames):
         raise UnprocessableMediaError("the frames are not of the size that was asked for")
     return tuple(Image.frombytes("RGB", (width, height), bytes(frame)) for frame in frames)
