@@ -145,6 +145,8 @@ def _film_item(data: bytes, limits: CostLimits) -> float:
             raise ValueError
         size = int.from_bytes(data[at : at + 8], "little")
         frame = data[at + 8 : at + 8 + size]
+        if len(frame) < size:
+            raise ValueError
         pictures = data.startswith(b"frames")
         seconds += _image(frame, limits) if pictures else _processing(size // 3)
         at += 8 + size
