@@ -18,7 +18,6 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -191,10 +190,6 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 # --- files, by PyAV ------------------------------------------------------------------------------
-
-
-def has_pyav() -> bool:
-    return find_spec("av") is not None
 
 
 def _av() -> Any:
