@@ -153,8 +153,8 @@ class Processing:
         return Processed(item, (middle - start) * 1e3, (end - middle) * 1e3)
 
 
-NO_EXPANSION = Expansion((), 0)
-"""Of what is no item yet."""
+NO_EXPANSION = Expansion(((0, 1),), 0)
+"""Of what is no item yet: the shortest that the pool takes."""
 
 
 def _film_index(job: MediaJob) -> Processed:
