@@ -219,7 +219,7 @@ class Films:
             request_id=current_request_id.get(),
         )
         made = await self._work.run_job(job)
-        index = msgspec.msgpack.decode(made.item.arrays["index"].data, type=FilmIndex)
+        index = _read_index(made)
         self._indexes[hashed] = index
         self._index_bytes += len(index.digests)
         while self._index_bytes > INDEX_BYTES and len(self._indexes) > 1:
@@ -314,13 +314,26 @@ class _FilmFile:
             request_id=current_request_id.get(),
         )
         made = await self._work.run_job(job)
-        array = made.item.arrays["frames"]
+        array = made.item.arrays.get("frames")
+        if array is None or array.dtype != "uint8" or array.shape[:1] != (len(indices),):
+            raise UnprocessableMediaError("the film cannot be decoded")
         pixels = np.frombuffer(array.data, np.uint8).reshape(array.shape)
         place = {index: number for number, index in enumerate(indices)}
         return {
             frames: pack_frames([pixels[place[index]] for index in frames], decoded=True)
             for frames in batch
         }
+
+
+def _read_index(made: Processed) -> FilmIndex:
+    """What a worker found. Raises `UnprocessableMediaError`."""
+    try:
+        index = msgspec.msgpack.decode(made.item.arrays["index"].data, type=FilmIndex)
+    except (KeyError, msgspec.DecodeError):
+        raise UnprocessableMediaError("the film cannot be read") from None
+    if not index.num_frames or len(index.digests) % 32:
+        raise UnprocessableMediaError("the film cannot be read")
+    return index
 
 
 def _size_of(frame: Encoded, number: int) -> tuple[int, int]:
