@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import io
 import math
+import pkgutil
 from collections.abc import Sequence
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -198,6 +200,29 @@ def _av() -> Any:
     except ImportError:
         raise UnprocessableMediaError(NEEDS_PYAV) from None
     return av
+
+
+def warm_up_files() -> None:
+    """Load all of PyAV, which imports its parts when they are needed, and decode a small film.
+    Later a media worker can open no file. Does nothing where PyAV is not installed."""
+    try:
+        av = _av()
+    except UnprocessableMediaError:
+        return
+    for module in pkgutil.walk_packages(av.__path__, "av."):
+        if not module.name.endswith(("__main__", "datasets")):
+            import_module(module.name)
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as out:
+        stream = out.add_stream("mpeg4", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        stream.codec_context.thread_count = 1  # this process may be one to be forked
+        for level in (0, 200):
+            levels = np.full((64, 64, 3), level, np.uint8)
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(levels, format="rgb24")))
+        out.mux(stream.encode())
+    index_film(file.getvalue(), FilmLimits(1 << 20, 60.0))
+    decode_frames(file.getvalue(), (1,), 28, 28, 3)
 
 
 def _opened(av: Any, data: bytes) -> tuple[Any, Any]:

@@ -54,7 +54,12 @@ from lookonce.errors import (
 from lookonce.ipc.codec import MessageDecoder, MessageEncoder, ReadSlab
 from lookonce.ipc.framing import MessageSocket, close_fds
 from lookonce.ipc.peer import peer_pid, peer_uid, require_same_user
-from lookonce.render.media.film_decoding import FilmLimits, decode_frames, index_film
+from lookonce.render.media.film_decoding import (
+    FilmLimits,
+    decode_frames,
+    index_film,
+    warm_up_files,
+)
 from lookonce.render.media.processing import (
     IMAGE_FORMATS,
     MediaJob,
@@ -453,11 +458,9 @@ def warm_up(processing: Processing, max_image_pixels: int) -> None:
 def _warm_up_film() -> None:
     file = io.BytesIO()
     Image.new("P", (16, 16)).save(file, "GIF")
-    limits = FilmLimits(1 << 20, 60.0)
-    index_film(file.getvalue(), limits)
+    index_film(file.getvalue(), FilmLimits(1 << 20, 60.0))
     decode_frames(file.getvalue(), (0,), 28, 28, 3)
-    with contextlib.suppress(UnprocessableMediaError):  # PyAV is loaded, where it is installed
-        index_film(b"\0\0\0\x08ftyp", limits)
+    warm_up_files()
 
 
 def _sample_picture(file_format: str, side: int) -> bytes:
