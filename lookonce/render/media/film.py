@@ -141,7 +141,7 @@ class Films:
             data = base64_bytes(text)
             if not data:
                 problem = "is empty" if data is not None else "is not valid base64"
-                raise BadRequestError(f"{source.param}: frame {number} {problem}")
+                raise BadRequestError(f"frame {number} {problem}")
             found.append(data)
         return found
 
