@@ -42,7 +42,7 @@ DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 
 class Qwen2_5VLProcessing(ProcessorFamily):  # noqa: N801
     model_types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-    modalities = ("image", "video")
+    modalities: tuple[Modality, ...] = ("image", "video")
 
     def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)

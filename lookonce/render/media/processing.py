@@ -171,7 +171,7 @@ def _film_frames(job: MediaJob, resample: int) -> Processed:
     width, height = (convert(job.options.get(name, 0), int) for name in ("width", "height"))
     start = time.perf_counter()
     frames = np.stack(decode_frames(job.data, wanted, width, height, resample))
-    arrays = {"frames": Array("uint8", frames.shape, memoryview(frames).cast("B"))}
+    arrays = {"frames": Array("uint8", frames.shape, frames.reshape(-1).data)}
     took = (time.perf_counter() - start) * 1e3
     return Processed(ProcessedItem("video", arrays, NO_EXPANSION), took, 0.0)
 
