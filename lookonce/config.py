@@ -74,6 +74,8 @@ OPTION_RANGES = {
     "max_media_bytes": Range(1, 1 << 40),
     "max_image_pixels": Range(1, 1 << 40),
     "max_audio_seconds": _SECONDS,
+    "max_video_seconds": _SECONDS,
+    "max_video_frames": Range(1, 100_000),
     "max_decode_seconds": _SECONDS,
     "max_document_pages": Range(1, 100_000),
     "engine_stall_timeout": _SECONDS,
@@ -168,7 +170,9 @@ class EncoderConfig:
 class MediaConfig:
     """Limits for what clients send; bytes, pixels and seconds."""
 
-    limit_per_prompt: dict[str, int] = field(default_factory=lambda: {"image": 8, "audio": 2})
+    limit_per_prompt: dict[str, int] = field(
+        default_factory=lambda: {"image": 8, "audio": 2, "video": 2}
+    )
     allowed_domains: tuple[str, ...] = ()
     """Empty: every public host."""
     allow_private: bool = False
@@ -177,6 +181,10 @@ class MediaConfig:
     max_bytes: int = 50 * 1024 * 1024
     max_image_pixels: int = 50_000_000
     max_audio_seconds: float = 600.0
+    max_video_seconds: float = 3600.0
+    """Of a film, by its header."""
+    max_video_frames: int = 768
+    """Frames of one film that are looked at."""
     max_decode_seconds: float = 10.0
     """CPU seconds of decoding and processing one item, estimated from its headers."""
     max_document_pages: int = 100
@@ -376,7 +384,7 @@ class Options:
     mm_processor_cache_gb: float = 4.0
     mm_processor_cache_type: str = DEFAULT_CACHE_TYPE
     mm_hash_algorithm: str = "blake3"
-    limit_mm_per_prompt: str = "image=8,audio=2"
+    limit_mm_per_prompt: str = "image=8,audio=2,video=2"
     allowed_media_domains: tuple[str, ...] = ()
     allow_private_media: bool = False
     allowed_local_media_path: str | None = None
@@ -384,6 +392,8 @@ class Options:
     max_media_bytes: int = 50 * 1024 * 1024
     max_image_pixels: int = 50_000_000
     max_audio_seconds: float = 600.0
+    max_video_seconds: float = 3600.0
+    max_video_frames: int = 768
     max_decode_seconds: float = 10.0
     max_document_pages: int = 100
     engine_stall_timeout: float = 120.0
@@ -528,6 +538,8 @@ def _media(options: Options) -> MediaConfig:
         max_bytes=int(options.max_media_bytes),
         max_image_pixels=int(options.max_image_pixels),
         max_audio_seconds=options.max_audio_seconds,
+        max_video_seconds=options.max_video_seconds,
+        max_video_frames=int(options.max_video_frames),
         max_decode_seconds=options.max_decode_seconds,
         max_document_pages=options.max_document_pages,
         hash_algorithm="sha256" if options.mm_hash_algorithm == "sha256" else "blake3",
@@ -576,7 +588,7 @@ def _dtype(dtype: str | None, device: str) -> str:
 
 
 def _limits(text: str) -> dict[str, int]:
-    limits = {"image": 8, "audio": 2}
+    limits = {"image": 8, "audio": 2, "video": 2}
     for part in filter(None, text.split(",")):
         name, _, count = part.partition("=")
         if name not in MODALITIES or not DIGITS.fullmatch(count):

@@ -139,6 +139,8 @@ BUDGETS = (
     Budget("time of a fetch", _option("media_timeout"), "s", "item", "422"),
     Budget("picture", _option("max_image_pixels"), "pixels", "item", "413 by its header"),
     Budget("sound", _option("max_audio_seconds"), "s", "item", "413"),
+    Budget("film", _option("max_video_seconds"), "s", "item", "413 by its header"),
+    Budget("frames of a film", _option("max_video_frames"), "frames", "item", "413 by its header"),
     Budget("channels of a sound", MAX_CHANNELS, "channels", "item", "422"),
     Budget("scans of a JPEG", cost.MAX_SCANS, "scans", "item", "413 before it is decoded"),
     Budget("segments of a JPEG", cost.MAX_SEGMENTS, "segments", "item", "413"),

@@ -49,6 +49,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "ear": ("benchmarks.ear", "the word error rate of nano-ear on voices it never heard"),
     "engine": ("benchmarks.engine", "a decode step beside the bare model and transformers"),
     "fairness": ("benchmarks.fairness", "what one tenant's attacks cost another one"),
+    "film": ("benchmarks.film", "a window that slides over a film, beside resending all frames"),
     "items": ("benchmarks.items", "what 128,000 media items in one request cost per step"),
     "known": ("benchmarks.known", "the first token of known prompts and pictures, by its parts"),
     "kv": ("benchmarks.kv", "a long prompt's KV: computed, on the device, from each tier"),

@@ -716,7 +716,8 @@ _RUN_NAME = b"lookonce.kv-block-run.1\0"
 _PLAIN_ITEM = struct.Struct("<32sBqqq")
 _SHAPED_ITEM = struct.Struct("<32sBqqqqqqq")
 _RANGE = struct.Struct("<qq")
-_PLAIN, _SHAPED = 0, 1
+_TIME = struct.Struct("<q")
+_PLAIN, _SHAPED, _OF_FILM = 0, 1, 2
 _FRAMES = b"frames\0"
 
 
@@ -802,7 +803,7 @@ def _describe(feature: MediaFeature, start: int, end: int) -> bytes:
     """What the positions `[start, end)` hash of one item; self-delimiting. That of a run of blocks
     determines that of each of its blocks."""
     base, length, rows = feature.offset - start, feature.length, feature.num_embeds
-    if feature.is_embed is None and feature.grid is None:
+    if feature.is_embed is None and feature.grid is None and feature.film_time is None:
         return _PLAIN_ITEM.pack(feature.key, _PLAIN, base, length, rows)
     ranges = [
         _RANGE.pack(base + first, base + last)
@@ -810,5 +811,7 @@ def _describe(feature: MediaFeature, start: int, end: int) -> bytes:
         if base + first < end - start and base + last > 0
     ]
     grid = feature.grid or (-1, -1, -1)
-    head = _SHAPED_ITEM.pack(feature.key, _SHAPED, base, length, rows, *grid, len(ranges))
-    return head + b"".join(ranges)
+    kind = _SHAPED if feature.film_time is None else _OF_FILM
+    head = _SHAPED_ITEM.pack(feature.key, kind, base, length, rows, *grid, len(ranges))
+    time = b"" if feature.film_time is None else _TIME.pack(feature.film_time)
+    return head + time + b"".join(ranges)

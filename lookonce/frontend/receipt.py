@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from msgspec import UNSET, UnsetType
+
 from lookonce.frontend.generation import PromptGeneration
 from lookonce.frontend.responses import (
     ExternalCache,
+    FilmFrames,
     KVTransferParams,
     PromptTokensDetails,
     ReceiptItem,
@@ -31,6 +34,7 @@ def usage(generations: Sequence[PromptGeneration]) -> Usage:
             cached_tokens=sum(_cached(generation.reuse_stats) for generation in generations),
             image_tokens=sum(prompt.modality_tokens("image") for prompt in prompts),
             audio_tokens=sum(prompt.modality_tokens("audio") for prompt in prompts),
+            video_tokens=sum(prompt.modality_tokens("video") for prompt in prompts) or UNSET,
         ),
     )
 
@@ -46,6 +50,29 @@ def reuse_receipt(generations: Sequence[PromptGeneration]) -> ReuseReceipt:
         prefix_cached_tokens=sum(fact.prefix_cached_tokens for fact in reuse_stats),
         external_cached_tokens=sum(fact.external_cached_tokens for fact in reuse_stats),
         items=items[:MAX_LISTED_ITEMS],
+        film_frames=_film_frames(generations, items),
+    )
+
+
+def _film_frames(
+    generations: Sequence[PromptGeneration], listed: Sequence[ReceiptItem]
+) -> FilmFrames | UnsetType:
+    of_films = [
+        item
+        for generation in generations
+        for item in generation.rendered.items
+        if item.num_frames is not None
+    ]
+    if not of_films:
+        return UNSET
+    return FilmFrames(
+        total=sum(item.num_frames or 0 for item in of_films),
+        processed=sum(
+            item.num_frames or 0 for item in of_films if item.outcome in ("miss", "bypass")
+        ),
+        encoded=sum(
+            0 if item.frames is UNSET else item.frames for item in listed if item.encoder == "miss"
+        ),
     )
 
 
@@ -106,6 +133,7 @@ def _items(generation: PromptGeneration) -> list[ReceiptItem]:
             decode_ms=round(item.decode_ms, 3),
             process_ms=round(item.process_ms, 3),
             encode_ms=round(encode_ms, 3),
+            frames=UNSET if item.num_frames is None else item.num_frames,
         )
         for item, feature, encoder, encode_ms in listed
     ]

@@ -18,6 +18,8 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     image_tokens: int = 0
     audio_tokens: int = 0
+    video_tokens: int | UnsetType = UNSET
+    """Only where a prompt has a film."""
 
 
 class Usage(msgspec.Struct, kw_only=True):
@@ -40,6 +42,18 @@ class ReceiptItem(msgspec.Struct, kw_only=True):
     decode_ms: float
     process_ms: float
     encode_ms: float
+    frames: int | UnsetType = UNSET
+    """Of an item of a film: how many of its frames it has."""
+
+
+class FilmFrames(msgspec.Struct, kw_only=True):
+    """How many frames of films a prompt has, and for how many of them there was work."""
+
+    total: int = 0
+    processed: int = 0
+    """Decoded and processed for this request."""
+    encoded: int = 0
+    """Of the listed items."""
 
 
 class ReuseReceipt(msgspec.Struct, kw_only=True):
@@ -47,6 +61,8 @@ class ReuseReceipt(msgspec.Struct, kw_only=True):
     prefix_cached_tokens: int
     external_cached_tokens: int
     items: list[ReceiptItem]
+    film_frames: FilmFrames | UnsetType = UNSET
+    """Only where a prompt has a film."""
 
 
 class Embedding(msgspec.Struct, kw_only=True):

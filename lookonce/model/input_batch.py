@@ -8,6 +8,10 @@ base + max(h, w). So a token's position is its index plus a delta that changes o
     temporal   0 1 2 2 2 2 2 2 5 6
     height     0 1 2 2 2 3 3 3 5 6
     width      0 1 2 3 4 2 3 4 5 6    from 8 on: index - 3, for max(2, 3) - 6
+
+The items of a film may share one base (`MediaFeature.film_time`): each takes
+(base + film time, base + row, base + column), and text goes on at base + max(h, w), as after a
+picture: so `generate` of transformers numbers them, also where the film's time reaches further.
 """
 
 from __future__ import annotations
@@ -148,16 +152,19 @@ SPARE_ITEMS = 16
 class MropePositions:
     """Positions of one sequence on three axes; append-only, O(window + log items) per window."""
 
-    __slots__ = ("_deltas", "_ends", "_forgotten_end", "_grids", "_starts")
+    __slots__ = ("_deltas", "_ends", "_film", "_forgotten_end", "_grids", "_starts")
 
     def __init__(self, features: Iterable[MediaFeature] = ()) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._grids: list[tuple[int, int, int]] = []
+        """`(film time, height, width)` of each item."""
         self._deltas: list[int] = [0]
         """`_deltas[i]` is the delta of text between items i - 1 and i."""
         self._forgotten_end = 0
         """End of the last item that was dropped."""
+        self._film: tuple[int, int] = (-1, 0)
+        """Where the last item of the last film ends, and the base of that film's positions."""
         for feature in features:
             self.append(feature)
 
@@ -166,10 +173,16 @@ class MropePositions:
         if feature.grid is None:
             return
         _, height, width = feature.grid
+        time, base = feature.film_time, feature.offset + self._deltas[-1]
+        if time is not None and self._film[0] == feature.offset:
+            base = self._film[1]
+            self._deltas[-1] = base - feature.offset
         self._starts.append(feature.offset)
         self._ends.append(feature.end)
-        self._grids.append(feature.grid)
-        self._deltas.append(self._deltas[-1] + max(height, width) - feature.length)
+        self._grids.append((time or 0, height, width))
+        self._deltas.append(base + max(height, width) - feature.end)
+        if time is not None:
+            self._film = feature.end, base
 
     @property
     def tail_start(self) -> int:
@@ -200,6 +213,7 @@ class MropePositions:
         self._starts = [start - num_tokens for start in self._starts]
         self._ends = [end - num_tokens for end in self._ends]
         self._deltas = [delta + num_tokens - rotated for delta in self._deltas]
+        self._film = self._film[0] - num_tokens, self._film[1] - rotated
         self._forgotten_end = max(0, self._forgotten_end - num_tokens)
 
     def fill(self, start: int, out: NDArray[np.int64]) -> None:
@@ -217,9 +231,9 @@ class MropePositions:
         out[:, text - start :] += self._deltas[item]
 
     def _fill_item(self, item: int, first: int, last: int, out: NDArray[np.int64]) -> None:
-        _, height, width = self._grids[item]
+        time, height, width = self._grids[item]
         base = self._starts[item] + self._deltas[item]
         rows, columns = np.divmod(np.arange(first, last) - self._starts[item], width)
-        out[0] = base + rows // height
+        out[0] = base + time + rows // height
         out[1] = base + rows % height
         out[2] = base + columns

@@ -120,6 +120,7 @@ class ReadOnlyRenderer(Renderer):
             family=main._family,
             resolver=resolver,
             limits=main._limits,
+            media=media,
             max_model_len=main.max_model_len,
             vocab_size=main.vocab_size,
             token_cache=TokenCache(TOKEN_BYTES),

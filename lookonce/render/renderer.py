@@ -29,6 +29,7 @@ from lookonce.cache.slab_pool import OwnSlabs
 from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import BadRequestError
 from lookonce.render.families.base import ProcessorFamily
+from lookonce.render.families.film import FilmLayout
 from lookonce.render.families.registry import load_family
 from lookonce.render.families.speech import SpeechProcessing
 from lookonce.render.families.voxtral_realtime import LiveSound, VoxtralRealtimeProcessing
@@ -42,7 +43,8 @@ from lookonce.render.media.external_items import (
     placeholder_span,
     storage_digest,
 )
-from lookonce.render.media.loader import Encoded, MediaLoader
+from lookonce.render.media.film import Films, OpenFilm
+from lookonce.render.media.loader import Encoded, MediaLoader, MediaSource
 from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT, MediaPool, ServerShare
 from lookonce.render.media.processing import processing_settings
 from lookonce.render.media.resolver import (
@@ -69,7 +71,12 @@ from lookonce.render.prompt.messages import (
     read_messages,
     texts_of,
 )
-from lookonce.render.prompt.placeholders import match_placeholders, place_media, place_sound
+from lookonce.render.prompt.placeholders import (
+    PlacedFilm,
+    match_placeholders,
+    place_media,
+    place_sound,
+)
 from lookonce.render.prompt.token_cache import TokenCache
 from lookonce.types.media import Array, Modality, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
@@ -101,8 +108,9 @@ class Renderer:
         token_cache: TokenCache | None = None,
         own_slabs: OwnSlabs | None = None,
         documents: Documents | None = None,
+        media: MediaConfig | None = None,
     ) -> None:
-        """`documents` reads files; None: file parts are refused."""
+        """`documents` reads files; None: file parts are refused. `media` limits films."""
         self.tokenizer = encoder.tokenizer
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
@@ -117,6 +125,9 @@ class Renderer:
             if family is None or resolver is None
             else ExternalItemResolver(family, resolver, own_slabs)
         )
+        self._films: Films | None = None
+        if family is not None and resolver is not None and "video" in family.modalities:
+            self._films = Films(family, resolver, media or MediaConfig())
         self.speech = family if isinstance(family, SpeechProcessing) else None
         """The family of an encoder-decoder, which transcribes and does nothing else."""
         self._sound_files = (
@@ -204,9 +215,17 @@ class Renderer:
         self._check_length(len(encoded.ids), "messages")
         if not chat.sources or self._resolver is None:
             return RenderedPrompt(encoded.ids, scope=scope, text=encoded.text)
-        items = await self._resolver.resolve(chat.sources, scope, kwargs, tenant=tenant)
+        films = await self._open_films(chat.sources, scope, kwargs, tenant)
+        self._check_films_fit(len(encoded.ids), films)
+        sources = [
+            each
+            for index, source in enumerate(chat.sources)
+            for each in (films[index].sources if index in films else (source,))
+        ]
+        items = await self._resolver.resolve(sources, scope, kwargs, tenant=tenant)
         try:
-            rendered = place_media(encoded.ids, items, positions)
+            parts = self._parts(chat.sources, films, items, encoded.ids, positions)
+            rendered = place_media(encoded.ids, parts, positions)
             self._check_length(rendered.num_tokens, "messages")
         except BaseException:
             self._resolver.release(items)
@@ -296,6 +315,83 @@ class Renderer:
         if self._documents is None:
             raise BadRequestError(f"{where}: no files are read here", param=where)
         return await self._documents.read(sources, scope, tenant)
+
+    # --- films --------------------------------------------------------------------------------
+
+    async def _open_films(
+        self,
+        sources: Sequence[MediaSource],
+        scope: bytes,
+        kwargs: Mapping[str, Any],
+        tenant: str,
+    ) -> dict[int, OpenFilm]:
+        """By index of the source. Raises a `RequestError` that names the part."""
+        opened: dict[int, OpenFilm] = {}
+        if self._family is None or self._films is None:
+            return opened
+        for index, source in enumerate(sources):
+            if source.modality == "video":
+                options = self._family.item_options("video", kwargs)
+                opened[index] = await self._films.open(source, scope, options, tenant=tenant)
+        return opened
+
+    def _check_films_fit(self, num_tokens: int, films: Mapping[int, OpenFilm]) -> None:
+        """Refuse films that are too long for the context before any frame is decoded."""
+        for film in films.values():
+            expansion = film.layout.expansion
+            num_tokens += len(film.sources) * (1 if expansion is None else expansion.length)
+            num_tokens += sum(len(item.before) for item in film.layout.items)  # at least
+        self._check_length(num_tokens, "messages")
+
+    def _parts(
+        self,
+        sources: Sequence[MediaSource],
+        films: Mapping[int, OpenFilm],
+        items: Sequence[RenderedItem],
+        ids: NDArray[np.int32],
+        positions: Sequence[tuple[int, int]],
+    ) -> list[RenderedItem | PlacedFilm]:
+        """One per source."""
+        parts: list[RenderedItem | PlacedFilm] = []
+        place = {index: position for position, index in positions}
+        done = 0
+        for index in range(len(sources)):
+            film = films.get(index)
+            count = 1 if film is None else len(film.sources)
+            its = items[done : done + count]
+            done += count
+            if film is None:
+                parts += its
+            else:
+                parts.append(self._placed_film(film.layout, its, ids, place[index]))
+        return parts
+
+    def _placed_film(
+        self,
+        layout: FilmLayout,
+        items: Sequence[RenderedItem],
+        ids: NDArray[np.int32],
+        position: int,
+    ) -> PlacedFilm:
+        before, after = layout.replaces
+        start, end = position - len(before), position + 1 + len(after)
+        if start < 0 or (*ids[start:position], *ids[position + 1 : end]) != (*before, *after):
+            raise BadRequestError(
+                "the chat template writes other tokens around a film than the model's processor "
+                "replaces",
+                param="messages",
+            )
+        between = [self._encoder.encode_tokens(item.before) for item in layout.items]
+        first = layout.items[0].before
+        if first and isinstance(first[0], str):
+            # A text merges with the text before it, as where the processor writes both.
+            start, text = self._encoder.text_before(ids, start)
+            between[0] = self._encoder.encode_tokens((text + first[0], *first[1:]))
+        times = [item.time for item in layout.items]
+        for item, of_film in zip(items, layout.items, strict=True):
+            item.num_frames = len({*of_film.frames})
+        after_it = self._encoder.encode_tokens(layout.after)
+        return PlacedFilm(items, times, between, after_it, start, end)
 
     async def _render_sound(
         self,
@@ -684,6 +780,7 @@ async def open_renderer(
             family=family,
             resolver=resolver,
             limits=media.limit_per_prompt,
+            media=media,
             max_model_len=max_model_len,
             token_cache=TokenCache(counts=share.counts),
             own_slabs=None if share.slabs is None else OwnSlabs(share.slabs),

@@ -11,8 +11,10 @@ from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
-Modality = Literal["image", "audio"]
-MODALITIES: tuple[Modality, ...] = ("image", "audio")
+Modality = Literal["image", "audio", "video"]
+"""An item of a film ("video") is one of its temporal patches: the frames that the encoder takes
+together, which most models do with two."""
+MODALITIES: tuple[Modality, ...] = ("image", "audio", "video")
 
 ITEM_SIZE: dict[str, int] = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2,
@@ -226,13 +228,23 @@ class MediaFeature(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_embeds: int
     is_embed: tuple[tuple[int, int], ...] | None = None
     grid: tuple[int, int, int] | None = None
+    film_time: int | None = None
+    """With multi-axis rope and films whose items share one base: how far this item lies after the
+    film's beginning on the temporal axis. An item that begins where another one of a film ends goes
+    on with that film. None: the item stands alone."""
 
     @property
     def end(self) -> int:
         return self.offset + self.length
 
 
-def feature_at(key: bytes, modality: Modality, expansion: Expansion, start: int) -> MediaFeature:
+def feature_at(
+    key: bytes,
+    modality: Modality,
+    expansion: Expansion,
+    start: int,
+    film_time: int | None = None,
+) -> MediaFeature:
     """The feature of an item whose expansion begins at prompt position `start`.
 
     Raises `ValueError` for an expansion without any embed token.
@@ -250,4 +262,5 @@ def feature_at(key: bytes, modality: Modality, expansion: Expansion, start: int)
         num_embeds=expansion.num_embeds,
         is_embed=None if len(relative) == 1 else relative,
         grid=expansion.grid,
+        film_time=film_time,
     )

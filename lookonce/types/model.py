@@ -76,13 +76,13 @@ SUPPORTED: dict[str, tuple[Modality, ...]] = {
     "qwen2": (),
     "qwen2_5_omni": ("image", "audio"),
     "qwen2_5_omni_thinker": ("image", "audio"),
-    "qwen2_5_vl": ("image",),
+    "qwen2_5_vl": ("image", "video"),
     "qwen2_audio": ("audio",),
-    "qwen2_vl": ("image",),
+    "qwen2_vl": ("image", "video"),
     "qwen3": (),
     "qwen3_moe": (),
-    "qwen3_vl": ("image",),
-    "qwen3_vl_moe": ("image",),
+    "qwen3_vl": ("image", "video"),
+    "qwen3_vl_moe": ("image", "video"),
     "smolvlm": ("image",),
     "voxtral": ("audio",),
     "voxtral_realtime": ("audio",),
@@ -200,7 +200,7 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "glmasr": ("audio",),
     "hyperclovax_vision_v2": ("image",),
     "idefics2": ("image",),
-    "internvl": ("image",),
+    "internvl": ("image", "video"),
     "janus": ("image",),
     "lighton_ocr": ("image",),
     "llama4": ("image",),
@@ -315,12 +315,16 @@ MEDIA_CONFIG = re.compile(
 MEDIA_TOKENS: dict[Modality, tuple[str, ...]] = {
     "image": ("image_token_id", "image_token_index"),
     "audio": ("audio_token_id", "audio_token_index"),
+    "video": (),
 }
 """Modality → names in a config of the token whose positions take encoder outputs."""
 MEDIA_PARTS: dict[Modality, re.Pattern[str]] = {
     "image": re.compile(r"vision|visual|vit|image"),
     "audio": re.compile(r"audio|speech|sound|acoustic|encoder"),
 }
+FILMS_AS_PICTURES: tuple[str, ...] = ("internvl",)
+"""Types of `GENERAL_MEDIA` that take a film as one picture for each frame, with text between, whose
+rows stand at the token of pictures."""
 
 
 def general_modalities(config: Mapping[str, object]) -> tuple[Modality, ...]:
@@ -328,12 +332,13 @@ def general_modalities(config: Mapping[str, object]) -> tuple[Modality, ...]:
     parts = [
         name for name, value in config.items() if value is not None and MEDIA_CONFIG.fullmatch(name)
     ]
-    return tuple(
+    found: tuple[Modality, ...] = tuple(
         modality
         for modality, names in MEDIA_TOKENS.items()
         if any(type(config.get(name)) is int for name in names)
         and any(MEDIA_PARTS[modality].search(part) for part in parts)
     )
+    return (*found, "video") if config.get("model_type") in FILMS_AS_PICTURES else found
 
 
 def takes_media(config: Mapping[str, object]) -> bool:

@@ -211,6 +211,8 @@ class RenderedItem:
     accepted or asked, or the prompt has ended."""
     encoded: bytes | bytearray | None = None
     """The media as it came, for an answer that carries it on; None where a name alone came."""
+    num_frames: int | None = None
+    """Of an item of a film: how many of its frames it has."""
 
 
 def as_ids(token_ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:

@@ -25,7 +25,8 @@ def test_no_larger_item_exists_than_the_one_that_is_warmed(folder, kind):
     family = load_family(folder(kind), "float32")
     processing = Processing(ProcessingSettings(str(folder(kind)), "float32", 1 << 24, 600.0))
     made = list(largest_media(family, MediaConfig(), 2000))
-    assert {each.modality for each in made} == set(family.modalities)
+    # Films are encoded by the encoder of pictures, which is warm then.
+    assert {each.modality for each in made} == set(family.modalities) - {"video"}
     for each in made:
         item = processing.run(MediaJob(each.modality, each.encoded())).item
         assert item.expansion == family.expansion_of_size(each.modality, each.size, {})

@@ -81,7 +81,7 @@ class TestParts:
     @pytest.mark.parametrize(
         ("part", "words"),
         [
-            ({"type": "video_url", "video_url": {"url": "https://a.b/"}}, "video is not supported"),
+            ({"type": "video_url", "video_url": {}}, "needs a url"),
             ({"type": "hologram"}, "'hologram'"),
             ({"type": 3}, "not a text"),
             ({}, "unknown content type"),

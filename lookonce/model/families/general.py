@@ -154,7 +154,12 @@ class AnyMediaModel:
 
 AUTO_CLASSES = (AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
 """Audio Flamingo and its kin, which are decoders, too, are known to the second one alone."""
-ENCODERS: dict[Modality, str] = {"image": "get_image_features", "audio": "get_audio_features"}
+ENCODERS: dict[Modality, str] = {
+    "image": "get_image_features",
+    "audio": "get_audio_features",
+    "video": "get_image_features",
+}
+"""Films are taken as pictures here (`FILMS_AS_PICTURES`)."""
 PROJECTED_LATER = ("llama4",)
 """Types whose forward applies the projector to what `get_image_features` gives."""
 TOKEN_NAME = re.compile(r"\w*token_(id|index)")

@@ -1,4 +1,8 @@
-"""Qwen2-VL and Qwen2.5-VL: pictures of any size, all patches in one sequence, multi-axis rope."""
+"""Qwen2-VL and Qwen2.5-VL: pictures of any size, all patches in one sequence, multi-axis rope.
+
+The vision encoder's attention never crosses from one temporal patch to another (`cu_seqlens`), so
+each pair of a film's frames is an item of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +13,42 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lookonce.model.families.base import ModelFamily, PositionAxes, Tensors
+from lookonce.model.families.base import Model, ModelFamily, PositionAxes, Tensors
 from lookonce.types.media import Modality
+
+IMAGE_ARRAYS = ("image_grid_thw", "pixel_values")
 
 
 class Qwen2_5VLFamily(ModelFamily):  # noqa: N801
-    """Items: `pixel_values` [t * h * w, patch], `image_grid_thw` [3] in patches."""
+    """Items: `pixel_values` [t * h * w, patch], `image_grid_thw` [3] in patches; of films the same
+    under `pixel_values_videos` and `video_grid_thw`."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl")
-    modalities: tuple[Modality, ...] = ("image",)
+    modalities: tuple[Modality, ...] = ("image", "video")
     position_axes: PositionAxes = 3
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        if getattr(self.config, "video_token_id", None) is None:
+            self.modalities = ("image",)
 
     def batch_key(self, modality: Modality, item: Tensors) -> Hashable:
         return modality
 
     def encode(self, modality: Modality, items: Sequence[Tensors]) -> list[Tensor]:
-        return list(self.encode_images(items).pooler_output)
+        return list(self.encode_images(items, modality).pooler_output)
 
-    def encode_images(self, items: Sequence[Tensors]) -> Any:
-        """transformers' output for all items, from one call."""
-        grids = torch.stack([item["image_grid_thw"].view(3) for item in items])
-        patches = [item["pixel_values"] for item in items]
+    def encode_images(self, items: Sequence[Tensors], modality: Modality = "image") -> Any:
+        """transformers' output for all items of one modality, from one call."""
+        film = modality == "video"
+        name, pixels = ("video_grid_thw", "pixel_values_videos") if film else IMAGE_ARRAYS
+        grids = torch.stack([item[name].view(3) for item in items])
+        patches = [item[pixels] for item in items]
         # Checked here, because the vision encoder would allocate whatever a wrong grid asks for;
         # not in 64 bits, where products of huge or negative numbers may come out right.
         for grid, patch in zip(grids.tolist(), patches, strict=True):
             if min(grid) < 1 or math.prod(grid) != len(patch):
-                raise ValueError("image_grid_thw does not match the number of patches")
+                raise ValueError(f"{name} does not match the number of patches")
         joined = patches[0] if len(patches) == 1 else torch.cat(patches)
         return self.media_model.get_image_features(joined, grids)
 

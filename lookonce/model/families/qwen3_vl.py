@@ -25,7 +25,7 @@ class Qwen3VLFamily(Qwen2_5VLFamily):
         return (1 + layers) * self.hidden_size
 
     def encode(self, modality: Modality, items: Sequence[Tensors]) -> list[Tensor]:
-        output = self.encode_images(items)
+        output = self.encode_images(items, modality)
         per_item = zip(output.pooler_output, *output.deepstack_features, strict=True)
         return [torch.cat(parts, dim=-1) for parts in per_item]
 

@@ -6,7 +6,7 @@ NumPy has no bfloat16: its bits are computed here and stored as uint16.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -130,14 +130,30 @@ class PixelTable:
         (the picture `repeat` times), row and column.
         """
         height, width = pixels.shape[0] // patch, pixels.shape[1] // patch
-        windows = pixels.reshape(
-            height // merge, merge, patch, width // merge, merge, patch, 3
-        ).transpose(6, 0, 3, 1, 4, 2, 5)
+        windows = _windows(pixels, patch, merge)
         out = self._memory.empty((height * width, 3, repeat, patch * patch), self.dtype)
         for channel in range(3):
             levels = windows[channel].reshape(height * width, patch * patch)
             out[:, channel] = self._levels[channel][levels][:, None]
         return stored_array(out.reshape(height * width, -1), self.dtype)
+
+    def film_patches(self, frames: Sequence[Levels], patch: int, merge: int) -> Array:
+        """Frames [height, width, 3] of one temporal patch, in the order of `patches`."""
+        height, width = frames[0].shape[0] // patch, frames[0].shape[1] // patch
+        out = self._memory.empty((height * width, 3, len(frames), patch * patch), self.dtype)
+        for number, frame in enumerate(frames):
+            windows = _windows(frame, patch, merge)
+            for channel in range(3):
+                levels = windows[channel].reshape(height * width, patch * patch)
+                out[:, channel, number] = self._levels[channel][levels]
+        return stored_array(out.reshape(height * width, -1), self.dtype)
+
+
+def _windows(pixels: Levels, patch: int, merge: int) -> Levels:
+    """[height, width, 3] → [3, rows, columns of windows, merge, merge, patch, patch]."""
+    height, width = pixels.shape[0] // patch, pixels.shape[1] // patch
+    split = pixels.reshape(height // merge, merge, patch, width // merge, merge, patch, 3)
+    return split.transpose(6, 0, 3, 1, 4, 2, 5)
 
 
 def resized(image: Image.Image, width: int, height: int, resample: int | None) -> Levels:

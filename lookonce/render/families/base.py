@@ -24,12 +24,14 @@ from PIL import Image, features
 from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, ModelLoadError
 from lookonce.render.families.arrays import ArrayMemory, Arrays, refuse_arrays
+from lookonce.render.families.film import FilmInfo, FilmLayout
 from lookonce.render.families.processor_files import Json, ProcessorFiles
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 Options = dict[str, object]
-Decoded = Image.Image | NDArray[np.float32]
-"""An RGB picture, or mono samples [n] at the family's `sampling_rate`."""
+Decoded = Image.Image | NDArray[np.float32] | tuple[Image.Image, ...]
+"""An RGB picture, mono samples [n] at the family's `sampling_rate`, or the frames of one item of a
+film."""
 PIXEL_LIBRARIES = ("Pillow", "numpy", "transformers")
 SOUND_LIBRARIES = ("numpy", "soundfile", "soxr", "transformers")
 CODECS = ("jpg", "webp", "zlib", "libjpeg_turbo")
@@ -58,6 +60,8 @@ class ProcessorFamily(ABC):
     """Whether `process` needs torch, which workers otherwise go without."""
     sampling_rate: int = 0
     """Hz of the samples that `process` takes; 0 for families without sound."""
+    film_resample: int = 3
+    """Pillow's number of the filter that frames of files are resized with; 3 is bicubic."""
     max_audio_seconds: float = 0.0
     """Longest clip; the processor would cut a longer one without an error."""
 
@@ -102,6 +106,13 @@ class ProcessorFamily(ABC):
         the values that decide a shape.
         """
         raise refuse_arrays(f"this model does not take processed {modality} items")
+
+    def film_layout(self, info: FilmInfo, options: Options, most_frames: int) -> FilmLayout:
+        """What a film's placeholder becomes; `options` are `item_options` of "video".
+
+        At most `most_frames` frames are taken. Raises a `RequestError` that names no part.
+        """
+        raise BadRequestError("the model takes no films")
 
     def largest_size(self, modality: Modality, max_tokens: int) -> tuple[int, ...] | None:
         """The size (see `expansion_of_size`) of the item with the largest placeholder of at most
@@ -198,6 +209,7 @@ class LargestItem:
         if isinstance(decoded, Image.Image):
             decoded.save(target, "PNG", compress_level=1)
             return target.getvalue()
+        assert isinstance(decoded, np.ndarray)
         with wave.open(target, "wb") as file:
             file.setnchannels(1)
             file.setsampwidth(2)

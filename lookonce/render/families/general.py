@@ -21,6 +21,14 @@ from PIL import Image
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.render.families.arrays import Arrays, float_array, refuse_arrays, stored_array
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
+from lookonce.render.families.film import OPTION_NAMES as FILM_OPTIONS
+from lookonce.render.families.film import (
+    FilmInfo,
+    FilmItem,
+    FilmLayout,
+    film_options,
+    picture_film,
+)
 from lookonce.render.families.processor_files import (
     ProcessorFiles,
     ProcessorTokenizer,
@@ -38,7 +46,7 @@ from lookonce.types.model import MEDIA_TOKENS, ONE_IN_A_PROMPT, general_modaliti
 
 NOT_OF_ITEMS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 """What a processor gives by token of the prompt."""
-ARGUMENTS: dict[Modality, str] = {"image": "images", "audio": "audio"}
+ARGUMENTS: dict[Modality, str] = {"image": "images", "audio": "audio", "video": "images"}
 LONGEST_SOUND = 30.0
 """Seconds; the window of Whisper's extractor, which cuts what is longer without an error."""
 EXAMPLE_PICTURES = ((128, 60), (70, 90), (128, 60))
@@ -46,6 +54,11 @@ EXAMPLE_SECONDS = (0.9, 1.6, 0.9)
 """Two are of one size, so that only their contents tell them apart."""
 
 
+FILM_PLACEHOLDER = "<video>"
+NEWLINE = "\n"
+PICTURE_OF_FILM: dict[str, object] = {"crop_to_patches": False}
+"""Options of the picture processor for a frame."""
+NO_OPTIONS: dict[str, object] = {}
 PLACEHOLDERS: dict[str, dict[Modality, str]] = {
     "gemma3": {"image": "<start_of_image>"},
     "gemma3n": {"image": "<image_soft_token>", "audio": "<audio_soft_token>"},
@@ -68,12 +81,17 @@ class GeneralProcessing(ProcessorFamily):
         self.max_items = 1 if files.config.get("model_type") in ONE_IN_A_PROMPT else None
         self._tokenizer = ProcessorTokenizer(files)
         self._tokens = {
-            modality: token_id(files.config, *MEDIA_TOKENS[modality])
+            modality: token_id(files.config, *MEDIA_TOKENS[_encoded_as(modality)])
             for modality in self.modalities
         }
         self._placeholders = {
             modality: self._find_placeholder(modality) for modality in self._tokens
         }
+        film = self._tokenizer.find(FILM_PLACEHOLDER)
+        if film is None:
+            self.modalities = tuple(each for each in self.modalities if each != "video")
+        elif "video" in self._placeholders:
+            self._placeholders["video"] = film
         self._around = TEXT_AROUND.get(str(files.config.get("model_type")), ("", ""))
         if "audio" in self.modalities:
             sound = files.feature_extractor
@@ -92,6 +110,21 @@ class GeneralProcessing(ProcessorFamily):
 
     def text_around_placeholder(self, modality: Modality) -> tuple[str, str]:
         return self._around
+
+    def option_names(self) -> tuple[str, ...]:
+        return FILM_OPTIONS if "video" in self.modalities else ()
+
+    def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> Options:
+        return film_options(kwargs) if modality == "video" else {}
+
+    def film_layout(self, info: FilmInfo, options: Options, most_frames: int) -> FilmLayout:
+        """A picture for each frame, without tiles; text between them says which it is."""
+        frames = picture_film(info, self.files.video_processor, options, most_frames)
+        items = [
+            FilmItem((frame,), (f"{NEWLINE if number else ''}Frame{number + 1}: ",))
+            for number, frame in enumerate(frames)
+        ]
+        return FilmLayout(tuple(items), {"width": info.width, "height": info.height})
 
     def fingerprint(self) -> bytes:
         torch = [version(name) for name in ("torch", "torchvision") if find_spec(name)]
@@ -112,8 +145,11 @@ class GeneralProcessing(ProcessorFamily):
 
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
         """The processor's arrays as it gives them for a prompt of this item's placeholder."""
+        given: Decoded = decoded[0] if isinstance(decoded, tuple) else decoded
+        options = PICTURE_OF_FILM if modality == "video" else {}
         try:
-            ids, found = self._run(self._placeholder(modality), {modality: [decoded]})
+            text = self._placeholder(_encoded_as(modality))
+            ids, found = self._run(text, {modality: [given]}, options)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise UnprocessableMediaError(
                 f"the model's processor refuses the {modality} ({type(error).__name__})"
@@ -133,20 +169,37 @@ class GeneralProcessing(ProcessorFamily):
         Raises `ModelLoadError` where an item's tokens in a prompt are not those that it has alone.
         """
         media = {modality: _example_media(modality, self) for modality in self.modalities}
+        films = media.pop("video", [])
         several = self.max_items is None
         if several:
             for modality, (first, second, _) in media.items():
                 self._check_neighbours(modality, [first, second])
         orders: list[list[tuple[Modality, int]]] = []
-        for modality in self.modalities:
+        for modality in media:
             orders.append([(modality, 0)])
             orders.append([(modality, number) for number in ((0, 1, 2) if several else (1,))])
-        if len(self.modalities) > 1:
-            orders.append([(modality, 1) for modality in self.modalities])
-        return tuple(
+        if len(media) > 1:
+            orders.append([(modality, 1) for modality in media])
+        examples = [
             self._example([(modality, media[modality][number]) for modality, number in order])
             for order in orders
-        )
+        ]
+        return (*examples, self._film_example(films)) if films else tuple(examples)
+
+    def _film_example(self, frames: Sequence[Decoded]) -> MediaExample:
+        """A film of all frames. Films have no processor of transformers without torchvision: what
+        the model gets is its picture processor's, without tiles."""
+        layout = self.film_layout(FilmInfo(len(frames), 1.0, 1, 1, chosen=True), {}, len(frames))
+        ids = self._encoded("Look\n")
+        items: list[tuple[int, ProcessedItem]] = []
+        for item, frame in zip(layout.items, frames, strict=True):
+            ids += [token for text in item.before for token in self._encoded(str(text))]
+            items.append((len(ids), self.process("video", frame, {})))
+            ids += items[-1][1].expansion.token_ids()
+        ids += self._encoded("\nand what? ")
+        placeholder = self._placeholder("image")
+        _, arrays = self._run(placeholder * len(frames), {"video": frames}, PICTURE_OF_FILM)
+        return MediaExample(tuple(ids), tuple(items), arrays)
 
     def _example(self, media: Sequence[tuple[Modality, Decoded]]) -> MediaExample:
         before, after = self._around
@@ -190,15 +243,20 @@ class GeneralProcessing(ProcessorFamily):
         return ids
 
     def _run(
-        self, text: str, media: Mapping[Modality, Sequence[Decoded]]
+        self,
+        text: str,
+        media: Mapping[Modality, Sequence[Decoded]],
+        options: Mapping[str, object] = NO_OPTIONS,
     ) -> tuple[list[int], dict[str, Array]]:
         """The token ids and arrays that the processor makes of a prompt."""
         given: dict[str, list[Any]] = {}
         for modality, items in media.items():
             # As `apply_chat_template` gives them: pictures in a list for each prompt.
-            given[ARGUMENTS[modality]] = [list(items)] if modality == "image" else list(items)
+            given[ARGUMENTS[modality]] = list(items) if modality == "audio" else [list(items)]
         found = dict(
-            self._processor(text=[text], add_special_tokens=False, return_tensors="pt", **given)
+            self._processor(
+                text=[text], add_special_tokens=False, return_tensors="pt", **given, **options
+            )
         )
         ids = [int(token) for token in found.pop("input_ids")[0]]
         found.pop("attention_mask", None)
@@ -215,7 +273,7 @@ class GeneralProcessing(ProcessorFamily):
     def _grid(self, modality: Modality, arrays: Arrays) -> tuple[int, int, int] | None:
         """Of pictures whose processor states a grid of patches: the same in merged patches."""
         stated = arrays.get("image_grid_thw")
-        if modality != "image" or stated is None or stated.shape != (1, 3):
+        if modality == "audio" or stated is None or stated.shape != (1, 3):
             return None
         time, height, width = np.frombuffer(stated.data, stated.dtype).tolist()
         vision = self.files.config.get("vision_config") or {}
@@ -227,9 +285,14 @@ class GeneralProcessing(ProcessorFamily):
         return full_processor(self.files)
 
 
+def _encoded_as(modality: Modality) -> Modality:
+    """Films are taken as pictures."""
+    return "image" if modality == "video" else modality
+
+
 def _example_media(modality: Modality, family: ProcessorFamily) -> list[Decoded]:
     random = np.random.default_rng(0)
-    if modality == "image":
+    if modality != "audio":
         return [
             Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
             for width, height in EXAMPLE_PICTURES

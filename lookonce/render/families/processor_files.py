@@ -46,15 +46,24 @@ class ProcessorFiles(msgspec.Struct, frozen=True):
     """Path of tokenizer.json; None if there is none."""
     folder: str = ""
     """The folder or hub id that the files are of."""
+    video: Json = {}
+    """video_preprocessor_config.json."""
 
     def described(self) -> list[Json]:
         """The content that decides how media is processed, without paths."""
-        return [self.config, self.preprocessor, self.processor]
+        parts = [self.config, self.preprocessor, self.processor]
+        return [*parts, self.video] if self.video else parts
 
     @property
     def image_processor(self) -> Json:
         nested = self.processor.get("image_processor")
         return dict(nested) if isinstance(nested, dict) else self.preprocessor
+
+    @property
+    def video_processor(self) -> Json:
+        """Of films; where a folder has none, transformers takes that of pictures."""
+        nested = self.processor.get("video_processor")
+        return self.video or (dict(nested) if isinstance(nested, dict) else self.image_processor)
 
     @property
     def feature_extractor(self) -> Json:
@@ -77,6 +86,7 @@ def read_processor_files(folder: str | Path) -> ProcessorFiles:
         processor=_read_json(folder, "processor_config.json"),
         tokenizer=None if tokenizer is None else str(tokenizer),
         folder=str(folder),
+        video=_read_json(folder, "video_preprocessor_config.json"),
     )
 
 

@@ -80,6 +80,7 @@ class Qwen2_5OmniProcessing(ProcessorFamily):  # noqa: N801
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
         if isinstance(decoded, Image.Image):
             return self.images.process(decoded, options)
+        assert isinstance(decoded, np.ndarray)
         expansion = self._audio_expansion(len(decoded))
         features = log_mel(decoded, self._mel)
         arrays = {"input_features": float_array(features, self.dtype)}

@@ -1,4 +1,4 @@
-"""Qwen2-VL to Qwen3-VL: pictures of any size, between the template's vision start and end.
+"""Qwen2-VL to Qwen3-VL: pictures of any size, between the template's vision start and end; films.
 
 `QwenImages` is shared by every family with this image processor.
 """
@@ -31,6 +31,8 @@ from lookonce.render.families.base import (
     bad_option,
     token_id,
 )
+from lookonce.render.families.film import OPTION_NAMES as FILM_OPTIONS
+from lookonce.render.families.film import FilmInfo, FilmLayout, QwenFilms
 from lookonce.render.families.processor_files import Json, ProcessorFiles, image_processor
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 
@@ -42,21 +44,49 @@ class Qwen2_5VLProcessing(ProcessorFamily):  # noqa: N801
     model_types: ClassVar[tuple[str, ...]] = (
         "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
     )  # fmt: skip
-    modalities = ("image",)
+    modalities: tuple[Modality, ...] = ("image", "video")
 
     def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
         token = token_id(files.config, "image_token_id")
         self.images = QwenImages(files.image_processor, token, dtype, self.memory)
+        self.films: QwenFilms | None = None
+        if isinstance(files.config.get("video_token_id"), int):
+            self.films = self._films(files, dtype)
+        else:
+            self.modalities = ("image",)
+
+    def _films(self, files: ProcessorFiles, dtype: str) -> QwenFilms:
+        vision = files.config.get("vision_config") or {}
+        kind = str(files.config.get("model_type"))
+        names = ("vision_start_token_id", "vision_end_token_id")
+        return QwenFilms(
+            files.video_processor,
+            token_id(files.config, "video_token_id"),
+            dtype,
+            self.memory,
+            rule="qwen2" if kind == "qwen2_vl" else "qwen2_5" if kind == "qwen2_5_vl" else "qwen3",
+            around=(token_id(files.config, names[0]), token_id(files.config, names[1])),
+            tokens_per_second=float(vision.get("tokens_per_second", 4)),
+        )
 
     def placeholder_token_id(self, modality: Modality) -> int:
+        if modality == "video" and self.films is not None:
+            return self.films.token_id
         return self.images.token_id
 
     def option_names(self) -> tuple[str, ...]:
-        return OPTION_NAMES
+        return (*OPTION_NAMES, *FILM_OPTIONS) if "video" in self.modalities else OPTION_NAMES
 
     def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> Options:
+        if modality == "video" and self.films is not None:
+            return self.films.options(kwargs)
         return self.images.options(kwargs)
+
+    def film_layout(self, info: FilmInfo, options: Options, most_frames: int) -> FilmLayout:
+        if self.films is None:
+            return super().film_layout(info, options, most_frames)
+        return self.films.layout(info, options, most_frames)
 
     def expansion_of_size(
         self, modality: Modality, size: tuple[int, ...], options: Options
@@ -64,12 +94,17 @@ class Qwen2_5VLProcessing(ProcessorFamily):  # noqa: N801
         return self.images.expansion(size[0], size[1], options)
 
     def expansion_of_arrays(self, modality: Modality, arrays: Arrays) -> Expansion:
+        if modality == "video" and self.films is not None:
+            return self.films.expansion_of_arrays(arrays)
         return self.images.expansion_of_arrays(arrays)
 
     def largest_size(self, modality: Modality, max_tokens: int) -> tuple[int, ...] | None:
-        return self.images.largest_size(max_tokens)
+        return None if modality == "video" else self.images.largest_size(max_tokens)
 
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
+        if isinstance(decoded, tuple):
+            assert self.films is not None
+            return self.films.process(decoded, options)
         assert isinstance(decoded, Image.Image)
         return self.images.process(decoded, options)
 

@@ -26,6 +26,8 @@ MAX_SCANS = 100
 """Scans of one JPEG. Encoders write about 10 for a progressive picture and 1 to 4 for another."""
 MAX_CHUNKS = 20_000
 """Chunks of a PNG, or blocks before the first frame of a GIF."""
+MAX_ITEM_FRAMES = 16
+"""Frames that an encoder takes together. Models take one or two."""
 MAX_SEGMENTS = 2_000
 """Segments of a JPEG. One holds up to 64 KiB of metadata."""
 UNREADABLE_SECONDS = 2.0
@@ -55,6 +57,7 @@ PNG_BYTE = 20 * NS
 GIF_PIXEL, GIF_BYTE = 8 * NS, 10 * NS
 WEBP_PIXEL = 22 * NS
 WEBP_LOSSY_BYTE, WEBP_LOSSLESS_BYTE = 70 * NS, 14 * NS
+FILM_PIXEL, FILM_BYTE, FILM_OPENING = 25 * NS, 4 * NS, 0.05
 ALPHA_PIXEL = 12 * NS
 """Compositing onto white."""
 RESIZED_PIXEL = 9 * NS
@@ -108,7 +111,10 @@ def estimate_cost(modality: Modality, data: bytes | memoryview, limits: CostLimi
     if not isinstance(data, (bytes, bytearray)):
         data = bytes(data)
     try:
-        seconds = _image(data, limits) if modality == "image" else _sound(data, limits)
+        if modality == "video":
+            seconds = _film_item(data, limits)
+        else:
+            seconds = _image(data, limits) if modality == "image" else _sound(data, limits)
     except LookOnceError:
         raise
     except (IndexError, ValueError, ZeroDivisionError):  # cut short, or not what it claims to be
@@ -125,6 +131,81 @@ def estimate_cost(modality: Modality, data: bytes | memoryview, limits: CostLimi
 def cpu_deadline(seconds: float) -> float:
     """CPU seconds after which a job with this estimate is stopped."""
     return min(LONGEST_DEADLINE, max(SHORTEST_DEADLINE, DEADLINE_FACTOR * seconds))
+
+
+# --- films ---------------------------------------------------------------------------------------
+
+
+def _film_item(data: bytes, limits: CostLimits) -> float:
+    """The frames of one item (`processing.pack_frames`): pictures, or pixels as they are."""
+    at, seconds, count = 8, 0.0, 0
+    while at < len(data):
+        count += 1
+        if count > MAX_ITEM_FRAMES:
+            raise ValueError
+        size = int.from_bytes(data[at : at + 8], "little")
+        frame = data[at + 8 : at + 8 + size]
+        if len(frame) < size:
+            raise ValueError
+        pictures = data.startswith(b"frames")
+        seconds += _image(frame, limits) if pictures else _processing(size // 3)
+        at += 8 + size
+    return seconds
+
+
+def index_seconds(data: bytes | bytearray) -> float:
+    """CPU seconds to find out what is in a film."""
+    return BASE_SECONDS + len(data) * FILM_BYTE + FILM_OPENING
+
+
+def film_seconds(data: bytes | bytearray, num_frames: int, pixels: int) -> float:
+    """CPU seconds to decode so many frames of a film, of so many pixels each."""
+    return index_seconds(data) + num_frames * (pixels * FILM_PIXEL + SEGMENT)
+
+
+def picture_size(data: bytes | bytearray) -> tuple[int, int] | None:
+    """(width, height) of a picture by its header, as it lies in the file; None if it has none that
+    is known. No pixel is decoded."""
+    try:
+        if data[:8] == b"\x89PNG\r\n\x1a\n":
+            found = _big(data, 16, 4), _big(data, 20, 4)
+        elif data[:3] == b"\xff\xd8\xff":
+            found = _jpeg_size(data)
+        elif data[:6] in (b"GIF87a", b"GIF89a"):
+            found = _little(data, 6, 2), _little(data, 8, 2)
+        elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+            found = _webp_size(data)
+        else:
+            return None
+    except (IndexError, ValueError):
+        return None
+    return found if min(found) > 0 else None
+
+
+def _jpeg_size(data: bytes | bytearray) -> tuple[int, int]:
+    """Raises `IndexError` where there is no frame header."""
+    at = 2
+    while True:
+        if data[at] != 0xFF:
+            raise ValueError
+        code = data[at + 1]
+        if code in JPEG_FRAMES:
+            return _big(data, at + 7, 2), _big(data, at + 5, 2)
+        if code == START_OF_SCAN:
+            raise ValueError
+        at += 1 if code == 0xFF else 2 + max(2, _big(data, at + 2, 2))
+
+
+def _webp_size(data: bytes | bytearray) -> tuple[int, int]:
+    kind = bytes(data[12:16])
+    if kind == b"VP8X":
+        return _little(data, 24, 3) + 1, _little(data, 27, 3) + 1
+    if kind == b"VP8L":
+        bits = _little(data, 21, 4)
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    if kind == b"VP8 ":
+        return _little(data, 26, 2) & 0x3FFF, _little(data, 28, 2) & 0x3FFF
+    raise ValueError
 
 
 # --- pictures ------------------------------------------------------------------------------------
@@ -247,17 +328,9 @@ def _webp(data: bytes, limits: CostLimits) -> float:
     """An animation is its first frame, decoded on a canvas of the whole size."""
     kind = data[12:16]
     byte = WEBP_LOSSY_BYTE
-    if kind == b"VP8X":
-        width, height = _little(data, 24, 3) + 1, _little(data, 27, 3) + 1
-        if data.find(b"VP8 ", 30) < 0:
-            byte = WEBP_LOSSLESS_BYTE
-    elif kind == b"VP8L":
-        bits = _little(data, 21, 4)
-        width, height, byte = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1, WEBP_LOSSLESS_BYTE
-    elif kind == b"VP8 ":
-        width, height = _little(data, 26, 2) & 0x3FFF, _little(data, 28, 2) & 0x3FFF
-    else:
-        raise ValueError
+    if kind == b"VP8L" or (kind == b"VP8X" and data.find(b"VP8 ", 30) < 0):
+        byte = WEBP_LOSSLESS_BYTE
+    width, height = _webp_size(data)
     pixels = _pixels(width, height, limits)
     return pixels * (WEBP_PIXEL + ALPHA_PIXEL) + len(data) * byte + _processing(pixels)
 

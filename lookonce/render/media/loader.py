@@ -14,8 +14,8 @@ import asyncio
 import os
 import stat
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlsplit
@@ -51,8 +51,16 @@ PART_MODALITY: dict[str, Modality] = {
     "image_url": "image",
     "input_audio": "audio",
     "audio_url": "audio",
+    "video_url": "video",
+    "input_video": "video",
+    "video": "video",
 }
-"""Part type → modality; `video_url` is refused with an error of its own."""
+"""Part type → modality. "video" is the part of transformers and Qwen: a URL, or a list of those of
+frames."""
+FRAME_LISTS = ("data:video/jpeg;", "data:video/png;", "data:video/webp;")
+"""How a data URL begins that has its frames as pictures, between commas, as vLLM takes them."""
+MAX_LISTED_FRAMES = 100_000
+"""Frames that a part may list at all; `--max-video-frames` is far below."""
 FETCH_CACHE_BYTES = 256 * 1024 * 1024
 Encoded = bytes | bytearray
 """The bytes of a file; a bytearray is one that came in a form, which nobody writes any more."""
@@ -81,6 +89,20 @@ class MediaSource:
     """The bytes of an "inline" source that came as they are, not in base64."""
     is_page: bool = False
     """It is a page of a document, drawn here: limits of what clients send do not hold for it."""
+    frames: tuple[MediaSource, ...] = ()
+    """Of a film that is a list of URLs: the sources of its frames, which are pictures."""
+    fps: float | None = None
+    """Of a film: the rate of its frames, as its client says."""
+    options: Mapping[str, object] | None = None
+    """The options of this item; None: those of the request for its modality."""
+    identity: bytes | None = None
+    """What is hashed instead of the encoded bytes, which `load` makes where they are needed."""
+    load: Callable[[], Awaitable[Encoded]] | None = None
+
+    @property
+    def is_frame_list(self) -> bool:
+        """Whether its data URL holds frames between commas."""
+        return self.origin == "inline" and self.value[:16].lower().startswith(FRAME_LISTS)
 
     @property
     def size(self) -> int:
@@ -96,7 +118,7 @@ class MediaSource:
         if (len(self.value) - self.start) // 4 * 3 > max_bytes + 2:
             raise too_large(self.param, max_bytes)
         text = self.value[self.start :] if self.start else self.value
-        data = _base64_bytes(text)
+        data = base64_bytes(text)
         if data is None:
             raise BadRequestError(f"{self.param}: the data is not valid base64", param=self.param)
         if not data:
@@ -109,8 +131,6 @@ class MediaSource:
 def media_source(part: Mapping[str, object], param: str) -> MediaSource:
     """The source of a media part. Raises `BadRequestError` naming the part."""
     kind = part.get("type")
-    if kind == "video_url":
-        raise BadRequestError(f"{param}: video is not supported", param=param)
     modality = PART_MODALITY.get(kind) if isinstance(kind, str) else None
     if modality is None:
         raise BadRequestError(f"{param}: unknown content type {_shown(kind)}", param=param)
@@ -125,7 +145,40 @@ def media_source(part: Mapping[str, object], param: str) -> MediaSource:
         data = _audio_data(body, param)
         start = _data_url_start(data, param) if data[:5].lower() == "data:" else 0
         return MediaSource(modality, "inline", data, param, uuid, start)
+    if modality == "video":
+        return _film_source(part, body, str(kind), param, uuid)
     return source_of_url(_url(body, str(kind), param), modality, param, uuid)
+
+
+def _film_source(
+    part: Mapping[str, object], body: object, kind: str, param: str, uuid: str | None
+) -> MediaSource:
+    """The source of a film: a URL, or a list of the URLs of its frames."""
+    holder = body if isinstance(body, Mapping) else part
+    fps = holder.get("fps")
+    if fps is not None and (
+        isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= 1000
+    ):
+        raise BadRequestError(f"{param}.fps: must be a number above 0, at most 1000", param=param)
+    rate = None if fps is None else float(fps)
+    value = body.get("url", body.get("data")) if isinstance(body, Mapping) else body
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if not 0 < len(value) <= MAX_LISTED_FRAMES:
+            raise BadRequestError(f"{param}: a film needs at least one frame", param=param)
+        frames = tuple(_frame_source(url, f"{param}[{n}]") for n, url in enumerate(value))
+        return MediaSource("video", "inline", "", param, uuid, frames=frames, fps=rate)
+    if not isinstance(value, str) or not value:
+        raise BadRequestError(f"{param}: {kind} needs a url", param=param)
+    if kind == "input_video" and ":" not in value[:16]:
+        return MediaSource("video", "inline", value, param, uuid, fps=rate)  # base64 alone
+    found = source_of_url(value, "video", param, uuid)
+    return found if rate is None else replace(found, fps=rate)
+
+
+def _frame_source(url: object, param: str) -> MediaSource:
+    if not isinstance(url, str) or not url:
+        raise BadRequestError(f"{param}: a frame is the URL of a picture", param=param)
+    return source_of_url(url, "video", param)
 
 
 def source_of_url(url: str, modality: Modality, param: str, uuid: str | None = None) -> MediaSource:
@@ -274,7 +327,7 @@ def too_large(param: str, max_bytes: int) -> TooLargeError:
     return TooLargeError(f"{param}: the media is larger than {max_bytes} bytes", param=param)
 
 
-def _base64_bytes(text: str) -> bytes | None:
+def base64_bytes(text: str) -> bytes | None:
     """The bytes of base64 text, also percent-encoded, in lines or without padding; else None."""
     try:
         data: bytes = pybase64.b64decode(text, validate=True)

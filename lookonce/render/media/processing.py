@@ -11,6 +11,8 @@ Workers of the pool run this; where blocking is fine (offline tools, tests) it i
   checked before a sample is decoded; decoding then goes block by block and stops if the header was
   wrong. Channels are averaged and samples resampled (soxr, "HQ", length rounded up) as librosa
   does, with which Hugging Face's examples load sound.
+* **Films**: an item is a few frames, as pictures (`pack_frames`) or decoded before and resized.
+  Two other jobs work on whole files (`film_decoding`): what is in one, and some of its frames.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Sequence
 from io import BytesIO
 from typing import Any
 
@@ -25,6 +28,7 @@ import msgspec
 import numpy as np
 import soundfile
 import soxr
+from msgspec import convert
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
@@ -32,7 +36,9 @@ from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import ModelLoadError, TooLargeError, UnprocessableMediaError
 from lookonce.render.families.base import MAX_SIDE_RATIO, Decoded, Options, ProcessorFamily
 from lookonce.render.families.registry import load_family
-from lookonce.types.media import Modality, ProcessedItem
+from lookonce.render.media.cost import MAX_ITEM_FRAMES
+from lookonce.render.media.film_decoding import FilmLimits, decode_frames, index_film
+from lookonce.types.media import Array, Expansion, Modality, ProcessedItem
 
 Samples = NDArray[np.float32]
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -55,6 +61,34 @@ class ProcessingSettings(msgspec.Struct, frozen=True, array_like=True):
     max_document_pages: int = 100
     documents_only: bool = False
     """The model takes no media: the worker renders documents and processes nothing."""
+
+
+FRAMES, LEVELS = b"frames\0\0", b"levels\0\0"
+"""What packed frames begin with: as pictures, or as levels [height, width, 3]."""
+
+
+def pack_frames(frames: Sequence[Any], *, decoded: bool = False) -> bytes:
+    """The frames of one item of a film, as `Processing` takes them: encoded pictures, or `decoded`
+    levels of the size that the item's options name."""
+    parts = [LEVELS if decoded else FRAMES]
+    for each in frames:
+        data = each.tobytes() if decoded else each
+        parts += (len(data).to_bytes(8, "little"), data)
+    return b"".join(parts)
+
+
+def unpack_frames(data: bytes | memoryview) -> list[memoryview]:
+    """Raises `ValueError` for data that `pack_frames` has not made."""
+    view, frames, at = memoryview(data), [], len(FRAMES)
+    while at < len(view):
+        size = int.from_bytes(view[at : at + 8], "little")
+        frames.append(view[at + 8 : at + 8 + size])
+        at += 8 + size
+        if len(frames) > MAX_ITEM_FRAMES:
+            break
+    if at != len(view) or not frames:
+        raise ValueError("the frames are not packed")
+    return frames
 
 
 def processing_settings(
@@ -110,8 +144,14 @@ class Processing:
         """Raises `UnprocessableMediaError` or `TooLargeError`, naming no request part."""
         start = time.perf_counter()
         decoded: Decoded
+        if job.modality == "video" and "index" in job.options:
+            return _film_index(job)
+        if job.modality == "video" and "frames" in job.options:
+            return _film_frames(job, self.family.film_resample)
         if job.modality == "image":
             decoded = decode_image(job.data, self._max_pixels)
+        elif job.modality == "video":
+            decoded = decode_film_item(job.data, job.options, self._max_pixels)
         else:
             decoded = decode_audio(job.data, self.family.sampling_rate, self._max_seconds)
         middle = time.perf_counter()
@@ -120,15 +160,59 @@ class Processing:
         return Processed(item, (middle - start) * 1e3, (end - middle) * 1e3)
 
 
-def decode_image(data: bytes | memoryview, max_pixels: int) -> Image.Image:
-    """The picture in mode RGB.
+NO_EXPANSION = Expansion(((0, 1),), 0)
+"""Of what is no item yet: the shortest that the pool takes."""
+
+
+def _film_index(job: MediaJob) -> Processed:
+    pixels, seconds = convert(job.options["index"], tuple[int, float])
+    start = time.perf_counter()
+    index = msgspec.msgpack.encode(index_film(job.data, FilmLimits(pixels, seconds)))
+    arrays = {"index": Array("uint8", (len(index),), index)}
+    took = (time.perf_counter() - start) * 1e3
+    return Processed(ProcessedItem("video", arrays, NO_EXPANSION), took, 0.0)
+
+
+def _film_frames(job: MediaJob, resample: int) -> Processed:
+    wanted = convert(job.options["frames"], tuple[int, ...])
+    width, height = (convert(job.options.get(name, 0), int) for name in ("width", "height"))
+    start = time.perf_counter()
+    frames = np.stack(decode_frames(job.data, wanted, width, height, resample))
+    arrays = {"frames": Array("uint8", frames.shape, frames.reshape(-1).data)}
+    took = (time.perf_counter() - start) * 1e3
+    return Processed(ProcessedItem("video", arrays, NO_EXPANSION), took, 0.0)
+
+
+def decode_film_item(
+    data: bytes | memoryview, options: Options, max_pixels: int
+) -> tuple[Image.Image, ...]:
+    """The frames of one item, which `pack_frames` has packed. Raises as `decode_image` does."""
+    try:
+        frames = unpack_frames(data)
+    except ValueError as error:
+        raise UnprocessableMediaError(str(error)) from None
+    width, height = (convert(options.get(name, 0), int) for name in ("width", "height"))
+    if width < 1 or height < 1:
+        raise UnprocessableMediaError("the frames do not belong to a film")
+    if bytes(data[: len(LEVELS)]) != LEVELS:
+        # A frame that is repeated to fill up the item is decoded once.
+        encoded = [bytes(frame) for frame in frames]
+        found = {each: decode_image(each, max_pixels, upright=False) for each in {*encoded}}
+        return tuple(found[each] for each in encoded)
+    if any(len(frame) != 3 * width * height for frame in frames):
+        raise UnprocessableMediaError("the frames are not of the size that was asked for")
+    return tuple(Image.frombytes("RGB", (width, height), bytes(frame)) for frame in frames)
+
+
+def decode_image(data: bytes | memoryview, max_pixels: int, *, upright: bool = True) -> Image.Image:
+    """The picture in mode RGB; `upright` if it is turned as its EXIF orientation says.
 
     Raises `UnprocessableMediaError` or `TooLargeError`; and `MemoryError`, which says nothing about
     the picture.
     """
     image = _open_image(data, max_pixels)
     try:
-        return _to_rgb(ImageOps.exif_transpose(image))
+        return _to_rgb(ImageOps.exif_transpose(image) if upright else image)
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001  decoders raise anything on hostile bytes, with unsafe texts

@@ -60,6 +60,9 @@ MAX_SIDE_BY_SIDE = 32
 """Parts of one prompt that are fetched or processed at a time: a prompt with more must neither be
 refused by the pool's bounded queue nor fill it alone."""
 
+FILM_SIDE_BY_SIDE = 8
+"""The same where a part is a film, which has many items: `frontend.max_prompts_rendered` counts
+parts."""
 MAX_CLAIMS_OF_ONE_PART = 3
 """How often to look for what another API process has made before it is made here, too."""
 REFUSALS = ("estimate", "queue", "tenant")
@@ -173,8 +176,15 @@ class ResolvedPart:
     tenant: str = ""
 
     @property
-    def job(self) -> MediaJob:
+    def has_bytes(self) -> bool:
+        """Whether the item can be made: its bytes are here, or can be had."""
+        return self.data is not None or self.source.load is not None
+
+    async def job(self) -> MediaJob:
+        """Raises what `MediaSource.load` does."""
         data = self.data or b""
+        if self.data is None and self.source.load is not None:
+            data = await self.source.load()
         view = memoryview(data).toreadonly() if isinstance(data, bytearray) else data
         return MediaJob(
             self.source.modality,
@@ -326,8 +336,9 @@ class MediaResolver:
             else:
                 missing[number] = partial(self._load_and_make, source, prompt)
         if missing:
-            made = await gather(missing.values(), MAX_SIDE_BY_SIDE)
-            found |= zip(missing, made, strict=True)
+            has_film = any(source.modality == "video" for source in sources)
+            most = FILM_SIDE_BY_SIDE if has_film else MAX_SIDE_BY_SIDE
+            found |= zip(missing, await gather(missing.values(), most), strict=True)
         return [found[number] for number in range(len(sources))]
 
     async def _load_and_make(self, source: MediaSource, prompt: _Prompt) -> RenderedItem:
@@ -342,6 +353,12 @@ class MediaResolver:
         item = self._lookup(part, prompt) or await self._make(part, prompt)
         item.fetched = begun, loaded
         return item
+
+    # --- films --------------------------------------------------------------------------------
+
+    async def load(self, source: MediaSource, scope: bytes) -> Encoded:
+        """The encoded bytes of a source. Raises a `RequestError` that names the part."""
+        return await self._loader.load(source, scope)
 
     # --- windows of sound files ---------------------------------------------------------------
 
@@ -401,22 +418,26 @@ class MediaResolver:
     def _identify_now(self, source: MediaSource, prompt: _Prompt) -> ResolvedPart | None:
         """The part, if its content is known without waiting. Raises `RequestError`."""
         if source.origin == "nothing":
-            name = _uuid_name(source, prompt.options[source.modality])
+            name = _uuid_name(source, _options_of(source, prompt))
             digest = self._uuids.resolve(prompt.scope, name)
             if digest is None:
                 raise _not_cached(source)
             return self._identified(source, prompt, digest, None)
+        if source.identity is not None:
+            return self._identified(source, prompt, self._hash(source, prompt, b""), None)
         if source.origin != "inline" or source.size > OFF_LOOP_BYTES:
             return None
         data = source.inline_bytes(self._max_bytes)
         return self._identified(source, prompt, self._hash(source, prompt, data), data)
 
     def _hash(self, source: MediaSource, prompt: _Prompt, data: Encoded) -> bytes:
+        of_frames = {"of": "frames"} if source.identity is not None else None
         return media_hash(
-            data,
+            data if source.identity is None else source.identity,
             modality=source.modality,
             fingerprint=self._fingerprint,
-            processor_options=prompt.options[source.modality],
+            decode_options=of_frames,
+            processor_options=_options_of(source, prompt),
             algorithm=self._algorithm,
         )
 
@@ -424,7 +445,7 @@ class MediaResolver:
         self, source: MediaSource, prompt: _Prompt, digest: bytes, data: Encoded | None
     ) -> ResolvedPart:
         """Raises `RequestError` if the part's uuid or the digest it came with means other media."""
-        options, scope = prompt.options[source.modality], prompt.scope
+        options, scope = _options_of(source, prompt), prompt.scope
         if source.digest not in (None, digest):
             raise UnprocessableMediaError(
                 f"{source.param}: the media does not have the hash it was sent with: its bytes, "
@@ -462,12 +483,12 @@ class MediaResolver:
         unsent = self._unsent.get(part.key)
         if unsent is not None and unsent.item is not None:
             return self._bind(part, self._item(part, unsent.expansion, "hit", unsent.item))
-        if part.data is not None and not self.directory.capacity_bytes:
+        if part.has_bytes and not self.directory.capacity_bytes:
             return None  # with the cache off, the engine always needs the arrays
         expansion = self.directory.known_expansion(part.key)
         if expansion is not None:
             return self._bind(part, self._item(part, expansion, "not_needed"))
-        if part.data is None:
+        if not part.has_bytes:
             raise _not_cached(part.source)
         return None
 
@@ -487,7 +508,7 @@ class MediaResolver:
             outcome=outcome,
         )
         rendered.encoded = part.data
-        if part.data is not None:
+        if part.has_bytes:
             rendered.recover = partial(self._recover, part, weakref.ref(rendered))
         if item is not None:
             self._unsent[part.key] = rendered
@@ -551,7 +572,14 @@ class MediaResolver:
             return made
 
     async def _run(self, part: ResolvedPart) -> Processed:
-        job = part.job
+        job = await part.job()
+        made = await self.run_job(job)
+        self.stats.decoded[job.modality] += 1
+        self.stats.processed[job.modality] += 1
+        return made
+
+    async def run_job(self, job: MediaJob) -> Processed:
+        """What a worker makes of a job. Raises a `RequestError` that names no part."""
         try:
             working = self._pool.run(await self._estimated(job))
         except TooLargeError:
@@ -563,15 +591,14 @@ class MediaResolver:
         self.stats.queued[job.modality] += 1
         self._num_in_pool += 1
         try:
-            made = await working
+            return await working
         finally:
             self._num_in_pool -= 1
-        self.stats.decoded[job.modality] += 1
-        self.stats.processed[job.modality] += 1
-        return made
 
     async def _estimated(self, job: MediaJob) -> MediaJob:
         """The job with its cost. Raises `TooLargeError` where that is above the limits."""
+        if job.seconds:
+            return job
         if len(job.data) > OFF_LOOP_BYTES:
             seconds = await asyncio.to_thread(
                 estimate_cost, job.modality, job.data, self._cost_limits
@@ -607,6 +634,10 @@ class MediaResolver:
                 if not joined:
                     rendered.decode_ms, rendered.process_ms = made.decode_ms, made.process_ms
         return made.item
+
+
+def _options_of(source: MediaSource, prompt: _Prompt) -> Options:
+    return prompt.options[source.modality] if source.options is None else dict(source.options)
 
 
 def _uuid_name(source: MediaSource, options: Options) -> str:

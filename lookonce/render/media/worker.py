@@ -54,6 +54,12 @@ from lookonce.errors import (
 from lookonce.ipc.codec import MessageDecoder, MessageEncoder, ReadSlab
 from lookonce.ipc.framing import MessageSocket, close_fds
 from lookonce.ipc.peer import peer_pid, peer_uid, require_same_user
+from lookonce.render.media.film_decoding import (
+    FilmLimits,
+    decode_frames,
+    index_film,
+    warm_up_files,
+)
 from lookonce.render.media.pdf import (
     DOCUMENTS_MISSING,
     PagesJob,
@@ -517,10 +523,20 @@ def _warm_up_processing(processing: Processing, max_image_pixels: int) -> None:
             processing.run(MediaJob("image", _sample_picture(file_format, side)))
         with contextlib.suppress(UnprocessableMediaError):
             decode_image(b"neither", 1)
+    if "video" in family.modalities:
+        _warm_up_film()
     if "audio" in family.modalities:
         for container, codec in SOUND_CODECS:
             decode_audio(_sample_sound(container, codec), family.sampling_rate, 1.0)
         family.process("audio", np.zeros(family.sampling_rate, np.float32), {})
+
+
+def _warm_up_film() -> None:
+    file = io.BytesIO()
+    Image.new("P", (16, 16)).save(file, "GIF")
+    index_film(file.getvalue(), FilmLimits(1 << 20, 60.0))
+    decode_frames(file.getvalue(), (0,), 28, 28, 3)
+    warm_up_files()
 
 
 def _sample_picture(file_format: str, side: int) -> bytes:

@@ -92,6 +92,11 @@ class EncodedPrompt:
         return ids
 
 
+MERGED_TOKENS = 256
+"""Tokens before a film whose text is tokenized again, with the text that its family writes there.
+"""
+
+
 class PromptEncoder:
     """A model's tokenizer and chat templates; `family` is None for a text-only model. Items that
     are prompts by themselves have no placeholder in a template."""
@@ -264,6 +269,30 @@ class PromptEncoder:
         """Whether the chat template takes a query and a document."""
         source = self._sources.get("default", "")
         return all(f'"{role}"' in source or f"'{role}'" in source for role in PAIR_ROLES)
+
+    def encode_tokens(self, parts: Sequence[int | str]) -> list[int]:
+        """Token ids, and texts as tokens; no text becomes a token of media."""
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids += self._tokenizer.encode(part, add_special_tokens=False)
+        return ids
+
+    def text_before(self, ids: NDArray[np.int32], end: int) -> tuple[int, str]:
+        """Where the plain text that ends before position `end` begins, and that text.
+
+        Text that is added there has to be tokenized together with it. At most `MERGED_TOKENS` are
+        looked at; where tokens are not what their text becomes, the text is empty.
+        """
+        start = end
+        added = self._tokenizer.added_tokens
+        while start > max(0, end - MERGED_TOKENS) and int(ids[start - 1]) not in added:
+            start -= 1
+        tokens: list[int] = ids[start:end].tolist()
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return (start, text) if self.encode_tokens((text,)) == tokens else (end, "")
 
     async def _check_length(self, text: str, max_tokens: int | None, param: str) -> None:
         if max_tokens is not None and len(text) > OFF_LOOP_CHARACTERS:

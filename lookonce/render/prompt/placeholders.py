@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lookonce.errors import BadRequestError, ModelLoadError
 from lookonce.render.prompt.tokenizer import Tokenizer
-from lookonce.types.media import Modality, feature_at
+from lookonce.types.media import MediaFeature, Modality, feature_at
 from lookonce.types.request import RenderedItem, RenderedPrompt, as_ids
 
 RESERVED = "\ufdd0"
@@ -113,29 +114,69 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedFilm:
+    """A film in a prompt: its items, the tokens between them, and what of the prompt they replace.
+
+    `start` and `end` are positions of the prompt, around the placeholder.
+    """
+
+    items: Sequence[RenderedItem]
+    times: Sequence[int | None]
+    """`MediaFeature.film_time` of each item."""
+    before: Sequence[Sequence[int]]
+    """Tokens before each item."""
+    after: Sequence[int]
+    start: int
+    end: int
+
+
 def place_media(
     token_ids: Sequence[int] | NDArray[np.int32],
-    items: Sequence[RenderedItem],
+    items: Sequence[RenderedItem | PlacedFilm],
     positions: Sequence[tuple[int, int]],
 ) -> RenderedPrompt:
-    """The prompt with every placeholder replaced by its item's expansion. O(tokens of the result).
+    """The prompt with every placeholder replaced by its item's expansion, or its film's. O(tokens
+    of the result).
 
     `positions` are from `match_placeholders`; features and items are in their order.
     """
     ids = as_ids(token_ids)
     placed: list[NDArray[np.int32]] = []
-    features, done, length = [], 0, 0
-    for position, index in positions:
-        item = items[index]
+    features: list[MediaFeature] = []
+    rendered: list[RenderedItem] = []
+    done, length = 0, 0
+
+    def place(item: RenderedItem, time: int | None) -> None:
+        nonlocal length
         expansion = item.expansion
-        start = length + position - done
-        features.append(feature_at(item.key, item.modality, expansion, start))
+        features.append(feature_at(item.key, item.modality, expansion, length, time))
+        rendered.append(item)
         tokens, counts = np.array(expansion.runs, np.int32).reshape(-1, 2).T
-        placed += (ids[done:position], np.repeat(tokens, counts))
-        done, length = position + 1, start + expansion.length
+        placed.append(np.repeat(tokens, counts))
+        length += expansion.length
+
+    def write(tokens: Sequence[int] | NDArray[np.int32]) -> None:
+        nonlocal length
+        placed.append(as_ids(tokens))
+        length += len(tokens)
+
+    for position, index in positions:
+        part = items[index]
+        if isinstance(part, PlacedFilm):
+            write(ids[done : part.start])
+            for item, time, before in zip(part.items, part.times, part.before, strict=True):
+                write(before)
+                place(item, time)
+            write(part.after)
+            done = part.end
+        else:
+            write(ids[done:position])
+            place(part, None)
+            done = position + 1
     placed.append(ids[done:])
     whole = np.concatenate(placed) if len(placed) > 1 else ids
-    return RenderedPrompt(whole, tuple(features), [items[index] for _, index in positions])
+    return RenderedPrompt(whole, tuple(features), rendered)
 
 
 def place_sound(token_ids: Sequence[int], item: RenderedItem) -> RenderedPrompt:

@@ -47,6 +47,9 @@ PART_FIELDS: dict[str, frozenset[str]] = {
     "input_audio": frozenset({"type", "input_audio", "uuid"}),
     "audio_url": frozenset({"type", "audio_url", "uuid"}),
     "file": frozenset({"type", "file"}),
+    "video_url": frozenset({"type", "video_url", "uuid"}),
+    "input_video": frozenset({"type", "input_video", "uuid"}),
+    "video": frozenset({"type", "video", "fps", "uuid"}),
 }
 """Type of a content part → its fields. Other fields of messages are given to the chat template."""
 MEDIA_FIELDS: dict[str, frozenset[str]] = {
@@ -54,6 +57,8 @@ MEDIA_FIELDS: dict[str, frozenset[str]] = {
     "input_audio": frozenset({"data", "format"}),
     "audio_url": frozenset({"url"}),
     "file": frozenset({"file_data", "file_id", "file_url", "filename"}),
+    "video_url": frozenset({"url", "fps"}),
+    "input_video": frozenset({"url", "data", "format", "fps"}),
 }
 """The same of the object that such a part has under its own name."""
 

@@ -80,6 +80,12 @@ async def render_chat(request: Request) -> Response:
             cache_salt=body.cache_salt,
             options=chat_options(body, tools),
         )
+        if any(feature.modality == "video" for feature in rendered.features):
+            raise BadRequestError(
+                "a prompt with a film cannot be carried to /inference/v1/generate: send it to "
+                "/v1/chat/completions",
+                param="messages",
+            )
         features = await features_of(rendered, body.media, services.readonly.item_of)
         answer = _body(services, body, request_id, rendered, sampling)
         answer.features = features

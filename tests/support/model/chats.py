@@ -70,7 +70,7 @@ def make_renderer(folder: Path, pool: PoolInProcess | None = None) -> Renderer:
         encoder=PromptEncoder(tokenizer, template_sources(folder, tokenizer), family),
         family=family,
         resolver=resolver,
-        limits={"image": 4, "audio": 4},
+        limits={"image": 4, "audio": 4, "video": 4},
     )
 
 

@@ -103,6 +103,8 @@ You are a helpful assistant.<|im_end|>
 {% set image_count.value = image_count.value + 1 %}\
 {% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}\
 <|vision_start|><|image_pad|><|vision_end|>\
+{% elif content['type'] == 'video' or 'video' in content %}\
+<|vision_start|><|video_pad|><|vision_end|>\
 {% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
@@ -173,6 +175,8 @@ QWEN3_VL = """\
         {%- for content in message['content'] %}
             {%- if content['type'] == 'image' or 'image' in content or 'image_url' in content %}
                 {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif content['type'] == 'video' or 'video' in content %}
+                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
             {%- elif 'text' in content %}
                 {{- content['text'] }}
             {%- endif %}

@@ -24,7 +24,9 @@ TEMPLATE = """\
         {{- message['content'] }}
     {%- else %}
         {%- for part in message['content'] %}
-            {%- if part['type'] == 'image' %}
+            {%- if part['type'] == 'video' %}
+                {{- '<video>' }}
+            {%- elif part['type'] == 'image' %}
                 {{- 'IMAGE' }}
             {%- elif part['type'] == 'audio' %}
                 {{- 'AUDIO' }}

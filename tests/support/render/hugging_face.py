@@ -5,8 +5,11 @@ sounds need none of it. Here that part is left out; everything else is theirs.
 """
 
 from __future__ import annotations
+import __future__
 
+import ast
 import json
+import math
 import sys
 from functools import cache
 from importlib import import_module
@@ -207,6 +210,25 @@ def _class(kind: str) -> Any:
     if kind == "smolvlm":
         loaded.num2words = loaded.num2words or str  # writes the number of a video's frames
     return getattr(loaded, name)
+
+
+def video_rules(model_type: str) -> SimpleNamespace:
+    """`smart_resize` and `sample_frames` of a type's video processor, by their source: its module
+    cannot be imported without torchvision, which these two do not use."""
+    import torch
+
+    source = Path(transformers.__file__).parent / "models" / model_type
+    tree = ast.parse((source / f"video_processing_{model_type}.py").read_text())
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name in ("smart_resize", "sample_frames")
+    ]
+    flags = __future__.annotations.compiler_flag
+    module = ast.Module(found, [])  # type: ignore[arg-type]
+    names: dict[str, Any] = {"math": math, "np": np, "torch": torch}
+    exec(compile(module, str(source), "exec", flags), names)
+    return SimpleNamespace(**{node.name: names[node.name] for node in found})
 
 
 def _stand_in_for_torchvision() -> None:

@@ -1,0 +1,119 @@
+"""Films on a real server, by OpenAI's client: answered like transformers, frame by frame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+
+import pytest
+import torch
+from transformers import AutoModelForMultimodalLM, AutoTokenizer
+
+from tests.support.live_server import LiveServer
+from tests.support.model.films import (
+    encoded_film,
+    file_part,
+    film_part,
+    film_reference,
+    frame,
+    gif,
+    gif_part,
+    listed,
+)
+
+NUM_TOKENS = 10
+FPS = 4.0
+
+
+@pytest.fixture(scope="module")
+def path(folder):
+    return folder("qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def server(path) -> Iterator[LiveServer]:
+    with LiveServer(str(path), "--max-model-len", "1024") as live:
+        yield live
+
+
+def ask(server: LiveServer, part: dict[str, object]):
+    content = [{"type": "text", "text": "See: "}, part, {"type": "text", "text": " what is it?"}]
+    return server.client().chat.completions.create(
+        model=server.client().models.list().data[0].id,
+        messages=[{"role": "user", "content": content}],
+        temperature=0,
+        max_tokens=NUM_TOKENS,
+        extra_body={"ignore_eos": True, "reuse_receipt": True},
+    )
+
+
+def text_of_transformers(path, numbers: Sequence[int]) -> str:
+    model = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    inputs = film_reference(path, "See: ", numbers, " what is it?", FPS)
+    with torch.no_grad():
+        found = model.generate(**inputs, max_new_tokens=NUM_TOKENS, do_sample=False)
+    tokens = found[0, inputs["input_ids"].shape[1] :]
+    return AutoTokenizer.from_pretrained(path).decode(tokens, skip_special_tokens=True)
+
+
+def test_a_longer_cut_costs_its_new_frames(server, path):
+    before = server.metrics()
+    first = ask(server, film_part(range(6), FPS))
+    assert first.choices[0].message.content == text_of_transformers(path, range(6))
+    longer = ask(server, film_part(range(10), FPS))
+    assert longer.choices[0].message.content == text_of_transformers(path, range(10))
+    moved = ask(server, film_part(range(2, 12), FPS))
+    frames = [each.model_extra["reuse_receipt"]["film_frames"] for each in (first, longer, moved)]
+    assert frames == [
+        {"total": 6, "processed": 6, "encoded": 6},
+        {"total": 10, "processed": 4, "encoded": 4},
+        {"total": 10, "processed": 2, "encoded": 2},
+    ]
+    after = server.metrics()
+    for name in ("media_decodes_total:video", "media_processed_total:video", "encoder_runs_total"):
+        assert after[name] - before.get(name, 0) == 6, name  # pairs of frames
+
+
+def test_a_gif_is_a_film(server):
+    first, second = (ask(server, gif_part(gif(range(20, 26)))) for _ in range(2))
+    assert first.choices[0].message.content == second.choices[0].message.content
+    frames = [each.model_extra["reuse_receipt"]["film_frames"] for each in (first, second)]
+    assert [each["processed"] for each in frames] == [frames[0]["total"], 0]
+
+
+@pytest.mark.skipif(find_spec("av") is None, reason="PyAV is not installed")
+def test_a_longer_cut_of_a_file_costs_its_new_frames(server):
+    """In the sandbox of a media worker."""
+    parts = [file_part(encoded_film(range(count), gop=2)) for count in (16, 24)]
+    first, longer, again = (ask(server, part) for part in (*parts, parts[1]))
+    frames = [each.model_extra["reuse_receipt"]["film_frames"] for each in (first, longer, again)]
+    # At 8 frames a second every fourth one is looked at.
+    assert [each["total"] for each in frames] == [4, 6, 6]
+    assert [each["processed"] for each in frames] == [4, 2, 0]
+    assert [each["encoded"] for each in frames] == [4, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("part", "status", "message"),
+    [
+        (file_part(b"nothing"), 422, "no readable film"),
+        (gif_part(gif(range(3))[:-50]), 422, "broken or incomplete"),
+        ({"type": "video_url", "video_url": {"url": listed([])}}, 400, "frame 0 is empty"),
+        (film_part([1] * 800), 413, "800 frames; at most 768"),
+        (
+            {"type": "video_url", "video_url": {"url": listed([frame(1)[:60]] * 2)}},
+            422,
+            "broken or incomplete",
+        ),
+    ],
+)
+def test_a_bad_film_ends_in_a_clear_error_and_nothing_else(server, part, status, message):
+    content = [{"type": "text", "text": "See"}, part]
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+    response = server.post("/v1/chat/completions", body)
+    assert response.status_code == status, response.text
+    assert message in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == "messages[0].content[1]"
+    assert ask(server, film_part(range(2), FPS)).choices

@@ -1,0 +1,383 @@
+"""Films: which frames are taken, what they become, and what is refused before it is decoded."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.video_utils import VideoMetadata
+
+from lookonce.config import MediaConfig
+from lookonce.errors import BadRequestError, RequestError, TooLargeError, UnprocessableMediaError
+from lookonce.render.families.arrays import ArrayMemory
+from lookonce.render.families.film import FilmInfo, QwenFilms, picture_film
+from lookonce.render.media.cost import CostLimits, estimate_cost, picture_size
+from lookonce.render.media.film_decoding import FilmLimits, decode_frames, index_film
+from lookonce.render.media.loader import media_source
+from lookonce.render.media.processing import MediaJob
+from lookonce.render.prompt.messages import read_messages
+from tests.support.model.chats import PoolInProcess, make_renderer
+from tests.support.model.films import (
+    HEIGHT,
+    WIDTH,
+    encoded_film,
+    file_part,
+    film_part,
+    frame,
+    gif,
+    gif_part,
+    listed,
+)
+from tests.support.render.hugging_face import video_rules
+
+LIMITS = FilmLimits(1 << 20, 3600.0)
+LIMITED = CostLimits(max_pixels=1 << 20, max_audio_seconds=60.0, max_cpu_seconds=10.0)
+RULES = {"qwen2": video_rules("qwen2_vl"), "qwen3": video_rules("qwen3_vl")}
+
+
+PICTURES = video_rules("internvl")
+
+
+def films(rule: str, **config) -> QwenFilms:
+    return QwenFilms(config, 7, "float32", ArrayMemory(), rule=rule, around=(8, 9))
+
+
+def frames_of(layout) -> list[int]:
+    return sorted({index for item in layout.items for index in item.frames})
+
+
+# --- which frames, and how large: as transformers' own video processors say ----------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(
+    total=st.integers(4, 2000),
+    rate=st.sampled_from([0.5, 1.0, 8.0, 23.976, 25.0, 29.97, 60.0, 240.0]),
+    asked=st.sampled_from([{"fps": 0.5}, {"fps": 2.0}, {"num_frames": 4}, {}]),
+)
+def test_the_frames_are_those_of_transformers(rule, total, rate, asked):
+    theirs = RULES[rule]
+    settings = SimpleNamespace(
+        fps=2.0, num_frames=None, min_frames=4, max_frames=768, temporal_patch_size=2
+    )
+    metadata = VideoMetadata(total_num_frames=total, fps=rate)
+    expected = theirs.sample_frames(settings, metadata, **(asked or {"fps": 2.0}))
+    info = FilmInfo(total, rate, WIDTH, HEIGHT)
+    layout = films(rule).layout(info, dict(asked), 768)
+    # Rounding makes transformers add a frame after the last one now and then, which no film has.
+    assert frames_of(layout) == sorted({int(index) for index in expected} - {total})
+
+
+@given(
+    total=st.integers(1, 500),
+    asked=st.integers(1, 64),
+)
+def test_a_film_of_pictures_has_the_frames_of_transformers(total, asked):
+    asked = min(total, asked)
+    settings = SimpleNamespace(num_frames=None, initial_shift=True)
+    metadata = VideoMetadata(total_num_frames=total, fps=25.0)
+    expected = PICTURES.sample_frames(settings, metadata, num_frames=asked)
+    info = FilmInfo(total, 25.0, WIDTH, HEIGHT)
+    found = picture_film(info, {}, {"num_frames": asked}, 768)
+    assert found == [min(int(index), total - 1) for index in expected][:asked]
+
+
+@given(count=st.integers(2, 300), width=st.integers(30, 3000), height=st.integers(30, 3000))
+def test_the_size_of_a_frame_is_that_of_transformers(count, width, height):
+    info = FilmInfo(count, 2.0, width, height, chosen=True)
+    for rule, patch in (("qwen2", 14), ("qwen3", 16)):
+        side = 28 if rule == "qwen2" else 32
+        bounds = {"factor": side, "min_pixels": 128 * side**2, "max_pixels": 768 * side**2}
+        if rule == "qwen2":
+            expected = RULES[rule].smart_resize(height, width, **bounds)
+        else:
+            expected = RULES[rule].smart_resize(count, height, width, **bounds)
+        layout = films(rule, patch_size=patch).layout(info, {}, 768)
+        assert (layout.options["height"], layout.options["width"]) == expected
+
+
+def test_the_client_may_choose_from_a_list():
+    info = FilmInfo(20, 4.0, WIDTH, HEIGHT, chosen=True)
+    subject = films("qwen3")
+    assert frames_of(subject.layout(info, {}, 768)) == list(range(20))
+    assert len(frames_of(subject.layout(info, {"num_frames": 4}, 768))) == 4
+    stamps = [item.before[-2] for item in subject.layout(info, {"num_frames": 4}, 768).items]
+    assert stamps == ["<0.8 seconds>", "<4.0 seconds>"]
+
+
+def test_more_frames_than_are_allowed_are_refused_or_sampled():
+    listed_film = FilmInfo(20, 4.0, WIDTH, HEIGHT, chosen=True)
+    with pytest.raises(TooLargeError, match="20 frames; at most 8"):
+        films("qwen2").layout(listed_film, {}, 8)
+    file = FilmInfo(2000, 25.0, WIDTH, HEIGHT)
+    assert len(frames_of(films("qwen2").layout(file, {}, 8))) == 8
+
+
+# --- what clients send -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}},
+        {"type": "video_url", "video_url": "https://a.example/film.mp4"},
+        {"type": "input_video", "input_video": {"data": "AAAA", "format": "mp4"}},
+        {"type": "video", "video": "file:///film.webm"},
+        {"type": "video", "video": ["data:image/png;base64,AAAA", "https://a.example/2.png"]},
+        film_part([1, 2], 5.0),
+    ],
+)
+def test_the_shapes_of_a_film(part):
+    source = media_source(part, "messages[0].content[0]")
+    assert source.modality == "video"
+    content = [{"role": "user", "content": [part]}]
+    assert read_messages(content, ("video",), {"video": 1}).conversation == [
+        {"role": "user", "content": [{"type": "video"}]}
+    ]
+    with pytest.raises(BadRequestError, match="the model takes no video"):
+        read_messages(content, ("image",), {"image": 1})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"url": ""}, "needs a url"),
+        ({"url": []}, "at least one frame"),
+        ({"url": [5]}, r"content\[0\]\[0\]: a frame is the URL of a picture"),
+        ({"url": "data:video/mp4;base64,AA", "fps": 0}, "fps: must be a number above 0"),
+        ({"url": "data:video/mp4;base64,AA", "fps": 10000}, "fps: must be a number above 0"),
+        ({"url": "ftp://a.example/film"}, "the URL must be"),
+    ],
+)
+def test_a_part_that_is_no_film_is_named(body, message):
+    with pytest.raises(BadRequestError, match=message):
+        media_source({"type": "video_url", "video_url": body}, "messages[0].content[0]")
+
+
+@pytest.fixture(scope="module")
+def pool(folder) -> PoolInProcess:
+    return PoolInProcess(folder("qwen3_vl"))
+
+
+@pytest.fixture
+def renderer(folder, pool):
+    return make_renderer(folder("qwen3_vl"), pool)
+
+
+def render(renderer, *parts, **options):
+    messages = [{"role": "user", "content": [*parts]}]
+    return asyncio.run(renderer.render_chat(messages, options=options))
+
+
+BROKEN_GIF = gif(range(4))[:-200]
+
+
+@pytest.mark.parametrize(
+    ("part", "error", "message"),
+    [
+        (film_part([]), BadRequestError, "frame 0 is empty"),
+        (
+            {"type": "video_url", "video_url": {"url": listed([frame(1), b"nothing"])}},
+            UnprocessableMediaError,
+            "frame 1 of the film is not a readable",
+        ),
+        (
+            {"type": "video_url", "video_url": {"url": listed([frame(1), frame(2, 40, 30)])}},
+            UnprocessableMediaError,
+            "frame 1 of the film is 40 x 30, the first one 90 x 60",
+        ),
+        (
+            {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AAAA,%%"}},
+            BadRequestError,
+            "frame 1 is not valid base64",
+        ),
+        (film_part(range(2), 1000.0), None, ""),
+        (gif_part(BROKEN_GIF), UnprocessableMediaError, "broken or incomplete"),
+        (file_part(b"GIF89a"), UnprocessableMediaError, "broken or incomplete"),
+        (file_part(b"no film at all"), UnprocessableMediaError, "no readable film"),
+        (film_part([1] * 800), TooLargeError, "800 frames; at most 768"),
+        (film_part([1, 2], 0.0001), TooLargeError, "20000 seconds long; at most 3600"),
+    ],
+)
+def test_a_bad_film_is_refused_and_named(renderer, part, error, message):
+    text = {"type": "text", "text": "See"}
+    if error is None:
+        assert render(renderer, text, part).features
+        return
+    with pytest.raises(error, match=message) as refused:
+        render(renderer, text, part)
+    assert refused.value.message.startswith("messages[0].content[1]")
+
+
+def test_a_film_that_is_longer_than_the_context_is_refused_before_it_is_decoded(folder):
+    class NoWork(PoolInProcess):
+        async def run(self, job):
+            raise AssertionError("nothing is to be decoded")
+
+    renderer = make_renderer(folder("qwen3_vl"), NoWork(folder("qwen3_vl")))
+    renderer.max_model_len = 60
+    with pytest.raises(BadRequestError, match="60"):
+        render(renderer, film_part(range(40)))
+
+
+def test_the_text_before_a_film_is_tokenized_with_its_time(renderer):
+    """`Look: <0.5 seconds>`: a space and a bracket may be one token."""
+    prompt = render(renderer, {"type": "text", "text": "Look: "}, film_part([1, 2]))
+    whole = renderer.decode(prompt.token_ids)
+    assert "Look: <0.5 seconds>" in whole
+    text = whole.split("<|vision_start|>")[0].split("<|im_start|>user\n")[-1]
+    tokens = renderer.tokenizer.encode(text, add_special_tokens=False)
+    end = prompt.token_ids.index(renderer.special_tokens["<|vision_start|>"])
+    assert prompt.token_ids[end - len(tokens) : end] == tokens
+
+
+def test_a_clients_text_is_no_placeholder(renderer):
+    text = {"type": "text", "text": "<|video_pad|>"}
+    prompt = render(renderer, text, film_part([1, 2]))
+    assert len(prompt.features) == 1
+    alone = render(renderer, film_part([1, 2]))
+    assert prompt.modality_tokens("video") == alone.modality_tokens("video")
+
+
+# --- GIF ---------------------------------------------------------------------------------------
+
+
+def test_a_gif_has_its_frames_and_its_rate():
+    index = index_film(gif(range(6), 250), LIMITS)
+    assert (index.width, index.height, index.num_frames) == (WIDTH, HEIGHT, 6)
+    assert math.isclose(index.fps, 4.0)
+    first, fourth = decode_frames(gif(range(6)), [0, 3], 56, 28, 3)
+    assert first.shape == (28, 56, 3)
+    assert not np.array_equal(first, fourth)
+
+
+def test_a_longer_gif_has_the_digests_of_the_shorter():
+    short, long = (index_film(gif(range(count)), LIMITS) for count in (4, 7))
+    assert long.digests[: 32 * 3] == short.digests[: 32 * 3]
+    other = index_film(gif([9, 1, 2, 3]), LIMITS)
+    assert not {short.digests_of([n]) for n in range(4)} & {other.digests_of([n]) for n in range(4)}
+
+
+def test_every_cut_of_a_gif_is_a_film_or_an_error():
+    whole = gif(range(3))
+    for end in range(0, len(whole), 7):
+        try:
+            decode_frames(whole[:end], [index_film(whole[:end], LIMITS).num_frames - 1], 28, 28, 3)
+        except RequestError:
+            continue
+
+
+def test_a_gif_is_looked_at_once(folder):
+    jobs: list[dict[str, object]] = []
+
+    class Counting(PoolInProcess):
+        async def run(self, job):
+            jobs.append(job.options)
+            return await super().run(job)
+
+    renderer = make_renderer(folder("qwen2_5_vl"), Counting(folder("qwen2_5_vl")))
+    short, long = gif(range(6)), gif(range(8))
+    ask = {"mm_processor_kwargs": {"do_sample_frames": False}}
+    kept = [render(renderer, gif_part(short), **ask)]
+    assert [item.outcome for item in kept[0].items] == ["miss"] * 3
+    decoded = [index for each in jobs for index in each.get("frames", ())]
+    assert sorted(decoded) == list(range(6))
+    jobs.clear()
+    kept.append(render(renderer, gif_part(short), **ask))
+    assert not jobs
+    kept.append(render(renderer, gif_part(long), **ask))
+    assert [item.outcome for item in kept[-1].items] == ["hit"] * 3 + ["miss"]
+    assert [index for each in jobs for index in each.get("frames", ())] == [6, 7]
+
+
+# --- items ---------------------------------------------------------------------------------------
+
+
+@given(data=st.binary(max_size=80), head=st.sampled_from([b"frames\0\0", b"levels\0\0", b""]))
+def test_any_bytes_are_an_item_or_an_error(pool, data, head):
+    """A client may send an item of a film to `/inference/v1/generate`."""
+    for options in ({}, {"width": 28, "height": 28}):
+        estimate_cost("video", head + data, LIMITED)
+        with pytest.raises(UnprocessableMediaError):
+            pool.processing.run(MediaJob("video", head + data, options))
+
+
+# --- sizes by headers ----------------------------------------------------------------------------
+
+
+@given(data=st.binary(max_size=64), head=st.sampled_from([b"\xff\xd8\xff", b"RIFF", b"GIF89a"]))
+def test_any_bytes_have_a_size_or_none(data, head):
+    size = picture_size(head + data)
+    assert size is None or min(size) > 0
+
+
+def test_limits_are_of_the_configuration(folder, pool):
+    renderer = make_renderer(folder("qwen3_vl"), pool)
+    renderer._films._max_frames = MediaConfig(max_video_frames=3).max_video_frames
+    with pytest.raises(TooLargeError, match="4 frames; at most 3"):
+        render(renderer, film_part(range(4)))
+
+
+# --- files, where PyAV is installed -----------------------------------------------------------
+
+needs_pyav = pytest.mark.skipif(find_spec("av") is None, reason="PyAV is not installed")
+
+
+@pytest.mark.skipif(find_spec("av") is not None, reason="PyAV is installed")
+def test_without_pyav_a_file_is_refused_and_says_what_helps(renderer):
+    with pytest.raises(UnprocessableMediaError, match=r"lookonce\[film\]"):
+        render(renderer, file_part(b"\0\0\0\x18ftypisom\0\0\0\0"))
+
+
+@needs_pyav
+@pytest.mark.parametrize(("container", "codec"), [("mp4", "mpeg4"), ("matroska", "mpeg4")])
+def test_a_file_has_its_frames(container, codec):
+    film = encoded_film(range(10), container=container, codec=codec)
+    index = index_film(film, LIMITS)
+    assert (index.width, index.height, index.num_frames) == (WIDTH + 6, HEIGHT + 4, 10)
+    assert math.isclose(index.fps, 8.0, rel_tol=0.02)
+    assert len({index.digests_of([n]) for n in range(10)}) == 10
+    # Each alone is what it is among all: by seeking to its keyframe.
+    every = decode_frames(film, range(10), 56, 28, 3)
+    for number in (0, 3, 5, 9):
+        (alone,) = decode_frames(film, [number], 56, 28, 3)
+        np.testing.assert_array_equal(alone, every[number])
+
+
+@needs_pyav
+def test_a_longer_cut_of_a_stream_has_the_same_digests():
+    short, long = (index_film(encoded_film(range(count)), LIMITS) for count in (8, 14))
+    assert long.digests[: len(short.digests)] == short.digests
+
+
+@needs_pyav
+@pytest.mark.parametrize(
+    ("film", "message"),
+    [
+        (lambda: encoded_film(range(6))[:-900], "readable film|broken"),
+        (lambda: encoded_film([]), "the film has no frames: it has no video stream"),
+        (lambda: encoded_film(range(6), container="matroska")[:-900], "incomplete: it claims 0.8"),
+        (lambda: encoded_film(range(3), rate=10000), "10000 frames per second; at most 1000"),
+        (lambda: encoded_film([], frames=False), "sound alone"),
+        (lambda: b"\0\0\0\x18ftypisom" + bytes(100), "no readable film"),
+    ],
+)
+def test_a_bad_file_is_refused_and_named(renderer, film, message):
+    with pytest.raises(UnprocessableMediaError, match=message) as refused:
+        render(renderer, file_part(film()))
+    assert refused.value.message.startswith("messages[0].content[0]")
+
+
+@needs_pyav
+def test_a_file_is_sampled_and_looked_at_once(renderer):
+    part = file_part(encoded_film(range(16)))
+    first = render(renderer, part)
+    assert sum(item.num_frames or 0 for item in first.items) == 4
+    again = render(renderer, part, mm_processor_kwargs={"num_frames": 4})
+    assert [item.outcome for item in again.items] == ["hit"] * len(first.items)
