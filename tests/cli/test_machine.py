@@ -153,7 +153,7 @@ def test_the_embedded_model_is_listed_first():
     [
         ('{"model_type": "qwen2"}', True, "served"),
         ('{"model_type": "qwen2"}', False, "no weights"),
-        ('{"model_type": "bert"}', True, "not served: "),
+        ('{"model_type": "electra"}', True, "not served: "),
         ("{", True, "no readable config.json"),
     ],
 )

@@ -209,10 +209,10 @@ def test_a_model_that_is_not_there_is_said_so(tmp_path):
 def test_a_type_that_is_not_served_is_refused_with_the_reason(
     monkeypatch, capsys, tmp_path, command
 ):
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "config.json").write_text('{"model_type": "electra"}')
     words = ["Hello"] if command == ["chat"] else []
     line = refused(monkeypatch, capsys, *command, str(tmp_path), *words)
-    assert line.startswith("lookonce: MODEL: models of type 'bert' are not supported")
+    assert line.startswith("lookonce: MODEL: models of type 'electra' are not supported")
     assert "lookonce models" in line
 
 

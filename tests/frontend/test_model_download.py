@@ -84,7 +84,7 @@ def test_a_folder_without_readable_config_is_a_mistake_in_an_option(tmp_path, co
     ("content", "words"),
     [
         ("{}", "lookonce models"),
-        ('{"model_type": "bert"}', "its decoder cannot be run"),
+        ('{"model_type": "electra"}', "its decoder cannot be run"),
         ('{"model_type": "qwen2_vl_next", "vision_config": {}}', "did you mean qwen2_vl"),
     ],
 )

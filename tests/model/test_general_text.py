@@ -29,7 +29,7 @@ SAMPLE = (
     "phi",  # part of each head rotated, biases
 )
 REFUSED = {
-    "bert": "takes no mask",
+    "electra": "takes no mask",
     "bloom": "attention interface",
     "mamba": "attention interface",
     "diffllama": "not called once each",

@@ -86,8 +86,8 @@ def test_a_config_that_is_not_json_is_refused(broken):
 
 
 def test_an_unsupported_type_is_refused_with_the_reason(broken):
-    edit(broken / "config.json", model_type="bert")
-    with pytest.raises(ModelLoadError, match=r"'bert' are not supported: its decoder cannot be"):
+    edit(broken / "config.json", model_type="electra")
+    with pytest.raises(ModelLoadError, match=r"'electra' are not supported: its decoder cannot be"):
         load(broken)
 
 

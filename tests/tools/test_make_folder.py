@@ -22,7 +22,7 @@ def test_a_folder_of_either_type_loads(tmp_path: Path, dtype: str) -> None:
     weights = load_file(tmp_path / "folder" / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {getattr(torch, dtype)}
     loaded = load_model(ModelConfig(folder=str(tmp_path / "folder"), served_name="x", dtype=dtype))
-    assert loaded.info.modalities == ("image",)
+    assert loaded.info.modalities == ("image", "video")
 
 
 def test_the_same_arguments_give_the_same_weights(tmp_path: Path) -> None:

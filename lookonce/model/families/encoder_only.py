@@ -114,11 +114,14 @@ class AnyBert:
     @staticmethod
     def from_pretrained(folder: str, **options: Any) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        options.pop("trust_remote_code", None)
         if has_classifier(config.to_dict()):
-            return AutoModelForSequenceClassification.from_pretrained(folder, **options)
+            return AutoModelForSequenceClassification.from_pretrained(
+                folder, trust_remote_code=False, **options
+            )
         if config.model_type in WITH_POOLER:
             options["add_pooling_layer"] = False
-        return AutoModel.from_pretrained(folder, **options)
+        return AutoModel.from_pretrained(folder, trust_remote_code=False, **options)
 
 
 class BertFamily(EncoderOnlyFamily):

@@ -20,6 +20,7 @@ class ColQwen2Processing(Qwen2_5VLProcessing):
     """Qwen2-VL's pictures; its config is a part of ColQwen2's."""
 
     model_types = ("colqwen2",)
+    modalities = ("image",)
 
     def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         part: Any = files.config.get("vlm_config")

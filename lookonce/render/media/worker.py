@@ -510,7 +510,8 @@ def warm_up(decoders: Decoders) -> None:
         codecs.lookup(name)
     Image.init()
     if decoders.pdf is not None:
-        decoders.pdf.render(PagesJob(sample_pdf()))
+        with contextlib.suppress(LookOnceError):  # the limits may be below any page
+            decoders.pdf.render(PagesJob(sample_pdf()))
     if decoders.processing is not None:
         _warm_up_processing(decoders.processing, decoders.settings.max_image_pixels)
 
