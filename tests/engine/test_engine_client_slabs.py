@@ -131,7 +131,11 @@ def test_a_sender_taken_for_dead_begins_with_new_slabs(world: World) -> None:
     async def scenario(client, own: OwnSlabs) -> None:
         item = await placed(own)
         sender = client.sender.sender_id
-        world.engine._threads._input._goodbye(sender)
+        leased = world.engine.slabs.leased
+        await until(
+            lambda: leased(sender) == client.slabs.leased_sizes() and len(leased(sender)) == 2
+        )
+        world.engine._threads._input._goodbye(sender)  # no message of the sender is on its way
         world.engine._threads._input._channel.wake()
         assert world.engine.slabs.leased(sender) == {}
         with pytest.raises((RequestFailedError, EngineDeadError)):

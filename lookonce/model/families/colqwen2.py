@@ -14,6 +14,7 @@ from lookonce.model.families.qwen2_5_vl import Qwen2_5VLFamily
 
 class ColQwen2Family(Qwen2_5VLFamily):
     model_types = ("colqwen2",)
+    modalities = ("image",)
 
     def __init__(self, model: Model) -> None:
         self.model = model
