@@ -39,6 +39,8 @@ from tests.support.model_folders.make import make_folder
 
 WINDOW = 64
 STEPS = 12
+CONTEXT = 32_768
+"""Tokens; those of the small folders have fewer than a window."""
 SIZE = (448, 336)
 KINDS = {"Qwen2.5-VL": "qwen2_5_vl", "Qwen3-VL": "qwen3_vl", "InternVL": "media:internvl"}
 COLUMNS = (
@@ -68,12 +70,21 @@ def main(arguments: Sequence[str]) -> int:
     )
     for name in options.models:
         with tempfile.TemporaryDirectory() as folder:
-            path = str(make_folder(KINDS[name], Path(folder) / "model"))
-            with running_server([path, "--max-model-len", "32768"]) as server:
+            path = Path(folder) / "model"
+            make_folder(KINDS[name], path)
+            lengthen(path)
+            with running_server([str(path)]) as server:
                 measure(server, name, report, options.window, options.steps)
     report.show()
     write_json(options.json, [report])
     return 0
+
+
+def lengthen(folder: Path) -> None:
+    """Give a folder's model a context of `CONTEXT` tokens."""
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = CONTEXT
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def measure(server: RunningServer, name: str, report: Report, window: int, steps: int) -> None:
