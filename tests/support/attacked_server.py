@@ -51,13 +51,19 @@ def check_memory(live: LiveServer, before: dict[int, int]) -> None:
     """Each process has what it had, but for a tenth; those that were replaced are not compared. An
     API process gives memory back a moment after it has come to rest."""
 
-    def grown() -> list[tuple[int, int, int]]:
+    def grown() -> list[tuple[str, int, int]]:
         now = memory_of(live)
         return [
-            (pid, size, now[pid]) for pid, size in before.items() if now.get(pid, 0) > GROWTH * size
+            (command_of(pid), size, now[pid])
+            for pid, size in before.items()
+            if now.get(pid, 0) > GROWTH * size
         ]
 
-    until(lambda: not grown(), REST_SECONDS, lambda: f"(pid, before, after): {grown()}")
+    until(lambda: not grown(), REST_SECONDS, lambda: f"(process, before, after): {grown()}")
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
 
 
 @dataclass
