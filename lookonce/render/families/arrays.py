@@ -167,6 +167,25 @@ def refuse_arrays(message: str) -> BadRequestError:
     return BadRequestError(message, code="invalid_item")
 
 
+def patch_grid(
+    arrays: Arrays, pixels: str, grid: str, *, merge: int, note: str = ""
+) -> tuple[int, int]:
+    """Rows and columns of an item's patches, as its array `grid` (1, rows, columns) says.
+
+    Both are whole multiples of `merge`, and there are as many patches in `pixels`. Raises
+    `BadRequestError`; `note` is added to what it says of the grid.
+    """
+    time, rows, columns = int64_values(arrays[grid])
+    num_patches = arrays[pixels].shape[0]
+    if time != 1 or rows < 1 or columns < 1 or rows * columns != num_patches:
+        raise refuse_arrays(
+            f"{grid} must be 1, rows and columns of the {num_patches} patches{note}"
+        )
+    if rows % merge or columns % merge:
+        raise refuse_arrays(f"rows and columns of patches must be multiples of {merge}")
+    return rows, columns
+
+
 def check_arrays(arrays: Arrays, expected: Mapping[str, tuple[str, Shape]]) -> None:
     """Require exactly these names, dtypes and shapes. Raises `BadRequestError` naming the array."""
     if arrays.keys() != expected.keys():

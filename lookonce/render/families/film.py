@@ -28,7 +28,7 @@ from lookonce.render.families.arrays import (
     PixelTable,
     check_arrays,
     int64_array,
-    int64_values,
+    patch_grid,
     refuse_arrays,
     resized,
 )
@@ -353,16 +353,11 @@ class QwenFilms:
             "video_grid_thw": ("int64", (3,)),
         }
         check_arrays(arrays, expected)
-        time, rows, columns = int64_values(arrays["video_grid_thw"])
-        num_patches = arrays["pixel_values_videos"].shape[0]
-        if time != 1 or rows < 1 or columns < 1 or rows * columns != num_patches:
-            raise refuse_arrays(
-                f"video_grid_thw must be 1, rows and columns of the {num_patches} patches: a film "
-                "is sent as one item for each pair of frames"
-            )
-        if rows % self.merge or columns % self.merge:
-            raise refuse_arrays(f"rows and columns of patches must be multiples of {self.merge}")
-        if num_patches * self.patch**2 > MAX_SIDE_RATIO * self.max_pixels:
+        note = ": a film is sent as one item for each pair of frames"
+        rows, columns = patch_grid(
+            arrays, "pixel_values_videos", "video_grid_thw", merge=self.merge, note=note
+        )
+        if rows * columns * self.patch**2 > MAX_SIDE_RATIO * self.max_pixels:
             raise refuse_arrays("the frames have too many pixels")
         return self._expansion(rows // self.merge, columns // self.merge)
 

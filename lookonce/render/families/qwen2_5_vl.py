@@ -19,7 +19,7 @@ from lookonce.render.families.arrays import (
     PixelTable,
     check_arrays,
     int64_array,
-    int64_values,
+    patch_grid,
     refuse_arrays,
     resized,
 )
@@ -183,18 +183,11 @@ class QwenImages:
             "image_grid_thw": ("int64", (3,)),
         }
         check_arrays(arrays, expected)
-        frames, rows, columns = int64_values(arrays["image_grid_thw"])
-        num_patches = arrays["pixel_values"].shape[0]
-        if frames != 1 or rows < 1 or columns < 1 or rows * columns != num_patches:
-            raise refuse_arrays(
-                f"image_grid_thw must be 1, rows and columns of the {num_patches} patches"
-            )
-        if rows % self.merge or columns % self.merge:
-            raise refuse_arrays(f"rows and columns of patches must be multiples of {self.merge}")
+        rows, columns = patch_grid(arrays, "pixel_values", "image_grid_thw", merge=self.merge)
         # A thin picture may exceed max_pixels: its shorter side is rounded up to a whole patch.
         thinnest = self._factor * math.isqrt(MAX_SIDE_RATIO * self.max_pixels)
         limit = max(self.max_pixels, thinnest)
-        if num_patches * self.patch**2 > limit:
+        if rows * columns * self.patch**2 > limit:
             raise refuse_arrays(f"the picture has more than {limit} pixels")
         return self._expansion(rows // self.merge, columns // self.merge)
 

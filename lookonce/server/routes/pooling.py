@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -152,7 +153,7 @@ def _check_count(count: int, name: str) -> None:
         raise BadRequestError(f"{name} has {count} inputs, {MAX_INPUTS} are allowed", param=name)
 
 
-class PooledBuilder:
+class PooledBuilder(ABC):
     """Renders inputs; a subclass builds the answer of what they give."""
 
     def __init__(self, context: ServingContext, body: PoolingFields, pooling: PoolingInfo) -> None:
@@ -160,11 +161,11 @@ class PooledBuilder:
         self.body = body
         self.pooling = pooling
 
-    async def render(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def render(self) -> None: ...
 
-    def whole(self, samples: Sequence[Sample]) -> msgspec.Struct:
-        raise NotImplementedError
+    @abstractmethod
+    def whole(self, samples: Sequence[Sample]) -> msgspec.Struct: ...
 
     def chunks(self, piece: Piece) -> Iterator[msgspec.Struct]:
         return iter(())  # never streamed
@@ -243,6 +244,19 @@ class PooledBuilder:
             **options,
         }
 
+    def _listed(
+        self, kind: Callable[..., msgspec.Struct], prefix: str, data: Sequence[msgspec.Struct]
+    ) -> msgspec.Struct:
+        context = self.context
+        return kind(
+            id=f"{prefix}-{context.request_id}",
+            created=context.created,
+            model=context.model,
+            data=data,
+            usage=context.usage(),
+            reuse_receipt=context.receipt(),
+        )
+
     def _add(self, rendered: RenderedPrompt) -> None:
         """Raises `BadRequestError` where the results would have more numbers than `MAX_NUMBERS`,
         all of which are in memory at a time."""
@@ -310,35 +324,21 @@ class EmbeddingsBuilder(PooledBuilder):
         )
 
     def whole(self, samples: Sequence[Sample]) -> msgspec.Struct:
-        context, wanted = self.context, self.body.encoding_format
+        wanted = self.body.encoding_format
         data = [
             Embedding(index=index, embedding=encoded(self._vectors(index)[0], wanted))
-            for index in range(len(context.generations))
+            for index in range(len(self.context.generations))
         ]
-        return EmbeddingList(
-            id=f"embd-{context.request_id}",
-            created=context.created,
-            model=context.model,
-            data=data,
-            usage=context.usage(),
-            reuse_receipt=context.receipt(),
-        )
+        return self._listed(EmbeddingList, "embd", data)
 
 
 class PoolingBuilder(EmbeddingsBuilder):
     def whole(self, samples: Sequence[Sample]) -> msgspec.Struct:
-        context = self.context
-        return PoolingList(
-            id=f"pool-{context.request_id}",
-            created=context.created,
-            model=context.model,
-            data=[
-                PooledOutput(index=index, data=self._data(index))
-                for index in range(len(context.generations))
-            ],
-            usage=context.usage(),
-            reuse_receipt=context.receipt(),
-        )
+        data = [
+            PooledOutput(index=index, data=self._data(index))
+            for index in range(len(self.context.generations))
+        ]
+        return self._listed(PoolingList, "pool", data)
 
     def _data(self, index: int) -> list[float | list[float]] | str:
         if self.pooling.scores:
@@ -447,15 +447,8 @@ class ComparingBuilder(PooledBuilder):
 
 class ScoreBuilder(ComparingBuilder):
     def whole(self, samples: Sequence[Sample]) -> msgspec.Struct:
-        context = self.context
-        return ScoreList(
-            id=f"score-{context.request_id}",
-            created=context.created,
-            model=context.model,
-            data=[Score(index=index, score=each) for index, each in enumerate(self.scores())],
-            usage=context.usage(),
-            reuse_receipt=context.receipt(),
-        )
+        data = [Score(index=index, score=each) for index, each in enumerate(self.scores())]
+        return self._listed(ScoreList, "score", data)
 
 
 class RerankBuilder(ComparingBuilder):
