@@ -215,6 +215,7 @@ def test_what_becomes_of_a_dead_engine_is_told_as_it_is(world):
 
 def test_requests_that_are_cut_off_say_why_and_leave_the_engine(world):
     async def scenario(client):
+        world.engine.runner.gate.clear()
         running = [
             asyncio.create_task(all_of(client.generate(rendered(text(9)), ENDLESS, f"r{n}")))
             for n in range(3)
@@ -224,6 +225,7 @@ def test_requests_that_are_cut_off_say_why_and_leave_the_engine(world):
         for outcome in await asyncio.gather(*running, return_exceptions=True):
             assert isinstance(outcome, DrainingError)
         assert client.num_requests == 0
+        world.engine.runner.gate.set()
         prompt = rendered(text(9))
         assert tokens_of(await all_of(client.generate(prompt, GREEDY, "r"))) == expected(prompt, 8)
 
