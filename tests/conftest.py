@@ -37,9 +37,8 @@ ONE_SERVER = ("tests/end_to_end/", "tests/attack/", "tests/clients/")
 OWN_SERVERS = frozenset(
     f"tests/end_to_end/test_{name}.py"
     for name in (
-        *("chaos", "decoders", "faults", "general_media", "kv_tiers", "limits", "many_items"),
-        *("media_memory", "observability", "slabs", "soak", "survival", "tools", "transcription"),
-        "voxtral_realtime",
+        *("chaos", "faults", "film", "general_media", "kv_tiers", "limits", "nano_ear"),
+        *("observability", "soak", "voxtral_realtime"),
     )
 )
 """Files of these folders that start servers of their own: any process may get them."""

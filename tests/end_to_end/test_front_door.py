@@ -195,13 +195,24 @@ STRANGERS = [f"127.0.0.{number}" for number in range(2, 10)]
 
 
 @pytest.fixture(scope="module")
-def small() -> Iterator[LiveServer]:
-    """A server with short deadlines and few descriptors. It needs no engine for that."""
+def sockets() -> Iterator[Path]:
+    """Where servers have the folders of their sockets, whose paths have at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="lo-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def small(sockets: Path) -> Iterator[LiveServer]:
+    """A server with short deadlines and few descriptors. It needs no engine for that.
+
+    The tests of `guarded` come after its own: all its processes are killed for them.
+    """
     options = (
         *("--header-timeout", str(DEADLINE), "--body-timeout", str(DEADLINE)),
         *("--keep-alive-timeout", str(DEADLINE), "--max-connections-per-address", str(PER_ADDRESS)),
     )
-    with LiveServer(*options, command="render", max_descriptors=DESCRIPTORS) as live:
+    env = {"TMPDIR": str(sockets)}
+    with LiveServer(*options, command="render", max_descriptors=DESCRIPTORS, env=env) as live:
         until(lambda: live.get("/ready").status_code == 200, 60, live.log)
         yield live
 
@@ -284,8 +295,8 @@ def at(port: int) -> str:
 class Guarded:
     """A server with keys and TLS, and a client of it for every key."""
 
-    def __init__(self, live: LiveServer, folder: Path) -> None:
-        self.live, self.folder = live, folder
+    def __init__(self, live: LiveServer, folder: Path, sockets: Path) -> None:
+        self.live, self.folder, self.sockets = live, folder, sockets
         self.certificate = FIRST
         self.url = at(int(live.url.rpartition(":")[2]))
 
@@ -305,7 +316,9 @@ class Guarded:
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+def guarded(
+    tmp_path_factory: pytest.TempPathFactory, sockets: Path, left: Path
+) -> Iterator[Guarded]:
     folder = tmp_path_factory.mktemp("guarded")
     certificate, key = FIRST.write(folder)
     keys = folder / "keys"
@@ -315,12 +328,34 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         *("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)),
     )
     environment = {"LOOKONCE_API_KEY": "one:environment-key two:second-key:admin"}
-    with LiveServer(*options, env={**environment, "TMPDIR": str(folder)}) as live:
-        yield Guarded(live, folder)
+    with LiveServer(*options, env={**environment, "TMPDIR": str(sockets)}) as live:
+        yield Guarded(live, folder, sockets)
+
+
+@pytest.fixture(scope="module")
+def left(small: LiveServer, sockets: Path) -> Path:
+    """The folder of a server whose processes were all killed, so that nobody removed it."""
+    (left,) = sockets.glob("lookonce-*")
+    for pid in small.pids(b"lookonce"):
+        os.kill(pid, signal.SIGKILL)
+    small.stop()
+    assert left.exists()
+    (sockets / STRANGER).mkdir()
+    return left
+
+
+STRANGER = "lookonce-none-of-ours"
 
 
 def socket_folders(guarded: Guarded) -> list[Path]:
-    return list(guarded.folder.glob("lookonce-*"))
+    found = guarded.sockets.glob("lookonce-*")
+    return [folder for folder in found if folder.name != STRANGER]
+
+
+def test_what_is_left_when_everything_was_killed_is_removed_at_the_next_start(guarded, left):
+    assert not left.exists()
+    assert len(socket_folders(guarded)) == 1
+    assert (guarded.sockets / STRANGER).exists()
 
 
 def test_keys_come_from_file_and_environment(guarded):
@@ -436,28 +471,3 @@ def test_a_killed_supervisor_s_streams_end_whole_and_nothing_is_left(guarded):
     assert not any('"error"' in line for line in rest)
     until(lambda: guarded.live.pids(b"lookonce") == [], 30, guarded.live.log)
     assert socket_folders(guarded) == []
-
-
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    """A folder of which a unix socket's path of at most 107 bytes can begin."""
-    with tempfile.TemporaryDirectory(prefix="lo-", dir="/tmp") as folder:
-        yield Path(folder)
-
-
-def test_what_is_left_when_everything_was_killed_is_removed_at_the_next_start(short_path):
-    tmp_path = short_path
-    environment = {"TMPDIR": str(tmp_path)}
-    stranger = tmp_path / "lookonce-none-of-ours"
-    stranger.mkdir()
-    first = LiveServer(env=environment)
-    (left,) = set(tmp_path.glob("lookonce-*")) - {stranger}
-    for pid in first.pids(b"lookonce"):
-        os.kill(pid, signal.SIGKILL)
-    first.stop()
-    assert left.exists()
-    with LiveServer(env=environment) as second:
-        assert not left.exists()
-        assert stranger.exists()
-        assert len(list(tmp_path.glob("lookonce-*"))) == 2
-        control(second.url)
