@@ -25,8 +25,6 @@ from tools.nano.world.talk import training_lines
 
 MUTE = Materials(fonts=(), speaker=None, lines=training_lines())
 PLAN = TrainingPlan(tower_steps=1, answer_steps=2, batch=3, collages=1, workers=0)
-"""Each step is many seconds of bfloat16 products where the processor has no instructions for it."""
-
 
 @pytest.fixture(scope="module")
 def tokenizer():
