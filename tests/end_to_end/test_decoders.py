@@ -64,7 +64,7 @@ def standing_still(server: LiveServer) -> Iterator[list[int]]:
             list(pool.map(partial(ask, server), map(garbage, islice(_warming, 2 * count))))
         return len(workers(server)) == count
 
-    until(all_started, 30, server.log)
+    until(all_started, 100, server.log)
     stopped = workers(server)
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)

@@ -127,9 +127,13 @@ def test_what_begins_no_websocket_is_refused_as_json(server, what):
 
 def test_more_requests_than_may_wait_on_a_connection_end_it(server):
     assert send_raw(server.url, VERSION * 1000).closed
-    few = send_raw(server.url, VERSION * 20, wait=2)
-    assert few.body.count(b'{"version"') == 20
-    assert not few.closed
+    with connect(server.url) as client:
+        for _ in range(2):
+            client.sendall(VERSION * 20)
+            answers = b""
+            while answers.count(b'{"version"') < 20:
+                assert (more := client.recv(1 << 16)), "it was closed"
+                answers += more
 
 
 def test_garbage_after_a_request_ends_its_answer_and_is_not_written_into_it(server):
@@ -139,7 +143,7 @@ def test_garbage_after_a_request_ends_its_answer_and_is_not_written_into_it(serv
         client.sendall(head + body)
         assert b"200 OK" in client.recv(1 << 16)
         client.sendall(b"garbage\r\n\r\n")
-        rest, closed = read_all(client, 20)
+        rest, closed = read_all(client, 60)
     assert closed
     assert b"HTTP/1.1" not in rest
     until(lambda: server.metrics()["num_requests_running"] == 0, 60, server.log)
@@ -235,7 +239,7 @@ SLOW["a body byte by byte"] = (
 def test_who_is_too_slow_is_told_and_closed(small, what):
     pieces, status, code = SLOW[what]
     pieces = (pieces[0].replace(b"/v1/completions", b"/tokenize"), *pieces[1:]) if pieces else ()
-    answer = send_raw(small.url, *pieces, pause=0.1 if len(pieces) > 1 else 0, wait=DEADLINE + 8)
+    answer = send_raw(small.url, *pieces, pause=0.1 if len(pieces) > 1 else 0)
     assert (answer.status, answer.closed) == (status, True)
     assert code is None or answer.error["code"] == code
     control(small.url)
@@ -246,13 +250,13 @@ def test_an_idle_connection_is_closed_and_an_answered_one_is_served_again(small)
         for _ in range(3):
             client.sendall(VERSION)
             assert b"200 OK" in client.recv(1 << 16)
-            time.sleep(0.5)
-        assert read_answer(client, DEADLINE + 8) == (0, {}, b"", True, pytest.approx(2, abs=4))
+        last = read_answer(client, 60)
+        assert (last.status, last.body, last.closed) == (0, b"", True)
 
 
 def test_hundreds_of_half_open_connections_end_by_themselves(small):
     with held(small.url, STRANGERS[:3], 25, b"GET /half") as clients:
-        until(lambda: not any(map(is_open, clients)), DEADLINE + 10, small.log)
+        until(lambda: not any(map(is_open, clients)), 100, small.log)
     until(lambda: small.metrics()["http_connections"] <= 2, 60, small.log)
 
 
@@ -469,5 +473,5 @@ def test_a_killed_supervisor_s_streams_end_whole_and_nothing_is_left(guarded):
         rest = list(lines)
     assert rest[-2] == "data: [DONE]", rest[-4:]
     assert not any('"error"' in line for line in rest)
-    until(lambda: guarded.live.pids(b"lookonce") == [], 30, guarded.live.log)
+    until(lambda: guarded.live.pids(b"lookonce") == [], 100, guarded.live.log)
     assert socket_folders(guarded) == []

@@ -78,7 +78,9 @@ def test_a_valkey_that_hangs_dies_and_comes_back_never_costs_an_answer(
     valkey.pause()
     assert [cold() for _ in range(5)].count("loaded") == 0
     assert timeouts(other) > failures
-    assert other.metrics()["kv_tier_breaker_state:valkey"] > 0, "a breaker spares the others the wait"
+    assert other.metrics()["kv_tier_breaker_state:valkey"] > 0, (
+        "a breaker spares the others the wait"
+    )
     valkey.resume()
     until(lambda: cold() == "loaded", 60, other.log)
     valkey.kill()

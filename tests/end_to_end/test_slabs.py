@@ -52,8 +52,8 @@ def test_killed_workers_and_engines_leave_no_mapping_and_no_descriptor(cache_ser
     engine = server.engine_pid()
     assert engine is not None
     os.kill(engine, signal.SIGKILL)
-    until(lambda: server.get("/ready").status_code != 200, 30, server.log)
-    until(lambda: server.get("/ready").status_code == 200, 60, server.log)
+    until(lambda: server.get("/ready").status_code != 200, 100, server.log)
+    until(lambda: server.get("/ready").status_code == 200, 100, server.log)
     assert [ask(server, number) for number in PICTURES] == answers
     found = server.metrics()
     (engine,) = of_kind(server, "lookonce.engine.process")

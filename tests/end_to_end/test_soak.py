@@ -64,7 +64,7 @@ def soak(server: LiveServer, requests) -> dict[str, float]:
     assert tally.unexpected == []
     assert tally.wrong == []
     assert tally.statuses.total() + tally.left == len(requests)
-    until(lambda: quiet(server.metrics()), 30, lambda: str(server.metrics()))
+    until(lambda: quiet(server.metrics()), 100, lambda: str(server.metrics()))
     found = server.metrics()
     assert found["mm_cache_bytes"] == found["mm_store_listed_bytes"], "the two sides differ"
     assert found["mm_cache_evictions_total"] > 0

@@ -75,7 +75,7 @@ def test_a_real_valkey_paused_killed_and_restarted_while_requests_run(
         statuses = work(world, 60, between=disturb)
         assert statuses[4:20] == ["loaded"] * 16
         assert "loaded" not in statuses[20:30] + statuses[40:50]
-        eventually(lambda: work(world, 5)[-1] == "loaded", 20.0)
+        eventually(lambda: work(world, 5)[-1] == "loaded", 60.0)
         world.assert_all_free()
 
 

@@ -26,6 +26,7 @@ from tools.nano.world.talk import training_lines
 MUTE = Materials(fonts=(), speaker=None, lines=training_lines())
 PLAN = TrainingPlan(tower_steps=1, answer_steps=2, batch=3, collages=1, workers=0)
 
+
 @pytest.fixture(scope="module")
 def tokenizer():
     from transformers import AutoTokenizer
