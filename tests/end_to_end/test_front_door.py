@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -132,7 +131,8 @@ def test_more_requests_than_may_wait_on_a_connection_end_it(server):
             client.sendall(VERSION * 20)
             answers = b""
             while answers.count(b'{"version"') < 20:
-                assert (more := client.recv(1 << 16)), "it was closed"
+                more = client.recv(1 << 16)
+                assert more, "it was closed"
                 answers += more
 
 
