@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -60,6 +61,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileS
         return None
     config.option.loadscopereorder = False  # else files with few tests, however long, come last
     return FolderScheduling(config, log)
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()  # until all tests are collected: imports make millions of objects, no garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what was imported stays: collections need not walk it
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
