@@ -259,4 +259,4 @@ async def _renderer(
 def run(scenario: Any) -> None:
     """Runs `async def scenario()` with one torch thread."""
     torch.set_num_threads(1)
-    asyncio.run(asyncio.wait_for(scenario, 60))
+    asyncio.run(asyncio.wait_for(scenario, 200))
