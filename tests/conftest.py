@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
-from typing import Any
 
-import httpx._transports.default as httpx_transports
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
@@ -19,17 +17,9 @@ from tests.support.model_folders.make import FolderMaker, make_folder
 os.environ["OMP_NUM_THREADS"] = "1"
 """Read when torch is first imported: two threads on busy cores can be five times slower."""
 
-_ssl_context = httpx_transports.create_ssl_context
-_trusting = _ssl_context()
-
-
-def _shared_ssl_context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> Any:
-    """What all clients of httpx have that ask for nothing special: reading the certificates that
-    are trusted takes 30 ms of CPU, and tests make thousands of clients."""
-    return _trusting if verify is True and cert is None else _ssl_context(verify, cert, trust_env)
-
-
-httpx_transports.create_ssl_context = _shared_ssl_context  # type: ignore[attr-defined]
+os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "support" / "trusted.pem")
+"""What clients trust that say nothing else: one certificate whose key is gone. Each of thousands of
+clients would otherwise read those of all authorities, which takes it 30 ms of CPU."""
 
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
