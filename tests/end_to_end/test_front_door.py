@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -206,17 +208,13 @@ def sockets() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def small(sockets: Path) -> Iterator[LiveServer]:
-    """A server with short deadlines and few descriptors. It needs no engine for that.
-
-    The tests of `guarded` come after its own: all its processes are killed for them.
-    """
+def small() -> Iterator[LiveServer]:
+    """A server with short deadlines and few descriptors. It needs no engine for that."""
     options = (
         *("--header-timeout", str(DEADLINE), "--body-timeout", str(DEADLINE)),
         *("--keep-alive-timeout", str(DEADLINE), "--max-connections-per-address", str(PER_ADDRESS)),
     )
-    env = {"TMPDIR": str(sockets)}
-    with LiveServer(*options, command="render", max_descriptors=DESCRIPTORS, env=env) as live:
+    with LiveServer(*options, command="render", max_descriptors=DESCRIPTORS) as live:
         until(lambda: live.get("/ready").status_code == 200, 60, live.log)
         yield live
 
@@ -336,19 +334,30 @@ def guarded(
         yield Guarded(live, folder, sockets)
 
 
-@pytest.fixture(scope="module")
-def left(small: LiveServer, sockets: Path) -> Path:
-    """The folder of a server whose processes were all killed, so that nobody removed it."""
-    (left,) = sockets.glob("lookonce-*")
-    for pid in small.pids(b"lookonce"):
-        os.kill(pid, signal.SIGKILL)
-    small.stop()
-    assert left.exists()
-    (sockets / STRANGER).mkdir()
-    return left
-
-
 STRANGER = "lookonce-none-of-ours"
+USE = """
+import sys
+from lookonce.engine.supervisor.socket_folder import socket_folder
+with socket_folder(sys.argv[1]):
+    print("in", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def left(sockets: Path) -> Path:
+    """A folder of sockets whose only process was killed, so that nobody removed it."""
+    (sockets / STRANGER).mkdir()
+    folder = sockets / "lookonce-left"
+    with subprocess.Popen(
+        [sys.executable, "-c", USE, folder / "engine.sock"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout.readline() == b"in\n"
+        process.kill()
+    assert folder.exists()
+    return folder
 
 
 def socket_folders(guarded: Guarded) -> list[Path]:
