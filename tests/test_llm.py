@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gc
 import itertools
 import signal
 import subprocess
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.nano import evaluate, mistakes
 from lookonce import LLM, SamplingParams, media_hash
 from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, ConfigError, UnavailableError
@@ -45,6 +48,12 @@ def test_a_conversation_is_answered_truthfully(llm):
     assert output.usage.prompt_tokens == len(output.prompt_token_ids)
     assert output.usage.completion_tokens == len(sample.token_ids)
     assert output.usage.prompt_tokens_details.image_tokens == 9
+
+
+def test_the_embedded_model_is_right_most_of_the_time(llm):
+    answered = evaluate(llm, conversations=15, seed=3)
+    right = sum(one.right for one in answered)
+    assert right / len(answered) > 0.9, mistakes(answered)
 
 
 def test_an_empty_file_is_said_to_be_empty(llm):
@@ -115,6 +124,28 @@ def test_text_streams_and_a_stream_may_be_left(llm):
     assert llm.stats()["num_requests_running"] == 0
 
 
+def num_kept(size: int) -> int:
+    """The number of bytes objects of exactly this length that are still referenced."""
+    gc.collect()
+    tracked = gc.get_objects()
+    inside = gc.get_referents(*tracked)
+    inside += gc.get_referents(*(one for one in inside if not gc.is_tracked(one)))
+    return len({id(one) for one in inside if type(one) is bytes and len(one) == size})
+
+
+def test_while_an_answer_is_made_only_the_engine_holds_its_picture(llm):
+    pixels = np.random.default_rng(0).integers(0, 255, (200, 300, 3), dtype=np.uint8)
+    media = [encoded(Image.fromarray(pixels))]
+    size = len(media[0])
+    assert num_kept(size) == 1
+    url = "data:image/png;base64," + base64.b64encode(media.pop()).decode()
+    part = {"type": "image_url", "image_url": {"url": url}}
+    stream = llm.stream_chat([{"role": "user", "content": [part]}], ENDLESS)
+    next(stream)
+    assert num_kept(size) == 0
+    stream.close()
+
+
 def test_a_stream_gives_the_whole_answer_when_it_has_ended(llm):
     ended: list[RequestOutput] = []
     texts = list(llm.stream_chat(ask("Say river."), GREEDY, on_finish=ended.append))
@@ -174,12 +205,13 @@ def test_the_first_failure_ends_all_prompts_also_those_not_begun(narrow):
     until(lambda: _busy(narrow) == 0, 60, lambda: str(narrow.stats()))
 
 
-def test_many_prompts_take_every_place_in_the_batch():
-    with ThreadPoolExecutor(1) as pool, LLM("nano", max_num_seqs=4) as llm:
-        call = pool.submit(llm.generate, ["Once"] * 12, ENDLESS)
-        until(lambda: call.done() or llm.stats()["num_requests_running"] == 4, 60, str)
+def test_many_prompts_take_every_place_in_the_batch(narrow):
+    """The last test of `narrow`, which is closed: all answers would take a minute."""
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(narrow.generate, ["Once"] * 6, ENDLESS)
+        until(lambda: call.done() or narrow.stats()["num_requests_running"] == 2, 60, str)
         assert not call.done(), call.exception()
-        llm.close()  # ends the call: all would take a minute
+        narrow.close()
         with pytest.raises(UnavailableError):
             call.result()
 

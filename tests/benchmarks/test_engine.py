@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 
 import pytest
 
 from benchmarks.engine import open_engine
 from benchmarks.engine_process import MODEL_SECONDS, PROCESS_SECONDS, Stopwatch
-from lookonce.errors import ModelLoadError
+from lookonce.errors import ConfigError
 
 
 def test_a_turn_tells_model_engine_and_client_apart(folder):
@@ -23,12 +24,15 @@ def test_a_turn_tells_model_engine_and_client_apart(folder):
     assert turn.client > 0
 
 
-def test_an_engine_that_cannot_start_says_why(tmp_path):
+def test_an_engine_that_cannot_start_says_why(monkeypatch):
+    refusing = (sys.executable, "-m", "tests.support.engine.fake_process")
+    monkeypatch.setattr("benchmarks.engine.COMMAND", refusing)
+
     async def scenario():
-        async with open_engine(str(tmp_path), 1):
+        async with open_engine("refuse", 1):
             pass
 
-    with pytest.raises(ModelLoadError):
+    with pytest.raises(ConfigError, match="at least 900 for this model"):
         asyncio.run(scenario())
 
 

@@ -1,23 +1,70 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from tests.support.live_server import LiveServer
 
 
+@dataclass(frozen=True)
+class JustReady:
+    """What a server tells that has become ready and that nobody has asked anything."""
+
+    log: str
+    metrics: dict[str, float]
+    ready: int
+    """The status of `/ready`."""
+
+
 @pytest.fixture(scope="session")
-def server() -> Iterator[LiveServer]:
-    """nano, served: one server for all tests that do not damage it."""
+def new_server() -> Iterator[tuple[LiveServer, JustReady]]:
     with LiveServer() as live:
-        yield live
+        yield live, JustReady(live.log(), live.metrics(), live.get("/ready").status_code)
+
+
+@pytest.fixture(scope="session")
+def server(new_server: tuple[LiveServer, JustReady]) -> LiveServer:
+    """nano, served: one server for all tests that do not damage it for good."""
+    return new_server[0]
+
+
+@pytest.fixture(scope="session")
+def just_ready(new_server: tuple[LiveServer, JustReady]) -> JustReady:
+    """What `server` told before its first request."""
+    return new_server[1]
 
 
 @pytest.fixture(scope="session", params=["shm", "lru"])
 def cache_server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
     """nano with each type of processor cache; it fetches media from this machine and tells of its
-    work under vLLM's names too. Tests ask about media of their own."""
-    cache = ("--mm-processor-cache-type", request.param)
-    with LiveServer("--allow-private-media", "--vllm-metric-names", *cache) as live:
+    work under vLLM's names too. A request may have 40 sounds, which are more than a step computes.
+    Tests ask about media of their own."""
+    options = (
+        *("--allow-private-media", "--vllm-metric-names"),
+        *("--limit-mm-per-prompt", "audio=40", "--max-num-batched-tokens", "512"),
+        *("--mm-processor-cache-type", request.param),
+    )
+    with LiveServer(*options) as live:
+        yield live
+
+
+TOOL_TEMPLATE = """\
+{% if tools %}<|im_start|>system
+{{ tools | tojson }} <tool_call><|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function | tojson }}\
+{% endfor %}<|im_end|>
+{% endfor %}<|im_start|>assistant
+"""
+
+
+@pytest.fixture(scope="session")
+def uncached_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """nano without a processor cache, and with a template that has a place for tools."""
+    file: Path = tmp_path_factory.mktemp("template") / "tools.jinja"
+    file.write_text(TOOL_TEMPLATE)
+    with LiveServer("--mm-processor-cache-gb", "0", "--chat-template", str(file)) as live:
         yield live

@@ -156,7 +156,7 @@ def assert_slabs_are_mapped_as_often_as_they_are_leased(live):
         assert len(every) == len(set(every)), "a slab is mapped twice"
         return all(len(inodes) <= most for inodes in mapped.values())
 
-    until(as_leased, 20, live.log)
+    until(as_leased, PATIENCE, live.log)
     for pid in of_kind(live, API):
         # The processes' counts, and the index of the stored responses' SQLite file.
         assert num_mappings(pid) <= len(mapped_slabs(pid)) + 2, "mappings that are no slabs"

@@ -15,7 +15,6 @@ from itertools import count as count_from
 from itertools import islice
 
 import httpx
-import pytest
 
 from tests.support.live_server import LiveServer, until
 from tests.support.traffic import Medium, drawn
@@ -26,12 +25,6 @@ MAX_WORKERS = 4
 
 _warming = count_from(1_000_000)
 """Numbers of garbage that only starts workers."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    with LiveServer() as live:
-        yield live
 
 
 def body(medium: Medium) -> dict[str, object]:
@@ -71,7 +64,7 @@ def standing_still(server: LiveServer) -> Iterator[list[int]]:
             list(pool.map(partial(ask, server), map(garbage, islice(_warming, 2 * count))))
         return len(workers(server)) == count
 
-    until(all_started, 30, server.log)
+    until(all_started, 100, server.log)
     stopped = workers(server)
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)

@@ -69,7 +69,7 @@ def test_heavy_pictures_leave_a_worker_for_others(server: LiveServer) -> None:
     small = image_part(picture(("blue", "square")))
     with ThreadPoolExecutor(6) as clients:
         slow = [clients.submit(server.post, CHAT, question(each)) for each in heavy]
-        until(lambda: server.metrics()["media_waiting"] >= 2, 30, server.log)
+        until(lambda: server.metrics()["media_waiting"] >= 2, 100, server.log)
         assert server.post(CHAT, question(small)).status_code == 200
         num_done = sum(each.done() for each in slow)
     assert num_done <= 2

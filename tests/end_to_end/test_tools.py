@@ -8,16 +8,7 @@ import openai
 import pytest
 
 from tests.support.drawing import ask
-from tests.support.live_server import LiveServer
 
-TEMPLATE = """\
-{% if tools %}<|im_start|>system
-{{ tools | tojson }} <tool_call><|im_end|>
-{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function | tojson }}\
-{% endfor %}<|im_end|>
-{% endfor %}<|im_start|>assistant
-"""
 WEATHER = {
     "type": "function",
     "function": {
@@ -36,16 +27,8 @@ WILD = {"temperature": 4.0, "max_tokens": 500}
 
 
 @pytest.fixture(scope="module")
-def tool_server(tmp_path_factory):
-    file = tmp_path_factory.mktemp("template") / "tools.jinja"
-    file.write_text(TEMPLATE)
-    with LiveServer("--chat-template", str(file)) as live:
-        yield live
-
-
-@pytest.fixture(scope="module")
-def client(tool_server):
-    with tool_server.client() as client:
+def client(uncached_server):
+    with uncached_server.client() as client:
         yield client
 
 
@@ -111,7 +94,7 @@ def test_a_function_that_is_strict_conforms_if_it_is_called_at_all(client):
         check_call(call)
 
 
-def test_what_a_tool_returned_goes_into_the_prompt(client, tool_server):
+def test_what_a_tool_returned_goes_into_the_prompt(client, uncached_server):
     messages = [
         *ask("Weather?"),
         {"role": "assistant", "content": "", "tool_calls": [
@@ -120,8 +103,8 @@ def test_what_a_tool_returned_goes_into_the_prompt(client, tool_server):
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
     ]  # fmt: skip
     body = {"messages": messages, "tools": [WEATHER]}
-    tokens = tool_server.post("/tokenize", body).json()["tokens"]
-    text = tool_server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    tokens = uncached_server.post("/tokenize", body).json()["tokens"]
+    text = uncached_server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
     assert '"get_weather"' in text.split("<|im_start|>")[1]
     assert '"city": "Bern"' in text
     assert "<|im_start|>tool\nsunny" in text

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.support.drawing import (
@@ -97,19 +96,16 @@ def test_example_external_frontend(server, nano_folder, tmp_path):
     assert after["mm_cache_hits_total"] - before["mm_cache_hits_total"] == 2
 
 
-def test_ready_comes_after_warm_up_and_nothing_tells_of_it():
+def test_ready_comes_after_warm_up_and_nothing_tells_of_it(just_ready):
     """A server that has just become ready: caches empty, counters at zero, warmed up."""
-    with LiveServer() as fresh:
-        log = fresh.log()
-        for warmed in ("text", "image", "audio", "/v1/chat/completions", "/tokenize"):
-            assert re.search(rf"warmed up {warmed}\b.* in [0-9.]+ s", log), log
-        found = fresh.metrics()
-        counted = {
-            name: value
-            for name, value in found.items()
-            if ("_total" in name or "_bytes" in name or name.endswith("_count"))
-            and "mm_slab" not in name  # slabs stay leased, so that their memory is warm
-        }
-        assert len(counted) > 20
-        assert {name: value for name, value in counted.items() if value} == {}
-        assert httpx.get(fresh.url + "/ready", timeout=30).status_code == 200
+    for warmed in ("text", "image", "audio", "/v1/chat/completions", "/tokenize"):
+        assert re.search(rf"warmed up {warmed}\b.* in [0-9.]+ s", just_ready.log), just_ready.log
+    counted = {
+        name: value
+        for name, value in just_ready.metrics.items()
+        if ("_total" in name or "_bytes" in name or name.endswith("_count"))
+        and "mm_slab" not in name  # slabs stay leased, so that their memory is warm
+    }
+    assert len(counted) > 20
+    assert {name: value for name, value in counted.items() if value} == {}
+    assert just_ready.ready == 200

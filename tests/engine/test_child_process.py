@@ -20,7 +20,7 @@ from lookonce.engine.supervisor.child_process import (
 )
 from lookonce.errors import EngineDeadError, ModelLoadError
 
-PATIENCE = 30.0
+PATIENCE = 100.0
 
 
 def python(code):

@@ -21,7 +21,9 @@ from tests.support.core.builders import Limits, key, text
 from tests.support.engine.living import World, expected, item, part, rendered, tokens_of, until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
+"""It has an end: who counts on it to go on holds the engine's gate."""
 
 
 async def all_of(generation):
@@ -47,8 +49,9 @@ def test_a_request_that_the_engine_cannot_read_fails_alone_and_both_sides_stay_e
     """`World.run` compares them at the end."""
 
     async def scenario(client):
-        running = client.generate(rendered(text(9)), ENDLESS, "running")
-        await anext(running)
+        fine = rendered(text(9))
+        running = client.generate(fine, LONG, "running")
+        deltas = [await anext(running)]
         prompt = rendered(text(20), part("cat"), offsets=(3,))
         with pytest.raises(RequestFailedError, match="cannot read"):
             await all_of(client.generate(prompt, unreadable(), "bad"))
@@ -56,8 +59,8 @@ def test_a_request_that_the_engine_cannot_read_fails_alone_and_both_sides_stay_e
             prompt = rendered(text(20), part(name, held=name == "cat"), offsets=(3,))
             tokens = tokens_of(await all_of(client.generate(prompt, GREEDY, name)))
             assert tokens == expected(prompt, 8)
-        await anext(running)
-        await running.aclose()
+        deltas += await all_of(running)
+        assert tokens_of(deltas) == expected(fine, 200)
         await until(lambda: client._channel.bytes_in_flight == 0)
         assert len(client.directory.sizes()) == 2
 
@@ -125,7 +128,9 @@ def test_aborting_by_id_finishes_every_sample_with_abort(world):
         sampling = SamplingParams(n=2, max_tokens=3000, ignore_eos=True)
         world.engine.runner.gate.clear()
         generation = await client.generate(rendered(text(9)), sampling, "r")
+        await until(lambda: world.engine.runner.is_held)
         await client.abort("r")
+        await until(lambda: world.engine.step_channel.num_commands == 1)
         world.engine.runner.gate.set()
         rest = await all_of(generation)
         assert {(d.index, d.finish_reason) for d in rest[-2:]} == {(0, "abort"), (1, "abort")}
@@ -370,7 +375,7 @@ def test_any_api_process_may_abort_a_request_of_another():
             world.engine.runner.gate.clear()
             generation = await client.generate(rendered(text(9)), ENDLESS, "r")
             step_channel = world.engine.step_channel
-            await until(lambda: step_channel.busy_since is not None)
+            await until(lambda: world.engine.runner.is_held)
             await other.abort("r")
             await until(lambda: step_channel.num_commands == 1)
             world.engine.runner.gate.set()

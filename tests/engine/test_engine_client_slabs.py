@@ -18,7 +18,7 @@ from lookonce.types.media import Array, Expansion, ProcessedItem
 from lookonce.types.request import RenderedItem
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import PLACEHOLDER, key, text
-from tests.support.engine.living import World, expected, rendered, tokens_of, until
+from tests.support.engine.living import PATIENCE, World, expected, rendered, tokens_of, until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 CACHE_BYTES = 4 * (SMALLEST + 1024)
@@ -36,7 +36,7 @@ def floats(value: float = 1.0) -> ProcessedItem:
 
 def run(world: World, scenario) -> None:
     async def whole() -> None:
-        async with asyncio.timeout(60), world.client(cache_bytes=CACHE_BYTES) as client:
+        async with asyncio.timeout(2 * PATIENCE), world.client(cache_bytes=CACHE_BYTES) as client:
             await client.wait_ready()
             await until(lambda: client.slabs.is_open)
             await scenario(client, OwnSlabs(client.slabs))

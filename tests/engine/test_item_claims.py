@@ -55,7 +55,7 @@ async def sent_by(task):
 
 
 def run(scenario):
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 def test_a_process_alone_asks_nobody():

@@ -142,13 +142,12 @@ def test_sigterm_ends_it_and_ctrl_c_is_its_parents_affair(tmp_path):
 
 def test_killed_it_leaves_a_socket_file_that_its_successor_takes_over(tmp_path):
     given = settings(tmp_path)
-    endless = SamplingParams(max_tokens=4000, ignore_eos=True)
 
     async def scenario():
-        first = Engine(given)
+        first = Engine(settings(tmp_path, "hold"))
         async with asyncio.timeout(2 * PATIENCE), client_of(given) as client:
             await client.wait_ready()
-            generation = await client.generate(rendered(text(9)), endless, "r")
+            generation = await client.generate(rendered(text(9)), GREEDY, "r")
             os.kill(first.process.pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError):
                 _ = [delta async for delta in generation]

@@ -176,7 +176,7 @@ def run(max_examples, phases, **world_parts):
 
 
 def test_no_interleaving_breaks_the_protocol():
-    run(300, [Phase.generate, Phase.shrink])
+    run(150, [Phase.generate, Phase.shrink])
 
 
 @pytest.mark.parametrize("num_senders", [1, 3])

@@ -39,6 +39,17 @@ def session_world(*args, **kwargs) -> World:
     return made
 
 
+async def begun(world: World, opening):
+    """A session that is being answered: it has its first token, and the second step is held up."""
+    await world.quiet_steps()
+    world.engine.runner.gate.clear()
+    world.engine.runner.num_passing = 1
+    session = await opening
+    assert (await anext(session)).token_ids
+    await until(lambda: world.engine.runner.is_held)
+    return session
+
+
 async def in_the_next_step(world: World, num_commands: int) -> None:
     """Let the step go on that is held up, once so many commands wait for its end."""
     await until(lambda: world.engine.step_channel.num_commands == num_commands)
@@ -100,12 +111,11 @@ def test_a_queued_extension_waits_for_the_answer_before_it(world):
 
 def test_an_interrupting_extension_ends_the_answer_that_is_generated(world):
     async def scenario(client):
-        session = await client.open_session(rendered(text(6)), LONG, "s")
-        async with session:
-            assert (await anext(session)).token_ids
+        async with await begun(world, client.open_session(rendered(text(6)), LONG, "s")) as session:
             await session.extend(
                 rendered(text(6, seed=1)), ExtendOptions(interrupt=True, max_tokens=1)
             )
+            await in_the_next_step(world, 1)
             interrupted, after = await answer(session), await answer(session)
             assert interrupted[-1].session.ended == "interrupted"
             assert len(interrupted) < 3000
@@ -117,12 +127,12 @@ def test_an_interrupting_extension_ends_the_answer_that_is_generated(world):
 
 def test_an_interruption_takes_in_what_waits_before_it(world):
     async def scenario(client):
-        async with await client.open_session(rendered(text(6)), LONG, "s") as session:
-            await anext(session)
+        async with await begun(world, client.open_session(rendered(text(6)), LONG, "s")) as session:
             await session.extend(rendered(text(3, seed=1)))
             await session.extend(
                 rendered(text(3, seed=2)), ExtendOptions(interrupt=True, max_tokens=1)
             )
+            await in_the_next_step(world, 2)
             await answer(session)
             after = await answer(session)
             assert [delta.session.extension for delta in after] == [2]
@@ -280,8 +290,8 @@ def test_a_full_context_ends_the_session_with_a_clear_error():
 
 def test_an_engine_that_dies_ends_its_sessions_and_the_next_one_serves_new_ones(world):
     async def scenario(client):
-        session = await client.open_session(rendered(text(6)), LONG, "s")
         world.engine.runner.gate.clear()
+        session = await client.open_session(rendered(text(6)), LONG, "s")
         options = SessionOptions(answer=False, credits=1)
         other = await client.open_session(rendered(text(6)), TWO, "t", options)
         await other.extend(rendered(text(6)))
@@ -310,12 +320,13 @@ def test_an_api_process_that_is_gone_loses_its_sessions_and_others_keep_theirs()
         other = world.client()
         async with other:
             await other.wait_ready()
-            busy = await other.open_session(rendered(text(9)), LONG, "busy")
             idle = await other.open_session(rendered(text(9)), TWO, "idle")
             await answer(idle)
-            await anext(busy)
+            busy = await begun(world, other.open_session(rendered(text(9)), LONG, "busy"))
             world.hub.detach(other._channel._link)
+            world.engine.runner.gate.set()
             await until(lambda: len(world.engine.receiver_cache.store.requests) == 1)
+            busy.close()
         await mine.extend(rendered(text(4)))
         answers.append(tokens_of(await answer(mine)))
         assert answers == expected(text(6), text(4))

@@ -186,7 +186,7 @@ def run(max_examples, phases, **world_parts):
 
 
 def test_no_interleaving_breaks_the_rules_of_slabs():
-    run(150, [Phase.generate, Phase.shrink])
+    run(100, [Phase.generate, Phase.shrink])
 
 
 def test_nor_with_one_api_process():

@@ -17,7 +17,7 @@ from lookonce.ipc.socket_engine_link import SocketEngineLink
 from tests.support.in_process_link import InProcessHub
 from tests.support.ipc_samples import update
 
-PATIENCE = 20.0
+PATIENCE = 100.0
 
 
 class Echo:

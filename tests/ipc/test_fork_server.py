@@ -25,7 +25,7 @@ from lookonce.ipc.fork_server import ForkRequest, Preload, start_forked
 from lookonce.ipc.worker_process import fork_worker
 
 MODULE = "tests.support.forked"
-PATIENCE = 20.0
+PATIENCE = 100.0
 SECRETS = {"LOOKONCE_SECRET", "HF_TOKEN", "OTEL_EXPORTER_OTLP_HEADERS", "https_proxy"}
 
 

@@ -33,7 +33,7 @@ from lookonce.ipc.framing import (
 )
 from lookonce.ipc.peer import peer_uid, require_same_user
 
-PATIENCE = 20.0
+PATIENCE = 100.0
 GREETED = greeting("me")
 SIZES = st.one_of(
     st.integers(0, 200),

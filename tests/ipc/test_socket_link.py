@@ -16,7 +16,7 @@ from lookonce.ipc.framing import HEADER, MARK, SLICE_BYTES, close_fds, greeting,
 from lookonce.ipc.socket_client_link import SocketClientLink
 from lookonce.ipc.socket_engine_link import SocketEngineLink
 
-PATIENCE = 20.0
+PATIENCE = 100.0
 
 
 class Engine:

@@ -75,7 +75,7 @@ def test_a_real_valkey_paused_killed_and_restarted_while_requests_run(
         statuses = work(world, 60, between=disturb)
         assert statuses[4:20] == ["loaded"] * 16
         assert "loaded" not in statuses[20:30] + statuses[40:50]
-        eventually(lambda: work(world, 5)[-1] == "loaded", 20.0)
+        eventually(lambda: work(world, 5)[-1] == "loaded", 60.0)
         world.assert_all_free()
 
 
@@ -104,7 +104,7 @@ def test_bits_that_flip_at_rest(kind: str, tmp_path: Path, valkey: ValkeyServer)
                 held = [entry.slot for entry in host._slots._entries.values()]
                 host._object(chance.choice(held))[chance.randrange(192)] ^= 4
             case _:
-                name = chance.choice(names(valkey))
+                name = chance.choice(valkey.names())
                 value = valkey.call(b"GET", name)
                 assert isinstance(value, bytes)
                 at = chance.randrange(len(value))
@@ -117,12 +117,6 @@ def test_bits_that_flip_at_rest(kind: str, tmp_path: Path, valkey: ValkeyServer)
         stats = world.connector.stats()
         assert stats[f"kv_tier_failures_total:{kind},corrupt"] > 0
         assert stats[f"kv_tier_breaker_state:{kind}"] == 0, "a bad object is not a bad tier"
-
-
-def names(valkey: ValkeyServer) -> list[bytes]:
-    """Every key, by asking for random ones: enough to reach all of a few dozen."""
-    found = {valkey.call(b"RANDOMKEY") for _ in range(50)}
-    return sorted(name for name in found if isinstance(name, bytes))
 
 
 def test_a_slow_link_delays_its_own_request_alone() -> None:

@@ -58,8 +58,7 @@ def test_same_tokens_cold_warm_and_on_another_engine(
 def test_two_server_processes_share_what_one_computed(lmcache: LMCacheServer) -> None:
     options = ("--kv-load", "always", "--kv-tier", f"lmcache://{lmcache.address}")
     with LiveServer(*options) as first:
-        assert status(look(first)) == "none"
-        stored(first, "lmcache")
+        assert status(stored(first, "lmcache")) == "none"
         with LiveServer(*options) as other:
             assert by_tier(look(other)).keys() == {"lmcache"}
             assert status(look(other, scope="another")) == "none"

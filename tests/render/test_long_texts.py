@@ -20,7 +20,7 @@ from lookonce.render.prompt.long_texts import LongTextThreads, TokenCountBound
 from lookonce.render.prompt.tokenizer import Tokenizer
 
 WORDS = [f"word{number} wood {number * 37} éü 中文字 A\n\t b\u0301" for number in range(200)]
-PATIENCE = 20.0
+PATIENCE = 100.0
 
 
 def trained(backend, **options):

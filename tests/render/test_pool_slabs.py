@@ -244,7 +244,7 @@ def test_nobody_waits_for_a_worker_that_does_not_read() -> None:
             await until(all_given_back)
 
     async def bounded() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             await scenario()
 
     asyncio.run(bounded())

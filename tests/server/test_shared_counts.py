@@ -133,4 +133,4 @@ class Restarts(RuleBasedStateMachine):
 
 
 TestRestarts = Restarts.TestCase
-TestRestarts.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestRestarts.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)

@@ -43,8 +43,11 @@ def status(answer: dict[str, Any]) -> str:
     return str(answer["kv_transfer_params"]["external_cache"]["status"])
 
 
-def stored(server: LiveServer, tier: str) -> None:
-    """Until the tier has what it was given."""
+def stored(server: LiveServer, tier: str, *, scope: str = "") -> dict[str, Any]:
+    """`look`, and wait until the tier has what was computed for it."""
     name = f"kv_tier_stored_tokens_total:{tier}"
-    until(lambda: server.metrics().get(name, 0) > 0, 20, server.log)
-    until(lambda: server.metrics()[f"kv_tier_queue_bytes:{tier}"] == 0, 20, server.log)
+    before = server.metrics().get(name, 0)
+    answer = look(server, scope=scope)
+    until(lambda: server.metrics().get(name, 0) > before, 60, server.log)
+    until(lambda: server.metrics()[f"kv_tier_queue_bytes:{tier}"] == 0, 60, server.log)
+    return answer

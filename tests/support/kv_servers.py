@@ -71,6 +71,16 @@ class ValkeyServer:
         finally:
             connection.close()
 
+    def names(self) -> list[bytes]:
+        """Every key, by asking for random ones until all have come."""
+        count, found = self.call(b"DBSIZE"), set[bytes]()
+        assert isinstance(count, int)
+        while len(found) < count:
+            name = self.call(b"RANDOMKEY")
+            assert isinstance(name, bytes), "keys are removed meanwhile"
+            found.add(name)
+        return sorted(found)
+
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None
         os.kill(self._process.pid, number)

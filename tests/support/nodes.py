@@ -25,6 +25,7 @@ from lookonce.config import Config, Options, resolve
 from lookonce.engine.client.engine_client import EngineClient
 from lookonce.engine.process.build import EngineThreads
 from lookonce.engine.process.load_engine import load_engine
+from lookonce.engine.process.step_loop import StepChannel
 from lookonce.engine.process_io import engine_settings
 from lookonce.frontend.frontend import RenderOnlyEngine
 from lookonce.frontend.metrics import Metrics
@@ -71,6 +72,16 @@ class Node:
     pool: CountingPool | None
     """None for a model of text alone."""
     engine: EngineClient | None = None
+    steps: StepChannel | None = None
+    """The engine's."""
+
+    async def figures(self) -> dict[str, float]:
+        """The engine's, once the step is done in which the runner forgets what has ended."""
+        assert self.engine is not None
+        assert self.steps is not None
+        while self.steps.busy_since is not None or self.steps.num_commands:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        return dict(await self.engine.stats())
 
     async def post(self, path: str, body: object, *, key: str | None = None) -> httpx.Response:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -141,7 +152,7 @@ async def engine_node(folder: Path, **options: Any) -> AsyncIterator[Node]:
         processor_cache_bytes=config.media.processor_cache_bytes,
         connect=hub.client_link,
     )
-    with _running_engine(config, hub):
+    with _running_engine(config, hub) as steps:
         slabs = OwnSlabs(client.slabs) if config.media.shared_cache_bytes else None
         async with client, _renderer(config, client.directory, client.sender.uuids, slabs) as main:
             await client.wait_ready()
@@ -149,6 +160,7 @@ async def engine_node(folder: Path, **options: Any) -> AsyncIterator[Node]:
             async with open_readonly(
                 renderer, config.media, directory=client.directory, uuids=client.sender.uuids
             ) as readonly, _node(config, pool, client, renderer, readonly) as node:  # fmt: skip
+                node.steps = steps
                 yield node
 
 
@@ -191,7 +203,7 @@ async def _node(
 
 
 @contextmanager
-def _running_engine(config: Config, hub: InProcessHub) -> Iterator[None]:
+def _running_engine(config: Config, hub: InProcessHub) -> Iterator[StepChannel]:
     """A real engine on two threads: step loop and input."""
     settings = engine_settings(config)
     core, preprocessor = load_engine(settings, lambda done, total: None)
@@ -202,7 +214,7 @@ def _running_engine(config: Config, hub: InProcessHub) -> Iterator[None]:
     steps.start()
     threads.open(preprocessor)
     try:
-        yield
+        yield threads.step_channel
     finally:
         threads.stop()
         steps.join(30)
@@ -247,4 +259,4 @@ async def _renderer(
 def run(scenario: Any) -> None:
     """Runs `async def scenario()` with one torch thread."""
     torch.set_num_threads(1)
-    asyncio.run(asyncio.wait_for(scenario, 60))
+    asyncio.run(asyncio.wait_for(scenario, 200))

@@ -35,11 +35,11 @@ def connect(url: str, source: str | None = None) -> socket.socket:
     """A connection from the loopback address `source`."""
     parts = urlsplit(url)
     from_address = (source, 0) if source else None
-    return socket.create_connection((parts.hostname, parts.port), 10, from_address)
+    return socket.create_connection((parts.hostname, parts.port), 60, from_address)
 
 
 def send_raw(
-    url: str, *pieces: bytes, wait: float = 10.0, pause: float = 0.0, source: str | None = None
+    url: str, *pieces: bytes, wait: float = 60.0, pause: float = 0.0, source: str | None = None
 ) -> Answer:
     """Send the pieces, `pause` seconds apart, and read until the server closes, or `wait` s."""
     with connect(url, source) as client:

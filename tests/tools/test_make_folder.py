@@ -42,7 +42,13 @@ def test_a_folder_with_something_in_it_is_left_alone(
 
 
 def test_it_runs_from_any_folder(tmp_path: Path) -> None:
+    """It finds what it imports; what it makes, other tests see."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
     script = Path(__file__).parents[2] / "tools" / "make_folder.py"
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run([sys.executable, script, "llama", "made"], cwd=tmp_path, env=bare, check=True)
-    assert (tmp_path / "made" / "config.json").is_file()
+    command = [sys.executable, script, "llama", "mine"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=bare, check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (2, "mine is not empty\n")

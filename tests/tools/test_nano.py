@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import numpy as np
 import pytest
 import torch
 
-from lookonce.llm import LLM
-from lookonce.types.sampling import SamplingParams
+from tests.support.nodes import engine_node
 from tools.nano import folder
 from tools.nano.batches import Answers, Towers, collate, varied
 from tools.nano.dense import CLASSES, COLOURS, HEARD, cell_targets, token_targets
@@ -25,7 +25,6 @@ from tools.nano.world.talk import training_lines
 
 MUTE = Materials(fonts=(), speaker=None, lines=training_lines())
 PLAN = TrainingPlan(tower_steps=1, answer_steps=2, batch=3, collages=1, workers=0)
-"""Each step is many seconds of bfloat16 products where the processor has no instructions for it."""
 
 
 @pytest.fixture(scope="module")
@@ -174,13 +173,17 @@ def test_a_model_made_from_nothing_learns_and_answers(tmp_path):
     assert answers[-1].loss < answers[0].loss * 0.9
     assert all(np.isfinite(step.loss) for step in steps)
     assert said[0].endswith(f"towers 0: loss {steps[0].loss:.3f}")
-    with LLM(str(tmp_path)) as llm:
-        picture = {"type": "image_url", "image_url": {"url": RED_SQUARE}}
-        content = [picture, {"type": "text", "text": "What is in the picture?"}]
-        greedy = SamplingParams(temperature=0, max_tokens=4)
-        (answer,) = llm.chat([{"role": "user", "content": content}], greedy)
-    assert answer.usage.prompt_tokens_details.image_tokens == 4
-    assert answer.usage.completion_tokens >= 1
+    picture = {"type": "image_url", "image_url": {"url": RED_SQUARE}}
+    content = [picture, {"type": "text", "text": "What is in the picture?"}]
+    body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 4}
+
+    async def answered():
+        async with engine_node(tmp_path) as node:
+            return await node.ok("/v1/chat/completions", body)
+
+    usage = asyncio.run(answered())["usage"]
+    assert usage["prompt_tokens_details"]["image_tokens"] == 4
+    assert usage["completion_tokens"] >= 1
 
 
 RED_SQUARE = (

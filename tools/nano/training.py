@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as functional
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Qwen2_5OmniThinkerForConditionalGeneration
 
@@ -107,8 +110,9 @@ class Trainer:
             optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_([*self.model.parameters(), *self._heads.parameters()], CLIP)
-        for optimizer in self._optimizers:
-            optimizer.step()
+        with nullcontext() if self._has_bf16 else _Float32():
+            for optimizer in self._optimizers:
+                optimizer.step()
         return float(loss.detach()), accuracy
 
     def _loss(self, batch: Batch) -> tuple[torch.Tensor, float | None]:
@@ -154,6 +158,21 @@ class Trainer:
             attention_mask=batch.attended, audio_seqlens=batch.frames if sounds else None,
         )  # fmt: skip
         return positions.to(self._device)
+
+
+class _Float32(TorchFunctionMode):
+    """Lets `Tensor.bfloat16` copy: torch's Muon computes in the type that it gives."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.bfloat16:
+            return args[0].clone()
+        return func(*args, **(kwargs or {}))
 
 
 def schedule(step: int, steps: int) -> float:

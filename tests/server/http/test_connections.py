@@ -104,7 +104,7 @@ def on_connections(scenario, **limits):
 
 
 async def until(condition):
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while not condition():  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.01)
 

@@ -6,7 +6,6 @@ engine's server takes what a render server answers as it is, and answers as to t
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import json
@@ -29,15 +28,6 @@ KNOWN, NEW = image_part(picture(1)), image_part(picture(2))
 ROUTES = ("/v1/chat/completions/render", "/tokenize")
 
 
-async def settled(engine) -> dict[str, float]:
-    """Its figures once the step is counted in which the runner forgets what has ended."""
-    while True:
-        stats = await engine.stats()
-        await asyncio.sleep(0.05)
-        if await engine.stats() == stats:
-            return stats
-
-
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("part", [KNOWN, NEW, {**NEW, "uuid": "mine"}])
 def test_directory_store_recency_and_counters_stay_as_they_are(folder, route, part):
@@ -47,7 +37,7 @@ def test_directory_store_recency_and_counters_stay_as_they_are(folder, route, pa
         async with engine_node(folder("llava")) as node:
             await node.ok("/v1/chat/completions", chat(KNOWN))
             await node.ok("/v1/chat/completions", chat(image_part(picture(3))))
-            before, stats = node.memory, await settled(node.engine)
+            before, stats = node.memory, await node.figures()
             for form in ("encoded", "tensors"):
                 await node.ok(route, chat(part, media=form))
             assert node.memory == before

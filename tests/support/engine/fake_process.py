@@ -1,7 +1,7 @@
 """An engine process as it is started for real, around a fake runner: `python -m ...fake_process`.
 
-The model's folder in the settings says how it behaves: "refuse", "break", "crash" once loaded, or
-anything else to serve.
+The model's folder in the settings says how it behaves: "refuse", "break", "crash" once loaded,
+"hold" its first step up, or anything else to serve.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import ConfigError
 from tests.support.core.builders import Limits
 from tests.support.core.fake_runner import FakeRunner
-from tests.support.engine.living import fake_engine
+from tests.support.engine.living import GatedRunner, fake_engine
 
 LIMITS = Limits(num_blocks=1100, max_num_seqs=16)
 CRASH_AFTER = 0.2
@@ -36,6 +36,10 @@ def build(
             raise RuntimeError("a bug")
         case "crash":
             threading.Timer(CRASH_AFTER, os._exit, [7]).start()
+        case "hold":
+            runner = GatedRunner(LIMITS)
+            runner.gate.clear()
+            return fake_engine(LIMITS, runner)
     return fake_engine(LIMITS, FakeRunner(LIMITS))
 
 

@@ -36,7 +36,7 @@ def read(tier: object, keys: Sequence[bytes]) -> tuple[ReadOutcome, list[bytes]]
     return outcome, [bytes(into[i * SIZE : (i + 1) * SIZE]) for i in range(outcome.num_blocks)]
 
 
-def eventually(condition: object, seconds: float = 5.0) -> None:
+def eventually(condition: object, seconds: float = 60.0) -> None:
     """Wait for what another thread does."""
     end = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]

@@ -91,7 +91,7 @@ class RealtimeSite:
 async def until(connection: Any, *kinds: str) -> list[Any]:
     """The events up to the first of these types, or an error."""
     found: list[Any] = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while not found or found[-1].type not in (*kinds, "error"):
             found.append(await connection.recv())
     return found
@@ -124,7 +124,7 @@ async def _run(
 
 async def nothing_left(here: RealtimeSite) -> None:
     services = here.site.services
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         while services.realtime.num_open or services.drain.active:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert services.realtime.budget.used == 0
