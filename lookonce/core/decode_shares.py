@@ -26,6 +26,8 @@ LINGER_SECONDS = 0.25
 would otherwise wait, at each, for a step of all sequences of the others."""
 DECAY = 0.98
 """Weight of the measurements so far beside a new one."""
+NEGLIGIBLE = 1e6
+"""A step that takes so many times as long as each of its sequences adds takes always as long."""
 LEAST_SPREAD = 0.1
 """Below this relative spread of the numbers of sequences nothing is known of the part of a step's
 time that does not depend on them: it counts as 0, and steps of fewer sequences will tell."""
@@ -153,11 +155,12 @@ def row_limits(
     `tenants`: (sequences, weight) of each; a step of n sequences takes `fixed` + n x `each`
     seconds. Each tenant has one at least.
     """
-    if each <= 0 or len(tenants) < 2:
+    if each <= 0 or fixed > NEGLIGIBLE * each or len(tenants) < 2:
         return {}
     total = sum(weight for _, weight in tenants.values())
-    seconds = min(total / weight * (fixed + each * count) for count, weight in tenants.values())
-    left = math.floor((seconds - fixed) / each + 1e-9)
+    free = fixed / each  # sequences that would take as long as a step of none
+    most = min(total / weight * (free + count) for count, weight in tenants.values())
+    left = math.floor(most - free + 1e-6)
     if sum(count for count, _ in tenants.values()) <= left:
         return {}
     limits = {}

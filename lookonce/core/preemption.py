@@ -76,7 +76,8 @@ class Preemption:
         """Where a sequence waits for KV blocks: preempt such of tenants that hold more of them for
         their weight than its own tenant would with it; if what they give back is enough.
 
-        Returns the sequence whose blocks they are. Afterwards each of those tenants still holds as
+        Returns the sequence whose blocks they are, also where enough are free but one of those
+        tenants waits for more of them, and would be asked first. Afterwards each of those tenants still holds as
         much as that one, so no two take blocks from each other in turn.
         """
         queues, pool = self._state.queues, self._state.block_pool
@@ -94,9 +95,15 @@ class Preemption:
         needy = min(waiting, key=lambda s: held[_tenant(s)] / s.request.weight)
         wanted = blocks_wanted(needy)
         lacking = wanted + queues.num_active - pool.num_free
-        if lacking <= 0:
-            return None
         used = (held[_tenant(needy)] + wanted) / needy.request.weight
+        if lacking <= 0:
+            blocked = (
+                s
+                for s in waiting
+                if s.admissible_with + queues.num_active > pool.num_free
+                and held[_tenant(s)] / s.request.weight >= used
+            )
+            return needy if any(s.admissible_with for s in blocked) else None
         victims = self._victims_for(lacking, used, _tenant(needy), held)
         for victim in victims:
             self._preempt(victim)

