@@ -77,8 +77,8 @@ class Preemption:
         their weight than its own tenant would with it; if what they give back is enough.
 
         Returns the sequence whose blocks they are, also where enough are free but one of those
-        tenants waits for more of them, and would be asked first. Afterwards each of those tenants still holds as
-        much as that one, so no two take blocks from each other in turn.
+        tenants waits for more of them, and would be asked first. Afterwards each of those tenants
+        still holds as much as that one, so no two take blocks from each other in turn.
         """
         queues, pool = self._state.queues, self._state.block_pool
         if self._is_one_tenant:
@@ -97,13 +97,13 @@ class Preemption:
         lacking = wanted + queues.num_active - pool.num_free
         used = (held[_tenant(needy)] + wanted) / needy.request.weight
         if lacking <= 0:
-            blocked = (
-                s
-                for s in waiting
-                if s.admissible_with + queues.num_active > pool.num_free
+            blocked = any(
+                s.admissible_with  # its admission has failed
+                and s.admissible_with + queues.num_active > pool.num_free
                 and held[_tenant(s)] / s.request.weight >= used
+                for s in waiting
             )
-            return needy if any(s.admissible_with for s in blocked) else None
+            return needy if blocked else None
         victims = self._victims_for(lacking, used, _tenant(needy), held)
         for victim in victims:
             self._preempt(victim)
